@@ -1,0 +1,98 @@
+"""The generator actor: a vLLM engine's doorway. vLLM is imported in the actor's process only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+import torch
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+from torchtitan_rl import platform
+from torchtitan_rl.actors.config import GeneratorConfig
+from torchtitan_rl.actors.process import prepare_process
+from torchtitan_rl.types import Completion, Request
+
+__all__ = ["Generator"]
+
+logger = logging.getLogger(__name__)
+
+
+class Generator(Actor):
+    """Owns an engine. Calls overlap: requests of all callers are batched continuously.
+
+    With tensor parallelism only rank 0 is asked to sample or score; `fetch` goes to every rank.
+    """
+
+    Config = GeneratorConfig
+
+    def __init__(self, config: GeneratorConfig, model_dir: str, role: str, seed: int, log_dir: str | None):
+        self.config, self.model_dir, self.role, self.seed, self.log_dir = config, model_dir, role, seed, log_dir
+
+    @concurrent_endpoint
+    async def setup(self) -> int:
+        """Starts the engine; it holds random weights until the first `load`. Returns the process id."""
+        rank, world_size = int(os.environ.get("RANK", 0)), self.config.tensor_parallel_degree
+        threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
+        prepare_process(self.role, rank, world_size, threads, self.log_dir)
+        platform.local_device(int(os.environ.get("LOCAL_RANK", rank)))
+        from torchtitan_rl.model.vllm_engine import Engine
+
+        self.engine = Engine(self.config, self.model_dir, self.seed, rank)
+        self.engine.start()
+        await asyncio.wrap_future(self.engine.ready)
+        platform.set_threads(threads)  # vLLM's worker sets its own number
+        logger.info("engine ready: %s, threads %d", type(self.engine.model).__name__, torch.get_num_threads())
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def sample(self, requests: list[Request]) -> list[Completion | list[float]]:
+        """Completions (or log-probabilities, where `params` is None) in the order of the requests."""
+        futures = [asyncio.wrap_future(future) for future in self.engine.submit(requests)]
+        return await asyncio.gather(*futures)
+
+    @concurrent_endpoint
+    async def fetch(self, version: int, verify: bool) -> None:
+        """Gets a version from the store and checks that it is what this model takes."""
+        from torchtitan_rl.weights import packing, store
+
+        manifest, payload = await store.fetch(version, verify=verify)
+        difference = packing.explain_difference(manifest.entries, self.engine.held())
+        if difference:
+            raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
+        self.engine.stage(version, packing.read(payload, manifest))
+
+    @concurrent_endpoint
+    async def load(self, version: int) -> int:
+        """Between two iterations, copies the fetched version into the model and resets the prefix cache."""
+        return await asyncio.wrap_future(self.engine.load(version))
+
+    @concurrent_endpoint
+    async def fetch_hf(self, directory: str, version: int) -> None:
+        """Stages weights from a Hugging Face directory instead of the store."""
+        from safetensors import safe_open
+
+        tensors = {}
+        for file in sorted(Path(directory).glob("*.safetensors")):
+            with safe_open(file, "pt") as weights:
+                tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
+        state = self.engine.from_hf(tensors)
+        held = self.engine.held()
+        self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
+
+    @concurrent_endpoint
+    async def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters under torchtitan's names, for tests and debugging of small models."""
+        return {name: tensor.clone() for name, tensor in self.engine.model.canonical_state().items()}
+
+    @concurrent_endpoint
+    async def modules(self) -> list[str]:
+        """Qualified class names of the model's modules, for tests."""
+        return [f"{type(m).__module__}.{type(m).__qualname__}" for m in self.engine.model.modules()]
+
+    @concurrent_endpoint
+    async def where(self) -> dict[str, int]:
+        """Process id, mesh rank and policy version."""
+        return {"pid": os.getpid(), "rank": current_rank().rank, "policy_version": self.engine.policy_version}

@@ -1,0 +1,23 @@
+"""What every actor process does first."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+
+from torchtitan_rl import platform
+from torchtitan_rl.observability.logs import setup_rank_logging
+
+__all__ = ["prepare_process"]
+
+
+def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log_dir: str | None) -> None:
+    """Logging with a first line that says who this is, threads, and a deaf ear to Ctrl-C: the controller decides."""
+    # Actors do not run on the main thread, where alone signal.signal works.
+    ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGINT), ctypes.c_void_p(int(signal.SIG_IGN)))
+    if log_dir is not None:
+        setup_rank_logging(log_dir, role, rank, world_size, os.environ.get("TORCHTITAN_RL_LOG_LEVEL", "INFO"))
+    platform.set_threads(num_threads)
+    gc.freeze()  # what was imported is never garbage

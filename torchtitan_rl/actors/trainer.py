@@ -1,0 +1,91 @@
+"""The trainer actor: endpoints as doorways to a `TrainerRank`, which is imported in the actor's process only."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from monarch.actor import Actor, endpoint
+
+from torchtitan_rl import platform
+from torchtitan_rl.actors.config import TrainerConfig
+from torchtitan_rl.actors.process import prepare_process
+from torchtitan_rl.model.config import ModelConfig
+from torchtitan_rl.types import OptimParams, OptimStepOutput
+
+__all__ = ["PolicyTrainer"]
+
+
+class PolicyTrainer(Actor):
+    """One rank of a mesh that holds and trains a model.
+
+    Endpoints run one at a time in the order they were sent, so `forward_backward` and `optim_step` may be
+    submitted before either is awaited.
+    """
+
+    Config = TrainerConfig
+
+    def __init__(self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, log_dir: str | None):
+        self.config, self.model, self.role, self.seed, self.log_dir = config, model, role, seed, log_dir
+
+    @endpoint
+    async def setup(self) -> int:
+        """Joins the mesh's process group, builds the model, loads or draws its weights. Returns the process id."""
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
+        prepare_process(self.role, rank, world_size, threads, self.log_dir)
+        from torchtitan_rl.actors.trainer_rank import TrainerRank
+
+        device = platform.local_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(
+            platform.distributed_backend(), timeout=timedelta(seconds=self.config.comm.init_timeout_seconds))
+        self.rank = TrainerRank(self.config, self.model, self.seed, device, self.log_dir or "")
+        return os.getpid()
+
+    @endpoint
+    async def forward(self, batches: list, temperature: float):
+        """Log-probabilities only; see `TrainerRank.accumulate`."""
+        return self.rank.accumulate(batches, None, temperature=temperature)
+
+    @endpoint
+    async def forward_backward(self, batches: list, loss_fn, temperature: float, loss_weight: float):
+        """Adds microbatches to the gradient; see `TrainerRank.accumulate`."""
+        return self.rank.accumulate(batches, loss_fn, temperature=temperature, loss_weight=loss_weight)
+
+    @endpoint
+    async def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
+        return self.rank.optim_step(params, grad_scale)
+
+    @endpoint
+    async def reset_optimizer(self) -> None:
+        self.rank.reset_optimizer()
+
+    @endpoint
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+        return await self.rank.push_weights(dtype, transport, verify)
+
+    @endpoint
+    async def discard_weights(self, version: int) -> None:
+        self.rank.discard_weights(version)
+
+    @endpoint
+    async def save_checkpoint(self, path: str) -> None:
+        self.rank.save_checkpoint(path)
+
+    @endpoint
+    async def load_checkpoint(self, path: str, policy_version: int, optimizer: bool) -> None:
+        self.rank.load_checkpoint(path, policy_version, optimizer)
+
+    @endpoint
+    async def save_hf_model(self, path: str, eos: int, pad: int) -> None:
+        self.rank.save_hf_model(path, eos, pad)
+
+    @endpoint
+    async def parameters(self) -> dict[str, torch.Tensor]:
+        return self.rank.parameters()
+
+    @endpoint
+    async def gradients(self) -> dict[str, torch.Tensor | None]:
+        return self.rank.gradients()

@@ -1,0 +1,60 @@
+"""Losses: functions of per-token tensors that return a token **sum** and metric sums.
+
+`weights` says how much each token counts; a reduction filled it once for the whole batch, so a loss never
+divides by anything and splitting a batch changes nothing. Metric sums are over tokens with a loss mask; a
+name ending in `_max` is a maximum. Hyperparameters are keyword arguments (`algorithm.loss_config`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchtitan_rl.types import LossInputs
+
+__all__ = ["cross_entropy", "importance_sampling", "ppo"]
+
+
+def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Supervised: -sum weights x logp. Needs `weights` only."""
+    return -(inputs.weights * inputs.policy_logprobs).sum(), {}
+
+
+def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Policy gradient with the importance ratio to the sampling policy: -sum weights x ratio x advantage."""
+    ratio_T = _ratio(inputs)
+    return -(inputs.weights * ratio_T * inputs.advantages).sum(), _policy_metrics(inputs)
+
+
+def ppo(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Clipped surrogate of Schulman et al. 2017 (arXiv:1707.06347), with separate bounds as in DAPO (arXiv:2503.14476).
+
+    -sum weights x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), ratio against the sampling policy.
+    """
+    ratio_T = _ratio(inputs)
+    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    advantages_T = inputs.advantages
+    objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
+    was_clipped_T = (clipped_T * advantages_T < ratio_T * advantages_T) & (inputs.loss_mask > 0)
+    return -(inputs.weights * objective_T).sum(), {
+        **_policy_metrics(inputs), "policy/clip_frac": was_clipped_T.sum()}
+
+
+def _ratio(inputs: LossInputs) -> torch.Tensor:
+    # Where nothing trains the difference is replaced, not multiplied, by zero: exp of garbage times 0 may be NaN.
+    difference_T = inputs.policy_logprobs - inputs.sampling_logprobs
+    return torch.where(inputs.loss_mask > 0, difference_T, 0.0).exp()
+
+
+def _policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
+    """Entropy, and how far trainer and generator disagree: k3 of Schulman 2020, "Approximating KL divergence"."""
+    with torch.no_grad():
+        mask_T = inputs.loss_mask > 0
+        difference_T = torch.where(mask_T, inputs.policy_logprobs - inputs.sampling_logprobs, 0.0)
+        return {
+            "policy/entropy": inputs.entropy[mask_T].sum(),
+            # KL(generator || trainer), sampled from the generator: r - 1 - log r >= 0 with r = trainer / generator.
+            "mismatch/kl": (torch.expm1(difference_T.double()) - difference_T.double()).sum(),
+            "mismatch/logprob_diff_max": difference_T.abs().max(),
+        }

@@ -1,0 +1,33 @@
+"""Learning-rate schedules, as a factor of the peak."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ScheduleConfig", "lr_factor"]
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig:
+    """Warm-up, then a decay. Example: `ScheduleConfig(decay="cosine", warmup_steps=5)`."""
+
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up, reaching `final_factor` on the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up; the first step already trains."""
+    final_factor: float = 0.0
+    """Factor of the peak at the end of a linear or cosine decay."""
+
+
+def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
+    """Factor for optimizer step `step` (from 0) of `num_steps`; safe for one step in all and for warm-up only."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.decay == "constant":
+        return 1.0
+    remaining = num_steps - config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, remaining - 1))
+    shape = 1 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.final_factor + (1 - config.final_factor) * shape

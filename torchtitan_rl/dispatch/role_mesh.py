@@ -1,0 +1,105 @@
+"""A mesh of workers of one role, and the two ways to call it: split over data-parallel ranks, or broadcast."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from monarch.actor import ActorError
+
+__all__ = ["RoleMesh", "deadline"]
+
+
+async def deadline(call, timeout_s: float, what: str) -> Any:
+    """The result of an awaitable call. Raises RuntimeError naming `what` when it fails or takes too long."""
+    try:
+        return await asyncio.wait_for(_awaited(call), timeout_s)
+    except TimeoutError:
+        raise RuntimeError(
+            f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
+        ) from None
+    except ActorError as error:
+        raise RuntimeError(f"{what}: {_root_cause(error)}") from error
+    except Exception as error:
+        if type(error).__name__ == "SupervisionError":
+            raise RuntimeError(f"{what}: its process died ({_first_line(error)}); see its log") from error
+        raise
+
+
+async def _awaited(call):
+    return await call
+
+
+def _root_cause(error: ActorError) -> str:
+    """The remote exception in one line; its traceback stays in the cause."""
+    inner = getattr(error, "exception", None) or error
+    return f"{type(inner).__name__}: {_first_line(inner)}"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:500] if text else type(error).__name__
+
+
+class RoleMesh:
+    """Workers of one role (`policy`, later `reference`, `critic`, `teacher`), ranks ordered data-parallel major."""
+
+    def __init__(self, role: str, actors: Any, *, num_ranks: int, tensor_parallel_size: int, timeout_s: float):
+        self.role, self.actors, self.timeout_s = role, actors, timeout_s
+        self.num_ranks, self._tp = num_ranks, tensor_parallel_size
+        self.data_parallel_size = num_ranks // tensor_parallel_size
+        self._workers = [actors.flatten("rank").slice(rank=rank) for rank in range(num_ranks)]
+
+    def call_split(self, endpoint: str, shards: Sequence[Any], *args) -> asyncio.Future:
+        """Each data-parallel rank gets its shard (all its TP ranks the same); answers come in shard order.
+
+        The messages are sent before this returns, so that calls reach the workers in the order they are made.
+        Raises ValueError when shards and ranks do not match.
+        """
+        if len(shards) != self.data_parallel_size:
+            raise ValueError(
+                f"{self.role}.{endpoint}: {len(shards)} shards for {self.data_parallel_size} data-parallel ranks")
+        calls = [
+            getattr(worker, endpoint).call_one(shards[rank // self._tp], *args)
+            for rank, worker in enumerate(self._workers)
+        ]
+
+        async def gather() -> list:
+            answers = await self._all(endpoint, calls)
+            return answers[:: self._tp]
+
+        return asyncio.ensure_future(gather())
+
+    def call_each(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
+        """Every rank gets the same arguments; all answers, in rank order."""
+        calls = [getattr(worker, endpoint).call_one(*args) for worker in self._workers]
+        return asyncio.ensure_future(self._all(endpoint, calls, timeout_s))
+
+    def call_all(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
+        """Every rank gets the same arguments and must give the same answer, which is returned once."""
+        each = self.call_each(endpoint, *args, timeout_s=timeout_s)
+
+        async def gather():
+            answers = await each
+            if any(repr(answer) != repr(answers[0]) for answer in answers[1:]):
+                raise RuntimeError(f"{self.role}.{endpoint}: ranks disagree: {answers}")
+            return answers[0]
+
+        return asyncio.ensure_future(gather())
+
+    def call_rank(self, rank: int, endpoint: str, *args, timeout_s: float | None = None):
+        """One rank only."""
+        call = getattr(self._workers[rank], endpoint).call_one(*args)
+        return deadline(call, timeout_s or self.timeout_s, f"{self.role}-{rank}.{endpoint}")
+
+    async def _all(self, endpoint: str, calls: list, timeout_s: float | None = None) -> list:
+        waits = [
+            asyncio.ensure_future(deadline(call, timeout_s or self.timeout_s, f"{self.role}-{rank}.{endpoint}"))
+            for rank, call in enumerate(calls)
+        ]
+        try:
+            return await asyncio.gather(*waits)
+        finally:
+            for wait in waits:
+                wait.cancel()

@@ -1,0 +1,119 @@
+"""The four verbs of training. Nobody above sees a rank, a data-parallel size, a microbatch or a filler row."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from torchtitan_rl.dispatch.packing import filler, pack, plan_microbatches
+from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.types import (
+    Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput,
+)
+
+__all__ = ["TrainingClient"]
+
+
+class TrainingClient:
+    """Trains one model that lives on a mesh.
+
+    `forward_backward` and `optim_step` send their messages at once and return something to await, so both
+    may be submitted before either is awaited; they run in the order they were submitted.
+    """
+
+    def __init__(self, mesh: RoleMesh, *, max_tokens_per_microbatch: int, max_datum_tokens: int, temperature: float):
+        self._mesh = mesh
+        self._max_tokens, self._max_datum_tokens = max_tokens_per_microbatch, max_datum_tokens
+        self._temperature = temperature
+
+    def forward_backward(
+        self, data: list[Datum], loss_fn: LossFunction, *, loss_weight: float = 1.0, temperature: float | None = None,
+    ) -> asyncio.Future[ForwardBackwardOutput]:
+        """Adds the gradient of `loss_weight` x the summed loss of the data. Gradients accumulate over calls.
+
+        `temperature` divides the logits and is the run's sampling temperature unless given. Raises ValueError
+        for an empty list, a datum longer than the trainer's context, or loss inputs that differ.
+        """
+        return self._submit("forward_backward", data, loss_fn, temperature, loss_weight)
+
+    def forward(self, data: list[Datum], *, temperature: float | None = None) -> asyncio.Future[ForwardBackwardOutput]:
+        """Log-probabilities of the data's targets; no gradient."""
+        return self._submit("forward", data, None, temperature, None)
+
+    def _submit(self, endpoint, data, loss_fn, temperature, loss_weight) -> asyncio.Future[ForwardBackwardOutput]:
+        if not data:
+            raise ValueError(f"{endpoint}.data=[]: no datums; skip the call when nothing is left to train on")
+        for index, datum in enumerate(data):
+            if len(datum) > self._max_datum_tokens:
+                raise ValueError(
+                    f"{endpoint}.data[{index}]: {len(datum)} tokens, the trainer's context is "
+                    f"trainer.training.seq_len={self._max_datum_tokens}; raise it or shorten the datum")
+        plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
+        shards = [
+            [pack([data[i] for i in members]) if members else filler(data[0]) for members in microbatches]
+            for microbatches in plan.ranks
+        ]
+        temperature = self._temperature if temperature is None else temperature
+        args = (temperature,) if loss_fn is None else (loss_fn, temperature, loss_weight)
+        answers = self._mesh.call_split(endpoint, shards, *args)
+
+        async def collect() -> ForwardBackwardOutput:
+            return _merge(await answers, plan.ranks, data)
+
+        return asyncio.ensure_future(collect())
+
+    def optim_step(self, params: OptimParams | None = None, *, grad_scale: float = 1.0) -> asyncio.Future[OptimStepOutput]:
+        """Clips `grad_scale` x the accumulated gradient, takes one optimizer step, zeroes the gradient."""
+        return self._mesh.call_all("optim_step", params or OptimParams(), grad_scale)
+
+    def reset_optimizer(self) -> asyncio.Future[None]:
+        """Forgets the optimizer's moments and step count."""
+        return self._mesh.call_all("reset_optimizer")
+
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+        """Publishes the current policy version; see `weights.registry.WeightRegistry`, which calls this."""
+        return await self._mesh.call_all("push_weights", dtype, transport, verify)
+
+    async def discard_weights(self, version: int) -> None:
+        await self._mesh.call_all("discard_weights", version)
+
+    async def save_checkpoint(self, path: Path) -> None:
+        """Parameters and optimizer state, shards in parallel."""
+        await self._mesh.call_all("save_checkpoint", str(path))
+
+    async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
+        """Into this layout, whatever the layout that saved it."""
+        await self._mesh.call_all("load_checkpoint", str(path), policy_version, optimizer)
+
+    async def save_hf_model(self, path: Path, *, eos: int, pad: int) -> None:
+        """A Hugging Face directory that transformers and vLLM can load."""
+        await self._mesh.call_all("save_hf_model", str(path), eos, pad)
+
+    async def parameters(self) -> dict[str, torch.Tensor]:
+        """Whole parameters by torchtitan's names; for small models."""
+        return (await self._mesh.call_each("parameters"))[0]
+
+    async def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Whole accumulated gradients by torchtitan's names; for small models."""
+        return (await self._mesh.call_each("gradients"))[0]
+
+
+def _merge(answers: list[Accumulated], ranks: list[list[list[int]]], data: list[Datum]) -> ForwardBackwardOutput:
+    """Rank shards back into input order; sums become means over the tokens that train."""
+    logprobs: list[torch.Tensor | None] = [None] * len(data)
+    sums: dict[str, float] = {}
+    for answer, microbatches in zip(answers, ranks, strict=True):
+        rows = iter(answer.policy_logprobs)
+        for members in microbatches:
+            if not members:
+                next(rows)  # the filler's
+            for index in members:
+                logprobs[index] = next(rows)
+        for name, value in answer.sums.items():
+            sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
+    num_tokens = sum(int((d.loss_inputs["loss_mask"] > 0).sum()) if "loss_mask" in d.loss_inputs else len(d) for d in data)
+    metrics = {n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in sums.items()}
+    return ForwardBackwardOutput(
+        policy_logprobs=logprobs, loss=sum(a.loss for a in answers), num_tokens=num_tokens, metrics=metrics)

@@ -1,0 +1,57 @@
+"""Policy versions in the store: published by the trainer, kept while somebody holds them, then deleted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from torchtitan_rl.actors.config import WeightSyncConfig
+from torchtitan_rl.dispatch.training_client import TrainingClient
+
+__all__ = ["PolicyVersions"]
+
+
+class PolicyVersions:
+    """Counts who holds which version. `"newest"` holds the last one published; generators hold what they serve;
+    anything else (a frozen teacher, an evaluation) pins by a name of its own."""
+
+    def __init__(self, trainer: TrainingClient, config: WeightSyncConfig, dtype: torch.dtype, *, one_host: bool):
+        self._trainer, self._config, self._dtype = trainer, config, dtype
+        self._transport = config.transport
+        if config.transport == "auto":
+            self._transport = "shared_memory" if one_host else "store"
+        self._holders: dict[int, Counter[str]] = {}
+        self.newest: int | None = None
+
+    async def publish(self) -> int:
+        """Publishes the trainer's current version, once. Returns it."""
+        version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
+        previous, self.newest = self.newest, version
+        self._holders.setdefault(version, Counter())["newest"] += 1
+        if previous is not None:
+            await self.release(previous, "newest")
+        return version
+
+    def pin(self, version: int, holder: str) -> None:
+        """Keeps a version until `release`. Raises ValueError when it is gone or never was."""
+        if version not in self._holders:
+            raise ValueError(f"policy_version={version}: is not published; the store holds {sorted(self._holders)}")
+        self._holders[version][holder] += 1
+
+    async def release(self, version: int, holder: str) -> None:
+        """Lets go; the last holder's release deletes the version."""
+        holders = self._holders.get(version, Counter())
+        if not holders[holder]:
+            raise ValueError(f"policy_version={version}: is not held by {holder!r} (holders: {sorted(+holders)})")
+        holders[holder] -= 1
+        if not +holders:
+            from torchtitan_rl.weights import store
+
+            del self._holders[version]
+            await store.discard(version)
+            await self._trainer.discard_weights(version)
+
+    def held(self) -> dict[int, list[str]]:
+        """Version to the names of its holders."""
+        return {version: sorted(+holders) for version, holders in sorted(self._holders.items())}

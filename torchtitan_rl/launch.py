@@ -1,0 +1,130 @@
+"""Starting and stopping the processes of a run: meshes of actors on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # notice a dead process within a second
+
+import monarch.actor  # noqa: E402
+from monarch.actor import this_host  # noqa: E402
+from monarch.spmd import setup_torch_elastic_env_async  # noqa: E402
+
+from torchtitan_rl import platform  # noqa: E402
+from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig  # noqa: E402
+from torchtitan_rl.actors.generator import Generator  # noqa: E402
+from torchtitan_rl.actors.trainer import PolicyTrainer  # noqa: E402
+from torchtitan_rl.dispatch.role_mesh import RoleMesh  # noqa: E402
+from torchtitan_rl.model.config import ModelConfig  # noqa: E402
+
+__all__ = ["Launcher", "prepare_environment"]
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_environment() -> str:
+    """Environment that actor processes inherit. Returns this run's identifier in shared-memory names."""
+    ident = f"ttrl{os.getpid()}{uuid.uuid4().hex[:6]}"
+    defaults = {
+        # Processes share the cores; a thread that spins while it waits for work takes them from the others.
+        "OMP_WAIT_POLICY": "passive",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if platform.device_type() == "cuda":
+        del defaults["OMP_WAIT_POLICY"]
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_DIST_IDENT"] = ident
+    return ident
+
+
+@dataclass
+class Launcher:
+    """Spawns role meshes and remembers them, so that `stop` leaves nothing behind."""
+
+    log_dir: str | None
+    start_timeout_s: float
+    call_timeout_s: float
+    failures: list[str] = field(default_factory=list)
+    """What died without being asked to, as Monarch reported it."""
+    pids: list[int] = field(default_factory=list)
+    _meshes: list[Any] = field(default_factory=list)
+    _ident: str = ""
+
+    def __post_init__(self) -> None:
+        self._ident = prepare_environment()
+        # Unset, a failure nobody awaits would end this process; here the calls that wait on it raise instead.
+        monarch.actor.unhandled_fault_hook = lambda failure: self.failures.append(str(failure))
+
+    async def start_trainer(self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int) -> RoleMesh:
+        """A trainer mesh whose ranks hold their models."""
+        procs = await self._spawn(role, config.num_ranks)
+        await setup_torch_elastic_env_async(procs)
+        actors = procs.spawn(role, PolicyTrainer, config, model, role, seed, self.log_dir)
+        return await self._set_up(RoleMesh(
+            role, actors, num_ranks=config.num_ranks,
+            tensor_parallel_size=config.parallelism.tensor_parallel_degree, timeout_s=self.call_timeout_s))
+
+    async def start_generator(self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int) -> RoleMesh:
+        """One generator replica whose engine is ready; it holds no weights yet."""
+        ranks = config.tensor_parallel_degree
+        procs = await self._spawn(role, ranks)
+        if ranks > 1:
+            await setup_torch_elastic_env_async(procs)
+        actors = procs.spawn(role, Generator, config, str(model_dir), role, seed, self.log_dir)
+        return await self._set_up(RoleMesh(
+            role, actors, num_ranks=ranks, tensor_parallel_size=ranks, timeout_s=self.call_timeout_s))
+
+    async def start_store(self) -> None:
+        """TorchStore: its volume and its controller, each a process of its own."""
+        from torchtitan_rl.weights import store  # adapts torchstore before its controller is spawned
+
+        procs = await self._spawn("store", 1)
+        del store
+        import torchstore
+
+        await torchstore.initialize(mesh=procs)
+
+    async def _spawn(self, role: str, num_ranks: int):
+        procs = this_host().spawn_procs(per_host={"gpus": num_ranks}, name=role.replace("-", "_"))
+        await procs.initialized
+        self._meshes.append(procs)
+        return procs
+
+    async def _set_up(self, mesh: RoleMesh) -> RoleMesh:
+        self.pids += await mesh.call_each("setup", timeout_s=self.start_timeout_s)
+        return mesh
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Stops every mesh; what does not stop in time is killed, and shared memory of this run is removed."""
+        async def stop_all() -> None:
+            await asyncio.gather(*(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True)
+
+        try:
+            await asyncio.wait_for(stop_all(), timeout_s)
+        except TimeoutError:
+            logger.warning("meshes did not stop within %g s; killing their processes", timeout_s)
+        self._meshes.clear()
+        self.kill()
+
+    def kill(self) -> None:
+        """The abrupt way, for an interrupted run."""
+        for pid in self.pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.pids.clear()
+        for segment in Path("/dev/shm").glob(f"*{self._ident}*"):
+            segment.unlink(missing_ok=True)

@@ -1,0 +1,110 @@
+"""Training attention over packed documents that runs anywhere: one scaled-dot-product call per length bucket.
+
+torchtitan hands whatever `attention_masks` its decoder was called with to each layer's inner attention.
+With this module that is a `PackedDocuments`: how to lay packed tokens out as a few dense, right-padded
+batches. Under a causal mask right padding is invisible to real tokens, so no mask is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torchtitan.models.common.attention import VarlenAttention
+
+__all__ = ["PackedDocuments", "PackedSDPA"]
+
+_MAX_PADDING = 1.25  # a bucket's longest document may be this much longer than its shortest, plus 8 tokens
+
+
+class PackedDocuments(NamedTuple):
+    """Where the tokens of packed documents go in dense batches."""
+
+    to_dense_P: torch.Tensor
+    """For every slot of every bucket, the packed token that fills it (token 0 in padding)."""
+    to_packed_T: torch.Tensor
+    """For every packed token, its slot."""
+    buckets: tuple[tuple[int, int], ...]
+    """(documents, padded length) of each bucket; the products add up to P."""
+
+    @classmethod
+    def build(cls, lengths: list[int], device: torch.device | str = "cpu") -> "PackedDocuments":
+        """`lengths`: tokens of each document, in packed order."""
+        starts, total = [], 0
+        for length in lengths:
+            starts.append(total)
+            total += length
+        to_dense, buckets = [], []
+        to_packed = torch.empty(total, dtype=torch.long)
+        slot = 0
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        while order:
+            limit = int(lengths[order[0]] * _MAX_PADDING) + 8
+            num = next((i for i, d in enumerate(order) if lengths[d] > limit), len(order))
+            members, order = order[:num], order[num:]
+            padded = lengths[members[-1]]
+            buckets.append((num, padded))
+            for document in members:
+                start, length = starts[document], lengths[document]
+                row = torch.zeros(padded, dtype=torch.long)
+                row[:length] = torch.arange(start, start + length)
+                to_dense.append(row)
+                to_packed[start:start + length] = torch.arange(slot, slot + length)
+                slot += padded
+        return cls(torch.cat(to_dense).to(device), to_packed.to(device), tuple(buckets))
+
+
+class _ToDense(torch.autograd.Function):
+    """Packed (T, ...) to dense (P, ...). Padding takes no part in any result, so only real slots carry gradient."""
+
+    @staticmethod
+    def forward(ctx, packed, to_dense_P, to_packed_T):
+        ctx.save_for_backward(to_packed_T)
+        return packed.index_select(0, to_dense_P)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (to_packed_T,) = ctx.saved_tensors
+        return grad.index_select(0, to_packed_T), None, None
+
+
+class _ToPacked(torch.autograd.Function):
+    """Dense (P, ...) to packed (T, ...); padding gets exactly zero gradient."""
+
+    @staticmethod
+    def forward(ctx, dense, to_packed_T):
+        ctx.save_for_backward(to_packed_T)
+        ctx.num_slots = dense.shape[0]
+        return dense.index_select(0, to_packed_T)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (to_packed_T,) = ctx.saved_tensors
+        dense = grad.new_zeros((ctx.num_slots, *grad.shape[1:]))
+        return dense.index_copy_(0, to_packed_T, grad.contiguous()), None
+
+
+class PackedSDPA(VarlenAttention):
+    """Causal attention within each packed document, through `scaled_dot_product_attention`.
+
+    A subclass of torchtitan's variable-length attention so that its sharding contract (the parameter
+    names below) applies unchanged. B must be 1: documents are packed along L.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: PackedDocuments, scale=None, enable_gqa=False, **kwargs):
+        layout = attention_masks
+        q, k, v = (_ToDense.apply(x[0], layout.to_dense_P, layout.to_packed_T) for x in (q_BLNH, k_BLNH, v_BLNH))
+        dense, slot = [], 0
+        for num, padded in layout.buckets:
+            rows = slice(slot, slot + num * padded)
+            slot += num * padded
+            qb, kb, vb = (x[rows].unflatten(0, (num, padded)).transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+            dense.append(out.transpose(1, 2).flatten(0, 1))
+        return _ToPacked.apply(torch.cat(dense), layout.to_packed_T)[None]

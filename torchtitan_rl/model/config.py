@@ -1,0 +1,118 @@
+"""Which model a run trains. Import-light: describing a model needs neither torchtitan nor vLLM."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Qwen3Shape", "ModelConfig", "resolve_shape", "assets_dir", "has_weights"]
+
+BUILTIN_ASSETS = {"chars": Path(__file__).parent.parent / "assets" / "chars"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Qwen3Shape:
+    """The sizes of a dense Qwen3. Example: `Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2,
+    head_dim=32, hidden_dim=384)` has 0.8M parameters."""
+
+    vocab_size: int
+    dim: int
+    """Hidden size."""
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    """Inner size of the gated feed-forward."""
+    rope_theta: float = 1e6
+    max_seq_len: int = 4096
+    """Positions the rotary embedding covers."""
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-6
+
+    @property
+    def num_parameters(self) -> int:
+        attention = self.dim * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads) + 2 * self.head_dim
+        layer = attention + 3 * self.dim * self.hidden_dim + 2 * self.dim
+        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        return embeddings + self.n_layers * layer + self.dim
+
+    @classmethod
+    def from_hf(cls, config_json: Path) -> "Qwen3Shape":
+        """Sizes in a Hugging Face `config.json`. Raises ValueError if it is not a dense Qwen3."""
+        hf = json.loads(config_json.read_text())
+        if hf.get("model_type") != "qwen3":
+            raise ValueError(
+                f"model.assets={str(config_json.parent)!r}: its config.json says model_type={hf.get('model_type')!r}; "
+                "only dense Qwen3 (model_type 'qwen3') is supported"
+            )
+        rope = hf.get("rope_parameters") or {}
+        return cls(
+            vocab_size=hf["vocab_size"], dim=hf["hidden_size"], n_layers=hf["num_hidden_layers"],
+            n_heads=hf["num_attention_heads"], n_kv_heads=hf["num_key_value_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            hidden_dim=hf["intermediate_size"],
+            rope_theta=hf.get("rope_theta") or rope.get("rope_theta", 1e6),
+            max_seq_len=hf["max_position_embeddings"], tie_embeddings=hf.get("tie_word_embeddings", False),
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+        )
+
+    def to_hf(self, eos_token_id: int, pad_token_id: int) -> dict:
+        """The same sizes as the content of a Hugging Face `config.json`."""
+        return dict(
+            architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=self.vocab_size, hidden_size=self.dim,
+            num_hidden_layers=self.n_layers, num_attention_heads=self.n_heads, num_key_value_heads=self.n_kv_heads,
+            head_dim=self.head_dim, intermediate_size=self.hidden_dim, rope_theta=self.rope_theta,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            max_position_embeddings=self.max_seq_len, tie_word_embeddings=self.tie_embeddings,
+            rms_norm_eps=self.norm_eps, hidden_act="silu", attention_bias=False, attention_dropout=0.0,
+            use_sliding_window=False, initializer_range=0.02, use_cache=True, torch_dtype="float32",
+            eos_token_id=eos_token_id, bos_token_id=None, pad_token_id=pad_token_id,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Which model, and where its files are."""
+
+    assets: str = "chars"
+    """A Hugging Face directory (tokenizer, and unless `shape` or `flavor` is given also config.json; safetensors
+    weights where it has some), or `"chars"`: the character tokenizer in the package, which has no weights."""
+    shape: Qwen3Shape | None = None
+    """Sizes of a model to initialise at random."""
+    flavor: str | None = None
+    """A standard flavour of torchtitan's Qwen3, such as `"0.6B"`."""
+
+
+def assets_dir(config: ModelConfig) -> Path:
+    """The directory with the tokenizer. Raises ValueError when there is none."""
+    path = BUILTIN_ASSETS.get(config.assets) or Path(config.assets).expanduser()
+    if not path.is_dir():
+        raise ValueError(
+            f"model.assets={config.assets!r}: there is no such directory; give a Hugging Face model directory "
+            f"or one of {sorted(BUILTIN_ASSETS)}"
+        )
+    return path
+
+
+def has_weights(config: ModelConfig) -> bool:
+    return any(assets_dir(config).glob("*.safetensors"))
+
+
+def resolve_shape(config: ModelConfig) -> Qwen3Shape:
+    """Sizes of the configured model. Raises ValueError when they are not given or cannot be read."""
+    if config.shape is not None and config.flavor is not None:
+        raise ValueError(f"model.flavor={config.flavor!r}: model.shape is set too; keep one of them")
+    if config.shape is not None:
+        return config.shape
+    if config.flavor is not None:
+        from torchtitan_rl.model.spec import flavor_shape  # imports torchtitan's model, which takes seconds
+
+        return flavor_shape(config.flavor)
+    config_json = assets_dir(config) / "config.json"
+    if not config_json.exists():
+        raise ValueError(
+            f"model.assets={config.assets!r}: has no config.json; give model.shape, model.flavor or a model directory"
+        )
+    return Qwen3Shape.from_hf(config_json)

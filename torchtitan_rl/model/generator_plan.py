@@ -1,0 +1,107 @@
+"""The generator's own parallel plan: the same torchtitan blocks with this rank's share of heads and features.
+
+No DTensor and no sequence parallelism, so any number of scheduled tokens works, odd ones included. Column
+weights are cut along dim 0, row weights along dim 1 and followed by vLLM's all-reduce; embedding, head and
+norms are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.attention import Attention
+
+__all__ = ["generator_spec", "shard_for_rank", "PagedAttention", "RowParallelLinear"]
+
+
+class PagedAttention(Module):
+    """vLLM's attention (paged KV cache, continuous batching) behind torchtitan's inner-attention interface."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        layer: int
+        n_heads: int
+        n_kv_heads: int
+        head_dim: int
+
+    def __init__(self, config: Config):
+        super().__init__()
+        from vllm.config import get_current_vllm_config
+
+        vllm_config = get_current_vllm_config()
+        self.attention = Attention(
+            config.n_heads, config.head_dim, config.head_dim**-0.5, num_kv_heads=config.n_kv_heads,
+            cache_config=vllm_config.cache_config, quant_config=None, prefix=f"layers.{config.layer}.attention")
+
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, **kwargs):
+        out = self.attention(q_BLNH[0].flatten(1), k_BLNH[0].flatten(1), v_BLNH[0].flatten(1))
+        return out.view(q_BLNH.shape)
+
+
+class RowParallelLinear(Linear):
+    """A linear layer whose inputs are split over the ranks; their partial outputs are summed."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return tensor_model_parallel_all_reduce(super().forward(input))
+
+
+def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
+    """A new spec for one generator rank; `spec` is left as it was.
+
+    Raises ValueError unless the degree divides attention heads, KV heads and the feed-forward size.
+    """
+    tp = tensor_parallel_degree
+    model = copy.deepcopy(spec.model)
+    for index, layer in enumerate(model.layers):
+        attention, ffn = layer.attention, layer.feed_forward
+        for name, size in (("n_heads", attention.n_heads), ("n_kv_heads", attention.n_kv_heads),
+                           ("hidden_dim", ffn.w1.out_features)):
+            if size % tp:
+                raise ValueError(f"generator.tensor_parallel_degree={tp}: must divide the model's {name}={size}")
+        n_heads, n_kv_heads = attention.n_heads // tp, attention.n_kv_heads // tp
+        qkv = attention.qkv_linear
+        layer.attention = dataclasses.replace(
+            attention, n_heads=n_heads, n_kv_heads=n_kv_heads,
+            qkv_linear=dataclasses.replace(
+                qkv, n_heads=n_heads, n_kv_heads=n_kv_heads,
+                wqkv=dataclasses.replace(qkv.wqkv, out_features=qkv.wqkv.out_features // tp)),
+            wo=_row_parallel(attention.wo, tp),
+            inner_attention=PagedAttention.Config(
+                layer=index, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=attention.head_dim),
+        )
+        hidden = ffn.w1.out_features // tp
+        layer.feed_forward = dataclasses.replace(
+            ffn, w1=dataclasses.replace(ffn.w1, out_features=hidden),
+            w3=dataclasses.replace(ffn.w3, out_features=hidden), w2=_row_parallel(ffn.w2, tp))
+    return dataclasses.replace(spec, model=model)
+
+
+def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:
+    if tp == 1:
+        return config
+    return RowParallelLinear.Config(
+        in_features=config.in_features // tp, out_features=config.out_features, bias=config.bias,
+        param_init=config.param_init)
+
+
+def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """This rank's part of a whole parameter under its canonical name (`...wq.weight`, `...w2.weight`)."""
+    if size == 1:
+        return tensor
+    layer = name.rsplit(".", 2)[-2]
+    if layer in ("wq", "wk", "wv", "w1", "w3"):
+        return tensor.chunk(size, 0)[rank]
+    if layer in ("wo", "w2"):
+        return tensor.chunk(size, 1)[rank]
+    return tensor

@@ -1,0 +1,255 @@
+"""A vLLM engine on a thread of its own, driven by commands.
+
+One thread owns the engine: it drains commands, steps while there is work, sleeps when idle. With tensor
+parallelism every rank runs such a thread; rank 0 decides what the next iteration does and tells the
+others, because ranks that stepped different schedules would wait for each other forever. Whatever kills
+the thread is raised from every call that waits on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
+
+import torch  # noqa: E402
+from vllm import EngineArgs, LLMEngine  # noqa: E402
+from vllm import SamplingParams as EngineSamplingParams  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+
+from torchtitan_rl.actors.config import GeneratorConfig  # noqa: E402
+from torchtitan_rl.model import vllm_model  # noqa: E402
+from torchtitan_rl.model.config import ModelConfig  # noqa: E402
+from torchtitan_rl.model.spec import build_spec  # noqa: E402
+from torchtitan_rl.types import Completion, Request  # noqa: E402
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.5  # rank 0 speaks to idle followers this often, so that they can tell silence from death
+
+
+@dataclass(slots=True)
+class _InFlight:
+    engine_id: str
+    version_starts: list[tuple[int, int]]
+    """(number of tokens already sampled, policy version from there on)."""
+    future: Future | None
+    """None on ranks that only follow."""
+
+
+@dataclass(slots=True)
+class _Command:
+    """What every rank does before its next iteration. Data only: it is sent to the other ranks."""
+
+    add: list[tuple[str, Request]] = field(default_factory=list)
+    load: int | None = None
+    stop: bool = False
+
+
+class Engine:
+    """`submit` requests and `load` weights from any thread; both return futures (on the leading rank)."""
+
+    def __init__(self, config: GeneratorConfig, model_dir: str, seed: int, rank: int):
+        self._config, self._model_dir, self._seed = config, model_dir, seed
+        self._spec = build_spec(ModelConfig(assets=model_dir))
+        self._held = self._whole_parameters()
+        self._leads = rank == 0
+        self._commands: queue.SimpleQueue[tuple[_Command, list[Future]]] = queue.SimpleQueue()
+        self._in_flight: dict[str, _InFlight] = {}
+        self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._counter = 0
+        self._failure: BaseException | None = None
+        self.policy_version = -1
+        self.ready: Future = Future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # Called from the actor.
+
+    def submit(self, requests: list[Request]) -> list[Future]:
+        """Admits requests together, in order, before the next iteration. Each future gives a Completion, or when
+        scoring a list of log-probabilities (one per token but the first)."""
+        command, futures = _Command(), []
+        for request in requests:
+            self._counter += 1
+            command.add.append((str(self._counter), request))
+            futures.append(Future())
+        self._send(command, futures)
+        return futures
+
+    def stage(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Hands this rank the tensors of a version, to be loaded when rank 0 says so."""
+        self._staged[version] = tensors
+
+    def load(self, version: int) -> Future:
+        """Copies a staged version into the model between two iterations. Every rank must have staged it."""
+        future: Future = Future()
+        self._send(_Command(load=version), [future])
+        return future
+
+    def held(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every whole parameter the model takes, by torchtitan's name."""
+        return self._held
+
+    def from_hf(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Hugging Face's names to torchtitan's."""
+        return self._spec.state_dict_adapter(self._spec.model, None).from_hf(tensors)
+
+    def stop(self) -> None:
+        if self._leads and self._thread.is_alive():
+            self._commands.put((_Command(stop=True), []))
+        self._thread.join(timeout=5)
+
+    def _send(self, command: _Command, futures: list[Future]) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine has stopped: {self._failure!r}")
+        self._commands.put((command, futures))
+        if self._failure is not None:  # it died in between and may not have seen this command
+            self._fail_waiting()
+
+    # On the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            self._engine = self._build()
+            self.ready.set_result(None)
+            while self._iterate():
+                pass
+        except BaseException as error:  # whatever it was, nobody may wait for this thread any more
+            logger.exception("the engine thread failed")
+            self._failure = error
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        waiting = [request.future for request in self._in_flight.values()]
+        while not self._commands.empty():
+            waiting += self._commands.get_nowait()[1]
+        for future in waiting:
+            if future is not None and not future.done():
+                future.set_exception(RuntimeError(f"the engine has stopped: {self._failure!r}"))
+
+    def _build(self) -> LLMEngine:
+        config = self._config
+        vllm_model.register()
+        args = EngineArgs(
+            model=self._model_dir, dtype=config.dtype, load_format="dummy", seed=self._seed,
+            hf_overrides={"architectures": [vllm_model.ARCHITECTURE]} if config.model_impl == "torchtitan" else {},
+            tensor_parallel_size=config.tensor_parallel_degree,
+            distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
+            max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30), enforce_eager=config.enforce_eager,
+            enable_prefix_caching=True, disable_log_stats=True,
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after temperature
+        )
+        engine = LLMEngine.from_engine_args(args)
+        self.model = engine.model_executor.driver_worker.worker.model_runner.model
+        return engine
+
+    def _whole_parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        with torch.device("meta"):
+            whole = self._spec.model.build()
+        buffers = {name for name, _ in whole.named_buffers()}
+        dtype = getattr(torch, self._config.dtype)
+        return {
+            name: (tuple(tensor.shape), tensor.dtype if name in buffers else dtype)
+            for name, tensor in whole.state_dict().items()
+        }
+
+    def _iterate(self) -> bool:
+        """One round: take commands, then one engine step. False ends the loop."""
+        command, futures = self._next()
+        if command.load is not None:
+            self._load(command.load)
+            for future in futures:
+                future.set_result(command.load)
+            futures = []
+        for index, (request_id, request) in enumerate(command.add):
+            self._add(request_id, request, futures[index] if futures else None)
+        if command.stop:
+            return False
+        if self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    self._finish(output)
+        return True
+
+    def _next(self) -> tuple[_Command, list[Future]]:
+        command, futures = _Command(), []
+        if self._leads:
+            try:
+                if self._engine.has_unfinished_requests():
+                    command, futures = self._commands.get_nowait()
+                else:
+                    command, futures = self._commands.get(timeout=_IDLE_WAIT_S)
+            except queue.Empty:
+                pass
+        if self._config.tensor_parallel_degree > 1:
+            from vllm.distributed import get_tp_group
+
+            command = get_tp_group().broadcast_object(command, src=0)
+        return command, futures
+
+    def _load(self, version: int) -> None:
+        tensors = self._staged.pop(version)
+        with torch.inference_mode():
+            if self._config.model_impl == "vllm":  # its own Qwen3 knows Hugging Face's names
+                tensors = self._spec.state_dict_adapter(self._spec.model, None).to_hf(tensors)
+            self.model.load_weights(tensors.items())
+        self.policy_version = version
+        for request in self._in_flight.values():
+            state = self._engine.output_processor.request_states[request.engine_id]
+            request.version_starts.append((len(state.detokenizer.output_token_ids), version))
+        # Requests carry their version as cache salt, so old blocks are never matched; this frees them.
+        if not self._engine.has_unfinished_requests() and not self._engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset after a pull")
+
+    def _add(self, request_id: str, request: Request, future: Future | None) -> None:
+        if request.params is None:
+            params = EngineSamplingParams(
+                max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY)
+        else:
+            p = request.params
+            params = EngineSamplingParams(
+                max_tokens=p.max_tokens, temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, seed=p.seed,
+                stop_token_ids=p.stop_token_ids, stop=p.stop, ignore_eos=p.ignore_eos, logprobs=0,
+                detokenize=bool(p.stop), output_kind=RequestOutputKind.FINAL_ONLY)
+        prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self.policy_version)}
+        try:
+            engine_id = self._engine.add_request(request_id, prompt, params)
+        except ValueError as error:  # the request itself is at fault, not the engine
+            if future is not None:
+                future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {error}"))
+            return
+        self._in_flight[request_id] = _InFlight(engine_id, [(0, self.policy_version)], future)
+
+    def _finish(self, output) -> None:
+        request = self._in_flight.pop(output.request_id)
+        if request.future is None:
+            return
+        if output.prompt_logprobs is not None:
+            tokens = output.prompt_token_ids
+            request.future.set_result(
+                [entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)])
+            return
+        sampled = output.outputs[0]
+        tokens = list(sampled.token_ids)
+        logprobs = [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)]
+        versions: list[int] = []
+        for (_, version), (end, _) in zip(request.version_starts, [*request.version_starts[1:], (len(tokens), 0)]):
+            versions += [version] * (end - len(versions))
+        request.future.set_result(Completion(
+            tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason))

@@ -1,0 +1,71 @@
+"""torchtitan's Qwen3 as a vLLM model class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.models.registry import ModelRegistry
+
+from torchtitan_rl.model.config import Qwen3Shape
+from torchtitan_rl.model.generator_plan import generator_spec, shard_for_rank
+from torchtitan_rl.model.spec import ModelConfig, build_spec
+
+__all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE", "register"]
+
+ARCHITECTURE = "TorchtitanQwen3ForCausalLM"
+
+
+class TorchtitanQwen3ForCausalLM(nn.Module):
+    """What vLLM asks of a model, answered by torchtitan's decoder built from the generator's spec."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        hf = vllm_config.model_config.hf_config
+        shape = Qwen3Shape(
+            vocab_size=hf.vocab_size, dim=hf.hidden_size, n_layers=hf.num_hidden_layers, n_heads=hf.num_attention_heads,
+            n_kv_heads=hf.num_key_value_heads, head_dim=hf.head_dim, hidden_dim=hf.intermediate_size,
+            rope_theta=hf.rope_parameters["rope_theta"], max_seq_len=hf.max_position_embeddings,
+            tie_embeddings=hf.tie_word_embeddings, norm_eps=hf.rms_norm_eps)
+        self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        spec = generator_spec(build_spec(ModelConfig(shape=shape)), self.tp_size)
+        self.decoder = spec.model.build()
+        self.decoder.init_weights()
+        # The fp32 rotary cache is a buffer: it keeps its dtype whatever the parameters are cast to.
+        self.decoder.requires_grad_(False)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.decoder.tok_embeddings(input_ids)
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs) -> torch.Tensor:
+        """Hidden states (T, D) of the scheduled tokens."""
+        hidden = self.decoder.tok_embeddings(input_ids)[None] if inputs_embeds is None else inputs_embeds[None]
+        for layer in self.decoder.layers.values():
+            hidden = layer(hidden, None, positions[None])
+        return self.decoder.norm(hidden)[0]
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.decoder.lm_head(hidden_states)
+
+    def canonical_state(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters under torchtitan's names (fused QKV appears as wq, wk, wv)."""
+        state = self.decoder.state_dict()
+        return {name: tensor for name, tensor in state.items() if ".inner_attention." not in name}  # vLLM's own scales
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copies whole tensors under torchtitan's names into this rank's parameters, in place."""
+        state = {name: shard_for_rank(name, tensor, self.tp_rank, self.tp_size) for name, tensor in weights}
+        report = self.decoder.load_state_dict(state, strict=False)
+        missing = [name for name in report.missing_keys if ".inner_attention." not in name]
+        if missing or report.unexpected_keys:
+            raise ValueError(f"weights: missing {missing[:3]}, unexpected {report.unexpected_keys[:3]}; "
+                             "trainer and generator must be built from the same model config")
+        return {name for name, _ in self.named_parameters()}
+
+
+def register() -> None:
+    """Makes `architectures=[ARCHITECTURE]` known to vLLM in this process."""
+    ModelRegistry.register_model(ARCHITECTURE, TorchtitanQwen3ForCausalLM)

@@ -1,0 +1,1 @@
+def setup_rank_logging(*a, **k): pass

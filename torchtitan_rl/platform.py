@@ -1,0 +1,77 @@
+"""CPU or CUDA: every choice that depends on the device, and the only file that adapts torchtitan to a CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "adapt_torchtitan",
+           "adapt_parallel_model", "set_threads", "num_cores", "to_device"]
+
+_set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
+
+
+def device_type() -> Literal["cpu", "cuda"]:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def local_device(local_rank: int) -> torch.device:
+    """This process's device; on CUDA it also becomes the current one."""
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def distributed_backend() -> str:
+    return "nccl" if device_type() == "cuda" else "gloo"
+
+
+def attention_backend() -> Literal["sdpa", "varlen"]:
+    """Training attention over packed documents: FlashAttention's variable-length kernel exists on CUDA only."""
+    return "varlen" if device_type() == "cuda" else "sdpa"
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def set_threads(num_threads: int) -> int:
+    """Threads of this process's CPU operators; 0 means every core it may use. Returns the number set."""
+    num_threads = num_threads or num_cores()
+    _set_num_threads(num_threads)
+    return num_threads
+
+
+def adapt_torchtitan() -> None:
+    """Call before importing anything else of torchtitan: without a GPU it would settle on `"cuda"`.
+
+    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see docs/architecture.md).
+    """
+    import torchtitan.tools.utils as titan_utils
+
+    if device_type() == "cpu":
+        titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("partial_dtensor")
+
+
+def adapt_parallel_model(model: torch.nn.Module) -> None:
+    """After `parallelize`: gloo has no pre-multiplied sum, so FSDP must reduce with a plain one."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if device_type() == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def to_device(tensors, device: torch.device):
+    """Tensors of a nested dict, moved; a no-op on CPU."""
+    if isinstance(tensors, dict):
+        return {name: to_device(value, device) for name, value in tensors.items()}
+    return tensors.to(device, non_blocking=True)

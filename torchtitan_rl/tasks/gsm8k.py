@@ -1,0 +1,192 @@
+"""Grade-school word problems whose answer is a number: GSM8K, or files of the same form.
+
+Cobbe et al., "Training Verifiers to Solve Math Word Problems", https://arxiv.org/abs/2110.14168
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.tasks.family import check_index, check_split
+from torchtitan_rl.types import Task
+
+__all__ = ["Gsm8k", "final_number"]
+
+INSTRUCTION = (
+    "Solve the problem step by step. End with the final answer, a number alone, on a line of its own: #### <number>"
+)
+
+
+class Gsm8k:
+    """Rows with a `question` and an `answer` that ends with `#### <number>`; read on first use.
+
+    Validation is the last rows of train, which train then lacks. Raises ValueError for files that are missing or of
+    another form, RuntimeError when the hub cannot be reached.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        path: str = "openai/gsm8k"
+        """Name of a data set on the hub, or a local .jsonl or .parquet file of train rows."""
+        subset: str | None = "main"
+        """Which configuration of the hub's data set; local files have none."""
+        test_path: str | None = None
+        """A local file of test rows; the hub's data set brings its own."""
+        num_validation: int = 256
+        """Rows taken from the end of train for validation."""
+        instruction: str = INSTRUCTION
+        """The system message."""
+        reward: Callable | None = None
+        """Use this function of (task, completions) instead of the family's own."""
+
+        def build(self) -> Gsm8k:
+            return Gsm8k(self)
+
+    name = "gsm8k"
+
+    def __init__(self, config: Gsm8k.Config) -> None:
+        self.config = config
+        self._rows = cache(self._load)  # by file: "train" or "test"
+        if config.reward is not None:
+            self.reward = config.reward
+
+    def num_tasks(self, split: str) -> int:
+        check_split(split)
+        if split == "test":
+            return len(self._rows("test"))
+        num_rows, num_validation = len(self._rows("train")), self.config.num_validation
+        if not 0 <= num_validation < num_rows:
+            raise ValueError(
+                f"gsm8k.num_validation={num_validation}: cannot be taken from the {num_rows} rows of "
+                f"{self.config.path}; choose 0 to {max(0, num_rows - 1)}"
+            )
+        return num_validation if split == "validation" else num_rows - num_validation
+
+    def task(self, split: str, index: int) -> Task:
+        """`answer` is the number as text; `demonstration`, on train tasks, is the worked solution."""
+        check_index(self, split, index)
+        row = self._rows("test" if split == "test" else "train")[
+            index + self.num_tasks("train") if split == "validation" else index
+        ]
+        solution, marker, answer = row["answer"].rpartition("####")
+        if not marker or _value(answer) is None:
+            raise ValueError(
+                f"gsm8k.path={self.config.path!r}: the answer of {split} row {index} does not end with "
+                "'#### <number>'; mend or drop the row"
+            )
+        # <<48/2=24>> are notes for a calculator that the policy does not have.
+        demonstration = re.sub(r"<<[^<>]*>>", "", solution).strip() + f"\n#### {answer.strip()}"
+        return Task(
+            id=f"{self.name}/{split}/{index}",
+            prompt=[
+                {"role": "system", "content": self.config.instruction},
+                {"role": "user", "content": row["question"]},
+            ],
+            answer=answer.strip(),
+            demonstration=demonstration if split == "train" else None,
+        )
+
+    def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
+        """1 where the final number equals the answer's, however either is written; else 0."""
+        answer = _value(task.answer)
+        return [float(final_number(completion) == answer) for completion in completions]
+
+    def _load(self, file: str) -> Any:
+        """Rows of the "train" or the "test" file, as a sequence of dicts."""
+        path, field = self.config.path, "path"
+        is_file = path.endswith((".json", ".jsonl", ".parquet"))
+        if file == "test" and (is_file or self.config.test_path is not None):
+            path, field, is_file = self.config.test_path, "test_path", True
+            if path is None:
+                raise ValueError("gsm8k.test_path=None: a local data set has no test rows; name a file of them")
+            if path == self.config.path:
+                raise ValueError(f"gsm8k.test_path={path!r}: is the train file; name another file")
+        rows = _read_file(path, field) if is_file else _read_hub(path, self.config.subset, file)
+        missing = {"question", "answer"} - set(rows.column_names)
+        if missing:
+            raise ValueError(f"gsm8k.{field}={path!r}: has no column {min(missing)!r}; give question and answer")
+        return rows
+
+
+def _read_file(path: str, field: str) -> Any:
+    if not Path(path).is_file():
+        raise ValueError(f"gsm8k.{field}={path!r}: there is no such file; name a .jsonl or .parquet file")
+    import datasets  # slow to import
+
+    try:
+        read = datasets.Dataset.from_parquet if path.endswith(".parquet") else datasets.Dataset.from_json
+        return read(path)
+    except Exception as error:
+        # datasets wraps what it could not parse in errors of many kinds, whose cause says more than they do.
+        raise ValueError(
+            f"gsm8k.{field}={path!r}: cannot be read ({_one_line(error.__cause__ or error)}); "
+            "give one JSON object a line, or parquet"
+        ) from error
+
+
+def _read_hub(path: str, subset: str | None, split: str) -> Any:
+    import datasets  # slow to import
+
+    try:
+        return datasets.load_dataset(path, subset, split=split)
+    except Exception as error:  # from no network to no such data set: a dozen kinds in three libraries
+        raise RuntimeError(
+            f"gsm8k.path={path!r}: could not be loaded from the hub ({_one_line(error)}); check the name and the "
+            "network, or name local files in gsm8k.path and gsm8k.test_path"
+        ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+# A minus sign, not a dash between two numbers; currency; digits, alone or in groups of three; maybe a denominator.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)\]}])-)?(?:[$€£](?P<inner_sign>-)?)?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?![0-9]|,[0-9]))(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?:\s?/\s?(?P<denominator>[0-9]+))?"
+)
+_BOX = re.compile(r"\\boxed\s?\{((?:[^{}]|\{[^{}]*\})*)\}")
+_MARKER = re.compile(r"####[^\w\n]{0,8}?(" + re.sub(r"\?P<\w+>", "", _NUMBER.pattern) + ")")
+_MAX_DIGITS = 100
+
+
+def final_number(text: str) -> Fraction | None:
+    r"""The number a solution ends with: after the last `####` or in the last `\boxed{}`, else the last of the text.
+
+    Example: `final_number("So she pays #### $1,000.50 in all") == Fraction(2001, 2)`. None where there is no number.
+    """
+    text = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
+    for written, plain in {"{,}": ",", "\\$": "$", "\\,": "", "\\!": "", "\u2212": "-"}.items():
+        text = text.replace(written, plain)
+    marked = {match.start(): match.group(1) for match in _MARKER.finditer(text)}
+    for match in _BOX.finditer(text):
+        # \boxed{x = 5} means 5.
+        if _NUMBER.search(content := match.group(1).rpartition("=")[2]):
+            marked[match.start()] = content
+    if marked:
+        return _value(marked[max(marked)])
+    numbers = list(_NUMBER.finditer(text))
+    return _parse(numbers[-1]) if numbers else None
+
+
+def _value(text: str) -> Fraction | None:
+    """The first number of `text`."""
+    match = _NUMBER.search(text)
+    return _parse(match) if match else None
+
+
+def _parse(match: re.Match) -> Fraction | None:
+    digits, denominator = match["digits"].replace(",", ""), match["denominator"] or "1"
+    # Python refuses to read integers of thousands of digits, which a policy may well write.
+    if len(digits) + len(denominator) > _MAX_DIGITS or int(denominator) == 0:
+        return None
+    value = Fraction(digits) / int(denominator)
+    return -value if match["sign"] or match["inner_sign"] else value

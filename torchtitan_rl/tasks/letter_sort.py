@@ -1,0 +1,135 @@
+"""Sort the letters of a word: a family that a tiny model learns in minutes on a laptop."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
+from torchtitan_rl.types import Task
+
+__all__ = ["LetterSort"]
+
+
+class LetterSort:
+    """Prompt `szyci=`, answer `cisyz`: letters that all differ, to be put in alphabetical order.
+
+    Train is endless. Which split a task belongs to is a hash of its sorted letters (5% test, 5% validation), so two
+    orders of the same letters never fall into different splits. Raises ValueError when the letters allowed do not
+    give a split as many tasks as it should have.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        min_letters: int = 4
+        """Fewest letters in a task; lengths are drawn evenly from min_letters to max_letters."""
+        max_letters: int = 8
+        """Most letters in a task, 26 at most."""
+        correct_demonstrations: float = 0.3
+        """Fraction of the train demonstrations that are right; the others sort from z to a."""
+        num_validation: int = 256
+        """Number of different validation tasks."""
+        num_test: int = 512
+        """Number of different test tasks."""
+        seed: int = 0
+        """Which tasks exist and how they are split; a run's own seed chooses among the train tasks."""
+        shuffle_rewards: bool = False
+        """A control: the rewards of a group go to its completions at random, so that nothing can be learned."""
+        reward: Callable | None = None
+        """Use this function of (task, completions) instead of the family's own."""
+
+        def __post_init__(self) -> None:
+            if not 1 <= self.min_letters <= self.max_letters <= 26:
+                raise ValueError(
+                    f"letter_sort.min_letters={self.min_letters}, max_letters={self.max_letters}: do not fit; "
+                    "choose 1 <= min_letters <= max_letters <= 26"
+                )
+            if not 0.0 <= self.correct_demonstrations <= 1.0:
+                raise ValueError(
+                    f"letter_sort.correct_demonstrations={self.correct_demonstrations}: is not a fraction; use 0 to 1"
+                )
+            if self.shuffle_rewards and self.reward is not None:
+                raise ValueError(
+                    "letter_sort.shuffle_rewards=True: shuffles the family's own rewards only; leave reward unset"
+                )
+
+        def build(self) -> LetterSort:
+            return LetterSort(self)
+
+    name = "letter_sort"
+
+    def __init__(self, config: LetterSort.Config) -> None:
+        self.config = config
+        if config.reward is not None:
+            self.reward = config.reward
+
+    def num_tasks(self, split: str) -> int | None:
+        check_split(split)
+        return {"train": None, "validation": self.config.num_validation, "test": self.config.num_test}[split]
+
+    def task(self, split: str, index: int) -> Task:
+        """Only train tasks carry a demonstration."""
+        check_index(self, split, index)
+        demonstration = None
+        if split == "train":
+            rng = random.Random(stable_hash(self.config.seed, split, index))
+            word = self._draw_train(rng)
+            correct = rng.random() < self.config.correct_demonstrations
+            demonstration = "".join(sorted(word, reverse=not correct))
+        else:
+            word = self._held_out[split][index]
+        answer = "".join(sorted(word))
+        return Task(id=f"{self.name}/{split}/{index}", prompt=f"{word}=", answer=answer, demonstration=demonstration)
+
+    def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
+        """1 for exactly the letters in order, 0 for anything else."""
+        rewards_G = [float(completion == task.answer) for completion in completions]
+        if self.config.shuffle_rewards:
+            # Every permutation is as likely as any other, those that leave rewards in place included: only so is
+            # an advantage independent of its completion on average.
+            random.Random(stable_hash(self.config.seed, "shuffle_rewards", task.id)).shuffle(rewards_G)
+        return rewards_G
+
+    def _draw(self, rng: random.Random) -> str:
+        num_letters = rng.randint(self.config.min_letters, self.config.max_letters)
+        return "".join(rng.sample(string.ascii_lowercase, num_letters))
+
+    def _draw_train(self, rng: random.Random) -> str:
+        for _ in range(1000):  # nine draws in ten are train tasks unless hardly any letters are allowed
+            word = self._draw(rng)
+            if self._split_of(word) == "train":
+                return word
+        raise ValueError(self._too_few("train", 0))
+
+    @cached_property
+    def _held_out(self) -> dict[str, list[str]]:
+        """The words of validation and test, no two of one set of letters."""
+        words = {"validation": {}, "test": {}}
+        for split, by_letters in words.items():
+            num_tasks = self.num_tasks(split)
+            rng = random.Random(stable_hash(self.config.seed, split))
+            # One draw in twenty belongs to the split; many more than that in vain, and it has been seen whole.
+            for _ in range(10_000 + 200 * num_tasks):
+                if len(by_letters) == num_tasks:
+                    break
+                word = self._draw(rng)
+                if self._split_of(word) == split:
+                    by_letters.setdefault("".join(sorted(word)), word)
+            if len(by_letters) < num_tasks:
+                raise ValueError(self._too_few(split, len(by_letters)))
+        return {split: list(by_letters.values()) for split, by_letters in words.items()}
+
+    def _split_of(self, word: str) -> str:
+        percent = stable_hash(self.config.seed, "split", "".join(sorted(word))) % 100
+        return "test" if percent < 5 else "validation" if percent < 10 else "train"
+
+    def _too_few(self, split: str, num_found: int) -> str:
+        count = f"only {num_found} different tasks" if num_found else "no task"
+        remedy = "" if split == "train" else f"lower num_{split} or "
+        return (
+            f"letter_sort.min_letters={self.config.min_letters}, max_letters={self.config.max_letters}: "
+            f"gives {split} {count}; {remedy}allow more lengths"
+        )

@@ -1,0 +1,162 @@
+"""Procedural puzzles of the reasoning-gym package, each scored by its own verifier.
+
+https://github.com/open-thought/reasoning-gym
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torchtitan_rl.tasks.family import SPLITS, check_index, check_split, stable_hash
+from torchtitan_rl.types import Task
+
+__all__ = ["ReasoningGym"]
+
+INSTRUCTION = (
+    "Think step by step, then give the final answer, and nothing else, between <answer> and </answer>. "
+    "If the question shows an example, write the answer in its form."
+)
+
+
+class ReasoningGym:
+    """One or more reasoning-gym data sets, taken in turns.
+
+    Raises ValueError for data sets or settings that reasoning-gym does not know, RuntimeError if it is not installed.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        datasets: dict[str, dict[str, Any]] = field(default_factory=lambda: {"chain_sum": {}})
+        """Name of a data set to its settings, such as `{"chain_sum": {"max_terms": 3}, "spell_backward": {}}`."""
+        num_train: int = 10_000
+        """Number of train tasks over all data sets."""
+        num_validation: int = 128
+        """Number of validation tasks."""
+        num_test: int = 256
+        """Number of test tasks."""
+        seed: int = 0
+        """Which tasks exist; each split of each data set derives its own seed from it."""
+        answer_tags: bool = True
+        """Ask for the answer between <answer> tags and judge only that; else the whole completion is the answer."""
+        reward: Callable | None = None
+        """Use this function of (task, completions) instead of the family's own."""
+
+        def build(self) -> ReasoningGym:
+            return ReasoningGym(self)
+
+    name = "reasoning_gym"
+
+    def __init__(self, config: ReasoningGym.Config) -> None:
+        self.config = config
+        if not config.datasets:
+            raise ValueError("reasoning_gym.datasets={}: is empty; name at least one, such as {'chain_sum': {}}")
+        self._names = list(config.datasets)
+        self._datasets = {split: [self._create(split, name) for name in self._names] for split in SPLITS}
+        self._questions = cache(self._all_questions)  # by split
+        if config.reward is not None:
+            self.reward = config.reward
+
+    def num_tasks(self, split: str) -> int:
+        check_split(split)
+        return {
+            "train": self.config.num_train, "validation": self.config.num_validation, "test": self.config.num_test,
+        }[split]
+
+    def task(self, split: str, index: int) -> Task:
+        """`answer` holds the data set's name and its entry, which is what its verifier asks for."""
+        check_index(self, split, index)
+        which, position = index % len(self._names), index // len(self._names)
+        entry = self._entry(split, which, position)
+        prompt = entry["question"]
+        if self.config.answer_tags:
+            prompt = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": prompt}]
+        return Task(
+            id=f"{self.name}/{split}/{index}", prompt=prompt, answer={"dataset": self._names[which], "entry": entry}
+        )
+
+    def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
+        """The verifier's score, 0 to 1; 0 where an answer between tags was asked for and none was given."""
+        from reasoning_gym.utils import extract_answer
+
+        dataset = self._datasets["train"][self._names.index(task.answer["dataset"])]
+        answers_G = completions
+        if self.config.answer_tags:
+            answers_G = [extract_answer(completion) for completion in completions]
+        entry = task.answer["entry"]
+        return [0.0 if answer is None else _score(dataset, answer, entry) for answer in answers_G]
+
+    def _create(self, split: str, name: str) -> Any:
+        factory = _import_factory()
+        settings = self.config.datasets[name]
+        if name not in factory.DATASETS:
+            raise ValueError(f"reasoning_gym.datasets[{name!r}]: reasoning-gym has no such data set; see its gallery")
+        known = {field.name for field in dataclasses.fields(factory.DATASETS[name][1])} - {"seed", "size"}
+        for setting in settings:
+            if setting in ("seed", "size"):
+                raise ValueError(
+                    f"reasoning_gym.datasets[{name!r}][{setting!r}]: is derived; set reasoning_gym.seed or .num_*"
+                )
+            if setting not in known:
+                raise ValueError(
+                    f"reasoning_gym.datasets[{name!r}][{setting!r}]: there is no such setting; "
+                    f"use one of {', '.join(sorted(known))}"
+                )
+        # Entry i is mostly made from seed + i, so seeds of neighbouring splits must lie further apart than a split
+        # is long; numpy takes 32 bits at most.
+        seed = stable_hash(self.config.seed, split, name) % 2**31
+        # At least 1, which data sets insist on. When the split is no multiple, the last round is not a full one.
+        size = max(1, -(-self.num_tasks(split) // len(self._names)))
+        try:
+            return factory.create_dataset(name, **settings, seed=seed, size=size)
+        except (AssertionError, TypeError, ValueError) as error:  # how its configs say that a value will not do
+            message = " ".join(str(error).split())
+            raise ValueError(
+                f"reasoning_gym.datasets[{name!r}]={settings}: is refused ({message}); mend the settings"
+            ) from error
+
+    def _entry(self, split: str, which: int, position: int) -> dict[str, Any]:
+        """Entry `position`, or the next one whose question is not held out for a later split.
+
+        Other seeds alone do not keep splits apart: small data sets make the same question from many seeds.
+        """
+        dataset = self._datasets[split][which]
+        held_out = {"train": ("validation", "test"), "validation": ("test",), "test": ()}[split]
+        for offset in range(len(dataset)):
+            entry = dataset[(position + offset) % len(dataset)]
+            if not any(entry["question"] in self._questions(later) for later in held_out):
+                return entry
+        raise ValueError(
+            f"reasoning_gym.datasets[{self._names[which]!r}]: every {split} question is also one of "
+            f"{' or '.join(held_out)}; make the data set harder, or lower num_validation and num_test"
+        )
+
+    def _all_questions(self, split: str) -> set[str]:
+        num_names = len(self._names)
+        return {
+            self._entry(split, index % num_names, index // num_names)["question"]
+            for index in range(self.num_tasks(split))
+        }
+
+
+def _score(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
+    try:
+        return float(dataset.score_answer(answer, entry=entry))
+    except Exception:
+        # Some verifiers raise at what they cannot parse: a wrong answer. One that raises at the right answer too
+        # is broken, and the line below lets that be known.
+        dataset.score_answer(entry["answer"], entry=entry)
+        return 0.0
+
+
+def _import_factory() -> Any:
+    try:
+        from reasoning_gym import factory  # slow to import, and an extra
+    except ImportError as error:
+        raise RuntimeError(
+            f"reasoning_gym: cannot be imported ({error}); install it with pip install 'torchtitan-rl[reasoning-gym]'"
+        ) from error
+    return factory

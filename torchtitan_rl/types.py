@@ -1,0 +1,242 @@
+"""The data that flows through a run, from a task to an optimizer step.
+
+Shape letters used in this package: T tokens of one sequence or of one packed microbatch, G rollouts of
+a group, B batch, L sequence length, V vocabulary, D hidden size, N heads, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Task", "SamplingParams", "Request", "Completion", "Turn", "Rollout", "RolloutGroup",
+    "Datum", "LossInputs", "LossFunction", "Microbatch", "Accumulated", "OptimParams", "ForwardBackwardOutput", "OptimStepOutput",
+]
+
+
+@dataclass(kw_only=True, slots=True)
+class Task:
+    """One problem to be attempted.
+
+    Example: `Task(id="sort/train/17", prompt="cab=", answer="abc")`.
+    """
+
+    id: str
+    """Unique within a run; rollout records refer to it."""
+    prompt: str | list[dict[str, str]]
+    """Text, or chat messages for the tokenizer's chat template."""
+    answer: Any = None
+    """Whatever the reward needs to judge a completion; never shown to the policy."""
+    demonstration: str | None = None
+    """A completion to imitate in the supervised phase."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingParams:
+    """How one completion is drawn. Example: `SamplingParams(max_tokens=16, temperature=1.0, seed=3)`."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    seed: int | None = None
+    """The same seed, prompt and weights give the same tokens."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Generation ends after one of these (it is kept in the completion); the end-of-sequence token is always one."""
+    stop: list[str] = field(default_factory=list)
+    """Generation ends once the decoded text holds one of these."""
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt to complete, or with `params=None` to score."""
+
+    tokens: list[int]
+    params: SamplingParams | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Completion:
+    """What a generator returned for one prompt; lists have one entry per sampled token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Log-probability of each token under the distribution it was sampled from (after temperature)."""
+    policy_versions: list[int]
+    """The policy version that sampled each token."""
+    finish_reason: str
+    """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """One exchange: the tokens the policy saw and the completion it gave."""
+
+    prompt_tokens: list[int]
+    completion: Completion
+
+
+@dataclass(kw_only=True, slots=True)
+class Rollout:
+    """One attempt at a task. Example: `Rollout(id="0/3/1", task=task, turns=[turn], reward=1.0)`."""
+
+    id: str
+    task: Task
+    turns: list[Turn]
+    reward: float = 0.0
+    text: str = ""
+    """What the policy said, decoded, for records and people."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutGroup:
+    """Siblings: rollouts of one task whose rewards are compared with each other."""
+
+    id: str
+    rollouts: list[Rollout]
+    advantages: list[float] | None = None
+    """One per rollout once an estimator has run."""
+
+    @property
+    def rewards(self) -> list[float]:
+        return [rollout.reward for rollout in self.rollouts]
+
+
+@dataclass(kw_only=True, slots=True)
+class Datum:
+    """One training sequence: predict `target_tokens[t]` after reading `tokens[:t+1]`.
+
+    Every tensor in `loss_inputs` is float32 of the same length T as `tokens`. Two keys are universal:
+    `weights` (how much a token counts in the token sum the loss returns; this is where reductions live)
+    and `loss_mask` (1 where the policy produced the target). Losses of the policy-gradient family also
+    read `advantages` and `sampling_logprobs`.
+
+    Example::
+
+        Datum(tokens=torch.tensor([5, 9, 7]), target_tokens=torch.tensor([9, 7, 2]),
+              loss_inputs={"weights": torch.tensor([0., .5, .5]), "loss_mask": torch.tensor([0., 1., 1.])})
+
+    Raises ValueError when lengths differ, when it is empty, or when a tensor of it is not finite.
+    """
+
+    tokens: torch.Tensor
+    target_tokens: torch.Tensor
+    loss_inputs: dict[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        if length == 0:
+            raise ValueError("datum.tokens=[]: a datum needs at least one token; drop it before training")
+        for name, tensor in {"target_tokens": self.target_tokens, **self.loss_inputs}.items():
+            if len(tensor) != length:
+                raise ValueError(
+                    f"datum.{name}: has {len(tensor)} entries where tokens has {length}; give one per token"
+                )
+        for name, tensor in self.loss_inputs.items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(
+                    f"datum.{name}={tensor[~torch.isfinite(tensor)][0].item()}: is not finite; mask such tokens "
+                    "out and give them a finite value"
+                )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(kw_only=True, slots=True)
+class LossInputs:
+    """What a loss function sees of one microbatch; every tensor is (T,)."""
+
+    policy_logprobs: torch.Tensor
+    """Log-probability of each target under the policy being trained; carries gradient."""
+    entropy: torch.Tensor
+    """Entropy of the policy's distribution at each token; carries gradient."""
+    datum: torch.Tensor
+    """Which datum (0, 1, ...) each token belongs to."""
+    num_datums: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The datums' `loss_inputs`, packed."""
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return object.__getattribute__(self, "tensors")[name]
+        except KeyError:
+            raise AttributeError(
+                f"loss input {name!r}: the data carry only {sorted(self.tensors)}; fill it where datums are built"
+            ) from None
+
+
+LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""`(LossInputs, **loss_config) -> (token sum, metric sums)`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Microbatch:
+    """Datums packed end to end along T. Built by dispatch; `lengths` and the tensors agree."""
+
+    tokens_T: torch.Tensor
+    target_tokens_T: torch.Tensor
+    lengths: list[int]
+    """Tokens of each datum, in packed order."""
+    loss_inputs: dict[str, torch.Tensor]
+    """Float32, each (T,)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Accumulated:
+    """One rank's share of a `forward_backward` call."""
+
+    policy_logprobs: list[torch.Tensor]
+    """Per datum, in the order of the microbatches."""
+    loss: float
+    sums: dict[str, float]
+    """Metric sums over tokens; names ending in `_max` are maxima."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimParams:
+    """Optimizer parameters of one step; None keeps what `PolicyTrainer.Config.optimizer` says."""
+
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    max_grad_norm: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class ForwardBackwardOutput:
+    """What one `forward_backward` call did, in the order of the data it was given."""
+
+    policy_logprobs: list[torch.Tensor]
+    """Per datum, float32 of length T: the trainer's log-probability of every target token."""
+    loss: float
+    """The weighted token sum over the whole call."""
+    num_tokens: int
+    """Targets with a non-zero loss mask."""
+    metrics: dict[str, float]
+    """Means and maxima over those tokens, under the names of `metrics.py`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimStepOutput:
+    """What one `optim_step` did."""
+
+    grad_norm: float
+    """L2 norm of the accumulated gradient before clipping."""
+    lr: float
+    policy_version: int
+    """Version after the step: one more than before unless `skipped`."""
+    skipped: bool
+    """The gradient was not finite: it was dropped and the parameters are unchanged."""

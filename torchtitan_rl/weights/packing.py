@@ -1,0 +1,87 @@
+"""Weights as one flat byte buffer and a manifest that says what lies where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+__all__ = ["Entry", "Manifest", "plan", "write", "read", "checksum", "explain_difference"]
+
+_ALIGNMENT = 64  # bytes; every tensor can then be viewed in place
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in the buffer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(kw_only=True, slots=True)
+class Manifest:
+    """Everything about one published version except its bytes."""
+
+    version: int
+    entries: dict[str, Entry]
+    nbytes: int
+    checksum: str = ""
+    handle: str = ""
+    """Where the payload is: a shared-memory file, or empty when the store itself holds it."""
+    host: str = ""
+    """The host that shared-memory file is on."""
+
+
+def plan(version: int, tensors: Iterable[tuple[str, torch.Size, torch.dtype, bool]], dtype: torch.dtype) -> Manifest:
+    """Lays tensors out one after another. Each is (name, shape, dtype, is a parameter).
+
+    Parameters are sent in `dtype`, the generator's; buffers keep the dtype they are registered with.
+    """
+    entries, offset = {}, 0
+    for name, shape, own_dtype, is_parameter in tensors:
+        entry = Entry(tuple(shape), dtype if is_parameter else own_dtype, offset)
+        entries[name] = entry
+        offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return Manifest(version=version, entries=entries, nbytes=offset)
+
+
+def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The tensor of an entry, sharing memory with the uint8 buffer."""
+    return buffer[entry.offset:entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+
+
+def write(buffer: torch.Tensor, manifest: Manifest, name: str, tensor: torch.Tensor) -> None:
+    """Casts and copies one tensor into its place."""
+    view(buffer, manifest.entries[name]).copy_(tensor)
+
+
+def read(buffer: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """All tensors, as views of the buffer."""
+    return {name: view(buffer, entry) for name, entry in manifest.entries.items()}
+
+
+def checksum(buffer: torch.Tensor) -> str:
+    """xxh3 of the whole buffer, padding included (buffers start out zeroed)."""
+    return xxhash.xxh3_64_hexdigest(buffer.numpy())
+
+
+def explain_difference(published: dict[str, Entry], held: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+    """What differs between a manifest and what a generator holds (name -> shape, dtype); empty if nothing does."""
+    problems = [f"{name} is published but not held" for name in published.keys() - held.keys()]
+    problems += [f"{name} is held but not published" for name in held.keys() - published.keys()]
+    for name in sorted(published.keys() & held.keys()):
+        (shape, dtype), entry = held[name], published[name]
+        if tuple(shape) != entry.shape:
+            problems.append(f"{name} has shape {entry.shape} published, {tuple(shape)} held")
+        elif dtype != entry.dtype:
+            problems.append(f"{name} has dtype {entry.dtype} published, {dtype} held")
+    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return "; ".join(sorted(problems)[:3]) + more

@@ -1,0 +1,141 @@
+"""Versioned weights in TorchStore: the store owns version, manifest and the handle to the payload.
+
+On one host the payload itself lies in anonymous shared memory (a memfd, which the kernel frees with the
+last process that holds it, so a killed run leaves nothing behind); between hosts the store carries it.
+The manifest is written last: a version exists when its manifest does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import warnings
+
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")  # torchstore warns and sets it otherwise
+
+import torch  # noqa: E402
+import torchstore  # noqa: E402
+from monarch.actor import endpoint  # noqa: E402
+from torchstore.controller import Controller as _StoreController  # noqa: E402
+
+from torchtitan_rl.weights.packing import Manifest, checksum  # noqa: E402
+
+__all__ = ["adapt_torchstore", "SharedBuffers", "publish", "fetch", "discard", "stored_versions"]
+
+
+def adapt_torchstore() -> None:
+    """torchstore 0.1.2 mixes sync and async endpoints in one actor, which Monarch 0.7 refuses: make all async."""
+    for name in ("get_controller_strategy", "locate_volumes", "notify_put", "notify_delete", "keys"):
+        method = getattr(_StoreController, name)._method
+        if not getattr(method, "_made_async", False):
+            setattr(_StoreController, name, endpoint(_as_async(method)))
+
+
+def _as_async(method):
+    async def call(self, *args, **kwargs):
+        return method(self, *args, **kwargs)
+
+    call.__name__, call._made_async = method.__name__, True
+    return call
+
+
+adapt_torchstore()
+
+
+def _host() -> str:
+    """This machine and this boot of it: two containers with one host name do not look alike."""
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        return f"{socket.gethostname()}/{f.read().strip()}"
+
+
+class SharedBuffers:
+    """A publisher's payload segments, one per live version, reused once a version is discarded."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, torch.Tensor]] = []
+        self._used: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def take(self, version: int, nbytes: int) -> tuple[str, torch.Tensor]:
+        """(handle, uint8 buffer) for a version's payload; a segment's first use is slower than later ones."""
+        slot = next((s for s in self._free if s[1].numel() == nbytes), None)
+        if slot is not None:
+            self._free.remove(slot)
+        else:
+            fd = os.memfd_create("torchtitan_rl_weights")
+            os.ftruncate(fd, nbytes)
+            slot = fd, _map(fd, nbytes)
+        self._used[version] = slot
+        return f"/proc/{os.getpid()}/fd/{slot[0]}", slot[1]
+
+    def release(self, version: int) -> None:
+        slot = self._used.pop(version, None)
+        if slot is not None:
+            self._free.append(slot)
+
+
+def _map(fd: int, nbytes: int, *, write: bool = True) -> torch.Tensor:
+    """A uint8 tensor over a file's pages."""
+    mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if write else 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that a read-only mapping is not writable; nobody writes
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+async def publish(manifest: Manifest, payload: torch.Tensor, *, handle: str, verify: bool) -> None:
+    """Makes a version visible. With a handle the store keeps only that; without, the payload too."""
+    manifest.checksum = checksum(payload) if verify else ""
+    manifest.handle, manifest.host = handle, _host() if handle else ""
+    if not handle:
+        await torchstore.put(f"weights/{manifest.version}/payload", payload)
+    await torchstore.put(f"weights/{manifest.version}/manifest", manifest)
+
+
+async def fetch(version: int, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
+    """(manifest, payload) of a published version. Raises RuntimeError when it is not there or arrives damaged."""
+    key = f"weights/{version}/manifest"
+    if not await torchstore.exists(key):
+        raise RuntimeError(
+            f"policy_version={version}: is not in the store (it holds {await stored_versions()}); "
+            "pin a version to keep it, or pull the newest"
+        )
+    manifest: Manifest = await torchstore.get(key)
+    if manifest.handle:
+        payload = _open_shared(manifest)
+    else:
+        payload = await torchstore.get(f"weights/{version}/payload")
+    if verify and manifest.checksum and checksum(payload) != manifest.checksum:
+        raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
+    return manifest, payload
+
+
+def _open_shared(manifest: Manifest) -> torch.Tensor:
+    if manifest.host != _host():
+        raise RuntimeError(
+            f"weight_sync.transport='shared_memory': version {manifest.version} was published on "
+            f"{manifest.host.split('/')[0]}, this is {_host().split('/')[0]}; use transport='store' between hosts"
+        )
+    try:
+        fd = os.open(manifest.handle, os.O_RDONLY)
+    except OSError as error:
+        raise RuntimeError(
+            f"policy_version={manifest.version}: its publisher's memory cannot be opened ({error.strerror}); "
+            "the trainer is gone, or process namespaces differ (then use weight_sync.transport='store')"
+        ) from None
+    try:
+        return _map(fd, manifest.nbytes, write=False)
+    finally:
+        os.close(fd)
+
+
+async def discard(version: int) -> None:
+    """Forgets a version; its manifest goes first."""
+    for part in ("manifest", "payload"):
+        key = f"weights/{version}/{part}"
+        if await torchstore.exists(key):
+            await torchstore.delete(key)
+
+
+async def stored_versions() -> list[int]:
+    keys = await torchstore.keys("weights")
+    return sorted({int(key.split("/")[1]) for key in keys if key.endswith("/manifest")})
