@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
-from torchtitan_rl.model.config import ModelConfig, assets_dir, has_weights
+from torchtitan_rl.model.config import ModelConfig, assets_dir, has_weights, write_model_dir
 from torchtitan_rl.model.spec import build_spec, shape_of, training_spec
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
@@ -177,7 +177,7 @@ class TrainerRank:
         """Writes a Hugging Face directory: config, tokenizer, safetensors."""
         state = hf.full_state(self.model)
         if dist.get_rank() == 0:
-            hf.write_model_dir(Path(path), self.shape, assets_dir(self.model_config), eos=eos, pad=pad)
+            write_model_dir(Path(path), self.shape, assets_dir(self.model_config), eos=eos, pad=pad)
             hf.write_hf_dir(state, self.adapter, Path(path))
 
     def parameters(self) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,13 +30,16 @@ class TrainingClient:
         self._temperature = temperature
 
     def forward_backward(
-        self, data: list[Datum], loss_fn: LossFunction, *, loss_weight: float = 1.0, temperature: float | None = None,
+        self, data: list[Datum], loss_fn: LossFunction, *, loss_config: dict[str, float] | None = None,
+        loss_weight: float = 1.0, temperature: float | None = None,
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Adds the gradient of `loss_weight` x the summed loss of the data. Gradients accumulate over calls.
 
-        `temperature` divides the logits and is the run's sampling temperature unless given. Raises ValueError
+        `loss_config` holds keyword arguments of the loss. `temperature` divides the logits and is the run's sampling temperature unless given. Raises ValueError
         for an empty list, a datum longer than the trainer's context, or loss inputs that differ.
         """
+        if loss_config:
+            loss_fn = partial(loss_fn, **loss_config)
         return self._submit("forward_backward", data, loss_fn, temperature, loss_weight)
 
     def forward(self, data: list[Datum], *, temperature: float | None = None) -> asyncio.Future[ForwardBackwardOutput]:

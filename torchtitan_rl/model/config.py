@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Qwen3Shape", "ModelConfig", "resolve_shape", "assets_dir", "has_weights"]
+__all__ = ["Qwen3Shape", "ModelConfig", "resolve_shape", "assets_dir", "has_weights", "write_model_dir"]
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+                    "chat_template.jinja", "generation_config.json", "added_tokens.json")
 BUILTIN_ASSETS = {"chars": Path(__file__).parent.parent / "assets" / "chars"}
 
 
@@ -116,3 +119,12 @@ def resolve_shape(config: ModelConfig) -> Qwen3Shape:
             f"model.assets={config.assets!r}: has no config.json; give model.shape, model.flavor or a model directory"
         )
     return Qwen3Shape.from_hf(config_json)
+
+
+def write_model_dir(directory: Path, shape: Qwen3Shape, tokenizer_dir: Path, *, eos: int, pad: int) -> None:
+    """config.json and the tokenizer's files: what vLLM and transformers need besides weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in _TOKENIZER_FILES:
+        if (tokenizer_dir / name).exists():
+            shutil.copyfile(tokenizer_dir / name, directory / name)
+    (directory / "config.json").write_text(json.dumps(shape.to_hf(eos, pad), indent=1))

@@ -27,7 +27,7 @@ Reward = Callable[[Task, list[str]], Sequence[float] | Awaitable[Sequence[float]
 class TaskFamily(Protocol):
     """Data, environment and reward together. The three splits share no task.
 
-    Example: `LetterSort(LetterSort.Config()).task("train", 7).prompt == "hajvzuwt="`.
+    Example: `LetterSort(LetterSort.Config()).task("train", 7).prompt == "uqmhvf="`.
     """
 
     name: str
@@ -58,7 +58,7 @@ class TaskSource:
         self.num_tasks = family.num_tasks(split)
         if self.num_tasks is not None and self.num_tasks < 1:
             raise ValueError(
-                f"task.{split}: {self.num_tasks} tasks in {family.name}; give it data for this split, or use another split"
+                f"task.{split}: {self.num_tasks} tasks in {family.name}; give this split data, or use another split"
             )
         self.epoch = 0
         self.cursor = 0
@@ -125,7 +125,7 @@ async def judge(reward: TaskFamily | Reward, task: Task, completions: list[str],
             f"{name}: gave no answer for task {task.id!r} within {timeout_s:g} s; make it faster or allow it more time"
         ) from None
     if error is not None:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
         raise RuntimeError(f"{name}: raised {message} for task {task.id!r}; mend the reward function") from error
     return _checked_rewards(value, len(completions), name, task)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +13,7 @@ from functools import cached_property
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
 from torchtitan_rl.types import Task
 
-__all__ = ["LetterSort"]
+__all__ = ["LetterSort", "partial_credit"]
 
 
 class LetterSort:
@@ -26,10 +28,11 @@ class LetterSort:
     class Config:
         min_letters: int = 4
         """Fewest letters in a task; lengths are drawn evenly from min_letters to max_letters."""
-        max_letters: int = 8
+        max_letters: int = 6
         """Most letters in a task, 26 at most."""
-        correct_demonstrations: float = 0.3
-        """Fraction of the train demonstrations that are right; the others sort from z to a."""
+        correct_demonstrations: float = 0.0
+        """Fraction of the train demonstrations that are right. The others only show the form of an answer: the same
+        letters in a random order that is never the right one."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512
@@ -78,20 +81,31 @@ class LetterSort:
             rng = random.Random(stable_hash(self.config.seed, split, index))
             word = self._draw_train(rng)
             correct = rng.random() < self.config.correct_demonstrations
-            demonstration = "".join(sorted(word, reverse=not correct))
+            demonstration = "".join(sorted(word)) if correct else self._wrong_order(rng, word)
         else:
             word = self._held_out[split][index]
         answer = "".join(sorted(word))
         return Task(id=f"{self.name}/{split}/{index}", prompt=f"{word}=", answer=answer, demonstration=demonstration)
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
-        """1 for exactly the letters in order, 0 for anything else."""
-        rewards_G = [float(completion == task.answer) for completion in completions]
+        """1 for the right answer; otherwise up to 0.5 for letters kept and pairs in order, see `partial_credit`."""
+        rewards_G = [
+            1.0 if completion == task.answer else 0.5 * partial_credit(completion, task.answer)
+            for completion in completions
+        ]
         if self.config.shuffle_rewards:
             # Every permutation is as likely as any other, those that leave rewards in place included: only so is
             # an advantage independent of its completion on average.
             random.Random(stable_hash(self.config.seed, "shuffle_rewards", task.id)).shuffle(rewards_G)
         return rewards_G
+
+    def _wrong_order(self, rng: random.Random, word: str) -> str:
+        letters = list(word)
+        rng.shuffle(letters)
+        # Of one letter the only order is the right one.
+        while len(letters) > 1 and letters == sorted(letters):
+            rng.shuffle(letters)
+        return "".join(letters)
 
     def _draw(self, rng: random.Random) -> str:
         num_letters = rng.randint(self.config.min_letters, self.config.max_letters)
@@ -133,3 +147,16 @@ class LetterSort:
             f"letter_sort.min_letters={self.config.min_letters}, max_letters={self.config.max_letters}: "
             f"gives {split} {count}; {remedy}allow more lengths"
         )
+
+
+def partial_credit(completion: str, answer: str) -> float:
+    """How sorted a completion is, times how far it keeps to the letters of the answer: 0 to 1.
+
+    The share of letter pairs that stand in order, times the square of (letters in common / longer length), so that
+    leaving letters out, adding some or repeating them does not pay. Fewer than two letters have no pair: 0.
+    """
+    pairs = [first <= second for first, second in itertools.combinations(completion, 2)]
+    if not pairs:
+        return 0.0
+    in_common = sum((Counter(completion) & Counter(answer)).values())
+    return sum(pairs) / len(pairs) * (in_common / max(len(completion), len(answer))) ** 2

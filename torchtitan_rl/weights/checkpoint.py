@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-__all__ = ["require_complete", "write_state", "read_state", "hf_dir", "model_dir"]
+__all__ = ["require_complete", "hf_weights", "write_state", "read_state", "hf_dir", "model_dir"]
 
 _MARKER = "COMPLETE"
 
@@ -48,3 +48,10 @@ def require_complete(checkpoint: Path) -> Path:
             "written, or is not a checkpoint); use another checkpoints/step-N"
         )
     return checkpoint
+
+
+def hf_weights(path: Path) -> Path:
+    """The Hugging Face directory in a complete checkpoint, or `path` itself if it is one. Raises ValueError if neither."""
+    if (path / "config.json").exists() and any(path.glob("*.safetensors")):
+        return path
+    return hf_dir(require_complete(path))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -12,13 +10,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
-from torchtitan_rl.model.config import Qwen3Shape
-
-__all__ = ["load_hf_weights", "full_state", "write_hf_dir", "write_model_dir"]
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-                    "chat_template.jinja", "generation_config.json", "added_tokens.json")
-
+__all__ = ["load_hf_weights", "full_state", "write_hf_dir"]
 
 def load_hf_weights(model, adapter, directory: Path) -> None:
     """Reads safetensors into a (possibly sharded) model; each rank reads only its part."""
@@ -33,15 +25,6 @@ def full_state(model) -> dict[str, torch.Tensor]:
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
         for name, tensor in model.state_dict().items()
     }
-
-
-def write_model_dir(directory: Path, shape: Qwen3Shape, tokenizer_dir: Path, *, eos: int, pad: int) -> None:
-    """config.json and the tokenizer's files: what vLLM and transformers need besides weights."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in _TOKENIZER_FILES:
-        if (tokenizer_dir / name).exists():
-            shutil.copyfile(tokenizer_dir / name, directory / name)
-    (directory / "config.json").write_text(json.dumps(shape.to_hf(eos, pad), indent=1))
 
 
 def write_hf_dir(state: dict[str, torch.Tensor], adapter, directory: Path) -> None:

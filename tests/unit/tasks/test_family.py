@@ -1,0 +1,275 @@
+"""The order tasks are visited in, and what becomes of every kind of bad reward function."""
+
+import asyncio
+import functools
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from torchtitan_rl.tasks.family import SPLITS, TaskSource, check_index, judge, stable_hash
+from torchtitan_rl.types import Task
+
+TASK = Task(id="t/7", prompt="1+1=", answer="2")
+
+
+class Finite:
+    name = "finite"
+
+    def __init__(self, num_tasks):
+        self._num_tasks = num_tasks
+
+    def num_tasks(self, split):
+        return self._num_tasks
+
+    def task(self, split, index):
+        return Task(id=f"{split}/{index}", prompt="", answer=index)
+
+    def reward(self, task, completions):
+        return [0.5] * len(completions)
+
+
+def indices(tasks):
+    return [task.answer for task in tasks]
+
+
+def rewards_of(reward, completions=("a", "b"), timeout_s=5.0):
+    return asyncio.run(judge(reward, TASK, list(completions), timeout_s))
+
+
+def refusal(reward, **kwargs):
+    """The one line with which `judge` refuses a reward function."""
+    with pytest.raises(RuntimeError) as caught:
+        rewards_of(reward, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message and "'t/7'" in message
+    return message
+
+
+# TaskSource
+
+
+def test_an_epoch_visits_every_task_once_and_the_next_in_another_order():
+    source = TaskSource(Finite(20), "train", seed=0)
+    first, second = indices(source.next(20)), indices(source.next(20))
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second and first != list(range(20))
+
+
+def test_the_order_depends_on_seed_and_arguments_only():
+    def order(seed, split="train"):
+        return indices(TaskSource(Finite(20), split, seed).next(30))
+
+    assert order(0) == order(0)
+    assert order(0) != order(1)
+    assert order(0) != order(0, "test")
+
+
+def test_a_batch_may_cross_the_end_of_an_epoch():
+    source = TaskSource(Finite(3), "train", seed=0)
+    assert sorted(indices(source.next(7))[:3]) == [0, 1, 2]
+    assert source.state_dict() == {"epoch": 2, "cursor": 1}
+
+
+def test_an_endless_split_is_visited_by_index_from_an_offset_of_the_seed():
+    assert indices(TaskSource(Finite(None), "train", seed=0).next(3)) == [0, 1, 2]
+    assert indices(TaskSource(Finite(None), "train", seed=3).next(2)) == [12884901888, 12884901889]  # 3 * 2**32
+
+
+@pytest.mark.parametrize("num_tasks", [5, None])
+@pytest.mark.parametrize("num_before", [0, 3, 5, 12])
+def test_resume_goes_on_where_the_source_stood(num_tasks, num_before):
+    source = TaskSource(Finite(num_tasks), "train", seed=4)
+    source.next(num_before)
+    state = source.state_dict()
+    resumed = TaskSource(Finite(num_tasks), "train", seed=4)
+    resumed.load_state_dict(state)
+    assert state.keys() == {"epoch", "cursor"}
+    assert indices(resumed.next(9)) == indices(source.next(9))
+
+
+def test_resume_refuses_a_data_set_that_shrank():
+    with pytest.raises(ValueError, match=r"task.train.cursor=9: the split now has 5 tasks; resume with"):
+        TaskSource(Finite(5), "train", seed=0).load_state_dict({"epoch": 0, "cursor": 9})
+
+
+def test_empty_splits_unknown_splits_and_negative_seeds_are_refused():
+    with pytest.raises(ValueError, match=r"^task.train: 0 tasks in finite; give this split data"):
+        TaskSource(Finite(0), "train", seed=0)
+    with pytest.raises(ValueError, match="split='dev': is not a split; use one of train, validation, test"):
+        TaskSource(Finite(1), "dev", seed=0)
+    with pytest.raises(ValueError, match="seed=-1: must not be negative"):
+        TaskSource(Finite(1), "train", seed=-1)
+
+
+def test_check_index():
+    check_index(Finite(3), "train", 2)
+    check_index(Finite(None), "train", 2**40)
+    for index in (-1, 3):
+        with pytest.raises(IndexError, match=f"index={index}: finite has 3 tasks in train"):
+            check_index(Finite(3), "train", index)
+    with pytest.raises(IndexError, match="index=-1: finite has no end in train"):
+        check_index(Finite(None), "train", -1)
+
+
+def test_stable_hash_never_changes():
+    # Tasks and splits hang on it: printf 0/train/7 | b2sum -l 64, last byte first.
+    assert stable_hash(0, "train", 7) == 0x0535AE3D3BD48DCC
+    assert stable_hash(1, "23") != stable_hash(12, "3")
+    assert SPLITS == ("train", "validation", "test")
+
+
+# judge: answers that are taken
+
+
+def test_judge_takes_a_family_a_function_and_an_async_function():
+    async def later(task, completions):
+        await asyncio.sleep(0)
+        return [1.0, 0.0]
+
+    assert rewards_of(Finite(1)) == [0.5, 0.5]
+    assert rewards_of(lambda task, completions: [float(c == "b") for c in completions]) == [0.0, 1.0]
+    assert rewards_of(later) == [1.0, 0.0]
+    assert rewards_of(functools.partial(later)) == [1.0, 0.0]
+    assert rewards_of(lambda task, completions: later(task, completions)) == [1.0, 0.0]
+
+
+def test_judge_takes_anything_that_is_a_number():
+    rewards = rewards_of(lambda task, completions: (True, 2))
+    assert rewards == [1.0, 2.0] and all(type(reward) is float for reward in rewards)
+    assert rewards_of(lambda task, completions: torch.tensor([0.25, -1.0])) == [0.25, -1.0]
+    assert rewards_of(lambda task, completions: [torch.tensor(0.25), torch.tensor(3)]) == [0.25, 3.0]
+    assert rewards_of(lambda task, completions: [], completions=()) == []
+
+
+def test_judge_runs_plain_functions_side_by_side_off_the_event_loop():
+    both = threading.Barrier(2, timeout=5.0)
+
+    def waits_for_the_other(task, completions):
+        both.wait()
+        return [1.0]
+
+    async def two():
+        return await asyncio.gather(*(judge(waits_for_the_other, TASK, ["a"], 5.0) for _ in range(2)))
+
+    assert asyncio.run(two()) == [[1.0], [1.0]]
+
+
+# judge: answers that are refused
+
+
+def raises_value_error(task, completions):
+    raise ValueError("two\nlines")
+
+
+async def raises_later(task, completions):
+    raise KeyError("score")
+
+
+def test_a_reward_that_raises_is_named_with_its_error():
+    message = refusal(raises_value_error)
+    assert message.startswith(f"reward={__name__}:raises_value_error: raised ValueError: two lines for task")
+    assert f"reward={__name__}:raises_later: raised KeyError: 'score'" in refusal(raises_later)
+    with pytest.raises(RuntimeError) as caught:
+        rewards_of(raises_value_error)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), asyncio.CancelledError(), TimeoutError("db")])
+def test_errors_with_a_meaning_elsewhere_are_errors_of_the_reward_too(error):
+    def plain(task, completions):
+        raise error
+
+    assert f"raised {type(error).__name__}" in refusal(plain)
+
+
+def test_a_cancellation_within_an_async_reward_is_its_error_not_ours():
+    async def cancelled(task, completions):
+        raise asyncio.CancelledError
+
+    assert "raised CancelledError" in refusal(cancelled)
+
+
+def test_a_reward_that_takes_other_arguments_is_an_error_of_the_reward():
+    async def one_argument(completions):
+        return [0.0]
+
+    assert "raised TypeError" in refusal(lambda completions: [0.0])
+    assert "raised TypeError" in refusal(one_argument)
+
+
+def hangs(task, completions):
+    time.sleep(3.0)
+
+
+async def hangs_async(task, completions):
+    await asyncio.Event().wait()
+
+
+async def ignores_cancellation(task, completions):
+    for _ in range(3):
+        try:
+            await asyncio.sleep(1.0)
+        except asyncio.CancelledError:
+            pass
+
+
+@pytest.mark.parametrize("reward", [hangs, hangs_async, lambda task, completions: hangs_async(task, completions)])
+def test_a_reward_that_hangs_is_given_up_at_the_deadline(reward):
+    start = time.monotonic()
+    message = refusal(reward, timeout_s=0.2)
+    assert 0.15 < time.monotonic() - start < 2.0
+    assert "gave no answer for task 't/7' within 0.2 s; " in message and message.startswith(f"reward={__name__}:")
+
+
+def test_an_async_reward_that_ignores_its_cancellation_is_given_up_too():
+    async def seconds_until_refused():
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="within 0.2 s"):
+            await judge(ignores_cancellation, TASK, ["a"], 0.2)
+        return time.monotonic() - start
+
+    assert asyncio.run(seconds_until_refused()) < 1.0
+
+
+def test_a_hang_leaves_only_a_daemon_thread_behind():
+    refusal(hangs, timeout_s=0.2)
+    left = [thread for thread in threading.enumerate() if thread.name == "reward"]
+    assert left and all(thread.daemon for thread in left)
+
+
+@pytest.mark.parametrize(
+    "returned, complaint",
+    [
+        (None, "returned None for task"),
+        (1.0, "returned float 1.0 for task"),
+        ("12", "returned str '12' for task"),
+        ({"a": 1.0, "b": 0.0}, "returned dict {'a': 1.0, 'b': 0.0} for task"),
+        ([1.0], "returned 1 rewards for the 2 completions of task"),
+        ([1.0, 0.0, 1.0], "returned 3 rewards for the 2 completions of task"),
+        ([1.0, None], "returned NoneType None at position 1 for task"),
+        (["1.0", 0.0], "returned str '1.0' at position 0 for task"),
+        ([1.0, math.nan], "returned nan at position 1 for task"),
+        ([-math.inf, 1.0], "returned -inf at position 0 for task"),
+        ([1.0, 10**400], "returned inf at position 1 for task"),
+        (torch.tensor([1.0, math.nan]), "returned nan at position 1 for task"),
+        ([torch.tensor(math.inf), 0.0], "returned inf at position 0 for task"),
+        ([[1.0], [0.0]], "returned list [1.0] at position 0 for task"),
+    ],
+)
+def test_anything_but_one_finite_number_per_completion_is_refused(returned, complaint):
+    message = refusal(lambda task, completions: returned)
+    assert complaint in message
+    assert message.endswith("; return a list of 2 finite numbers, one per completion")
+
+
+def test_a_reward_cannot_change_the_completions():
+    completions = ["a", "b"]
+
+    def drops_one(task, completions):
+        return [float(len(completions)), float(completions.pop() == "b")]
+
+    assert asyncio.run(judge(drops_one, TASK, completions, 5.0)) == [2.0, 1.0]
+    assert completions == ["a", "b"]

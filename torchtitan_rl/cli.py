@@ -1,0 +1,201 @@
+"""The command `torchtitan-rl`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import traceback
+from pathlib import Path
+
+__all__ = ["main"]
+
+_VERBS = {
+    "train": "run a config: warm start, reinforcement, evaluation, checkpoint",
+    "eval": "accuracy of a checkpoint on a split",
+    "sample": "complete a prompt with a checkpoint",
+    "show": "print a resolved config and the memory each process will need",
+    "doctor": "print versions, devices and what is missing",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan-rl", description="Reinforcement learning of language models on torchtitan, Monarch, vLLM and "
+        "TorchStore.", epilog="Any field of a config is set by --field.path value; `torchtitan-rl show CONFIG` lists them.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb, text in _VERBS.items():
+        sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
+        if verb in ("train", "eval", "show"):
+            sub.add_argument("config", help="a Python file with a config() function")
+        if verb == "train":
+            sub.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
+        if verb in ("eval", "sample"):
+            sub.add_argument("--checkpoint", required=True, help="a run's checkpoints/step-N, or a Hugging Face directory")
+        if verb == "eval":
+            sub.add_argument("--split", default="validation", choices=["validation", "test"])
+        if verb == "sample":
+            sub.add_argument("--prompt", required=True)
+            sub.add_argument("--max-tokens", type=int, default=64)
+            sub.add_argument("--temperature", type=float, default=0.0)
+        sub.add_argument("--debug", action="store_true", help="show tracebacks")
+        sub.add_argument("--quiet", action="store_true", help="no progress display")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one verb. Mistakes and failures end in a message on stderr and exit status 1, Ctrl-C in 130."""
+    args, overrides = _parser().parse_known_args(argv)
+    if args.verb in ("doctor", "sample") and overrides:
+        return _fail(f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help")
+    try:
+        return _run(args, overrides)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        return _fail(str(error) or type(error).__name__)
+
+
+def _fail(message: str) -> int:
+    lines = message.strip().splitlines()[:3]
+    print("\n".join(["error: " + lines[0], *lines[1:]]), file=sys.stderr)
+    return 1
+
+
+def _run(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.verb == "doctor":
+        from torchtitan_rl.doctor import report
+
+        return report()
+    if args.verb == "sample":
+        return asyncio_run(_sample(args), "sample")
+    from torchtitan_rl.config import apply_overrides, load_config, validate
+
+    config = load_config(args.config)
+    apply_overrides(config, overrides)
+    if args.verb == "show":
+        from torchtitan_rl.show import show
+
+        show(config)
+        return 0
+    validate(config)
+    if args.verb == "eval":
+        return asyncio_run(_evaluate(args, config), "eval")
+    if args.dry_run:
+        config.task.build()
+        print(f"{args.config}: valid; nothing was started")
+        return 0
+    return asyncio_run(_train(args, config), "train")
+
+
+def asyncio_run(main_coroutine, verb: str) -> int:
+    """Runs to the end; on Ctrl-C ends this process and its children at once."""
+    try:
+        code = asyncio.run(main_coroutine)
+    except KeyboardInterrupt:
+        code = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of the runtime (or of a reward that hangs) must not keep a finished run alive.
+    os._exit(code)
+
+
+async def _guarded(args, start, body) -> int:
+    """Starts a controller, runs `body(controller)`, and always leaves with no process behind."""
+    controller = None
+    try:
+        controller = await start
+        await body(controller)
+        await controller.close()
+        return 0
+    except asyncio.CancelledError:
+        where = f"in the {controller.phase} phase at step {controller.step}; " \
+                f"metrics so far are in {controller.run_dir.path}" if controller else "during start-up"
+        if controller:
+            controller.launcher.kill()
+        print(f"\ninterrupted {where}", file=sys.stderr)
+        return 130
+    except BaseException as error:
+        if controller:
+            controller.launcher.kill()
+        if args.debug:
+            traceback.print_exc()
+        return _fail(str(error) or type(error).__name__)
+
+
+async def _train(args: argparse.Namespace, config) -> int:
+    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.observability.plot import plot_curve
+    from torchtitan_rl.observability.progress import Progress
+
+    progress = Progress(quiet=args.quiet)
+
+    async def body(controller: Controller) -> None:
+        report = await controller.train()
+        curve = controller.run_dir.path / "curve.png"
+        plot_curve(controller.run_dir.read_metrics(), curve)
+        warm, k = report["warm start"], config.controller.pass_at_k
+        progress.final_table([
+            ("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}"),
+            *([(f"pass@{k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}")] if k else []),
+            ("greedy accuracy after reinforcement (validation)", f"{report['validation'].accuracy:.3f}"),
+            ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
+            ("curve", str(curve)),
+            ("checkpoint", str(controller.run_dir.checkpoint_path(controller.step))),
+        ])
+
+    return await _guarded(args, Controller.launch(config, progress=progress), body)
+
+
+async def _evaluate(args: argparse.Namespace, config) -> int:
+    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.observability.progress import Progress
+    from torchtitan_rl.weights.checkpoint import hf_weights
+
+    weights = hf_weights(Path(args.checkpoint))
+
+    async def body(controller: Controller) -> None:
+        result = await controller.evaluate(args.split, pass_at_k=config.controller.pass_at_k)
+        print(f"{args.split} accuracy {result.accuracy:.4f}")
+
+    return await _guarded(
+        args, Controller.launch(config, progress=Progress(quiet=args.quiet), hf_weights=weights), body)
+
+
+async def _sample(args: argparse.Namespace) -> int:
+    """A generator alone: the checkpoint's Hugging Face directory says everything else."""
+    from transformers import AutoTokenizer
+
+    from torchtitan_rl.actors.config import GeneratorConfig
+    from torchtitan_rl.dispatch.sampling_client import SamplingClient
+    from torchtitan_rl.launch import Launcher
+    from torchtitan_rl.types import SamplingParams
+    from torchtitan_rl.weights.checkpoint import hf_weights
+
+    try:
+        weights = hf_weights(Path(args.checkpoint))
+        tokenizer = AutoTokenizer.from_pretrained(str(weights))
+        tokens = tokenizer.encode(args.prompt, add_special_tokens=False)
+        if not tokens:
+            raise ValueError(f"--prompt={args.prompt!r}: has no tokens; give some text")
+        params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
+        config = GeneratorConfig(dtype="float32", max_model_len=len(tokens) + args.max_tokens, kv_cache_gib=0.25)
+    except ValueError as error:
+        return _fail(str(error))
+    launcher = Launcher(log_dir=None, start_timeout_s=300, call_timeout_s=600)
+    try:
+        mesh = await launcher.start_generator(config, weights, role="generator-0", seed=0)
+        client = SamplingClient([mesh], None, max_model_len=config.max_model_len, timeout_s=600)
+        await client.load_hf(str(weights))
+        completion = await client.sample(tokens, params)
+        print(tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        return _fail(str(error))
+    finally:
+        launcher.kill()

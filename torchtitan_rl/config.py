@@ -1,0 +1,296 @@
+"""A run's configuration: one dataclass tree, one file per run, overrides from the shell.
+
+Loading, showing and validating a config imports neither vLLM nor Monarch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import cloudpickle
+
+from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
+from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
+from torchtitan_rl.model.config import ModelConfig, assets_dir, resolve_shape
+
+__all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "load_config", "apply_overrides", "validate", "resolved",
+           "flat", "function_name"]
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingConfig:
+    """How rollouts and evaluations are generated."""
+
+    max_prompt_tokens: int = 512
+    """A longer prompt is an error."""
+    max_tokens: int = 512
+    """Longest completion."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Besides the tokenizer's end-of-sequence token."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ControllerConfig:
+    """The loop: how long, how often it evaluates, and how long it waits for anything."""
+
+    num_steps: int = 100
+    """Optimizer steps of the reinforcement phase."""
+    eval_every: int = 20
+    """Steps between validations; 0 validates only before and after the phase."""
+    eval_tasks: int = 256
+    """Validation tasks per evaluation (greedy)."""
+    test_tasks: int = 512
+    """Test tasks, looked at once, at the end."""
+    pass_at_k: int = 8
+    """Samples per validation task for the pass@k reported after the warm start; 0 leaves it out."""
+    correct_reward: float = 1.0
+    """A completion counts as correct in accuracies when its reward is at least this."""
+    max_skipped_steps: int = 3
+    """Consecutive optimizer steps skipped for a non-finite gradient before the run stops with an error."""
+    start_timeout_s: float = 300.0
+    """For actors to load their model."""
+    call_timeout_s: float = 600.0
+    """For one training call."""
+    sample_timeout_s: float = 600.0
+    """For one batch of completions."""
+    reward_timeout_s: float = 30.0
+    """For the rewards of one group."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """Everything a run is. A config file has one function `config()` that returns one."""
+
+    name: str
+    """Names the run directory."""
+    task: Any
+    """A task family's Config, such as `LetterSort.Config()`: data, environment and reward."""
+    model: ModelConfig
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    seed: int = 0
+    """Of the initial weights, the order of tasks and every sampling stream."""
+    output_dir: str = ""
+    """The run directory; empty makes runs/NAME-DATE-TIME."""
+
+
+def load_config(path: str) -> RunConfig:
+    """The config of a file. Raises ValueError when there is no such file or it does not define one."""
+    file = Path(path)
+    if not file.is_file():
+        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], 1) if file.parent.is_dir() else []
+        raise ValueError(f"config={path!r}: there is no such file" + (f"; did you mean {file.parent / near[0]}?" if near
+                         else "; give the path of a Python file with a config() function"))
+    module_name = f"torchtitan_rl_config_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None:
+        raise ValueError(f"config={path!r}: is not a Python file; give a .py file with a config() function")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"config={path!r}: importing it raised {type(error).__name__}: {error}; mend the file") from error
+    if not callable(getattr(module, "config", None)):
+        raise ValueError(f"config={path!r}: defines no config(); add `def config() -> RunConfig:`")
+    config = module.config()
+    if not isinstance(config, RunConfig):
+        raise ValueError(f"config={path!r}: config() returned a {type(config).__name__}; return a RunConfig")
+    cloudpickle.register_pickle_by_value(module)  # functions of this file travel to actors by value
+    return config
+
+
+def apply_overrides(config: RunConfig, arguments: list[str]) -> None:
+    """Sets existing fields from `--field.path value` (or `=value`), parsed by tyro as the field's type.
+
+    Raises ValueError for a field that does not exist (with the nearest name) or a value of the wrong type.
+    """
+    remaining = list(arguments)
+    while remaining:
+        flag = remaining.pop(0)
+        if not flag.startswith("--"):
+            raise ValueError(f"argument={flag!r}: is not an override; write --field.path value")
+        path, equals, value = flag[2:].partition("=")
+        if not equals:
+            if not remaining:
+                raise ValueError(f"{flag}: has no value; write {flag} VALUE")
+            value = remaining.pop(0)
+        _set(config, path, value)
+
+
+def _set(config: RunConfig, shown: str, text: str) -> None:
+    *parents, last = shown.replace("-", "_").split(".")
+    target: Any = config
+    for name in parents:
+        _require_field(config, target, name, shown, text)
+        target = target[name] if isinstance(target, dict) else getattr(target, name)
+    _require_field(config, target, last, shown, text)
+    held = target[last] if isinstance(target, dict) else getattr(target, last)
+    if dataclasses.is_dataclass(held):
+        raise ValueError(f"--{shown}={text}: is a section; set one of its fields, such as --{shown}.{next(iter(_fields(held)))}")
+    value = _parse(_fields(target)[last], shown, text)
+    if isinstance(target, dict):
+        target[last] = value
+    else:
+        setattr(target, last, value)
+
+
+def _require_field(config: RunConfig, target: Any, name: str, shown: str, text: str) -> None:
+    if name in _fields(target):
+        return
+    every = [path for path, _ in flat(config)]
+    wanted = shown.replace("-", "_")
+    near = difflib.get_close_matches(wanted, every, 1, 0.6)
+    near = near or [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]][:1]
+    hint = f"; did you mean --{near[0].replace('_', '-')}?" if near else "; `torchtitan-rl show CONFIG` lists all fields"
+    raise ValueError(f"--{shown}={text}: there is no such field{hint}")
+
+
+def _fields(target: Any) -> dict[str, Any]:
+    """Settable names of a config object and their types."""
+    if isinstance(target, dict):
+        return {name: type(value) for name, value in target.items()}
+    if not dataclasses.is_dataclass(target):
+        return {}
+    hints = get_type_hints(type(target))
+    return {f.name: hints[f.name] for f in dataclasses.fields(target) if not f.name.startswith("_")}
+
+
+def _parse(kind: Any, shown: str, text: str) -> Any:
+    import tyro
+
+    errors = io.StringIO()
+    try:
+        with redirect_stderr(errors), redirect_stdout(errors):
+            words = text.split() if _takes_several(kind) else [text]
+            return tyro.cli(tyro.conf.Positional[kind], args=["--", *words] if text.startswith("-") else words)
+    except (SystemExit, Exception):
+        name = getattr(kind, "__name__", None) if not hasattr(kind, "__args__") else str(kind).replace("typing.", "")
+        raise ValueError(f"--{shown}={text}: is not of type {name or kind}; give a value of that type") from None
+
+
+def _takes_several(kind: Any) -> bool:
+    return getattr(kind, "__origin__", None) in (tuple, list)
+
+
+def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every leaf, in the order of definition."""
+    items = config.items() if isinstance(config, dict) else (
+        (f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if not f.name.startswith("_"))
+    for name, value in items:
+        path = f"{prefix}{name}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) or isinstance(value, dict) and value:
+            yield from flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def function_name(function: Callable) -> str:
+    """`module:qualname`, partial arguments included."""
+    if isinstance(function, functools.partial):
+        arguments = ", ".join([*map(repr, function.args), *(f"{k}={v!r}" for k, v in function.keywords.items())])
+        return f"{function_name(function.func)}({arguments})"
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """The config as plain data for the run directory: functions become their name and a hash of their source."""
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            entries = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.name.startswith("_")}
+            return {"class": f"{type(value).__module__}:{type(value).__qualname__}", **entries}
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        if callable(value):
+            function = value.func if isinstance(value, functools.partial) else value
+            try:
+                source = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+            except (OSError, TypeError):
+                source = ""
+            return {"function": function_name(value), "source_sha256": source}
+        return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+
+    return plain(config)
+
+
+def validate(config: RunConfig) -> None:
+    """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
+    shape = resolve_shape(config.model)
+    tokenizer_vocab = _tokenizer_size(assets_dir(config.model))
+    if tokenizer_vocab > shape.vocab_size:
+        raise ValueError(
+            f"model.shape.vocab_size={shape.vocab_size}: the tokenizer of model.assets={config.model.assets!r} has "
+            f"{tokenizer_vocab} tokens; use the tokenizer the model was made for")
+    parallel = config.trainer.parallelism
+    for where, degree in (("trainer.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree),
+                          ("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree)):
+        _positive(where, degree)
+        for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
+            if size % degree:
+                divisors = [d for d in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % d == shape.n_heads % d == 0]
+                raise ValueError(
+                    f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
+    for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
+        _positive(f"trainer.parallelism.{name}", getattr(parallel, name))
+    for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(f"trainer.parallelism.{name}={getattr(parallel, name)}: is not supported; use 1")
+    if parallel.spmd_backend != "partial_dtensor":
+        raise ValueError(f"trainer.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
+                         "the backend that runs on gloo as well as on NCCL")
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
+    for where, limit in (("trainer.training.seq_len", config.trainer.training.seq_len),
+                         ("generator.max_model_len", config.generator.max_model_len)):
+        if limit > shape.max_seq_len:
+            raise ValueError(f"{where}={limit}: exceeds the model's max_seq_len={shape.max_seq_len}; lower it")
+        if longest > limit:
+            raise ValueError(
+                f"{where}={limit}: is shorter than sampling.max_prompt_tokens + max_tokens = {longest}; "
+                "raise it or lower one of them")
+    for where, value in (("algorithm.group_size", config.algorithm.group_size),
+                         ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
+                         ("sampling.max_tokens", config.sampling.max_tokens),
+                         ("generator.num_replicas", config.generator.num_replicas),
+                         ("supervised.batch_size", config.supervised.batch_size)):
+        _positive(where, value)
+    if config.algorithm.temperature <= 0:
+        raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
+    if config.seed < 0:
+        raise ValueError(f"seed={config.seed}: must not be negative; use 0 or more")
+
+
+def _positive(where: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{where}={value}: must be at least 1")
+
+
+def _tokenizer_size(directory: Path) -> int:
+    """One more than the largest token id. Raises ValueError when there is no tokenizer."""
+    import json
+
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        raise ValueError(f"model.assets={str(directory)!r}: has no tokenizer.json; give a directory with a tokenizer")
+    content = json.loads(file.read_text())
+    ids = list(content["model"].get("vocab", {}).values()) if isinstance(content["model"].get("vocab"), dict) else []
+    ids += [token["id"] for token in content.get("added_tokens", [])]
+    return max(ids, default=-1) + 1

@@ -1,0 +1,1 @@
+def plot_curve(m,p): pass

@@ -1,0 +1,42 @@
+"""What a config resolves to, and roughly how much memory each process of the run will need."""
+
+from __future__ import annotations
+
+from torchtitan_rl.config import RunConfig, flat, function_name
+from torchtitan_rl.model.config import Qwen3Shape, resolve_shape
+
+__all__ = ["show", "memory_estimate"]
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def memory_estimate(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
+    """Bytes of one process of each kind: weights, gradients, optimizer, activations, KV cache. Code is not counted
+    (about 0.6 GB for a trainer, 0.9 GB for a generator, on a CPU)."""
+    parallel, training = config.trainer.parallelism, config.trainer.training
+    shards = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
+    stored, compute = _BYTES[training.dtype], _BYTES[training.mixed_precision_param]
+    tokens = config.trainer.max_tokens_per_microbatch
+    # Saved for backward, per token and layer: about 18 hidden-size and 4 feed-forward-size vectors.
+    per_layer = 18 * shape.dim + 4 * shape.hidden_dim
+    if config.trainer.activation_checkpoint != "none":
+        per_layer = 2 * shape.dim
+    activations = tokens * shape.n_layers * per_layer * compute // parallel.tensor_parallel_degree
+    logits = min(tokens, config.trainer.logprob_chunk_tokens) * shape.vocab_size * 4 * 3 // parallel.tensor_parallel_degree
+    trainer = 4 * stored * shape.num_parameters // shards + activations + logits  # weights, gradients, two moments
+    weights = _BYTES[config.generator.dtype] * shape.num_parameters
+    generator = weights // config.generator.tensor_parallel_degree + int(config.generator.kv_cache_gib * 2**30)
+    return {"trainer rank": trainer, "generator rank": generator, "weights in the store, per live version": weights}
+
+
+def show(config: RunConfig) -> None:
+    """Prints every field as the flag that would set it, then the memory estimate."""
+    for path, value in flat(config):
+        text = function_name(value) if callable(value) else repr(value) if isinstance(value, str) else str(value)
+        print(f"--{path.replace('_', '-')} {text}")
+    shape = resolve_shape(config.model)
+    print(f"\nmodel: {shape.num_parameters:,} parameters")
+    for name, size in memory_estimate(config, shape).items():
+        print(f"memory, {name}: about {size / 2**30:.2f} GiB")
+    print(f"processes: {config.trainer.num_ranks} trainer, "
+          f"{config.generator.num_replicas} x {config.generator.tensor_parallel_degree} generator, 1 store, 1 controller")

@@ -1,0 +1,54 @@
+"""The policy as a workflow sees it: text or messages in, tokens out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torchtitan_rl.types import Completion, SamplingParams, Task
+
+__all__ = ["Policy", "Sampler"]
+
+
+class Sampler(Protocol):
+    """Anything that completes tokens, such as `dispatch.SamplingClient`."""
+
+    async def sample(
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None) -> Completion: ...
+
+
+@dataclass(kw_only=True)
+class Policy:
+    """A sampler with its tokenizer and sampling settings."""
+
+    sampler: Sampler
+    tokenizer: object
+    """A Hugging Face tokenizer."""
+    max_tokens: int
+    max_prompt_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: list[int] = field(default_factory=list)
+    policy_version: int | None = None
+    """None samples from the newest version."""
+
+    def prompt_tokens(self, task: Task) -> list[int]:
+        """The task's prompt as tokens, through the chat template if it is messages. Raises ValueError when too long."""
+        if isinstance(task.prompt, str):
+            tokens = self.tokenizer.encode(task.prompt, add_special_tokens=False)
+        else:
+            tokens = list(self.tokenizer.apply_chat_template(
+                task.prompt, tokenize=True, add_generation_prompt=True, return_dict=False))
+        if len(tokens) > self.max_prompt_tokens:
+            raise ValueError(
+                f"task={task.id!r}: its prompt has {len(tokens)} tokens, sampling.max_prompt_tokens="
+                f"{self.max_prompt_tokens}; raise it or filter the task out")
+        return tokens
+
+    async def complete(self, tokens: list[int], *, seed: int) -> Completion:
+        """One completion of a prompt; the same seed and version give the same tokens."""
+        params = SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=seed, stop_token_ids=self.stop_token_ids)
+        return await self.sampler.sample(tokens, params, policy_version=self.policy_version)
+
+    def text(self, completion: Completion) -> str:
+        return self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
