@@ -90,7 +90,7 @@ class Controller:
             log_dir=str(run_dir.path / "logs"), start_timeout_s=config.controller.start_timeout_s,
             call_timeout_s=config.controller.call_timeout_s)
         progress = progress or Progress(quiet=True)
-        with progress.spinner("starting trainer, generators and store", expected_s=15):
+        with progress.waiting("starting trainer, generators and store", expected_s=15):
             try:
                 controller = cls(config, run_dir, progress, launcher)
                 await controller._start(hf_weights)
@@ -228,7 +228,7 @@ class Controller:
         if not tasks:
             raise ValueError(f"task.{split}: has no tasks; give the family data for it, or evaluate another split")
         start = time.perf_counter()
-        with self.progress.spinner(f"evaluating on {len(tasks)} {split} tasks"):
+        with self.progress.waiting(f"evaluating on {len(tasks)} {split} tasks"):
             greedy = await self._attempts(tasks, 1, temperature=0.0)
             result = Evaluation(split=split, accuracy=mean(correct for (correct,) in greedy))
             if pass_at_k:
@@ -285,7 +285,7 @@ class Controller:
         """Everything a later run needs, marker last. Returns its directory."""
         path = self.run_dir.checkpoint_path(self.step)
         path.mkdir(parents=True, exist_ok=True)
-        with self.progress.spinner(f"saving {path.name}"):
+        with self.progress.waiting(f"saving {path.name}"):
             await self.trainer.save_checkpoint(path)
             await self.trainer.save_hf_model(
                 checkpoint.hf_dir(path), eos=self.tokenizer.eos_token_id, pad=self._pad_token_id)

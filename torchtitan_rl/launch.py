@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,8 @@ __all__ = ["Launcher", "prepare_environment"]
 logger = logging.getLogger(__name__)
 
 
-def prepare_environment() -> str:
-    """Environment that actor processes inherit. Returns this run's identifier in shared-memory names."""
-    ident = f"ttrl{os.getpid()}{uuid.uuid4().hex[:6]}"
+def prepare_environment() -> None:
+    """Environment that actor processes inherit; what the user has set stays."""
     defaults = {
         # Processes share the cores; a thread that spins while it waits for work takes them from the others.
         "OMP_WAIT_POLICY": "passive",
@@ -45,8 +43,6 @@ def prepare_environment() -> str:
         del defaults["OMP_WAIT_POLICY"]
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_DIST_IDENT"] = ident
-    return ident
 
 
 @dataclass
@@ -60,10 +56,9 @@ class Launcher:
     """What died without being asked to, as Monarch reported it."""
     pids: list[int] = field(default_factory=list)
     _meshes: list[Any] = field(default_factory=list)
-    _ident: str = ""
 
     def __post_init__(self) -> None:
-        self._ident = prepare_environment()
+        prepare_environment()
         # Unset, a failure nobody awaits would end this process; here the calls that wait on it raise instead.
         monarch.actor.unhandled_fault_hook = lambda failure: self.failures.append(str(failure))
 
@@ -107,7 +102,7 @@ class Launcher:
         return mesh
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Stops every mesh; what does not stop in time is killed, and shared memory of this run is removed."""
+        """Stops every mesh; what does not stop in time is killed."""
         async def stop_all() -> None:
             await asyncio.gather(*(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True)
 
@@ -126,5 +121,3 @@ class Launcher:
             except ProcessLookupError:
                 pass
         self.pids.clear()
-        for segment in Path("/dev/shm").glob(f"*{self._ident}*"):
-            segment.unlink(missing_ok=True)

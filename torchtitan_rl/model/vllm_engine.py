@@ -8,13 +8,15 @@ the thread is raised from every call that waits on it.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
 
@@ -23,6 +25,7 @@ from vllm import EngineArgs, LLMEngine  # noqa: E402
 from vllm import SamplingParams as EngineSamplingParams  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
+from torchtitan_rl import platform  # noqa: E402
 from torchtitan_rl.actors.config import GeneratorConfig  # noqa: E402
 from torchtitan_rl.model import vllm_model  # noqa: E402
 from torchtitan_rl.model.config import ModelConfig  # noqa: E402
@@ -54,6 +57,34 @@ class _Command:
     stop: bool = False
 
 
+@contextmanager
+def _private_shared_memory():
+    """Shared memory of vLLM's CPU ranks: a name no other engine on the host has, gone as soon as all ranks hold it.
+
+    With `external_launcher` vLLM gives every engine the same name and leaves it behind when killed. The mesh's
+    rendezvous port tells engines apart, and a segment that is open needs no name.
+    """
+    if platform.device_type() != "cpu" or "MASTER_PORT" not in os.environ:
+        yield
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original, names = _CPUSHMDistributed.make_group_name, []
+
+    def make_group_name(communicator) -> str:
+        names.append(f"torchtitan_rl-{os.environ['MASTER_PORT']}{original(communicator).lstrip('/')}")
+        return names[-1]
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(original)
+        for name in names:
+            for segment in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
+                segment.unlink(missing_ok=True)
+
+
 class Engine:
     """`submit` requests and `load` weights from any thread; both return futures (on the leading rank)."""
 
@@ -65,6 +96,8 @@ class Engine:
         self._commands: queue.SimpleQueue[tuple[_Command, list[Future]]] = queue.SimpleQueue()
         self._in_flight: dict[str, _InFlight] = {}
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._current: list[Future] = []
+        """Futures of the command being executed."""
         self._counter = 0
         self._failure: BaseException | None = None
         self.policy_version = -1
@@ -133,7 +166,7 @@ class Engine:
             self._fail_waiting()
 
     def _fail_waiting(self) -> None:
-        waiting = [request.future for request in self._in_flight.values()]
+        waiting = [request.future for request in self._in_flight.values()] + self._current
         while not self._commands.empty():
             waiting += self._commands.get_nowait()[1]
         for future in waiting:
@@ -145,7 +178,8 @@ class Engine:
         vllm_model.register()
         args = EngineArgs(
             model=self._model_dir, dtype=config.dtype, load_format="dummy", seed=self._seed,
-            hf_overrides={"architectures": [vllm_model.ARCHITECTURE]} if config.model_impl == "torchtitan" else {},
+            hf_overrides={"architectures": [vllm_model.ARCHITECTURE]} if config.model_impl == "torchtitan"
+            else {"tie_word_embeddings": False},  # a reload does not refresh a tied head
             tensor_parallel_size=config.tensor_parallel_degree,
             distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
             max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs,
@@ -154,8 +188,10 @@ class Engine:
             enable_prefix_caching=True, disable_log_stats=True,
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after temperature
         )
-        engine = LLMEngine.from_engine_args(args)
-        self.model = engine.model_executor.driver_worker.worker.model_runner.model
+        with _private_shared_memory():
+            engine = LLMEngine.from_engine_args(args)
+        self._runner = engine.model_executor.driver_worker.worker.model_runner
+        self.model = self._runner.model
         return engine
 
     def _whole_parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -171,13 +207,14 @@ class Engine:
     def _iterate(self) -> bool:
         """One round: take commands, then one engine step. False ends the loop."""
         command, futures = self._next()
+        self._current = futures
         if command.load is not None:
             self._load(command.load)
             for future in futures:
                 future.set_result(command.load)
-            futures = []
         for index, (request_id, request) in enumerate(command.add):
-            self._add(request_id, request, futures[index] if futures else None)
+            self._add(request_id, request, futures[index] if self._leads else None)
+        self._current = []
         if command.stop:
             return False
         if self._engine.has_unfinished_requests():
@@ -204,10 +241,13 @@ class Engine:
 
     def _load(self, version: int) -> None:
         tensors = self._staged.pop(version)
-        with torch.inference_mode():
-            if self._config.model_impl == "vllm":  # its own Qwen3 knows Hugging Face's names
-                tensors = self._spec.state_dict_adapter(self._spec.model, None).to_hf(tensors)
-            self.model.load_weights(tensors.items())
+        if self._config.model_impl == "vllm":  # its own Qwen3 knows Hugging Face's names and repacks its weights
+            head = tensors["lm_head.weight"]
+            tensors = self._spec.state_dict_adapter(self._spec.model, None).to_hf(tensors) | {"lm_head.weight": head}
+            self._runner.reload_weights(weights_iterator=iter(tensors.items()))
+        else:
+            with torch.inference_mode():
+                self.model.load_weights(tensors.items())
         self.policy_version = version
         for request in self._in_flight.values():
             state = self._engine.output_processor.request_states[request.engine_id]

@@ -33,8 +33,6 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
         self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         spec = generator_spec(build_spec(ModelConfig(shape=shape)), self.tp_size)
         self.decoder = spec.model.build()
-        self.decoder.init_weights()
-        # The fp32 rotary cache is a buffer: it keeps its dtype whatever the parameters are cast to.
         self.decoder.requires_grad_(False)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,97 @@
-def setup_rank_logging(*a, **k): pass
+"""Logs of one process: everything in a file of its own, warnings on the console too."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+__all__ = ["setup_rank_logging"]
+
+# "root" is what torchtitan logs to.
+_NOISY = ("asyncio", "datasets", "filelock", "fsspec", "gloo", "httpx", "huggingface_hub", "matplotlib", "monarch", "PIL",
+          "root", "torch", "torchstore", "torchtitan", "transformers", "urllib3", "vllm")
+_OWN_HANDLERS = ("vllm", "transformers")
+
+_log_file: Path | None = None
+
+
+def setup_rank_logging(
+    log_dir: str | Path, role: str, rank: int, world_size: int, level: str = "INFO", device: str | None = None,
+) -> Path:
+    """Sends this process's logs to `log_dir/role-rank.log`, and warnings to stderr. Returns the file.
+
+    The first line says who writes. Python warnings are captured. Third-party packages reach the console only with
+    errors. A process has one identity: a second call changes nothing but adopts packages imported in between.
+    Raises ValueError for a level that logging does not know.
+    """
+    global _log_file
+    if level not in logging.getLevelNamesMapping():
+        raise ValueError(f"log level={level!r}: is not known; use DEBUG, INFO, WARNING or ERROR")
+    _adopt_third_parties()
+    if _log_file is not None:
+        return _log_file
+    _log_file = Path(log_dir) / f"{role}-{rank}.log"
+    _log_file.parent.mkdir(parents=True, exist_ok=True)
+
+    file_handler = logging.FileHandler(_log_file, encoding="utf-8")
+    file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    console = _Console(logging.WARNING)
+    console.setFormatter(logging.Formatter(f"{role}-{rank} %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.setLevel(level)
+    for handler in (file_handler, console):
+        root.addHandler(handler)
+        handler.filters.clear()  # Monarch adds one to each that prefixes the same record again and again
+    console.addFilter(_worth_the_console)
+    logging.captureWarnings(True)
+
+    # Straight to the file: this line must be there at any level.
+    file_handler.handle(logging.LogRecord(
+        __name__, logging.INFO, __file__, 0,
+        f"{role} rank {rank} of {world_size}, pid {os.getpid()}, host {socket.gethostname()}, "
+        f"device {device or _device(rank)}", None, None))
+    return _log_file
+
+
+class _Console(logging.StreamHandler):
+    """Writes to whatever sys.stderr is at that moment: a progress bar redirects it to lines above itself."""
+
+    def __init__(self, level: int) -> None:
+        logging.Handler.__init__(self, level)
+
+    @property
+    def stream(self):
+        return sys.stderr
+
+
+def _worth_the_console(record: logging.LogRecord) -> bool:
+    if record.levelno >= logging.ERROR:
+        return True
+    if record.name == "py.warnings":  # the message starts with the file that is to blame
+        return "/site-packages/" not in record.getMessage().split(": ", 1)[0]
+    return record.name.split(".", 1)[0] not in _NOISY
+
+
+def _adopt_third_parties() -> None:
+    """Makes packages that bring their own handlers log like everyone else."""
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # read when vLLM is imported, which may be later
+    for name in _OWN_HANDLERS:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        # Exactly this class: torchstore adds one to the root logger, while subclasses write to files or to tests.
+        if type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
+
+
+def _device(rank: int) -> str:
+    from torchtitan_rl import platform
+
+    kind = platform.device_type()
+    return kind if kind == "cpu" else f"{kind}:{os.environ.get('LOCAL_RANK', rank)}"

@@ -1,1 +1,94 @@
-def plot_curve(m,p): pass
+"""A picture of a run: accuracy and reward over the reinforcement phase."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_curve"]
+
+# Okabe and Ito's palette: told apart with every common form of colour blindness. Shapes differ as well.
+_SUPERVISED_COLOR = "#E69F00"
+_REWARD_COLOR = "#009E73"
+_SPLIT_COLORS = ("#0072B2", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+_SPLIT_MARKERS = ("o", "s", "^", "v", "P")
+_SIZE_INCHES, _DPI = (8.0, 6.0), 120
+
+
+def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
+    """Writes a PNG of 960 x 720 pixels. `metrics` are the lines of metrics.jsonl. Returns the path.
+
+    Above: `eval/accuracy` per split; below: `reward/mean`. x is the step within the reinforcement phase; the value at 0 is
+    the state after the supervised phase, which is the shaded band before it. Where several evaluations share split and
+    step the last one counts. Raises ValueError when there is neither an accuracy nor a reward.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    accuracies = _accuracies(metrics)
+    rewards = {line["step"]: line["reward/mean"] for line in metrics
+               if line["phase"] == "reinforcement" and "reward/mean" in line}
+    if not accuracies and not rewards:
+        raise ValueError(f"metrics: {len(metrics)} lines hold neither eval/accuracy nor reward/mean; plot after some steps")
+    num_supervised = sum(line["phase"] == "supervised" for line in metrics)
+
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True)
+    _draw_accuracies(above, accuracies, "after the warm start" if num_supervised else "before the first step")
+    below.plot(list(rewards), list(rewards.values()), color=_REWARD_COLOR, label="reward/mean")
+    above.set_ylabel("accuracy")
+    below.set_ylabel("mean reward")
+    below.set_xlabel("step of the reinforcement phase")
+
+    last = max([1, *rewards, *(step for points in accuracies.values() for step in points)])
+    for axes in (above, below):
+        _draw_phases(axes, num_supervised, last)
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower right")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    # The band has no steps of this axis, so it gets no ticks.
+    below.set_xticks([tick for tick in below.get_xticks() if 0 <= tick <= last])
+    figure.savefig(path, format="png")
+    return Path(path)
+
+
+def _accuracies(metrics: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Label -> step -> accuracy. The label is the split, with the evaluation's name where there are several."""
+    lines = [line for line in metrics if "eval/accuracy" in line]
+    several = len({line.get("eval/name") for line in lines}) > 1
+    curves: dict[str, dict[int, float]] = defaultdict(dict)
+    for line in lines:
+        split = line.get("eval/split", "")
+        curves[f"{line['eval/name']} {split}" if several else split][line["step"]] = line["eval/accuracy"]
+    return curves
+
+
+def _draw_accuracies(axes: Axes, accuracies: dict[str, dict[int, float]], at_zero: str) -> None:
+    for index, (label, points) in enumerate(accuracies.items()):
+        color = _SPLIT_COLORS[index % len(_SPLIT_COLORS)]
+        steps = sorted(points)
+        axes.plot(steps, [points[step] for step in steps], color=color, marker=_SPLIT_MARKERS[index % len(_SPLIT_MARKERS)],
+                  label=label)
+        if 0 in points:
+            axes.axhline(points[0], color=color, linestyle=":", linewidth=1)
+            axes.plot([0], [points[0]], color=_SUPERVISED_COLOR, marker="D", markersize=9, markeredgecolor=color,
+                      linestyle="none", zorder=3, clip_on=False, label=f"{label} {at_zero}: {points[0]:.3f}")
+    axes.set_ylim(-0.02, 1.02)
+
+
+def _draw_phases(axes: Axes, num_supervised: int, last: int) -> None:
+    """A shaded band left of 0 for the supervised phase, if there was one, and a line where reinforcement starts."""
+    width = 0.08 * last
+    axes.set_xlim(-width if num_supervised else -0.02 * last, 1.02 * last)
+    if num_supervised:
+        axes.axvspan(-width, 0, color=_SUPERVISED_COLOR, alpha=0.25, linewidth=0)
+        axes.axvline(0, color=_SUPERVISED_COLOR, linewidth=1)
+        axes.text(-width / 2, 0.5, f"supervised: {num_supervised} steps", rotation=90, ha="center", va="center",
+                  transform=axes.get_xaxis_transform(), fontsize=9)
