@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with everything a run needs: scripts/setup.sh [EXTRA ...], such as `scripts/setup.sh test`.
 #
-# Needs Python 3.11 to 3.13 and, where uv is not installed, pip. Which vLLM is installed follows from the machine: "cuda"
+# Needs Python 3.11 to 3.13 and, where uv is not installed, pip. The machine decides which vLLM is installed: "cuda"
 # where there is an NVIDIA driver, else "cpu"; TORCHTITAN_RL_EXTRA=cpu or =cuda decides otherwise. Extras accumulate.
 # What gets installed depends on pyproject.toml alone: its exclude-newer makes the newest allowed versions the same
 # tomorrow, so there is no lock file to commit (one would carry the addresses of whoever wrote it).

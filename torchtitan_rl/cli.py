@@ -85,8 +85,12 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.verb == "eval":
         return asyncio_run(_evaluate(args, config), "eval")
     if args.dry_run:
+        from torchtitan_rl.model.config import missing_weights
+
         config.task.build()
         print(f"{args.config}: valid; nothing was started")
+        if missing := missing_weights(config.model):
+            print(f"still needed: {missing}")
         return 0
     return asyncio_run(_train(args, config), "train")
 

@@ -26,7 +26,7 @@ from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.launch import Launcher
-from torchtitan_rl.model.config import assets_dir, resolve_shape, write_model_dir
+from torchtitan_rl.model.config import assets_dir, missing_weights, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.tasks.family import TaskSource
@@ -84,6 +84,8 @@ class Controller:
         sample and evaluate. Raises ValueError for what `validate` refuses, before anything starts.
         """
         validate(config)
+        if hf_weights is None and (missing := missing_weights(config.model)):
+            raise ValueError(missing)
         run_dir = RunDir.create(config.output_dir or _default_dir(config.name))
         run_dir.write_config(resolved(config))
         launcher = Launcher(

@@ -7,12 +7,14 @@ import logging
 import os
 import signal
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # notice a dead process within a second
 
 import monarch.actor  # noqa: E402
+import torch  # noqa: E402
 from monarch.actor import this_host  # noqa: E402
 from monarch.spmd import setup_torch_elastic_env_async  # noqa: E402
 
@@ -56,6 +58,7 @@ class Launcher:
     """What died without being asked to, as Monarch reported it."""
     pids: list[int] = field(default_factory=list)
     _meshes: list[Any] = field(default_factory=list)
+    _num_placed: int = 0
 
     def __post_init__(self) -> None:
         prepare_environment()
@@ -83,19 +86,26 @@ class Launcher:
 
     async def start_store(self) -> None:
         """TorchStore: its volume and its controller, each a process of its own."""
-        from torchtitan_rl.weights import store  # adapts torchstore before its controller is spawned
+        from torchtitan_rl.weights import store
 
-        procs = await self._spawn("store", 1)
-        del store
-        import torchstore
-
-        await torchstore.initialize(mesh=procs)
+        await store.start(await self._spawn("store", 1))
 
     async def _spawn(self, role: str, num_ranks: int):
-        procs = this_host().spawn_procs(per_host={"gpus": num_ranks}, name=role.replace("-", "_"))
+        bootstrap = None
+        if role != "store" and platform.device_type() == "cuda":
+            bootstrap = partial(os.environ.update, {"CUDA_VISIBLE_DEVICES": self._next_devices(num_ranks)})
+        procs = this_host().spawn_procs(
+            per_host={"gpus": num_ranks}, name=role.replace("-", "_"), bootstrap=bootstrap)
         await procs.initialized
         self._meshes.append(procs)
         return procs
+
+    def _next_devices(self, num_ranks: int) -> str:
+        """GPUs for the next mesh, in the order meshes start; once all are taken, meshes share them from the first."""
+        count = torch.cuda.device_count()
+        devices = [(self._num_placed + rank) % count for rank in range(num_ranks)]
+        self._num_placed += num_ranks
+        return ",".join(map(str, devices))
 
     async def _set_up(self, mesh: RoleMesh) -> RoleMesh:
         self.pids += await mesh.call_each("setup", timeout_s=self.start_timeout_s)

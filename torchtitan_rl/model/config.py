@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Qwen3Shape", "ModelConfig", "resolve_shape", "assets_dir", "has_weights", "write_model_dir"]
+__all__ = ["Qwen3Shape", "ModelConfig", "resolve_shape", "assets_dir", "has_weights", "missing_weights", "write_model_dir"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
                     "chat_template.jinja", "generation_config.json", "added_tokens.json")
@@ -86,6 +86,8 @@ class ModelConfig:
     """Sizes of a model to initialise at random."""
     flavor: str | None = None
     """A standard flavour of torchtitan's Qwen3, such as `"0.6B"`."""
+    pretrained: bool = False
+    """Refuse to start from random weights: `assets` must have safetensors."""
 
 
 def assets_dir(config: ModelConfig) -> Path:
@@ -101,6 +103,14 @@ def assets_dir(config: ModelConfig) -> Path:
 
 def has_weights(config: ModelConfig) -> bool:
     return any(assets_dir(config).glob("*.safetensors"))
+
+
+def missing_weights(config: ModelConfig) -> str:
+    """Why a run cannot start although its config is valid; empty when it can."""
+    if not config.pretrained or has_weights(config):
+        return ""
+    return (f"model.assets={config.assets!r}: has no safetensors, and model.pretrained is set; "
+            "give --model.assets the directory of a checkpoint")
 
 
 def resolve_shape(config: ModelConfig) -> Qwen3Shape:

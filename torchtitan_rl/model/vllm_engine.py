@@ -184,7 +184,9 @@ class Engine:
             distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
             max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
-            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30), enforce_eager=config.enforce_eager,
+            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+            gpu_memory_utilization=0.1,  # only what must be free at the start: the cache's size is given above
+            enforce_eager=config.enforce_eager,
             enable_prefix_caching=True, disable_log_stats=True,
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after temperature
         )

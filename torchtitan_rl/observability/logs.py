@@ -11,7 +11,7 @@ from pathlib import Path
 __all__ = ["setup_rank_logging"]
 
 # "root" is what torchtitan logs to.
-_NOISY = ("asyncio", "datasets", "filelock", "fsspec", "gloo", "httpx", "huggingface_hub", "matplotlib", "monarch", "PIL",
+_NOISY = ("PIL", "asyncio", "datasets", "filelock", "fsspec", "httpx", "huggingface_hub", "matplotlib", "monarch",
           "root", "torch", "torchstore", "torchtitan", "transformers", "urllib3", "vllm")
 _OWN_HANDLERS = ("vllm", "transformers")
 

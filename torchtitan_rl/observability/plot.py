@@ -22,9 +22,9 @@ _SIZE_INCHES, _DPI = (8.0, 6.0), 120
 def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
     """Writes a PNG of 960 x 720 pixels. `metrics` are the lines of metrics.jsonl. Returns the path.
 
-    Above: `eval/accuracy` per split; below: `reward/mean`. x is the step within the reinforcement phase; the value at 0 is
-    the state after the supervised phase, which is the shaded band before it. Where several evaluations share split and
-    step the last one counts. Raises ValueError when there is neither an accuracy nor a reward.
+    Above: `eval/accuracy` per split; below: `reward/mean`. x is the step within the reinforcement phase; the value at 0
+    is the state after the supervised phase, which is the shaded band before it. Where several evaluations share split
+    and step the last one counts. Raises ValueError when there is neither an accuracy nor a reward.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -34,7 +34,8 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
     rewards = {line["step"]: line["reward/mean"] for line in metrics
                if line["phase"] == "reinforcement" and "reward/mean" in line}
     if not accuracies and not rewards:
-        raise ValueError(f"metrics: {len(metrics)} lines hold neither eval/accuracy nor reward/mean; plot after some steps")
+        raise ValueError(
+            f"metrics={len(metrics)} lines: hold neither eval/accuracy nor reward/mean; plot after some steps")
     num_supervised = sum(line["phase"] == "supervised" for line in metrics)
 
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
@@ -74,8 +75,8 @@ def _draw_accuracies(axes: Axes, accuracies: dict[str, dict[int, float]], at_zer
     for index, (label, points) in enumerate(accuracies.items()):
         color = _SPLIT_COLORS[index % len(_SPLIT_COLORS)]
         steps = sorted(points)
-        axes.plot(steps, [points[step] for step in steps], color=color, marker=_SPLIT_MARKERS[index % len(_SPLIT_MARKERS)],
-                  label=label)
+        axes.plot(steps, [points[step] for step in steps], color=color, label=label,
+                  marker=_SPLIT_MARKERS[index % len(_SPLIT_MARKERS)])
         if 0 in points:
             axes.axhline(points[0], color=color, linestyle=":", linewidth=1)
             axes.plot([0], [points[0]], color=_SUPERVISED_COLOR, marker="D", markersize=9, markeredgecolor=color,

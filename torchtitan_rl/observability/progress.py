@@ -161,6 +161,8 @@ class Progress:
     def _changed(self, bar: Bar) -> None:
         if self._quiet or not self._plain or self._clock() - self._last_plain < _PLAIN_EVERY_S:
             return
+        if bar.counts and bar.num_done >= bar.total:
+            return  # its last line is about to come
         self._last_plain = self._clock()
         self._print(", ".join(filter(None, [f"{bar.name} {bar.count}".rstrip(), _times(bar), bar.text])))
 
@@ -170,8 +172,6 @@ class Progress:
 
 
 class _BarColumn(ProgressColumn):
-    max_refresh = None
-
     def render(self, task: Task) -> ProgressBar:
         bar: Bar = task.fields["bar"]
         fraction = bar.fraction

@@ -79,7 +79,7 @@ class RunDir:
                 raise ValueError(f"metric={name!r}: is not of the form area/what; rename it, as in 'reward/mean'")
             if not isinstance(value, (int, float, str)):
                 raise ValueError(
-                    f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text (.item() of a tensor)")
+                    f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor")
         _append(self.metrics_file, [metrics])
 
     def read_metrics(self) -> list[dict[str, Any]]:

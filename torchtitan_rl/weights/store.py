@@ -21,7 +21,7 @@ from torchstore.controller import Controller as _StoreController  # noqa: E402
 
 from torchtitan_rl.weights.packing import Manifest, checksum  # noqa: E402
 
-__all__ = ["adapt_torchstore", "SharedBuffers", "publish", "fetch", "discard", "stored_versions"]
+__all__ = ["adapt_torchstore", "SharedBuffers", "start", "publish", "fetch", "discard", "stored_versions"]
 
 
 def adapt_torchstore() -> None:
@@ -82,6 +82,11 @@ def _map(fd: int, nbytes: int, *, write: bool = True) -> torch.Tensor:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
+async def start(procs) -> None:
+    """The store's volume on a process mesh of one; its controller gets a process of its own."""
+    await torchstore.initialize(mesh=procs)
+
+
 async def publish(manifest: Manifest, payload: torch.Tensor, *, handle: str, verify: bool) -> None:
     """Makes a version visible. With a handle the store keeps only that; without, the payload too."""
     manifest.checksum = checksum(payload) if verify else ""
@@ -137,5 +142,5 @@ async def discard(version: int) -> None:
 
 
 async def stored_versions() -> list[int]:
-    keys = await torchstore.keys("weights")
-    return sorted({int(key.split("/")[1]) for key in keys if key.endswith("/manifest")})
+    parts = [key.split("/") for key in await torchstore.keys()]
+    return sorted(int(part[1]) for part in parts if part[0] == "weights" and part[-1] == "manifest")

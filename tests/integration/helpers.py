@@ -1,0 +1,34 @@
+"""Recorded-like data for the trainer, made by hand."""
+
+import torch
+
+from torchtitan_rl.types import Datum
+
+
+def random_datums(num: int, *, seed: int = 0, min_len: int = 2, max_len: int = 14) -> list[Datum]:
+    """Ragged datums with non-zero advantages; weights are a token mean over all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(min_len, max_len + 1, (num,), generator=generator).tolist()
+    masks = []
+    for length in lengths:
+        mask = torch.ones(length)
+        mask[: length // 3] = 0
+        masks.append(mask)
+    total = sum(float(mask.sum()) for mask in masks)
+    datums = []
+    for length, mask in zip(lengths, masks):
+        tokens = torch.randint(3, 60, (length + 1,), generator=generator)
+        advantage = torch.randn((), generator=generator)
+        datums.append(Datum(
+            tokens=tokens[:-1], target_tokens=tokens[1:],
+            loss_inputs={"loss_mask": mask, "weights": mask / total, "advantages": mask * advantage,
+                         "sampling_logprobs": mask * (torch.randn(length, generator=generator) * 0.1 - 4.1)}))
+    return datums
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensors[name].flatten().double() for name in sorted(tensors) if tensors[name] is not None])
+
+
+def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())

@@ -1,0 +1,162 @@
+"""Rollouts and demonstrations turned into datums, token by token."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from torchtitan_rl.algorithm.advantages import group_centered
+from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.algorithm.datums import demonstration_datums, to_datums
+from torchtitan_rl.algorithm.reductions import prompt_mean, sequence_mean
+from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
+
+TASK = Task(id="t/0", prompt="")
+
+
+def turn(prompt_tokens, tokens, logprobs):
+    completion = Completion(tokens=tokens, logprobs=logprobs, policy_versions=[0] * len(tokens), finish_reason="stop")
+    return Turn(prompt_tokens=prompt_tokens, completion=completion)
+
+
+def rollout(reward, *turns):
+    return Rollout(id="0/0/0", task=TASK, turns=list(turns), reward=reward)
+
+
+def group(*rollouts):
+    return RolloutGroup(id="0/0", rollouts=list(rollouts))
+
+
+def lists(datum):
+    """A datum as plain lists, so that one comparison covers it."""
+    return {"tokens": datum.tokens.tolist(), "targets": datum.target_tokens.tolist(),
+            **{name: tensor.tolist() for name, tensor in datum.loss_inputs.items()}}
+
+
+PAIR = group(
+    rollout(1.0, turn([5, 6, 7], [8, 9], [-0.5, -0.25])),
+    rollout(0.0, turn([5, 6, 7], [4], [-2.0])),
+)
+
+
+def test_tokens_targets_masks_and_log_probabilities_line_up():
+    # The last prompt token predicts the first completion token; the last completion token predicts nothing.
+    first, second = to_datums([PAIR], AlgorithmConfig())
+    third = torch.tensor(1 / 3).item()  # token mean over three trained tokens, as float32
+    assert lists(first) == {
+        "tokens": [5, 6, 7, 8], "targets": [6, 7, 8, 9], "loss_mask": [0, 0, 1, 1], "advantages": [0, 0, 0.5, 0.5],
+        "sampling_logprobs": [0, 0, -0.5, -0.25], "weights": [0, 0, third, third]}
+    assert lists(second) == {
+        "tokens": [5, 6, 7], "targets": [6, 7, 4], "loss_mask": [0, 0, 1], "advantages": [0, 0, -0.5],
+        "sampling_logprobs": [0, 0, -2.0], "weights": [0, 0, third]}
+    assert PAIR.advantages == [0.5, -0.5]
+    assert {tensor.dtype for tensor in first.loss_inputs.values()} == {torch.float32}
+    assert first.tokens.dtype == first.target_tokens.dtype == torch.int64
+
+
+def test_a_prompt_of_one_token():
+    (datum,) = to_datums([group(rollout(1.0, turn([5], [8, 9], [-0.5, -0.25])))], AlgorithmConfig())
+    assert lists(datum) == {
+        "tokens": [5, 8], "targets": [8, 9], "loss_mask": [1, 1], "advantages": [0, 0],
+        "sampling_logprobs": [-0.5, -0.25], "weights": [0.5, 0.5]}
+
+
+def test_every_turn_is_a_datum_with_its_rollouts_advantage():
+    groups = [group(rollout(3.0, turn([5], [8], [-1.0]), turn([5, 8, 6], [9], [-2.0])), rollout(1.0, turn([5], [7], [-3.0])))]
+    data = to_datums(groups, AlgorithmConfig())
+    assert [datum.tokens.tolist() for datum in data] == [[5], [5, 8, 6], [5]]
+    assert [datum.loss_inputs["advantages"].tolist() for datum in data] == [[1.0], [0.0, 0.0, 1.0], [-1.0]]
+
+
+def test_advantages_are_a_groups_own_and_reductions_see_which_group_a_datum_is_of():
+    groups = [
+        group(rollout(4.0, turn([5], [8], [-1.0])), rollout(2.0, turn([5], [8], [-1.0]))),
+        group(rollout(9.0, turn([5], [8, 8], [-1.0, -1.0]))),
+    ]
+    data = to_datums(groups, AlgorithmConfig(reduction=prompt_mean))
+    assert [datum.loss_inputs["advantages"].tolist() for datum in data] == [[1.0], [-1.0], [0.0, 0.0]]
+    assert [datum.loss_inputs["weights"].tolist() for datum in data] == [[0.25], [0.25], [0.25, 0.25]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_token_whose_log_probability_is_not_finite_does_not_train(bad):
+    groups = [group(rollout(2.0, turn([5], [8, 9], [-0.5, bad])), rollout(0.0, turn([5], [7], [-1.0])))]
+    data = to_datums(groups, AlgorithmConfig())
+    assert lists(data[0]) == {
+        "tokens": [5, 8], "targets": [8, 9], "loss_mask": [1, 0], "advantages": [1, 0],
+        "sampling_logprobs": [-0.5, 0], "weights": [0.5, 0]}
+    assert data[1].loss_inputs["weights"].tolist() == [0.5]
+
+
+def test_an_estimator_sees_the_rewards_in_double_precision():
+    seen = []
+
+    def estimator(rewards_G):
+        seen.append(rewards_G)
+        return torch.zeros_like(rewards_G)
+
+    to_datums([PAIR], AlgorithmConfig(advantage_fn=estimator))
+    assert seen[0].tolist() == [1.0, 0.0] and seen[0].dtype == torch.float64
+
+
+def one_too_many(rewards_G):
+    return torch.cat([rewards_G, rewards_G[:1]])
+
+
+def divided_by_zero(rewards_G):
+    return rewards_G / 0.0
+
+
+def refusal(advantage_fn):
+    with pytest.raises(ValueError) as caught:
+        to_datums([PAIR], AlgorithmConfig(advantage_fn=advantage_fn))
+    return str(caught.value)
+
+
+def test_an_estimator_with_the_wrong_number_of_advantages_is_refused():
+    assert refusal(one_too_many) == (
+        "algorithm.advantage_fn=one_too_many: gave [1.0, 0.0, 1.0] for rewards [1.0, 0.0] of group 0/0; "
+        "return one finite number per rollout")
+
+
+def test_an_estimator_with_advantages_that_are_not_finite_is_refused():
+    assert refusal(divided_by_zero) == (
+        "algorithm.advantage_fn=divided_by_zero: gave [inf, nan] for rewards [1.0, 0.0] of group 0/0; "
+        "return one finite number per rollout")
+
+
+@pytest.mark.parametrize("returned", [torch.tensor(0.5), torch.zeros(2, 1), None], ids=["number", "matrix", "None"])
+def test_an_estimator_that_gives_no_vector_is_refused(returned):
+    def estimator(rewards_G):
+        return returned
+
+    assert "algorithm.advantage_fn=" in refusal(estimator)
+
+
+def test_a_partial_estimator_is_refused_by_the_name_of_its_function():
+    def scaled(rewards_G, scale):
+        return scale * rewards_G
+
+    assert "scaled" in refusal(functools.partial(scaled, scale=math.nan))
+    data = to_datums([PAIR], AlgorithmConfig(advantage_fn=functools.partial(scaled, scale=2.0)))
+    assert data[0].loss_inputs["advantages"].tolist() == [0, 0, 2.0, 2.0]
+
+
+def test_of_a_demonstration_only_the_completion_is_learned():
+    first, second = demonstration_datums([([5, 6, 7], [8, 9]), ([5], [4, 3])], AlgorithmConfig())
+    assert lists(first) == {
+        "tokens": [5, 6, 7, 8], "targets": [6, 7, 8, 9], "loss_mask": [0, 0, 1, 1], "weights": [0, 0, 0.25, 0.25]}
+    assert lists(second) == {"tokens": [5, 4], "targets": [4, 3], "loss_mask": [1, 1], "weights": [0.25, 0.25]}
+
+
+def test_every_demonstration_is_a_group_of_its_own():
+    pairs = [([5], [8, 9]), ([5], [4])]
+    for reduction in (sequence_mean, prompt_mean):
+        first, second = demonstration_datums(pairs, AlgorithmConfig(reduction=reduction))
+        assert first.loss_inputs["weights"].tolist() == [0.25, 0.25]
+        assert second.loss_inputs["weights"].tolist() == [0.5]
+
+
+def test_the_default_estimator_is_the_centred_one():
+    assert AlgorithmConfig().advantage_fn is group_centered

@@ -1,0 +1,82 @@
+"""What comes back from ranks, in the order of the data, and the calls that are refused before any rank hears of them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.dispatch.packing import plan_microbatches
+from torchtitan_rl.dispatch.training_client import TrainingClient, _merge
+from torchtitan_rl.types import Accumulated, Datum
+
+
+def datum(length, loss_mask=None):
+    loss_inputs = {"weights": torch.ones(length)}
+    if loss_mask is not None:
+        loss_inputs["loss_mask"] = torch.tensor(loss_mask)
+    return Datum(tokens=torch.arange(length), target_tokens=torch.arange(length), loss_inputs=loss_inputs)
+
+
+def test_outputs_come_back_in_input_order_and_sums_become_means():
+    data = [datum(2, [0.0, 1.0]), datum(1, [1.0]), datum(3, [0.0, 1.0, 1.0])]
+    zero, one, two, of_filler = (torch.full((n,), -float(n)) for n in (2, 1, 3, 9))
+    merged = _merge(
+        [Accumulated(policy_logprobs=[two, zero], loss=0.5, sums={"policy/entropy": 6.0, "mismatch/logprob_diff_max": 0.25}),
+         Accumulated(policy_logprobs=[one, of_filler], loss=0.25,
+                     sums={"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75})],
+        [[[2], [0]], [[1], []]], data)
+    assert [x is y for x, y in zip(merged.policy_logprobs, [zero, one, two], strict=True)] == [True] * 3
+    assert merged.loss == 0.75  # a sum: how it is averaged is in the weights
+    assert merged.num_tokens == 4
+    assert merged.metrics == {"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75}
+
+
+def test_a_maximum_below_zero_is_not_lifted_to_zero():
+    merged = _merge(
+        [Accumulated(policy_logprobs=[torch.zeros(1)], loss=0.0, sums={"x_max": value}) for value in (-3.0, -2.0)],
+        [[[0]], [[1]]], [datum(1), datum(1)])
+    assert merged.metrics == {"x_max": -2.0}
+
+
+def test_data_without_a_loss_mask_count_every_token():
+    merged = _merge([Accumulated(policy_logprobs=[torch.zeros(3)], loss=0.0, sums={"x": 6.0})], [[[0]]], [datum(3)])
+    assert merged.num_tokens == 3 and merged.metrics == {"x": 2.0}
+
+
+def test_a_metric_over_no_trained_token_is_zero_not_an_error():
+    data = [datum(2, [0.0, 0.0])]
+    merged = _merge([Accumulated(policy_logprobs=[torch.zeros(2)], loss=0.0, sums={"x": 0.0})], [[[0]]], data)
+    assert merged.num_tokens == 0 and merged.metrics == {"x": 0.0}
+
+
+@settings(deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20), num_ranks=st.integers(1, 4),
+       max_tokens=st.integers(1, 30))
+def test_order_survives_any_plan(lengths, num_ranks, max_tokens):
+    """Every datum's output is tagged with its index and put where the plan says."""
+    plan = plan_microbatches(lengths, num_ranks, max_tokens)
+    answers = [
+        Accumulated(loss=0.0, sums={"x": float(sum(len(members) for members in microbatches))}, policy_logprobs=[
+            torch.full((lengths[i],), float(i)) if i >= 0 else torch.tensor([-1.0])
+            for members in microbatches for i in members or [-1]])
+        for microbatches in plan.ranks
+    ]
+    merged = _merge(answers, plan.ranks, [datum(length) for length in lengths])
+    assert [x.tolist() for x in merged.policy_logprobs] == [[float(i)] * n for i, n in enumerate(lengths)]
+    assert merged.metrics["x"] == pytest.approx(len(lengths) / sum(lengths))
+
+
+def test_a_call_without_data_is_refused():
+    client = TrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0)
+    with pytest.raises(ValueError) as caught:
+        client.forward_backward([], cross_entropy)
+    assert str(caught.value) == "forward_backward.data=[]: no datums; skip the call when nothing is left to train on"
+
+
+def test_a_datum_longer_than_the_context_is_refused_by_its_position():
+    client = TrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0)
+    with pytest.raises(ValueError) as caught:
+        client.forward([datum(4), datum(5)])
+    assert str(caught.value) == (
+        "forward.data[1]: 5 tokens, the trainer's context is trainer.training.seq_len=4; raise it or shorten the datum")

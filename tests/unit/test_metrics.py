@@ -1,0 +1,51 @@
+"""Names of metrics and the two reductions."""
+
+import math
+
+import pytest
+
+from torchtitan_rl import metrics
+
+
+def test_reinforcement_has_what_supervised_has_and_no_name_twice():
+    assert metrics.REINFORCEMENT[:7] == metrics.SUPERVISED
+    every = metrics.REINFORCEMENT + metrics.EVALUATION
+    assert len(set(every)) == len(every) == 23
+
+
+def test_mean_std_divides_by_n():
+    assert metrics.mean_std([0, 0, 1, 1]) == (0.5, 0.5)
+    assert metrics.mean_std([2.0, 4.0, 9.0]) == (5.0, math.sqrt(26 / 3))  # squares 9 + 1 + 16
+    assert metrics.mean_std(iter([0.1])) == (0.1, 0.0)
+
+
+def test_mean_std_shows_what_is_not_finite():
+    assert all(math.isnan(value) for value in metrics.mean_std([1.0, math.nan]))
+
+
+def test_mean_std_of_nothing():
+    with pytest.raises(ValueError, match=r"values=\[\]: have no mean"):
+        metrics.mean_std([])
+
+
+@pytest.mark.parametrize("n, c, k, expected", [
+    (8, 2, 1, 0.25),  # k=1 is the fraction of correct samples
+    (4, 1, 2, 0.5),  # 1 - C(3,2)/C(4,2) = 1 - 3/6
+    (5, 2, 3, 0.9),  # 1 - C(3,3)/C(5,3) = 1 - 1/10
+    (8, 0, 8, 0.0),
+    (8, 1, 8, 1.0),  # with all samples looked at, one correct is enough
+    (5, 3, 3, 1.0),  # only two are wrong, so three hold a correct one
+])
+def test_pass_at_k(n, c, k, expected):
+    assert metrics.pass_at_k(n, c, k) == expected
+
+
+@pytest.mark.parametrize("n, c, k, message", [
+    (4, 1, 5, "k=5: must be between 1 and num_samples=4"),
+    (4, 1, 0, "k=0: must be"),
+    (4, 5, 1, "num_correct=5: must be between 0 and num_samples=4"),
+    (4, -1, 1, "num_correct=-1"),
+])
+def test_pass_at_k_refuses_impossible_counts(n, c, k, message):
+    with pytest.raises(ValueError, match=message):
+        metrics.pass_at_k(n, c, k)
