@@ -1,0 +1,20 @@
+"""Reinforcement-learning post-training of language models on torchtitan, Monarch, vLLM and TorchStore.
+
+Importing the package is fast; each name below is imported from its module when it is first used.
+"""
+
+import importlib
+
+_PUBLIC = {
+    "Controller": "controller", "RunConfig": "config", "load_config": "config", "apply_overrides": "config",
+    "to_datums": "algorithm.datums", "Task": "types", "SamplingParams": "types", "OptimParams": "types",
+    "Datum": "types", "Completion": "types", "Rollout": "types", "RolloutGroup": "types",
+    "plot_curve": "observability.plot", "Progress": "observability.progress",
+}
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'torchtitan_rl' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"torchtitan_rl.{_PUBLIC[name]}"), name)

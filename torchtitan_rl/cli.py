@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -113,21 +114,19 @@ async def _guarded(args, start, body) -> int:
     try:
         controller = await start
         await body(controller)
-        await controller.close()
         return 0
     except asyncio.CancelledError:
         where = f"in the {controller.phase} phase at step {controller.step}; " \
                 f"metrics so far are in {controller.run_dir.path}" if controller else "during start-up"
-        if controller:
-            controller.launcher.kill()
         print(f"\ninterrupted {where}", file=sys.stderr)
         return 130
-    except BaseException as error:
-        if controller:
-            controller.launcher.kill()
+    except Exception as error:
         if args.debug:
             traceback.print_exc()
         return _fail(str(error) or type(error).__name__)
+    finally:
+        if controller:
+            controller.launcher.kill()  # the orderly way takes seconds, and nothing is left to be kept
 
 
 async def _train(args: argparse.Namespace, config) -> int:
@@ -189,7 +188,8 @@ async def _sample(args: argparse.Namespace) -> int:
         config = GeneratorConfig(dtype="float32", max_model_len=len(tokens) + args.max_tokens, kv_cache_gib=0.25)
     except ValueError as error:
         return _fail(str(error))
-    launcher = Launcher(log_dir=None, start_timeout_s=300, call_timeout_s=600)
+    logs = tempfile.TemporaryDirectory(prefix="torchtitan-rl-")
+    launcher = Launcher(log_dir=logs.name, start_timeout_s=300, call_timeout_s=600)
     try:
         mesh = await launcher.start_generator(config, weights, role="generator-0", seed=0)
         client = SamplingClient([mesh], None, max_model_len=config.max_model_len, timeout_s=600)
@@ -203,3 +203,8 @@ async def _sample(args: argparse.Namespace) -> int:
         return _fail(str(error))
     finally:
         launcher.kill()
+        logs.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

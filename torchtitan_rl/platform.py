@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "adapt_torchtitan",
+__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "prepare_vllm", "adapt_torchtitan",
            "adapt_parallel_model", "set_threads", "num_cores", "to_device"]
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
@@ -44,6 +44,13 @@ def set_threads(num_threads: int) -> int:
     num_threads = num_threads or num_cores()
     _set_num_threads(num_threads)
     return num_threads
+
+
+def prepare_vllm(*, eager: bool) -> None:
+    """Call before importing vLLM. On a CPU it would compile a helper of its sampler, which needs a C++ compiler on
+    the machine and seconds at the first request, and does not make it faster."""
+    if device_type() == "cpu" and eager:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def adapt_torchtitan() -> None:

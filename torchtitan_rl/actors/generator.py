@@ -12,7 +12,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import GeneratorConfig
-from torchtitan_rl.actors.process import prepare_process
+from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.types import Completion, Request
 
 __all__ = ["Generator"]
@@ -38,7 +38,9 @@ class Generator(Actor):
         threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
         platform.local_device(int(os.environ.get("LOCAL_RANK", rank)))
-        from torchtitan_rl.model.vllm_engine import Engine
+        platform.prepare_vllm(eager=self.config.enforce_eager)
+        with heavy_imports():
+            from torchtitan_rl.model.vllm_engine import Engine
 
         self.engine = Engine(self.config, self.model_dir, self.seed, rank)
         self.engine.start()

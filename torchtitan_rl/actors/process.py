@@ -6,11 +6,12 @@ import ctypes
 import gc
 import os
 import signal
+from contextlib import contextmanager
 
 from torchtitan_rl import platform
 from torchtitan_rl.observability.logs import setup_rank_logging
 
-__all__ = ["prepare_process"]
+__all__ = ["prepare_process", "heavy_imports"]
 
 
 def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log_dir: str | None) -> None:
@@ -20,4 +21,15 @@ def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log
     if log_dir is not None:
         setup_rank_logging(log_dir, role, rank, world_size, os.environ.get("TORCHTITAN_RL_LOG_LEVEL", "INFO"))
     platform.set_threads(num_threads)
-    gc.freeze()  # what was imported is never garbage
+
+
+@contextmanager
+def heavy_imports():
+    """Around imports of vLLM and torchtitan: the garbage collector would walk their modules over and over, for
+    nothing and for a third of the time, and what was imported is never garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

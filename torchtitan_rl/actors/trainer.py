@@ -11,7 +11,7 @@ from monarch.actor import Actor, endpoint
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
-from torchtitan_rl.actors.process import prepare_process
+from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.model.config import ModelConfig
 from torchtitan_rl.types import OptimParams, OptimStepOutput
 
@@ -36,7 +36,8 @@ class PolicyTrainer(Actor):
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
-        from torchtitan_rl.actors.trainer_rank import TrainerRank
+        with heavy_imports():
+            from torchtitan_rl.actors.trainer_rank import TrainerRank
 
         device = platform.local_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(

@@ -63,8 +63,8 @@ def test_a_prompt_of_one_token():
 
 
 def test_every_turn_is_a_datum_with_its_rollouts_advantage():
-    groups = [group(rollout(3.0, turn([5], [8], [-1.0]), turn([5, 8, 6], [9], [-2.0])), rollout(1.0, turn([5], [7], [-3.0])))]
-    data = to_datums(groups, AlgorithmConfig())
+    two_turns = rollout(3.0, turn([5], [8], [-1.0]), turn([5, 8, 6], [9], [-2.0]))
+    data = to_datums([group(two_turns, rollout(1.0, turn([5], [7], [-3.0])))], AlgorithmConfig())
     assert [datum.tokens.tolist() for datum in data] == [[5], [5, 8, 6], [5]]
     assert [datum.loss_inputs["advantages"].tolist() for datum in data] == [[1.0], [0.0, 0.0, 1.0], [-1.0]]
 

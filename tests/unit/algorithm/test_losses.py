@@ -67,8 +67,8 @@ def test_cross_entropy_is_the_weighted_negative_log_probability():
 
 
 def test_cross_entropy_needs_weights_only():
-    inputs = LossInputs(policy_logprobs=torch.tensor([-3.0]), entropy=torch.zeros(1), datum=torch.zeros(1), num_datums=1,
-                        tensors={"weights": torch.ones(1)})
+    inputs = LossInputs(policy_logprobs=torch.tensor([-3.0]), entropy=torch.zeros(1), datum=torch.zeros(1),
+                        num_datums=1, tensors={"weights": torch.ones(1)})
     assert cross_entropy(inputs)[0].item() == 3.0
 
 

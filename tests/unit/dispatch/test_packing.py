@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torchtitan_rl.dispatch.packing import filler, pack, plan_microbatches
 from torchtitan_rl.types import Datum
 
-batches = given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), num_ranks=st.integers(1, 5), max_tokens=st.integers(1, 60))
+batches = given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), num_ranks=st.integers(1, 5),
+                max_tokens=st.integers(1, 60))
 
 
 def datum(*tokens, **loss_inputs):

@@ -1,4 +1,4 @@
-"""What comes back from ranks, in the order of the data, and the calls that are refused before any rank hears of them."""
+"""What comes back from ranks, in the order of the data, and the calls refused before any rank hears of them."""
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ def test_outputs_come_back_in_input_order_and_sums_become_means():
     data = [datum(2, [0.0, 1.0]), datum(1, [1.0]), datum(3, [0.0, 1.0, 1.0])]
     zero, one, two, of_filler = (torch.full((n,), -float(n)) for n in (2, 1, 3, 9))
     merged = _merge(
-        [Accumulated(policy_logprobs=[two, zero], loss=0.5, sums={"policy/entropy": 6.0, "mismatch/logprob_diff_max": 0.25}),
+        [Accumulated(policy_logprobs=[two, zero], loss=0.5,
+                     sums={"policy/entropy": 6.0, "mismatch/logprob_diff_max": 0.25}),
          Accumulated(policy_logprobs=[one, of_filler], loss=0.25,
                      sums={"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75})],
         [[[2], [0]], [[1], []]], data)

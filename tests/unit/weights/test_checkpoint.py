@@ -30,8 +30,8 @@ def test_a_half_written_checkpoint_is_refused(function, tmp_path):
     hf_dir(tmp_path).mkdir()
     (tmp_path / "state.json").write_text(json.dumps(STATE))
     assert refusal(function, tmp_path) == (
-        f"checkpoint={str(tmp_path)!r}: is incomplete (no COMPLETE marker: it was cut off while being written, or is not "
-        "a checkpoint); use another checkpoints/step-N")
+        f"checkpoint={str(tmp_path)!r}: is incomplete (no COMPLETE marker: it was cut off while being written, or is "
+        "not a checkpoint); use another checkpoints/step-N")
 
 
 def test_a_complete_checkpoint_gives_back_its_state_and_its_weights(tmp_path):

@@ -1,0 +1,194 @@
+"""The command as a user types it: short runs, mistakes, Ctrl-C. Nothing may be left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from torchtitan_rl import metrics
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "torchtitan_rl.cli"]
+QUICKSTART = str(ROOT / "configs" / "quickstart.py")
+SHORT = [
+    "--supervised.num-steps", "2", "--supervised.batch-size", "8", "--algorithm.tasks-per-step", "4",
+    "--algorithm.group-size", "4", "--controller.num-steps", "2", "--controller.eval-every", "1",
+    "--controller.eval-tasks", "8", "--controller.test-tasks", "8", "--controller.pass-at-k", "2",
+]
+
+
+def run(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+def left_behind(before: set[str]) -> list[str]:
+    """Segments in shared memory that were not there, and processes of ours without a parent."""
+    segments = sorted(set(os.listdir("/dev/shm")) - before)
+    orphans = [
+        " ".join(p.info["cmdline"] or [])[:80] for p in psutil.process_iter(["cmdline", "ppid"])
+        if p.info["ppid"] == 1 and "monarch" in " ".join(p.info["cmdline"] or [])]
+    return segments + orphans
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    before = set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + 5
+    while left_behind(before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left_behind(before) == []
+
+
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory) -> list[Path]:
+    """The same short run twice."""
+    paths = [tmp_path_factory.mktemp("runs") / name for name in ("first", "second")]
+    for path in paths:
+        result = run("train", QUICKSTART, *SHORT, "--output-dir", str(path))
+        assert result.returncode == 0, result.stderr
+        assert "greedy accuracy after reinforcement (test, looked at once)" in result.stdout
+    return paths
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_the_files_it_promises(short_runs):
+    path = short_runs[0]
+    records = lines(path)
+    for phase, names in (("supervised", metrics.SUPERVISED), ("reinforcement", metrics.REINFORCEMENT),
+                         ("evaluation", metrics.EVALUATION)):
+        found = [record for record in records if record["phase"] == phase]
+        assert found and all(set(names) <= record.keys() for record in found), phase
+    config = json.loads((path / "config.json").read_text())
+    assert config["algorithm"]["loss_fn"]["function"] == "torchtitan_rl.algorithm.losses:ppo"
+    assert all(record["mismatch/kl"] <= 1e-6 for record in records if record["phase"] == "reinforcement")
+    rollouts = [json.loads(line) for line in (path / "rollouts" / "step-000001.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 16 and {"task_id", "group_id", "rollout_id", "reward"} <= rollouts[0].keys()
+    assert (path / "checkpoints" / "step-2" / "COMPLETE").exists()
+    assert (path / "curve.png").stat().st_size > 1000
+    logs = {log.name: log.read_text().splitlines() for log in (path / "logs").iterdir()}
+    assert {"policy-0.log", "generator-0-0.log"} <= logs.keys()
+    assert "policy" in logs["policy-0.log"][0] and "pid" in logs["policy-0.log"][0]
+
+
+def test_the_same_seed_gives_the_same_bytes(short_runs):
+    columns = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/")
+    first, second = ([{k: repr(v) for k, v in r.items() if k.startswith(columns)} for r in lines(p)] for p in short_runs)
+    assert first == second
+
+
+def test_a_checkpoint_evaluates_and_samples(short_runs, tmp_path):
+    checkpoint = str(short_runs[0] / "checkpoints" / "step-2")
+    result = run("eval", QUICKSTART, *SHORT, "--checkpoint", checkpoint, "--output-dir", str(tmp_path / "eval"))
+    assert result.returncode == 0, result.stderr
+    after = [r for r in lines(short_runs[0]) if r["phase"] == "evaluation" and r["eval/split"] == "validation"][-1]
+    assert f"validation accuracy {after['eval/accuracy']:.4f}" in result.stdout
+    result = run("sample", "--checkpoint", checkpoint, "--prompt", "szyci=", "--max-tokens", "4")
+    assert result.returncode == 0 and len(result.stdout.splitlines()) == 1, result.stdout
+
+
+def mistake(result: subprocess.CompletedProcess, *expected: str) -> None:
+    """A short message that names what is wrong, and no traceback."""
+    message = result.stderr[result.stderr.index("error: "):]
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr + result.stdout
+    assert len(message.strip().splitlines()) <= 3
+    for text in expected:
+        assert text in message, message
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    (["train", "configs/quickstrat.py"], ["config='configs/quickstrat.py'", "did you mean configs/quickstart.py?"]),
+    (["train", QUICKSTART, "--trainer.optimiser.lr", "1"], ["--trainer.optimiser.lr=1", "did you mean --trainer.optimizer.lr?"]),
+    (["train", QUICKSTART, "--seed", "abc"], ["--seed=abc", "int"]),
+    (["train", QUICKSTART, "--generator.tensor-parallel-degree", "3"], ["generator.tensor_parallel_degree=3", "n_heads=4"]),
+    (["eval", QUICKSTART, "--checkpoint", "nowhere"], ["checkpoint='nowhere'", "no such directory"]),
+    (["train", QUICKSTART, "--model.shape.vocab-size", "32"], ["vocab_size=32", "64 tokens"]),
+    (["train", QUICKSTART, "--task.num-validation", "0"], ["task.validation: 0 tasks"]),
+    (["train", QUICKSTART, "--sampling.max-tokens", "60"], ["trainer.training.seq_len=64", "76"]),
+    (["train", QUICKSTART, "--output-dir", "/proc/nowhere"], ["output_dir='/proc/nowhere'", "cannot be written"]),
+])
+def test_mistakes_are_refused_before_anything_starts(arguments, expected):
+    mistake(run(*arguments, timeout=60), *expected)
+
+
+def test_a_half_written_checkpoint_is_refused(tmp_path):
+    (tmp_path / "step-5" / "model").mkdir(parents=True)
+    mistake(run("eval", QUICKSTART, "--checkpoint", str(tmp_path / "step-5")), "step-5", "is incomplete")
+
+
+def test_a_file_without_a_config_is_refused(tmp_path):
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    mistake(run("train", str(tmp_path / "empty.py")), "empty.py", "defines no config()")
+
+
+BAD_REWARD = """
+import sys, time
+sys.path.insert(0, {configs!r})
+import quickstart
+
+def reward(task, completions):
+    {body}
+
+def config():
+    config = quickstart.config()
+    config.task.reward = reward
+    config.controller.reward_timeout_s = 1.0
+    return config
+"""
+
+
+@pytest.mark.parametrize("body, expected", [
+    ("raise KeyError('boom')", "raised KeyError: 'boom'"),
+    ("time.sleep(1000)", "gave no answer"),
+    ("return [float('nan')] * len(completions)", "returned nan"),
+])  # None, infinity and wrong counts: tests/unit/tasks/test_family.py
+def test_a_bad_reward_function_ends_the_run_with_its_name(tmp_path, body, expected):
+    file = tmp_path / "bad.py"
+    file.write_text(BAD_REWARD.format(configs=str(ROOT / "configs"), body=body))
+    result = run("train", str(file), *SHORT, "--output-dir", str(tmp_path / "run"))
+    mistake(result, "bad:reward", expected)
+
+
+def test_a_prompt_longer_than_its_limit_is_refused(tmp_path):
+    result = run("train", QUICKSTART, *SHORT, "--sampling.max-prompt-tokens", "5", "--output-dir", str(tmp_path / "run"))
+    mistake(result, "sampling.max_prompt_tokens=5", "its prompt has")
+
+
+@pytest.mark.parametrize("generator_tp", ["1", "2"])
+def test_ctrl_c_ends_a_run_within_five_seconds_and_says_where(tmp_path, generator_tp):
+    process = subprocess.Popen(
+        [*COMMAND, "train", QUICKSTART, "--output-dir", str(tmp_path / "run"), "--generator.tensor-parallel-degree", generator_tp],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
+    metrics_file = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (metrics_file.exists() and metrics_file.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    _, stderr = process.communicate(timeout=5)
+    assert process.returncode == 130
+    assert "interrupted in the supervised phase" in stderr and "Traceback" not in stderr, stderr
+    _, alive = psutil.wait_procs(children, timeout=3)
+    assert not alive
+
+
+def test_dry_run_and_show_need_neither_vllm_nor_monarch():
+    for config in ("qwen3_0_6b_gsm8k.py", "reasoning_gym.py", "quickstart.py"):
+        script = (
+            "import sys; from torchtitan_rl.cli import main; "
+            f"code = main(['train', 'configs/{config}', '--dry-run']) or main(['show', 'configs/{config}']); "
+            "print([m for m in ('vllm', 'monarch') if m in sys.modules]); sys.exit(code)")
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert result.returncode == 0, result.stderr
+        assert "valid; nothing was started" in result.stdout and result.stdout.strip().endswith("[]")
