@@ -125,7 +125,7 @@ class Controller:
             mesh, max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,
             max_datum_tokens=config.trainer.training.seq_len, temperature=config.algorithm.temperature)
         self.versions = PolicyVersions(
-            self.trainer, config.weight_sync, getattr(torch, config.generator.dtype), one_host=True)
+            self.trainer, self.launcher.store, config.weight_sync, getattr(torch, config.generator.dtype), one_host=True)
         self.generator = self._sampling_client(replicas, self.versions)
         await self.publish()
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import uuid
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,9 @@ class Launcher:
     failures: list[str] = field(default_factory=list)
     """What died without being asked to, as Monarch reported it."""
     pids: list[int] = field(default_factory=list)
+    store_name: str = field(default_factory=lambda: f"weights-{uuid.uuid4().hex[:8]}")
+    """Of this run's TorchStore; a process may hold several runs."""
+    store: Any = None
     _meshes: list[Any] = field(default_factory=list)
     _num_placed: int = 0
 
@@ -70,7 +74,7 @@ class Launcher:
         """A trainer mesh whose ranks hold their models."""
         procs = await self._spawn(role, config.num_ranks)
         await setup_torch_elastic_env_async(procs)
-        actors = procs.spawn(role, PolicyTrainer, config, model, role, seed, self.log_dir)
+        actors = procs.spawn(role, PolicyTrainer, config, model, role, seed, self.log_dir, self.store_name)
         return await self._set_up(RoleMesh(
             role, actors, num_ranks=config.num_ranks,
             tensor_parallel_size=config.parallelism.tensor_parallel_degree, timeout_s=self.call_timeout_s))
@@ -81,15 +85,16 @@ class Launcher:
         procs = await self._spawn(role, ranks)
         if ranks > 1:
             await setup_torch_elastic_env_async(procs)
-        actors = procs.spawn(role, Generator, config, str(model_dir), role, seed, self.log_dir)
+        actors = procs.spawn(role, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name)
         return await self._set_up(RoleMesh(
             role, actors, num_ranks=ranks, tensor_parallel_size=ranks, timeout_s=self.call_timeout_s))
 
     async def start_store(self) -> None:
         """TorchStore: its volume and its controller, each a process of its own."""
-        from torchtitan_rl.weights import store
+        from torchtitan_rl.weights.store import WeightStore
 
-        await store.start(await self._spawn("store", 1))
+        self.store = WeightStore(self.store_name)
+        await self.store.start(await self._spawn("store", 1))
 
     async def _spawn(self, role: str, num_ranks: int):
         bootstrap = None
@@ -115,6 +120,8 @@ class Launcher:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Stops every mesh; what does not stop in time is killed."""
         async def stop_all() -> None:
+            if self.store is not None:
+                await self.store.stop()
             await asyncio.gather(*(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True)
 
         try:

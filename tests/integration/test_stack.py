@@ -10,7 +10,6 @@ import torch
 from tests.integration.helpers import flat, random_datums, relative_l2
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo
 from torchtitan_rl.types import OptimParams, SamplingParams
-from torchtitan_rl.weights import store
 
 PROMPT = [20, 31, 27, 44, 14]
 
@@ -180,11 +179,11 @@ def test_versions_can_be_pinned_scored_and_are_deleted_when_nobody_holds_them(lo
             controller.generator.score(tokens, policy_version=new))
         sampled = await controller.generator.sample(PROMPT, SamplingParams(max_tokens=4, seed=0), policy_version=old)
         await controller.generator.score(tokens)  # back to the newest
-        stored = await store.stored_versions()
+        stored = await controller.launcher.store.versions()
         await controller.versions.release(old, "teacher")
         with pytest.raises(ValueError, match=f"policy_version={old}: is not published"):
             controller.versions.pin(old, "nobody")
-        return old, new, as_old, as_new, mixed, sampled, stored, await store.stored_versions()
+        return old, new, as_old, as_new, mixed, sampled, stored, await controller.launcher.store.versions()
 
     old, new, as_old, as_new, mixed, sampled, stored, left = loop.run_until_complete(run())
     assert new == old + 1

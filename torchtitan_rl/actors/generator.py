@@ -28,8 +28,11 @@ class Generator(Actor):
 
     Config = GeneratorConfig
 
-    def __init__(self, config: GeneratorConfig, model_dir: str, role: str, seed: int, log_dir: str | None):
-        self.config, self.model_dir, self.role, self.seed, self.log_dir = config, model_dir, role, seed, log_dir
+    def __init__(
+        self, config: GeneratorConfig, model_dir: str, role: str, seed: int, log_dir: str | None, store_name: str,
+    ):
+        self.config, self.model_dir, self.role, self.seed = config, model_dir, role, seed
+        self.log_dir, self.store_name = log_dir, store_name
 
     @concurrent_endpoint
     async def setup(self) -> int:
@@ -58,9 +61,10 @@ class Generator(Actor):
     @concurrent_endpoint
     async def fetch(self, version: int, verify: bool) -> None:
         """Gets a version from the store and checks that it is what this model takes."""
-        from torchtitan_rl.weights import packing, store
+        from torchtitan_rl.weights import packing
+        from torchtitan_rl.weights.store import WeightStore
 
-        manifest, payload = await store.fetch(version, verify=verify)
+        manifest, payload = await WeightStore(self.store_name).fetch(version, verify=verify)
         difference = packing.explain_difference(manifest.entries, self.engine.held())
         if difference:
             raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")

@@ -27,8 +27,11 @@ class PolicyTrainer(Actor):
 
     Config = TrainerConfig
 
-    def __init__(self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, log_dir: str | None):
-        self.config, self.model, self.role, self.seed, self.log_dir = config, model, role, seed, log_dir
+    def __init__(
+        self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, log_dir: str | None, store_name: str,
+    ):
+        self.config, self.model, self.role, self.seed = config, model, role, seed
+        self.log_dir, self.store_name = log_dir, store_name
 
     @endpoint
     async def setup(self) -> int:
@@ -42,7 +45,7 @@ class PolicyTrainer(Actor):
         device = platform.local_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(
             platform.distributed_backend(), timeout=timedelta(seconds=self.config.comm.init_timeout_seconds))
-        self.rank = TrainerRank(self.config, self.model, self.seed, device, self.log_dir or "")
+        self.rank = TrainerRank(self.config, self.model, self.seed, device, self.store_name, self.log_dir or "")
         return os.getpid()
 
     @endpoint

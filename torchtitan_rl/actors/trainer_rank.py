@@ -19,7 +19,8 @@ from torchtitan_rl.model.config import ModelConfig, assets_dir, has_weights, wri
 from torchtitan_rl.model.spec import build_spec, shape_of, training_spec
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
-from torchtitan_rl.weights import checkpoint, hf, packing, store
+from torchtitan_rl.weights import checkpoint, hf, packing
+from torchtitan_rl.weights.store import SharedBuffers, WeightStore
 
 from torchtitan.components.optimizer import default_adamw  # noqa: E402  (platform.adapt_torchtitan ran in model.spec)
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
@@ -39,8 +40,11 @@ _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full":
 class TrainerRank:
     """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already."""
 
-    def __init__(self, config: TrainerConfig, model: ModelConfig, seed: int, device: torch.device, dump_dir: str):
+    def __init__(
+        self, config: TrainerConfig, model: ModelConfig, seed: int, device: torch.device, store_name: str, dump_dir: str,
+    ):
         self.config, self.model_config, self.seed, self.device, self.dump_dir = config, model, seed, device, dump_dir
+        self.store, self.buffers = WeightStore(store_name), SharedBuffers()
         self.policy_version = 0
         self._train_timeout_set = False
         self.parallel_dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
@@ -84,7 +88,6 @@ class TrainerRank:
         for register in (self.spec.post_optimizer_build_fn, config.post_optimizer_build_fn):
             if register is not None:
                 register(self.optimizers, [model], self.parallel_dims)
-        self.buffers = store.SharedBuffers()
         logger.info("model: %s, %d parameters, attention %s, degrees %s",
                     self.shape, self.shape.num_parameters, attention, self.parallel_dims)
 
@@ -150,7 +153,7 @@ class TrainerRank:
             if publisher:
                 packing.write(payload, manifest, name, whole)
         if publisher:
-            await store.publish(manifest, payload, handle=handle, verify=verify)
+            await self.store.publish(manifest, payload, handle=handle, verify=verify)
         return version
 
     def discard_weights(self, version: int) -> None:

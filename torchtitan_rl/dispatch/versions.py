@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 
 from torchtitan_rl.actors.config import WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
+
+if TYPE_CHECKING:
+    from torchtitan_rl.weights.store import WeightStore
 
 __all__ = ["PolicyVersions"]
 
@@ -16,8 +20,11 @@ class PolicyVersions:
     """Counts who holds which version. `"newest"` holds the last one published; generators hold what they serve;
     anything else (a frozen teacher, an evaluation) pins by a name of its own."""
 
-    def __init__(self, trainer: TrainingClient, config: WeightSyncConfig, dtype: torch.dtype, *, one_host: bool):
-        self._trainer, self._config, self._dtype = trainer, config, dtype
+    def __init__(
+        self, trainer: TrainingClient, store: WeightStore, config: WeightSyncConfig, dtype: torch.dtype, *,
+        one_host: bool,
+    ):
+        self._trainer, self._store, self._config, self._dtype = trainer, store, config, dtype
         self._transport = config.transport
         if config.transport == "auto":
             self._transport = "shared_memory" if one_host else "store"
@@ -46,10 +53,8 @@ class PolicyVersions:
             raise ValueError(f"policy_version={version}: is not held by {holder!r} (holders: {sorted(+holders)})")
         holders[holder] -= 1
         if not +holders:
-            from torchtitan_rl.weights import store
-
             del self._holders[version]
-            await store.discard(version)
+            await self._store.discard(version)
             await self._trainer.discard_weights(version)
 
     def held(self) -> dict[int, list[str]]:

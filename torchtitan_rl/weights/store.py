@@ -21,7 +21,7 @@ from torchstore.controller import Controller as _StoreController  # noqa: E402
 
 from torchtitan_rl.weights.packing import Manifest, checksum  # noqa: E402
 
-__all__ = ["adapt_torchstore", "SharedBuffers", "start", "publish", "fetch", "discard", "stored_versions"]
+__all__ = ["adapt_torchstore", "SharedBuffers", "WeightStore"]
 
 
 def adapt_torchstore() -> None:
@@ -82,36 +82,57 @@ def _map(fd: int, nbytes: int, *, write: bool = True) -> torch.Tensor:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-async def start(procs) -> None:
-    """The store's volume on a process mesh of one; its controller gets a process of its own."""
-    await torchstore.initialize(mesh=procs)
+class WeightStore:
+    """Versioned weights in the TorchStore instance of this name, from whichever process holds the object."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    async def start(self, procs) -> None:
+        """The store's volume on a process mesh of one; its controller gets a process of its own."""
+        await torchstore.initialize(mesh=procs, store_name=self.name)
+
+    async def stop(self) -> None:
+        await torchstore.shutdown(self.name)
+
+    async def publish(self, manifest: Manifest, payload: torch.Tensor, *, handle: str, verify: bool) -> None:
+        """Makes a version visible. With a handle the store keeps only that; without, the payload too."""
+        manifest.checksum = checksum(payload) if verify else ""
+        manifest.handle, manifest.host = handle, _host() if handle else ""
+        if not handle:
+            await torchstore.put(_key(manifest.version, "payload"), payload, store_name=self.name)
+        await torchstore.put(_key(manifest.version, "manifest"), manifest, store_name=self.name)
+
+    async def fetch(self, version: int, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
+        """(manifest, payload) of a published version. Raises RuntimeError when it is not there or arrives damaged."""
+        if not await torchstore.exists(_key(version, "manifest"), store_name=self.name):
+            raise RuntimeError(
+                f"policy_version={version}: is not in the store (it holds {await self.versions()}); "
+                "pin a version to keep it, or pull the newest"
+            )
+        manifest: Manifest = await torchstore.get(_key(version, "manifest"), store_name=self.name)
+        if manifest.handle:
+            payload = _open_shared(manifest)
+        else:
+            payload = await torchstore.get(_key(version, "payload"), store_name=self.name)
+        if verify and manifest.checksum and checksum(payload) != manifest.checksum:
+            raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
+        return manifest, payload
+
+    async def discard(self, version: int) -> None:
+        """Forgets a version; its manifest goes first."""
+        for part in ("manifest", "payload"):
+            if await torchstore.exists(_key(version, part), store_name=self.name):
+                await torchstore.delete(_key(version, part), store_name=self.name)
+
+    async def versions(self) -> list[int]:
+        """Versions whose manifest is there."""
+        keys = await (await torchstore.client(self.name)).keys()
+        return sorted(int(key.split("/")[1]) for key in keys if key.endswith("/manifest"))
 
 
-async def publish(manifest: Manifest, payload: torch.Tensor, *, handle: str, verify: bool) -> None:
-    """Makes a version visible. With a handle the store keeps only that; without, the payload too."""
-    manifest.checksum = checksum(payload) if verify else ""
-    manifest.handle, manifest.host = handle, _host() if handle else ""
-    if not handle:
-        await torchstore.put(f"weights/{manifest.version}/payload", payload)
-    await torchstore.put(f"weights/{manifest.version}/manifest", manifest)
-
-
-async def fetch(version: int, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
-    """(manifest, payload) of a published version. Raises RuntimeError when it is not there or arrives damaged."""
-    key = f"weights/{version}/manifest"
-    if not await torchstore.exists(key):
-        raise RuntimeError(
-            f"policy_version={version}: is not in the store (it holds {await stored_versions()}); "
-            "pin a version to keep it, or pull the newest"
-        )
-    manifest: Manifest = await torchstore.get(key)
-    if manifest.handle:
-        payload = _open_shared(manifest)
-    else:
-        payload = await torchstore.get(f"weights/{version}/payload")
-    if verify and manifest.checksum and checksum(payload) != manifest.checksum:
-        raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
-    return manifest, payload
+def _key(version: int, part: str) -> str:
+    return f"weights/{version}/{part}"
 
 
 def _open_shared(manifest: Manifest) -> torch.Tensor:
@@ -131,16 +152,3 @@ def _open_shared(manifest: Manifest) -> torch.Tensor:
         return _map(fd, manifest.nbytes, write=False)
     finally:
         os.close(fd)
-
-
-async def discard(version: int) -> None:
-    """Forgets a version; its manifest goes first."""
-    for part in ("manifest", "payload"):
-        key = f"weights/{version}/{part}"
-        if await torchstore.exists(key):
-            await torchstore.delete(key)
-
-
-async def stored_versions() -> list[int]:
-    parts = [key.split("/") for key in await torchstore.keys()]
-    return sorted(int(part[1]) for part in parts if part[0] == "weights" and part[-1] == "manifest")

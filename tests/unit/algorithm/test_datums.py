@@ -72,11 +72,11 @@ def test_every_turn_is_a_datum_with_its_rollouts_advantage():
 def test_advantages_are_a_groups_own_and_reductions_see_which_group_a_datum_is_of():
     groups = [
         group(rollout(4.0, turn([5], [8], [-1.0])), rollout(2.0, turn([5], [8], [-1.0]))),
-        group(rollout(9.0, turn([5], [8, 8], [-1.0, -1.0]))),
+        group(rollout(9.0, turn([5], [8], [-1.0]))),
     ]
     data = to_datums(groups, AlgorithmConfig(reduction=prompt_mean))
-    assert [datum.loss_inputs["advantages"].tolist() for datum in data] == [[1.0], [-1.0], [0.0, 0.0]]
-    assert [datum.loss_inputs["weights"].tolist() for datum in data] == [[0.25], [0.25], [0.25, 0.25]]
+    assert [datum.loss_inputs["advantages"].tolist() for datum in data] == [[1.0], [-1.0], [0.0]]
+    assert [datum.loss_inputs["weights"].tolist() for datum in data] == [[0.25], [0.25], [0.5]]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

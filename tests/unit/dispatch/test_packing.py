@@ -25,9 +25,10 @@ def test_the_longest_datum_goes_first_to_the_rank_with_the_fewest_tokens():
 
 
 def test_a_datum_goes_into_the_fullest_microbatch_that_has_room():
-    # 6, then 5 that does not fit beside it, then 3: it fits in both, and beside 6 it leaves less over.
+    # 6 leaves 4 over and 5 leaves 5: the 3 goes beside the 6.
     assert plan_microbatches([6, 5, 3], 1, 10).ranks == [[[0, 2], [1]]]
-    assert plan_microbatches([6, 5, 3, 5], 1, 10).ranks == [[[0, 2], [1, 3]]]
+    # 20 leaves 10 over, 16 leaves 14 and takes the 13, which leaves 1: the 1 goes there, not into the first.
+    assert plan_microbatches([20, 16, 13, 1], 1, 30).ranks == [[[0], [1, 2, 3]]]
 
 
 def test_a_datum_longer_than_the_cap_has_a_microbatch_of_its_own():

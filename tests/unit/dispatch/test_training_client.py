@@ -33,6 +33,13 @@ def test_outputs_come_back_in_input_order_and_sums_become_means():
     assert merged.metrics == {"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75}
 
 
+def test_a_fillers_output_is_dropped_wherever_it_stands():
+    of_filler, zero, one = torch.tensor([-9.0]), torch.tensor([-1.0]), torch.tensor([-2.0])
+    answer = Accumulated(policy_logprobs=[of_filler, one, of_filler, zero], loss=0.0, sums={})
+    merged = _merge([answer], [[[], [1], [], [0]]], [datum(1), datum(1)])
+    assert merged.policy_logprobs == [zero, one]
+
+
 def test_a_maximum_below_zero_is_not_lifted_to_zero():
     merged = _merge(
         [Accumulated(policy_logprobs=[torch.zeros(1)], loss=0.0, sums={"x_max": value}) for value in (-3.0, -2.0)],

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from torchtitan_rl.tasks.family import TaskSource, judge
-from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.tasks.letter_sort import LetterSort, partial_credit
 from torchtitan_rl.types import Task
 
 TASK = Task(id="letter_sort/train/0", prompt="szyci=", answer="cisyz")
@@ -29,16 +29,16 @@ def test_a_task_is_a_word_of_letters_that_differ_and_its_sorted_form():
             assert len(set(word)) == len(word) and task.prompt == word + "="
             assert task.answer == "".join(sorted(word))
             assert (task.demonstration is None) == (split != "train")
-        assert lengths == {4, 5, 6, 7, 8}
+        assert lengths == {4, 5, 6}
 
 
 def test_these_tasks_never_change():
     family = letter_sort()
     assert family.task("train", 7) == Task(
-        id="letter_sort/train/7", prompt="uqmhvf=", answer="fhmquv", demonstration="vuqmhf"
+        id="letter_sort/train/7", prompt="uqzmh=", answer="hmquz", demonstration="hmuzq"
     )
-    assert family.task("train", 2**32).prompt == "ofcxkrh="
-    assert family.task("test", 0).prompt == "zegmacx="
+    assert family.task("train", 2**32).prompt == "nofcwk="
+    assert family.task("test", 0).prompt == "zptg="
 
 
 def test_tasks_are_the_same_in_another_process():
@@ -80,7 +80,7 @@ def test_the_fraction_of_correct_demonstrations():
     def fraction(correct):
         family = letter_sort(correct_demonstrations=correct)
         tasks = [family.task("train", i) for i in range(1000)]
-        assert all(task.demonstration in (task.answer, task.answer[::-1]) for task in tasks)
+        assert all(sorted(task.demonstration) == list(task.answer) for task in tasks)
         return sum(task.demonstration == task.answer for task in tasks) / 1000
 
     assert fraction(0.0) == 0.0
@@ -88,9 +88,17 @@ def test_the_fraction_of_correct_demonstrations():
     assert fraction(0.3) == pytest.approx(0.3, abs=0.06)  # 4 standard deviations of sqrt(0.3 * 0.7 / 1000)
 
 
-def test_reward_is_1_for_exactly_the_answer():
-    completions = ["cisyz", "zysic", "cisyz ", " cisyz", "cisy", "cisyzz", "", "CISYZ", "cisyz\n"]
-    assert letter_sort().reward(TASK, completions) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+def test_reward_is_1_for_the_answer_and_partial_credit_otherwise():
+    # cisyz has 10 pairs. zysic: none in order. ciszy: 9. cis: all 3 of 3, but 3 of 5 letters, squared: 9/25.
+    completions = ["cisyz", "zysic", "ciszy", "cis", "", "c", "abdef"]
+    expected = [1.0, 0.0, 0.5 * 0.9, 0.5 * 9 / 25, 0.0, 0.0, 0.0]
+    assert letter_sort().reward(TASK, completions) == pytest.approx(expected)
+
+
+def test_partial_credit_does_not_pay_for_letters_that_are_not_asked_for():
+    assert partial_credit("cisyzz", "cisyz") == pytest.approx((5 / 6) ** 2)  # all 15 pairs in order
+    assert partial_credit("ccccc", "cisyz") == pytest.approx((1 / 5) ** 2)
+    assert partial_credit("cisyz", "cisyz") == 1.0
 
 
 def test_shuffled_rewards_are_the_same_rewards_in_another_order():

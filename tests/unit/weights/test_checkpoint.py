@@ -42,9 +42,10 @@ def test_a_complete_checkpoint_gives_back_its_state_and_its_weights(tmp_path):
     assert (model_dir(tmp_path), hf_dir(tmp_path)) == (tmp_path / "model", tmp_path / "hf")
 
 
-def test_the_marker_is_not_there_when_the_state_cannot_be_written(tmp_path):
-    with pytest.raises(TypeError):
-        write_state(tmp_path, {"step": object()})
+def test_the_marker_is_not_there_when_the_state_could_not_be_written(tmp_path):
+    (tmp_path / "state.json").mkdir()  # something that cannot be opened as a file
+    with pytest.raises(IsADirectoryError):
+        write_state(tmp_path, STATE)
     assert refusal(require_complete, tmp_path).startswith(f"checkpoint={str(tmp_path)!r}: is incomplete")
 
 
