@@ -143,7 +143,7 @@ async def _train(args: argparse.Namespace, config) -> int:
         warm, k = report["warm start"], config.controller.pass_at_k
         progress.final_table([
             ("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}"),
-            *([(f"pass@{k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}")] if k else []),
+            *([(f"pass@{k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}")] if warm.pass_at_k is not None else []),
             ("greedy accuracy after reinforcement (validation)", f"{report['validation'].accuracy:.3f}"),
             ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
             ("curve", str(curve)),

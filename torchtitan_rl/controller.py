@@ -149,9 +149,10 @@ class Controller:
     async def train(self) -> dict[str, Evaluation]:
         """Warm start, reinforcement, and one look at the test split. Returns the evaluations by name."""
         config, report = self.config, {}
-        if config.supervised.num_steps:
+        warm = config.supervised.num_steps > 0
+        if warm:
             await self.supervise()
-        report["warm start"] = await self.evaluate("validation", pass_at_k=config.controller.pass_at_k)
+        report["warm start"] = await self.evaluate("validation", pass_at_k=config.controller.pass_at_k if warm else 0)
         await self.reinforce()
         report["validation"] = await self.evaluate("validation")
         report["test"] = await self.evaluate("test")

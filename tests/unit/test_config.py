@@ -117,7 +117,7 @@ def test_a_file_that_raises_at_length_is_refused_in_few_lines(tmp_path):
 @pytest.mark.parametrize(("body", "what"), [
     ("RunConfig(name='x', tusk=3)", "tusk"),
     ("RunConfig(name='x', task=LetterSort.Config(min_letters=9, max_letters=6), model=ModelConfig())", "min_letters=9"),
-])
+], ids=["unknown field", "refused value"])
 def test_a_config_function_that_raises_is_refused_by_its_file(body, what, tmp_path):
     path = written(tmp_path, HEADER + f"\ndef config():\n    return {body}\n")
     message = refusal(load_config, path)
