@@ -107,14 +107,21 @@ def load_config(path: str) -> RunConfig:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"config={path!r}: importing it raised {type(error).__name__}: {error}; mend the file") from error
+        raise ValueError(f"config={path!r}: importing it raised {_one_line(error)}; mend the file") from error
     if not callable(getattr(module, "config", None)):
         raise ValueError(f"config={path!r}: defines no config(); add `def config() -> RunConfig:`")
-    config = module.config()
+    try:
+        config = module.config()
+    except Exception as error:
+        raise ValueError(f"config={path!r}: config() raised {_one_line(error)}; mend the file") from error
     if not isinstance(config, RunConfig):
         raise ValueError(f"config={path!r}: config() returned a {type(config).__name__}; return a RunConfig")
     cloudpickle.register_pickle_by_value(module)  # functions of this file travel to actors by value
     return config
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def apply_overrides(config: RunConfig, arguments: list[str]) -> None:
@@ -124,14 +131,17 @@ def apply_overrides(config: RunConfig, arguments: list[str]) -> None:
     """
     remaining = list(arguments)
     while remaining:
-        flag = remaining.pop(0)
+        flag = remaining.pop(0)  # its value is every word up to the next flag: --betas 0.9 0.99
         if not flag.startswith("--"):
             raise ValueError(f"argument={flag!r}: is not an override; write --field.path value")
         path, equals, value = flag[2:].partition("=")
         if not equals:
-            if not remaining:
+            words = []
+            while remaining and not remaining[0].startswith("--"):
+                words.append(remaining.pop(0))
+            if not words:
                 raise ValueError(f"{flag}: has no value; write {flag} VALUE")
-            value = remaining.pop(0)
+            value = " ".join(words)
         _set(config, path, value)
 
 
@@ -144,7 +154,8 @@ def _set(config: RunConfig, shown: str, text: str) -> None:
     _require_field(config, target, last, shown, text)
     held = target[last] if isinstance(target, dict) else getattr(target, last)
     if dataclasses.is_dataclass(held):
-        raise ValueError(f"--{shown}={text}: is a section; set one of its fields, such as --{shown}.{next(iter(_fields(held)))}")
+        example = next(path for path, _ in flat(held)).replace("_", "-")
+        raise ValueError(f"--{shown}={text}: is a section; set one of its fields, such as --{shown}.{example}")
     value = _parse(_fields(target)[last], shown, text)
     if isinstance(target, dict):
         target[last] = value
@@ -157,8 +168,8 @@ def _require_field(config: RunConfig, target: Any, name: str, shown: str, text: 
         return
     every = [path for path, _ in flat(config)]
     wanted = shown.replace("-", "_")
-    near = difflib.get_close_matches(wanted, every, 1, 0.6)
-    near = near or [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]][:1]
+    near = [path for path in every if path.rsplit(".", 1)[-1] == wanted] or difflib.get_close_matches(wanted, every, 1)
+    near = near or [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
     hint = f"; did you mean --{near[0].replace('_', '-')}?" if near else "; `torchtitan-rl show CONFIG` lists all fields"
     raise ValueError(f"--{shown}={text}: there is no such field{hint}")
 
@@ -166,7 +177,7 @@ def _require_field(config: RunConfig, target: Any, name: str, shown: str, text: 
 def _fields(target: Any) -> dict[str, Any]:
     """Settable names of a config object and their types."""
     if isinstance(target, dict):
-        return {name: type(value) for name, value in target.items()}
+        return {name: float if type(value) is int else type(value) for name, value in target.items()}
     if not dataclasses.is_dataclass(target):
         return {}
     hints = get_type_hints(type(target))
@@ -180,6 +191,8 @@ def _parse(kind: Any, shown: str, text: str) -> Any:
     try:
         with redirect_stderr(errors), redirect_stdout(errors):
             words = text.split() if _takes_several(kind) else [text]
+            if kind is bool:
+                words = [text.capitalize()]
             return tyro.cli(tyro.conf.Positional[kind], args=["--", *words] if text.startswith("-") else words)
     except (SystemExit, Exception):
         name = getattr(kind, "__name__", None) if not hasattr(kind, "__args__") else str(kind).replace("typing.", "")
@@ -234,6 +247,8 @@ def resolved(config: RunConfig) -> dict[str, Any]:
 
 def validate(config: RunConfig) -> None:
     """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
+    if dataclasses.is_dataclass(config.task):
+        dataclasses.replace(config.task)  # overrides set fields one by one; its own checks look at all of them
     shape = resolve_shape(config.model)
     tokenizer_vocab = _tokenizer_size(assets_dir(config.model))
     if tokenizer_vocab > shape.vocab_size:
@@ -246,7 +261,8 @@ def validate(config: RunConfig) -> None:
         _positive(where, degree)
         for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
             if size % degree:
-                divisors = [d for d in range(1, shape.n_kv_heads + 1) if shape.n_kv_heads % d == shape.n_heads % d == 0]
+                divisors = [d for d in range(1, shape.n_kv_heads + 1)
+                            if shape.n_kv_heads % d == shape.n_heads % d == shape.hidden_dim % d == 0]
                 raise ValueError(
                     f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
     for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
@@ -269,13 +285,36 @@ def validate(config: RunConfig) -> None:
     for where, value in (("algorithm.group_size", config.algorithm.group_size),
                          ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
                          ("sampling.max_tokens", config.sampling.max_tokens),
+                         ("sampling.max_prompt_tokens", config.sampling.max_prompt_tokens),
+                         ("trainer.max_tokens_per_microbatch", config.trainer.max_tokens_per_microbatch),
+                         ("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens),
                          ("generator.num_replicas", config.generator.num_replicas),
+                         ("generator.max_num_seqs", config.generator.max_num_seqs),
+                         ("controller.eval_tasks", config.controller.eval_tasks),
+                         ("controller.test_tasks", config.controller.test_tasks),
                          ("supervised.batch_size", config.supervised.batch_size)):
         _positive(where, value)
-    if config.algorithm.temperature <= 0:
+    for where, value in (("controller.num_steps", config.controller.num_steps),
+                         ("supervised.num_steps", config.supervised.num_steps),
+                         ("trainer.optimizer.lr", config.trainer.optimizer.lr), ("supervised.lr", config.supervised.lr)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
+    _check_loss_config(config.algorithm)
+    if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
         raise ValueError(f"seed={config.seed}: must not be negative; use 0 or more")
+
+
+def _check_loss_config(algorithm: AlgorithmConfig) -> None:
+    parameters = inspect.signature(algorithm.loss_fn).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = list(parameters)[1:]
+    for name, value in algorithm.loss_config.items():
+        if name not in known:
+            raise ValueError(f"algorithm.loss_config.{name}={value}: {function_name(algorithm.loss_fn)} has no such "
+                             f"argument; it takes {', '.join(known) or 'none'}")
 
 
 def _positive(where: str, value: int) -> None:

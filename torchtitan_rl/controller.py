@@ -98,8 +98,8 @@ class Controller:
             try:
                 controller = cls(config, run_dir, progress, launcher)
                 await controller._start(hf_weights)
-            except BaseException:
-                launcher.kill()
+            except Exception:
+                await launcher.stop()
                 raise
         return controller
 
@@ -287,7 +287,7 @@ class Controller:
     async def save_checkpoint(self) -> Path:
         """Everything a later run needs, marker last. Returns its directory."""
         path = self.run_dir.checkpoint_path(self.step)
-        path.mkdir(parents=True, exist_ok=True)
+        checkpoint.begin(path)
         with self.progress.waiting(f"saving {path.name}"):
             await self.trainer.save_checkpoint(path)
             await self.trainer.save_hf_model(

@@ -33,6 +33,8 @@ def show(config: RunConfig) -> None:
     """Prints every field as the flag that would set it, then the memory estimate."""
     for path, value in flat(config):
         text = function_name(value) if callable(value) else repr(value) if isinstance(value, str) else str(value)
+        if isinstance(value, (tuple, list)):
+            text = " ".join(map(str, value)) or "[]"
         print(f"--{path.replace('_', '-')} {text}")
     shape = resolve_shape(config.model)
     print(f"\nmodel: {shape.num_parameters:,} parameters")

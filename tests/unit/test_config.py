@@ -213,7 +213,7 @@ def test_an_entry_of_a_dict():
 
 def test_values_that_look_like_flags_or_hold_an_equals_sign():
     assert overridden("--seed", "-3").seed == -3  # for validate to refuse
-    assert overridden("--output-dir", "--x").output_dir == "--x"
+    assert overridden("--output-dir=--x").output_dir == "--x"
     assert overridden("--output-dir=a=b").output_dir == "a=b"
     assert overridden("--output-dir=").output_dir == ""
     assert overridden("--name", "two words").name == "two words"
@@ -490,3 +490,31 @@ assert not heavy, heavy
 def test_the_package_alone_imports_nothing_heavy():
     program = "import sys, torchtitan_rl; assert not {'torch', 'vllm', 'monarch', 'torchtitan'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_value_of_several_words_needs_no_quotes():
+    config = overridden("--trainer.optimizer.betas", "0.8", "0.9", "--seed", "2")
+    assert config.trainer.optimizer.betas == (0.8, 0.9) and config.seed == 2
+
+
+def test_a_boolean_may_be_written_either_way():
+    assert overridden("--weight-sync.verify", "false").weight_sync.verify is False
+    assert overridden("--weight-sync.verify", "True").weight_sync.verify is True
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("algorithm.temperature", "nan"), ("trainer.optimizer.lr", "nan"), ("trainer.optimizer.lr", "-1"),
+    ("sampling.max_prompt_tokens", "-5"), ("controller.num_steps", "-5"), ("trainer.max_tokens_per_microbatch", "0"),
+    ("controller.eval_tasks", "0"), ("task.min_letters", "9"),
+])
+def test_values_that_make_no_sense_are_refused(field, value):
+    config = overridden(f"--{field}", value)
+    with pytest.raises(ValueError, match=field.rsplit(".", 1)[-1]):
+        validate(config)
+
+
+def test_a_loss_argument_that_the_loss_does_not_have_is_refused():
+    config = overridden()
+    config.algorithm.loss_config["clip_hihg"] = 0.3
+    with pytest.raises(ValueError, match=r"algorithm.loss_config.clip_hihg=0.3: .*:ppo has no such argument"):
+        validate(config)

@@ -14,6 +14,6 @@ def group_centered(rewards_G: torch.Tensor) -> torch.Tensor:
 
 def grpo(rewards_G: torch.Tensor) -> torch.Tensor:
     """Centred and divided by the group's standard deviation (GRPO, arXiv:2402.03300); equal rewards give 0."""
-    centered_G = group_centered(rewards_G)
-    std = rewards_G.std(correction=0)
-    return centered_G / std if std > 0 else centered_G
+    if (rewards_G == rewards_G[0]).all():  # rounding of their mean would leave a tiny difference to divide by
+        return torch.zeros_like(rewards_G)
+    return group_centered(rewards_G) / rewards_G.std(correction=0)

@@ -32,25 +32,25 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
 
 
 def _advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[float]:
-    advantages = config.advantage_fn(torch.tensor(group.rewards, dtype=torch.float64)).tolist()
-    if len(advantages) != len(group.rollouts) or not all(map(math.isfinite, advantages)):
+    advantages_G = config.advantage_fn(torch.tensor(group.rewards, dtype=torch.float64))
+    right_shape = isinstance(advantages_G, torch.Tensor) and advantages_G.shape == (len(group.rollouts),)
+    if not right_shape or not torch.isfinite(advantages_G).all():
+        given = advantages_G.tolist() if isinstance(advantages_G, torch.Tensor) else advantages_G
+        name = getattr(config.advantage_fn, "__name__", repr(config.advantage_fn))
         raise ValueError(
-            f"algorithm.advantage_fn={config.advantage_fn.__name__}: gave {advantages} for rewards {group.rewards} "
-            f"of group {group.id}; return one finite number per rollout")
-    return advantages
+            f"algorithm.advantage_fn={name}: gave {given} for rewards {group.rewards} of group {group.id}; "
+            "return a tensor of one finite number per rollout")
+    return advantages_G.tolist()
 
 
 def _turns(rollout: Rollout, advantage: float):
     """(tokens, targets, loss inputs) of each turn. A token whose log-probability is not finite does not train."""
     for turn in rollout.turns:
-        completion = turn.completion
-        sequence = torch.tensor(turn.prompt_tokens + completion.tokens)
-        start = len(turn.prompt_tokens) - 1  # the completion's first token is the target here
-        logprobs = torch.tensor(completion.logprobs, dtype=torch.float32)
-        finite = torch.isfinite(logprobs)
-        mask_T, sampling_T = torch.zeros(len(sequence) - 1), torch.zeros(len(sequence) - 1)
-        mask_T[start:] = finite.float()
-        sampling_T[start:] = torch.where(finite, logprobs, 0.0)
+        logprobs = turn.completion.logprobs
+        sequence = torch.tensor(turn.prompt_tokens + turn.completion.tokens)
+        before = [0.0] * (len(turn.prompt_tokens) - 1)  # then the completion's first token is the target
+        mask_T = torch.tensor(before + [float(math.isfinite(x)) for x in logprobs])
+        sampling_T = torch.tensor(before + [x if math.isfinite(x) else 0.0 for x in logprobs])
         yield sequence[:-1], sequence[1:], {
             "loss_mask": mask_T, "advantages": mask_T * advantage, "sampling_logprobs": sampling_T}
 

@@ -43,8 +43,9 @@ def ppo(
 
 def _ratio(inputs: LossInputs) -> torch.Tensor:
     # Where nothing trains the difference is replaced, not multiplied, by zero: exp of garbage times 0 may be NaN.
+    # Beyond a factor of e^20 the ratio is held: exp would overflow, and its gradient poison even a clipped token.
     difference_T = inputs.policy_logprobs - inputs.sampling_logprobs
-    return torch.where(inputs.loss_mask > 0, difference_T, 0.0).exp()
+    return torch.where(inputs.loss_mask > 0, difference_T, 0.0).clamp(-20.0, 20.0).exp()
 
 
 def _policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:

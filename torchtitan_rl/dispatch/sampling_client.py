@@ -33,7 +33,7 @@ class _Replica:
         async with self._changed:
             await self._changed.wait_for(lambda: self._naming == 0)
             self.newest = version
-            await self._switch(version)
+            await self._load(version)  # even a version it holds: it may have been published again
 
     @asynccontextmanager
     async def serving(self, version: int | None):
@@ -41,13 +41,13 @@ class _Replica:
             if version is None:
                 await self._changed.wait_for(lambda: self.held == self.newest or self._naming == 0)
                 if self.held != self.newest:
-                    await self._switch(self.newest)
+                    await self._load(self.newest)
                 self._free += 1
             else:
                 await self._changed.wait_for(
                     lambda: self.held == version or (self._naming == 0 and self._free == 0))
                 if self.held != version:
-                    await self._switch(version)
+                    await self._load(version)
                 self._naming += 1
         try:
             yield
@@ -59,9 +59,7 @@ class _Replica:
                     self._naming -= 1
                 self._changed.notify_all()
 
-    async def _switch(self, version: int) -> None:
-        if version == self.held:
-            return
+    async def _load(self, version: int) -> None:
         if self.versions is not None:
             self.versions.pin(version, self.mesh.role)
         await self.mesh.call_all("fetch", version, self.verify)

@@ -97,6 +97,10 @@ class PackedSDPA(VarlenAttention):
     class Config(VarlenAttention.Config):
         pass
 
+    def __init__(self, config: Config):
+        super().__init__(config)
+        assert config.window_size == (-1, 0), "sliding windows are not implemented here"
+
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: PackedDocuments, scale=None, enable_gqa=False, **kwargs):
         layout = attention_masks
         q, k, v = (_ToDense.apply(x[0], layout.to_dense_P, layout.to_packed_T) for x in (q_BLNH, k_BLNH, v_BLNH))

@@ -44,12 +44,20 @@ class Qwen3Shape:
     @classmethod
     def from_hf(cls, config_json: Path) -> "Qwen3Shape":
         """Sizes in a Hugging Face `config.json`. Raises ValueError if it is not a dense Qwen3."""
-        hf = json.loads(config_json.read_text())
+        where = f"model.assets={str(config_json.parent)!r}"
+        try:
+            hf = json.loads(config_json.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: its config.json is not JSON ({error}); fetch the directory again") from None
         if hf.get("model_type") != "qwen3":
             raise ValueError(
-                f"model.assets={str(config_json.parent)!r}: its config.json says model_type={hf.get('model_type')!r}; "
+                f"{where}: its config.json says model_type={hf.get('model_type')!r}; "
                 "only dense Qwen3 (model_type 'qwen3') is supported"
             )
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "intermediate_size", "max_position_embeddings")
+        if missing := [name for name in sizes if name not in hf]:
+            raise ValueError(f"{where}: its config.json has no {', '.join(missing)}; fetch the directory again")
         rope = hf.get("rope_parameters") or {}
         return cls(
             vocab_size=hf["vocab_size"], dim=hf["hidden_size"], n_layers=hf["num_hidden_layers"],

@@ -54,7 +54,6 @@ class _Command:
 
     add: list[tuple[str, Request]] = field(default_factory=list)
     load: int | None = None
-    stop: bool = False
 
 
 @contextmanager
@@ -138,11 +137,6 @@ class Engine:
         """Hugging Face's names to torchtitan's."""
         return self._spec.state_dict_adapter(self._spec.model, None).from_hf(tensors)
 
-    def stop(self) -> None:
-        if self._leads and self._thread.is_alive():
-            self._commands.put((_Command(stop=True), []))
-        self._thread.join(timeout=5)
-
     def _send(self, command: _Command, futures: list[Future]) -> None:
         if self._failure is not None:
             raise RuntimeError(f"the engine has stopped: {self._failure!r}")
@@ -156,8 +150,8 @@ class Engine:
         try:
             self._engine = self._build()
             self.ready.set_result(None)
-            while self._iterate():
-                pass
+            while True:
+                self._iterate()
         except BaseException as error:  # whatever it was, nobody may wait for this thread any more
             logger.exception("the engine thread failed")
             self._failure = error
@@ -206,8 +200,8 @@ class Engine:
             for name, tensor in whole.state_dict().items()
         }
 
-    def _iterate(self) -> bool:
-        """One round: take commands, then one engine step. False ends the loop."""
+    def _iterate(self) -> None:
+        """One round: take a command, then one engine step."""
         command, futures = self._next()
         self._current = futures
         if command.load is not None:
@@ -217,13 +211,10 @@ class Engine:
         for index, (request_id, request) in enumerate(command.add):
             self._add(request_id, request, futures[index] if self._leads else None)
         self._current = []
-        if command.stop:
-            return False
         if self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 if output.finished:
                     self._finish(output)
-        return True
 
     def _next(self) -> tuple[_Command, list[Future]]:
         command, futures = _Command(), []

@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-__all__ = ["require_complete", "hf_weights", "write_state", "read_state", "hf_dir", "model_dir"]
+__all__ = ["require_complete", "hf_weights", "begin", "write_state", "read_state", "hf_dir", "model_dir"]
 
 _MARKER = "COMPLETE"
 
@@ -23,6 +23,12 @@ def model_dir(checkpoint: Path) -> Path:
 
 def hf_dir(checkpoint: Path) -> Path:
     return checkpoint / "hf"
+
+
+def begin(checkpoint: Path) -> None:
+    """Makes the directory; one that was complete no longer is."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / _MARKER).unlink(missing_ok=True)
 
 
 def write_state(checkpoint: Path, state: dict) -> None:

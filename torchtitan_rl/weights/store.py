@@ -58,6 +58,7 @@ class SharedBuffers:
 
     def take(self, version: int, nbytes: int) -> tuple[str, torch.Tensor]:
         """(handle, uint8 buffer) for a version's payload; a segment's first use is slower than later ones."""
+        self.release(version)  # published again: the new bytes replace the old ones
         slot = next((s for s in self._free if s[1].numel() == nbytes), None)
         if slot is not None:
             self._free.remove(slot)

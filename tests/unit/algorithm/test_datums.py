@@ -117,13 +117,13 @@ def refusal(advantage_fn):
 def test_an_estimator_with_the_wrong_number_of_advantages_is_refused():
     assert refusal(one_too_many) == (
         "algorithm.advantage_fn=one_too_many: gave [1.0, 0.0, 1.0] for rewards [1.0, 0.0] of group 0/0; "
-        "return one finite number per rollout")
+        "return a tensor of one finite number per rollout")
 
 
 def test_an_estimator_with_advantages_that_are_not_finite_is_refused():
     assert refusal(divided_by_zero) == (
         "algorithm.advantage_fn=divided_by_zero: gave [inf, nan] for rewards [1.0, 0.0] of group 0/0; "
-        "return one finite number per rollout")
+        "return a tensor of one finite number per rollout")
 
 
 @pytest.mark.parametrize("returned", [torch.tensor(0.5), torch.zeros(2, 1), None], ids=["number", "matrix", "None"])

@@ -205,3 +205,14 @@ def test_gradients_by_finite_differences(loss_fn, names):
 
     arguments = [fixed.policy_logprobs, *(fixed.tensors[name].clone().requires_grad_() for name in names)]
     assert torch.autograd.gradcheck(loss, arguments)
+
+
+def test_a_ratio_that_would_overflow_stays_finite_in_value_and_gradient():
+    policy = torch.tensor([0.0, -1.0], requires_grad=True)
+    inputs = LossInputs(
+        policy_logprobs=policy, entropy=torch.zeros(2), datum=torch.zeros(2, dtype=torch.long), num_datums=1,
+        tensors={"weights": torch.ones(2), "loss_mask": torch.ones(2), "advantages": torch.tensor([1.0, -1.0]),
+                 "sampling_logprobs": torch.tensor([-100.0, -101.0])})
+    loss, _ = ppo(inputs)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(policy.grad).all()
