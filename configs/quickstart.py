@@ -30,7 +30,7 @@ def config() -> RunConfig:
             tasks_per_step=32, group_size=16, advantage_fn=grpo, loss_fn=ppo,
             loss_config={"clip_low": 0.2, "clip_high": 0.2}, reduction=token_mean,
             schedule=ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1)),
-        controller=ControllerConfig(num_steps=90, eval_every=15, eval_tasks=256, test_tasks=512, pass_at_k=8),
+        controller=ControllerConfig(num_steps=100, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
         sampling=SamplingConfig(max_prompt_tokens=16, max_tokens=12),
         trainer=TrainerConfig(optimizer=AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
         generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=512, kv_cache_gib=0.25),
