@@ -118,16 +118,18 @@ class Launcher:
         return mesh
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Stops every mesh; what does not stop in time is killed."""
+        """Stops every mesh; what does not stop in time, or cannot be stopped any more, is killed."""
         async def stop_all() -> None:
             if self.store is not None:
                 await self.store.stop()
-            await asyncio.gather(*(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True)
+            await asyncio.gather(*(mesh.stop("run finished") for mesh in reversed(self._meshes)))
 
         try:
             await asyncio.wait_for(stop_all(), timeout_s)
         except TimeoutError:
             logger.warning("meshes did not stop within %g s; killing their processes", timeout_s)
+        except Exception as error:  # a mesh that has failed, or never quite started, cannot be stopped in order
+            logger.warning("meshes did not stop in order (%s: %s); killing their processes", type(error).__name__, error)
         self._meshes.clear()
         self.kill()
 

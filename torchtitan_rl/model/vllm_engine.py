@@ -99,7 +99,7 @@ class Engine:
         """Futures of the command being executed."""
         self._counter = 0
         self._failure: BaseException | None = None
-        self.policy_version = -1
+        self.policy_version, self._num_loads = -1, 0
         self.ready: Future = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -241,11 +241,11 @@ class Engine:
         else:
             with torch.inference_mode():
                 self.model.load_weights(tensors.items())
-        self.policy_version = version
+        self.policy_version, self._num_loads = version, self._num_loads + 1
         for request in self._in_flight.values():
             state = self._engine.output_processor.request_states[request.engine_id]
             request.version_starts.append((len(state.detokenizer.output_token_ids), version))
-        # Requests carry their version as cache salt, so old blocks are never matched; this frees them.
+        # Requests carry the number of loads as cache salt, so old blocks are never matched; this frees them.
         if not self._engine.has_unfinished_requests() and not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset after a pull")
 
@@ -260,7 +260,7 @@ class Engine:
                 max_tokens=p.max_tokens, temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, seed=p.seed,
                 stop_token_ids=p.stop_token_ids, stop=p.stop, ignore_eos=p.ignore_eos, logprobs=0,
                 detokenize=bool(p.stop), output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self.policy_version)}
+        prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self._num_loads)}
         try:
             engine_id = self._engine.add_request(request_id, prompt, params)
         except ValueError as error:  # the request itself is at fault, not the engine
