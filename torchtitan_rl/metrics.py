@@ -29,6 +29,8 @@ REINFORCEMENT = (
     "reward/zero_std_frac",  # groups whose rewards are all equal: they teach nothing
     "policy/entropy",  # nats per token
     "policy/clip_frac",  # tokens whose ratio was clipped
+    "advantage/mean",  # over trained tokens
+    "advantage/abs_max",
     "policy/lag_max",  # policy versions between the oldest token and this step
     "mismatch/kl",  # trainer against generator on the batch before its first optimizer step, k3, nats per token
     "mismatch/logprob_diff_max",  # largest absolute difference on the same tokens

@@ -55,6 +55,8 @@ def _policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
         difference_T = torch.where(mask_T, inputs.policy_logprobs - inputs.sampling_logprobs, 0.0)
         return {
             "policy/entropy": inputs.entropy[mask_T].sum(),
+            "advantage/mean": inputs.advantages[mask_T].sum(),
+            "advantage/abs_max": torch.where(mask_T, inputs.advantages.abs(), 0.0).max(),
             # KL(generator || trainer), sampled from the generator: r - 1 - log r >= 0 with r = trainer / generator.
             "mismatch/kl": (torch.expm1(difference_T.double()) - difference_T.double()).sum(),
             "mismatch/logprob_diff_max": difference_T.abs().max(),
