@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    lines = message.strip().splitlines()[:3]
+    lines = message.strip().splitlines()[:3] or ["unknown"]
     print("\n".join(["error: " + lines[0], *lines[1:]]), file=sys.stderr)
     return 1
 
@@ -116,7 +116,7 @@ async def _guarded(args, start, body) -> int:
         await body(controller)
         return 0
     except asyncio.CancelledError:
-        where = f"in the {controller.phase} phase at step {controller.step}; " \
+        where = f"in the {controller.phase} phase at step {controller.phase_step}; " \
                 f"metrics so far are in {controller.run_dir.path}" if controller else "during start-up"
         print(f"\ninterrupted {where}", file=sys.stderr)
         return 130
@@ -200,7 +200,7 @@ async def _sample(args: argparse.Namespace) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return _fail(str(error))
+        return _fail(str(error) or type(error).__name__)
     finally:
         launcher.kill()
         logs.cleanup()

@@ -67,7 +67,7 @@ class Controller:
             TaskSource(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
         self.step = 0
         self.policy_version = 0
-        self.phase = "start-up"
+        self.phase, self.phase_step = "start-up", 0
         self.started_at = time.perf_counter()
         self._skipped_in_a_row = 0
         self.trainer: TrainingClient
@@ -98,6 +98,9 @@ class Controller:
             try:
                 controller = cls(config, run_dir, progress, launcher)
                 await controller._start(hf_weights)
+            except asyncio.CancelledError:
+                launcher.kill()  # an interrupt does not wait
+                raise
             except Exception:
                 await launcher.stop()
                 raise
@@ -118,9 +121,14 @@ class Controller:
             self.generator = self._sampling_client(replicas, None)
             await self.generator.load_hf(str(hf_weights))
             return
-        mesh, _, *replicas = await asyncio.gather(
+        starts = [asyncio.ensure_future(start) for start in (
             self.launcher.start_trainer(config.trainer, config.model, role="policy", seed=config.seed),
-            self.launcher.start_store(), *generators)
+            self.launcher.start_store(), *generators)]
+        try:
+            mesh, _, *replicas = await asyncio.gather(*starts)
+        finally:
+            for start in starts:  # one failed: the others must not go on starting
+                start.cancel()
         self.trainer = TrainingClient(
             mesh, max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,
             max_datum_tokens=config.trainer.training.seq_len, temperature=config.algorithm.temperature)
@@ -154,14 +162,14 @@ class Controller:
             await self.supervise()
         report["warm start"] = await self.evaluate("validation", pass_at_k=config.controller.pass_at_k if warm else 0)
         await self.reinforce()
+        await self.save_checkpoint()
         report["validation"] = await self.evaluate("validation")
         report["test"] = await self.evaluate("test")
-        await self.save_checkpoint()
         return report
 
     async def supervise(self) -> None:
         """The supervised phase: cross-entropy on the task's demonstrations, then weights to the generators."""
-        config, self.phase = self.config.supervised, "supervised"
+        config, self.phase, self.phase_step = self.config.supervised, "supervised", 0
         source = TaskSource(self.family, "train", self.config.seed)
         with self.progress.phase("supervised", total=config.num_steps) as bar:
             for step in range(config.num_steps):
@@ -174,6 +182,7 @@ class Controller:
                 output, forward_backward_s = await _timed(forward_backward, start)
                 optim, step_s = await _timed(optim_step, start)
                 self._account(optim)
+                self.phase_step = step + 1
                 self.run_dir.log_metrics({
                     "step": step + 1, "phase": "supervised", "loss/mean": output.loss,
                     "optim/grad_norm": optim.grad_norm, "optim/lr": optim.lr,
@@ -185,7 +194,7 @@ class Controller:
 
     async def reinforce(self) -> None:
         """The reinforcement phase."""
-        config, self.phase = self.config, "reinforcement"
+        config, self.phase, self.phase_step = self.config, "reinforcement", self.step
         with self.progress.phase("reinforcement", total=config.controller.num_steps) as bar:
             while self.step < config.controller.num_steps:
                 start = time.perf_counter()
@@ -200,6 +209,7 @@ class Controller:
                 trained_version = self.policy_version
                 self._account(optim)
                 self.step += 1
+                self.phase_step = self.step
                 _, sync_s = await _timed(self.publish(), generated + forward_backward_s + optim_s)
                 line = self._metrics(groups, trained_version, output, optim) | {
                     "time/step_s": time.perf_counter() - start, "time/generate_s": generated - start,

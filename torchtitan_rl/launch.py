@@ -23,7 +23,7 @@ from torchtitan_rl import platform  # noqa: E402
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig  # noqa: E402
 from torchtitan_rl.actors.generator import Generator  # noqa: E402
 from torchtitan_rl.actors.trainer import PolicyTrainer  # noqa: E402
-from torchtitan_rl.dispatch.role_mesh import RoleMesh  # noqa: E402
+from torchtitan_rl.dispatch.role_mesh import RoleMesh, deadline  # noqa: E402
 from torchtitan_rl.model.config import ModelConfig  # noqa: E402
 
 __all__ = ["Launcher", "prepare_environment"]
@@ -73,7 +73,7 @@ class Launcher:
     async def start_trainer(self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int) -> RoleMesh:
         """A trainer mesh whose ranks hold their models."""
         procs = await self._spawn(role, config.num_ranks)
-        await setup_torch_elastic_env_async(procs)
+        await self._in_time(setup_torch_elastic_env_async(procs), f"{role}: rendezvous")
         actors = procs.spawn(role, PolicyTrainer, config, model, role, seed, self.log_dir, self.store_name)
         return await self._set_up(RoleMesh(
             role, actors, num_ranks=config.num_ranks,
@@ -84,7 +84,7 @@ class Launcher:
         ranks = config.tensor_parallel_degree
         procs = await self._spawn(role, ranks)
         if ranks > 1:
-            await setup_torch_elastic_env_async(procs)
+            await self._in_time(setup_torch_elastic_env_async(procs), f"{role}: rendezvous")
         actors = procs.spawn(role, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name)
         return await self._set_up(RoleMesh(
             role, actors, num_ranks=ranks, tensor_parallel_size=ranks, timeout_s=self.call_timeout_s))
@@ -93,8 +93,9 @@ class Launcher:
         """TorchStore: its volume and its controller, each a process of its own."""
         from torchtitan_rl.weights.store import WeightStore
 
-        self.store = WeightStore(self.store_name)
-        await self.store.start(await self._spawn("store", 1))
+        store = WeightStore(self.store_name, timeout_s=self.call_timeout_s)
+        await self._in_time(store.start(await self._spawn("store", 1)), "store: start")
+        self.store = store
 
     async def _spawn(self, role: str, num_ranks: int):
         bootstrap = None
@@ -102,34 +103,43 @@ class Launcher:
             bootstrap = partial(os.environ.update, {"CUDA_VISIBLE_DEVICES": self._next_devices(num_ranks)})
         procs = this_host().spawn_procs(
             per_host={"gpus": num_ranks}, name=role.replace("-", "_"), bootstrap=bootstrap)
-        await procs.initialized
         self._meshes.append(procs)
+        await self._in_time(procs.initialized, f"{role}: process start")
         return procs
+
+    def _in_time(self, call, what: str):
+        return deadline(call, self.start_timeout_s, what)
 
     def _next_devices(self, num_ranks: int) -> str:
         """GPUs for the next mesh, in the order meshes start; once all are taken, meshes share them from the first."""
-        count = torch.cuda.device_count()
-        devices = [(self._num_placed + rank) % count for rank in range(num_ranks)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+        if num_ranks > len(devices):
+            raise ValueError(f"ranks={num_ranks}: only {len(devices)} GPUs are visible; lower the parallel degrees")
+        chosen = [devices[(self._num_placed + rank) % len(devices)] for rank in range(num_ranks)]
         self._num_placed += num_ranks
-        return ",".join(map(str, devices))
+        return ",".join(chosen)
 
     async def _set_up(self, mesh: RoleMesh) -> RoleMesh:
-        self.pids += await mesh.call_each("setup", timeout_s=self.start_timeout_s)
+        self.pids += await mesh.call_each("where", timeout_s=self.start_timeout_s)
+        await mesh.call_each("setup", timeout_s=self.start_timeout_s)
         return mesh
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Stops every mesh; what does not stop in time, or cannot be stopped any more, is killed."""
         async def stop_all() -> None:
-            if self.store is not None:
-                await self.store.stop()
-            await asyncio.gather(*(mesh.stop("run finished") for mesh in reversed(self._meshes)))
+            stops = [self.store.stop()] if self.store is not None else []
+            results = await asyncio.gather(*stops, return_exceptions=True)
+            results += await asyncio.gather(
+                *(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True)
+            for error in results:  # a mesh that has failed, or never quite started, cannot be stopped in order
+                if isinstance(error, Exception):
+                    logger.warning("did not stop in order (%s: %s); killing it", type(error).__name__, error)
 
         try:
             await asyncio.wait_for(stop_all(), timeout_s)
         except TimeoutError:
             logger.warning("meshes did not stop within %g s; killing their processes", timeout_s)
-        except Exception as error:  # a mesh that has failed, or never quite started, cannot be stopped in order
-            logger.warning("meshes did not stop in order (%s: %s); killing their processes", type(error).__name__, error)
         self._meshes.clear()
         self.kill()
 

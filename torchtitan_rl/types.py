@@ -73,6 +73,8 @@ class Completion:
     """The policy version that sampled each token."""
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
+    filtered: bool = False
+    """Sampled with top-k or top-p: from another distribution than the trainer's, so it is refused for training."""
 
     @property
     def truncated(self) -> bool:

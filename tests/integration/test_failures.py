@@ -53,7 +53,7 @@ def _score(tokens):
 
 async def _death_is_named(controller):
     victim = controller.generator._replicas[1].mesh
-    pid = (await victim.call_each("where"))[0]["pid"]
+    (pid,) = await victim.call_each("where")
     os.kill(pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="generator-1-0.where: its process died"):

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import torch
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import GeneratorConfig
@@ -35,8 +35,8 @@ class Generator(Actor):
         self.log_dir, self.store_name = log_dir, store_name
 
     @concurrent_endpoint
-    async def setup(self) -> int:
-        """Starts the engine; it holds random weights until the first `load`. Returns the process id."""
+    async def setup(self) -> None:
+        """Starts the engine; it holds random weights until the first `load`."""
         rank, world_size = int(os.environ.get("RANK", 0)), self.config.tensor_parallel_degree
         threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
@@ -50,7 +50,6 @@ class Generator(Actor):
         await asyncio.wrap_future(self.engine.ready)
         platform.set_threads(threads)  # vLLM's worker sets its own number
         logger.info("engine ready: %s, threads %d", type(self.engine.model).__name__, torch.get_num_threads())
-        return os.getpid()
 
     @concurrent_endpoint
     async def sample(self, requests: list[Request]) -> list[Completion | list[float]]:
@@ -84,8 +83,13 @@ class Generator(Actor):
         for file in sorted(Path(directory).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
-        state = self.engine.from_hf(tensors)
-        held = self.engine.held()
+        from torchtitan_rl.weights import packing
+
+        state, held = self.engine.from_hf(tensors), self.engine.held()
+        offered = {name: packing.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
+                   for name, tensor in state.items()}
+        if difference := packing.explain_difference(offered, held):
+            raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
         self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
 
     @concurrent_endpoint
@@ -99,6 +103,6 @@ class Generator(Actor):
         return [f"{type(m).__module__}.{type(m).__qualname__}" for m in self.engine.model.modules()]
 
     @concurrent_endpoint
-    async def where(self) -> dict[str, int]:
-        """Process id, mesh rank and policy version."""
-        return {"pid": os.getpid(), "rank": current_rank().rank, "policy_version": self.engine.policy_version}
+    async def where(self) -> int:
+        """The process id."""
+        return os.getpid()

@@ -34,8 +34,13 @@ class PolicyTrainer(Actor):
         self.log_dir, self.store_name = log_dir, store_name
 
     @endpoint
-    async def setup(self) -> int:
-        """Joins the mesh's process group, builds the model, loads or draws its weights. Returns the process id."""
+    async def where(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    @endpoint
+    async def setup(self) -> None:
+        """Joins the mesh's process group, builds the model, loads or draws its weights."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
@@ -46,7 +51,6 @@ class PolicyTrainer(Actor):
         dist.init_process_group(
             platform.distributed_backend(), timeout=timedelta(seconds=self.config.comm.init_timeout_seconds))
         self.rank = TrainerRank(self.config, self.model, self.seed, device, self.store_name, self.log_dir or "")
-        return os.getpid()
 
     @endpoint
     async def forward(self, batches: list, temperature: float):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from datetime import timedelta
@@ -115,16 +116,19 @@ class TrainerRank:
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         """Clips, steps, zeroes the gradient. A gradient that is not finite is dropped and the step skipped."""
-        max_norm = params.max_grad_norm if params.max_grad_norm is not None else self.config.training.max_norm
+        given = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
+        defaults = {"max_grad_norm": self.config.training.max_norm} | {
+            name: getattr(self.config.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")}
+        params = OptimParams(**{name: defaults[name] if value is None else value for name, value in given.items()})
         norm, stepped = clip_and_step(
-            list(self.model.parameters()), self.optimizers, params, max_grad_norm=max_norm, grad_scale=grad_scale)
+            list(self.model.parameters()), self.optimizers, params, max_grad_norm=params.max_grad_norm,
+            grad_scale=grad_scale)
         self.policy_version += stepped
         if not self._train_timeout_set:  # the first step compiles and allocates; later ones get the tighter bound
             if self.device.type == "cuda":  # gloo's timeout cannot be changed; there the controller's deadline bounds it
                 set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
             self._train_timeout_set = True
-        lr = params.lr if params.lr is not None else self.config.optimizer.lr
-        return OptimStepOutput(grad_norm=norm, lr=lr, policy_version=self.policy_version, skipped=not stepped)
+        return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.policy_version, skipped=not stepped)
 
     def reset_optimizer(self) -> None:
         """Forgets moments and step count, for a new phase with another loss."""

@@ -44,9 +44,19 @@ def _advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[float]:
 
 
 def _turns(rollout: Rollout, advantage: float):
-    """(tokens, targets, loss inputs) of each turn. A token whose log-probability is not finite does not train."""
+    """(tokens, targets, loss inputs) of each turn. A token sampled with log-probability -inf does not train.
+
+    Raises RuntimeError for NaN: a generator that computes NaN must not look like one that has nothing to learn from.
+    """
     for turn in rollout.turns:
         logprobs = turn.completion.logprobs
+        if turn.completion.filtered:
+            raise ValueError(f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
+                             "of the policy, sample training rollouts without")
+        if any(map(math.isnan, logprobs)):
+            raise RuntimeError(
+                f"rollout={rollout.id}: token {[math.isnan(x) for x in logprobs].index(True)} was sampled with "
+                "log-probability NaN; the generator's weights or numerics are broken, look at optim/grad_norm before it")
         sequence = torch.tensor(turn.prompt_tokens + turn.completion.tokens)
         before = [0.0] * (len(turn.prompt_tokens) - 1)  # then the completion's first token is the target
         mask_T = torch.tensor(before + [float(math.isfinite(x)) for x in logprobs])

@@ -22,7 +22,7 @@ def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Ten
 def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy gradient with the importance ratio to the sampling policy: -sum weights x ratio x advantage."""
     ratio_T = _ratio(inputs)
-    return -(inputs.weights * ratio_T * inputs.advantages).sum(), _policy_metrics(inputs)
+    return -(inputs.weights * ratio_T * inputs.advantages).sum(), {}
 
 
 def ppo(
@@ -37,8 +37,7 @@ def ppo(
     advantages_T = inputs.advantages
     objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
     was_clipped_T = (clipped_T * advantages_T < ratio_T * advantages_T) & (inputs.loss_mask > 0)
-    return -(inputs.weights * objective_T).sum(), {
-        **_policy_metrics(inputs), "policy/clip_frac": was_clipped_T.sum()}
+    return -(inputs.weights * objective_T).sum(), {"policy/clip_frac": was_clipped_T.sum()}
 
 
 def _ratio(inputs: LossInputs) -> torch.Tensor:
@@ -46,18 +45,3 @@ def _ratio(inputs: LossInputs) -> torch.Tensor:
     # Beyond a factor of e^20 the ratio is held: exp would overflow, and its gradient poison even a clipped token.
     difference_T = inputs.policy_logprobs - inputs.sampling_logprobs
     return torch.where(inputs.loss_mask > 0, difference_T, 0.0).clamp(-20.0, 20.0).exp()
-
-
-def _policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """Entropy, and how far trainer and generator disagree: k3 of Schulman 2020, "Approximating KL divergence"."""
-    with torch.no_grad():
-        mask_T = inputs.loss_mask > 0
-        difference_T = torch.where(mask_T, inputs.policy_logprobs - inputs.sampling_logprobs, 0.0)
-        return {
-            "policy/entropy": inputs.entropy[mask_T].sum(),
-            "advantage/mean": inputs.advantages[mask_T].sum(),
-            "advantage/abs_max": torch.where(mask_T, inputs.advantages.abs(), 0.0).max(),
-            # KL(generator || trainer), sampled from the generator: r - 1 - log r >= 0 with r = trainer / generator.
-            "mismatch/kl": (torch.expm1(difference_T.double()) - difference_T.double()).sum(),
-            "mismatch/logprob_diff_max": difference_T.abs().max(),
-        }

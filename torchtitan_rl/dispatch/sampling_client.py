@@ -62,7 +62,12 @@ class _Replica:
     async def _load(self, version: int) -> None:
         if self.versions is not None:
             self.versions.pin(version, self.mesh.role)
-        await self.mesh.call_all("fetch", version, self.verify)
+        try:
+            await self.mesh.call_all("fetch", version, self.verify)
+        except BaseException:
+            if self.versions is not None:
+                await self.versions.release(version, self.mesh.role)
+            raise
         await self._activate(version)
 
     async def load_hf(self, directory: str, version: int) -> None:
@@ -120,7 +125,9 @@ class SamplingClient:
                 f"generator.max_model_len={self._max_model_len}; shorten one or raise the other")
         if not tokens:
             raise ValueError("prompt=[]: has no tokens; give at least one")
-        return await self._submit(Request(list(tokens), params), policy_version)
+        completion = await self._submit(Request(list(tokens), params), policy_version)
+        completion.filtered = params.top_k > 0 or params.top_p < 1.0
+        return completion
 
     async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]:
         """Log-probability of every token but the first, at temperature 1."""

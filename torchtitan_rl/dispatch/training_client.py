@@ -77,7 +77,7 @@ class TrainingClient:
         return self._mesh.call_all("reset_optimizer")
 
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
-        """Publishes the current policy version; see `weights.registry.WeightRegistry`, which calls this."""
+        """Publishes the current policy version; see `dispatch.versions.PolicyVersions`, which calls this."""
         return await self._mesh.call_all("push_weights", dtype, transport, verify)
 
     async def discard_weights(self, version: int) -> None:

@@ -9,7 +9,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
 from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatch, OptimParams
 
-__all__ = ["forward_logprobs", "accumulate_gradients", "clip_and_step"]
+__all__ = ["forward_logprobs", "accumulate_gradients", "policy_metrics", "clip_and_step"]
 
 
 def forward_logprobs(model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1):
@@ -54,6 +54,7 @@ def accumulate_gradients(
                     policy_logprobs=logprobs_T, entropy=entropy_T, datum=datum_T, num_datums=len(batch.lengths),
                     tensors=platform.to_device(batch.loss_inputs, device))
                 loss, metrics = loss_fn(inputs)
+                metrics = {**policy_metrics(inputs), **metrics}
                 (loss * loss_weight).backward()
                 result.loss += loss.item()
                 for name, value in metrics.items():
@@ -62,6 +63,28 @@ def accumulate_gradients(
                     result.sums[name] = value if old is None else max(old, value) if name.endswith("_max") else old + value
         result.policy_logprobs += list(logprobs_T.detach().float().cpu().split(batch.lengths))
     return result
+
+
+def policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
+    """Metric sums of any loss on sampled data: entropy, advantages, and how far trainer and generator disagree.
+
+    The KL is k3 of Schulman 2020, "Approximating KL divergence"; data without `sampling_logprobs` give nothing.
+    """
+    if "sampling_logprobs" not in inputs.tensors:
+        return {}
+    with torch.no_grad():
+        mask_T = inputs.loss_mask > 0
+        difference_T = torch.where(mask_T, inputs.policy_logprobs - inputs.sampling_logprobs, 0.0)
+        sums = {
+            "policy/entropy": inputs.entropy[mask_T].sum(),
+            # KL(generator || trainer), sampled from the generator: r - 1 - log r >= 0 with r = trainer / generator.
+            "mismatch/kl": (torch.expm1(difference_T.double()) - difference_T.double()).sum(),
+            "mismatch/logprob_diff_max": difference_T.abs().max(),
+        }
+        if "advantages" in inputs.tensors:
+            sums["advantage/mean"] = inputs.advantages[mask_T].sum()
+            sums["advantage/abs_max"] = torch.where(mask_T, inputs.advantages.abs(), 0.0).max()
+        return sums
 
 
 def clip_and_step(

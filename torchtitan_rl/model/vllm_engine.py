@@ -36,7 +36,7 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.5  # rank 0 speaks to idle followers this often, so that they can tell silence from death
+_IDLE_WAIT_S = 0.5  # an idle rank 0 speaks to its followers this often, well within the collective's time limit
 
 
 @dataclass(slots=True)
@@ -157,6 +157,9 @@ class Engine:
             self._failure = error
             if not self.ready.done():
                 self.ready.set_exception(error)
+            elif not self._leads:  # rank 0 waits for this rank in a collective; only a dead process is noticed
+                logging.shutdown()
+                os._exit(1)
             self._fail_waiting()
 
     def _fail_waiting(self) -> None:

@@ -157,6 +157,6 @@ def _import_factory() -> Any:
         from reasoning_gym import factory  # slow to import, and an extra
     except ImportError as error:
         raise RuntimeError(
-            f"reasoning_gym: cannot be imported ({error}); install it with pip install 'torchtitan-rl[reasoning-gym]'"
+            f"reasoning_gym: cannot be imported ({error}); install it with bash scripts/setup.sh reasoning-gym"
         ) from error
     return factory

@@ -7,6 +7,7 @@ The manifest is written last: a version exists when its manifest does.
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import socket
@@ -86,8 +87,8 @@ def _map(fd: int, nbytes: int, *, write: bool = True) -> torch.Tensor:
 class WeightStore:
     """Versioned weights in the TorchStore instance of this name, from whichever process holds the object."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, timeout_s: float = 600.0):
+        self.name, self.timeout_s = name, timeout_s
 
     async def start(self, procs) -> None:
         """The store's volume on a process mesh of one; its controller gets a process of its own."""
@@ -122,9 +123,15 @@ class WeightStore:
 
     async def discard(self, version: int) -> None:
         """Forgets a version; its manifest goes first."""
-        for part in ("manifest", "payload"):
-            if await torchstore.exists(_key(version, part), store_name=self.name):
-                await torchstore.delete(_key(version, part), store_name=self.name)
+        async def delete() -> None:
+            for part in ("manifest", "payload"):
+                if await torchstore.exists(_key(version, part), store_name=self.name):
+                    await torchstore.delete(_key(version, part), store_name=self.name)
+
+        try:
+            await asyncio.wait_for(delete(), self.timeout_s)
+        except TimeoutError:
+            raise RuntimeError(f"store: did not discard version {version} within {self.timeout_s:g} s") from None
 
     async def versions(self) -> list[int]:
         """Versions whose manifest is there."""
