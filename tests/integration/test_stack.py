@@ -307,3 +307,19 @@ def test_a_loss_that_raises_says_what_it_raised(loop, controller):
 
 async def _await(future):
     return await future
+
+
+def test_what_is_not_given_to_an_optimizer_step_comes_from_the_config(loop, controller):
+    async def run():
+        await controller.trainer.optim_step(OptimParams(lr=0.0, betas=(0.1, 0.1)))
+        return await controller.trainer.optim_step()
+
+    assert loop.run_until_complete(run()).lr == controller.config.trainer.optimizer.lr == 1e-3
+
+
+def test_any_loss_gets_the_check_of_generator_against_trainer(loop, controller):
+    def reinforce(inputs):
+        return -(inputs.weights * inputs.policy_logprobs * inputs.advantages).sum(), {}
+
+    outputs, _ = _gradient(loop, controller, [random_datums(4)], reinforce)
+    assert {"policy/entropy", "mismatch/kl", "mismatch/logprob_diff_max", "advantage/mean"} <= outputs[0].metrics.keys()

@@ -10,7 +10,7 @@ from torchtitan_rl import metrics
 def test_reinforcement_has_what_supervised_has_and_no_name_twice():
     assert metrics.REINFORCEMENT[:7] == metrics.SUPERVISED
     every = metrics.REINFORCEMENT + metrics.EVALUATION
-    assert len(set(every)) == len(every) == 23
+    assert len(set(every)) == len(every) == 25
 
 
 def test_mean_std_divides_by_n():

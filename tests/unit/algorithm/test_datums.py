@@ -79,7 +79,7 @@ def test_advantages_are_a_groups_own_and_reductions_see_which_group_a_datum_is_o
     assert [datum.loss_inputs["weights"].tolist() for datum in data] == [[0.25], [0.25], [0.5]]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
 def test_a_token_whose_log_probability_is_not_finite_does_not_train(bad):
     groups = [group(rollout(2.0, turn([5], [8, 9], [-0.5, bad])), rollout(0.0, turn([5], [7], [-1.0])))]
     data = to_datums(groups, AlgorithmConfig())
@@ -87,6 +87,19 @@ def test_a_token_whose_log_probability_is_not_finite_does_not_train(bad):
         "tokens": [5, 8], "targets": [8, 9], "loss_mask": [1, 0], "advantages": [1, 0],
         "sampling_logprobs": [-0.5, 0], "weights": [0.5, 0]}
     assert data[1].loss_inputs["weights"].tolist() == [0.5]
+
+
+def test_a_nan_log_probability_is_an_error_that_names_its_token():
+    groups = [group(rollout(2.0, turn([5], [8, 9], [-0.5, math.nan])), rollout(0.0, turn([5], [7], [-1.0])))]
+    with pytest.raises(RuntimeError, match="token 1 was sampled with log-probability NaN"):
+        to_datums(groups, AlgorithmConfig())
+
+
+def test_completions_of_another_distribution_are_refused():
+    bad = rollout(2.0, turn([5], [8, 9], [-0.5, -0.5]))
+    bad.turns[0].completion.filtered = True
+    with pytest.raises(ValueError, match="was sampled with top_k or top_p"):
+        to_datums([group(bad, rollout(0.0, turn([5], [7], [-1.0])))], AlgorithmConfig())
 
 
 def test_an_estimator_sees_the_rewards_in_double_precision():

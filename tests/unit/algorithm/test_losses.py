@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo
+from torchtitan_rl.model.train_step import policy_metrics
 from torchtitan_rl.types import LossInputs
 
 POLICY_LOSSES = [importance_sampling, ppo]
@@ -30,6 +31,8 @@ def loss_inputs(policy_logprobs, *, sampling_logprobs=None, advantages=None, wei
 
 def value_and_grad(loss_fn, inputs, **config):
     loss, metrics = loss_fn(inputs, **config)
+    if loss_fn is not cross_entropy:
+        metrics = {**policy_metrics(inputs), **metrics}  # as a training step reports them
     (grad_T,) = torch.autograd.grad(loss, inputs.policy_logprobs)
     return loss.item(), grad_T.tolist(), {name: float(value) for name, value in metrics.items()}
 
@@ -149,6 +152,7 @@ def test_masked_tokens_have_exactly_no_gradient_whatever_they_hold(loss_fn, garb
         loss, grad, metrics = value_and_grad(loss_fn, inputs)
         assert loss == -1.0 and grad == [0.0, -1.0, 0.0]
         assert metrics == {"policy/entropy": 0.75, "mismatch/kl": 0.0, "mismatch/logprob_diff_max": 0.0,
+                           "advantage/mean": 2.0, "advantage/abs_max": 2.0,
                            **({"policy/clip_frac": 0.0} if loss_fn is ppo else {})}
 
 
@@ -168,7 +172,7 @@ def test_metrics_are_sums_over_trained_tokens(loss_fn):
     assert metrics == {
         "policy/entropy": 1.75,
         "mismatch/kl": pytest.approx((2 - 1 - math.log(2)) + (0.25 - 1 + math.log(4))),
-        "mismatch/logprob_diff_max": pytest.approx(math.log(4)),
+        "mismatch/logprob_diff_max": pytest.approx(math.log(4)), "advantage/mean": 2.0, "advantage/abs_max": 1.0,
     }
 
 

@@ -144,5 +144,5 @@ def test_settings_that_reasoning_gym_does_not_know_are_refused(names, complaint)
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'torchtitan-rl\[reasoning-gym\]'"):
+    with pytest.raises(RuntimeError, match="bash scripts/setup.sh reasoning-gym"):
         reasoning_gym()
