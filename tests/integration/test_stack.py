@@ -24,8 +24,10 @@ def test_trainer_generator_and_store_live_in_processes_of_their_own(controller):
 
 
 def test_engine_runs_torchtitan_blocks_on_vllm_attention(loop, controller):
-    mesh = controller.generator._replicas[0].mesh
-    modules = loop.run_until_complete(mesh.call_each("modules"))[0]
+    async def run():
+        return await controller.generator._replicas[0].mesh.call_each("modules")
+
+    (modules,) = loop.run_until_complete(run())
     assert modules.count("torchtitan.models.qwen3.model.Qwen3TransformerBlock") == 4
     assert modules.count("torchtitan.models.common.attention.GQAttention") == 4
     assert sum(m.startswith("vllm.") and m.endswith(".Attention") for m in modules) == 4
@@ -300,13 +302,12 @@ def test_a_loss_that_raises_says_what_it_raised(loop, controller):
     def broken(inputs):
         raise KeyError("no such thing")
 
-    with pytest.raises(RuntimeError, match="policy-0.forward_backward: KeyError: 'no such thing'"):
-        loop.run_until_complete(_await(controller.trainer.forward_backward(random_datums(2), broken)))
-    loop.run_until_complete(_await(controller.trainer.optim_step(OptimParams(lr=0.0))))
+    async def run():
+        with pytest.raises(RuntimeError, match="policy-0.forward_backward: KeyError: 'no such thing'"):
+            await controller.trainer.forward_backward(random_datums(2), broken)
+        await controller.trainer.optim_step(OptimParams(lr=0.0))
 
-
-async def _await(future):
-    return await future
+    loop.run_until_complete(run())
 
 
 def test_what_is_not_given_to_an_optimizer_step_comes_from_the_config(loop, controller):
