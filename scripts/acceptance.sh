@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the quickstart promises: three seeds, a shuffled control, time to the first step. About 20 minutes on two cores.
+# What the quickstart promises: three seeds, a shuffled control, time to the first step. Five runs of up to four minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh test
