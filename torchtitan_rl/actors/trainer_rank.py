@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.model.config import ModelConfig, assets_dir, has_weights, write_model_dir
-from torchtitan_rl.model.spec import build_spec, shape_of, training_spec
+from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
+from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights import checkpoint, hf, packing
@@ -35,16 +36,24 @@ __all__ = ["TrainerRank"]
 
 logger = logging.getLogger(__name__)
 
+COPY = "copy"  # the store's key of weights on their way from one trainer role to another
+TRAINED_ROLES = ("policy", "critic")
 _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
 
 
 class TrainerRank:
-    """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already."""
+    """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already.
+
+    A `critic` has a value head; `reference` and `teacher` are only scored and have no optimizer.
+    """
 
     def __init__(
-        self, config: TrainerConfig, model: ModelConfig, seed: int, device: torch.device, store_name: str, dump_dir: str,
+        self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, device: torch.device, store_name: str,
+        dump_dir: str,
     ):
-        self.config, self.model_config, self.seed, self.device, self.dump_dir = config, model, seed, device, dump_dir
+        self.config, self.model_config, self.role, self.seed = config, model, role, seed
+        self.device, self.dump_dir = device, dump_dir
+        self.parts = {"model": Part(), "optimizer": Part(), "gradients": Part()}
         self.store, self.buffers = WeightStore(store_name), SharedBuffers()
         self.policy_version = 0
         self._train_timeout_set = False
@@ -60,6 +69,8 @@ class TrainerRank:
         validate_converter_order(config.converters)
         for converter in config.converters:
             spec.model = converter.build().convert(spec.model)
+        if self.role == "critic":
+            spec = critic_spec(spec)
         attention = platform.attention_backend() if config.attention == "auto" else config.attention
         self.spec = training_spec(
             spec, SimpleNamespace(parallelism=config.parallelism), attention=attention,
@@ -78,19 +89,23 @@ class TrainerRank:
         self.model = model.train()
         self.adapter = self.spec.state_dict_adapter(self.spec.model, str(assets_dir(self.model_config)))
         if has_weights(self.model_config):
-            hf.load_hf_weights(model, self.adapter, assets_dir(self.model_config))
+            hf.load_hf_weights(model, self.adapter, assets_dir(self.model_config), head=self.role != "critic")
         else:
             self._init_like_one_rank(dtype)
-        optimizer = config.optimizer
-        self.optimizers = default_adamw(
-            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
-        self.optimizers.implementation = optimizer.implementation
-        self.optimizers = self.optimizers.build(model_parts=[model])
-        for register in (self.spec.post_optimizer_build_fn, config.post_optimizer_build_fn):
-            if register is not None:
-                register(self.optimizers, [model], self.parallel_dims)
+        self.optimizers = self._build_optimizers() if self.role in TRAINED_ROLES else None
         logger.info("model: %s, %d parameters, attention %s, degrees %s",
                     self.shape, self.shape.num_parameters, attention, self.parallel_dims)
+
+    def _build_optimizers(self):
+        optimizer, model = self.config.optimizer, self.model
+        container = default_adamw(
+            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+        container.implementation = optimizer.implementation
+        optimizers = container.build(model_parts=[model])
+        for register in (self.spec.post_optimizer_build_fn, self.config.post_optimizer_build_fn):
+            if register is not None:
+                register(optimizers, [model], self.parallel_dims)
+        return optimizers
 
     def _init_like_one_rank(self, dtype: torch.dtype) -> None:
         """Random weights that do not depend on the layout: each rank draws the whole model and keeps its part."""
@@ -98,17 +113,22 @@ class TrainerRank:
         with set_default_dtype(dtype):
             whole = self.spec.model.build()
         whole.init_weights()
+        self._load_whole(whole.state_dict())
+
+    def _load_whole(self, state: dict[str, torch.Tensor]) -> None:
+        """Each rank keeps its part of whole tensors that every rank has."""
         held = self.model.state_dict()
         self.model.load_state_dict({
-            name: distribute_tensor(tensor.to(self.device), held[name].device_mesh, held[name].placements)
+            name: distribute_tensor(tensor.to(self.device), held[name].device_mesh, held[name].placements, src_data_rank=None)
             if isinstance(held[name], DTensor) else tensor.to(self.device)
-            for name, tensor in whole.state_dict().items()
+            for name, tensor in state.items()
         })
 
     def accumulate(
         self, batches: list[Microbatch], loss_fn: LossFunction | None, *, temperature: float, loss_weight: float = 1.0,
     ) -> Accumulated:
         """Adds this rank's microbatches to the gradient, in order; without a loss only scores them."""
+        self._require("forward" if loss_fn is None else "forward_backward", "model", *([] if loss_fn is None else ["gradients"]))
         # Sequence parallelism cuts the packed tokens into one equal part per TP rank.
         return accumulate_gradients(
             self.model, batches, loss_fn, self.device, temperature=temperature, loss_weight=loss_weight,
@@ -116,6 +136,7 @@ class TrainerRank:
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         """Clips, steps, zeroes the gradient. A gradient that is not finite is dropped and the step skipped."""
+        self._require("optim_step", "model", "optimizer", "gradients")
         given = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
         defaults = {"max_grad_norm": self.config.training.max_norm} | {
             name: getattr(self.config.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")}
@@ -132,12 +153,78 @@ class TrainerRank:
 
     def reset_optimizer(self) -> None:
         """Forgets moments and step count, for a new phase with another loss."""
+        self._require("reset_optimizer", "optimizer", "gradients")
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
+    # Residency: what is on the device.
+
+    def offload(self, parts: list[str]) -> None:
+        """Moves parts (of model, optimizer, gradients) to host memory; what is there already stays."""
+        for name in parts:
+            self.parts[name].offload(self._tensors(name))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # so that another process on this device can have what was freed
+
+    def onload(self, parts: list[str]) -> None:
+        """Brings parts back."""
+        for name in parts:
+            self.parts[name].onload()
+
+    def residency(self) -> dict[str, int]:
+        """Bytes of each part that are on the device."""
+        return {name: device_bytes(self._tensors(name)) for name in self.parts}
+
+    def _tensors(self, part: str) -> list[torch.Tensor]:
+        if part == "model":
+            return model_tensors(self.model)
+        if part == "gradients":
+            return gradient_tensors(self.model)
+        return optimizer_tensors(self.optimizers) if self.optimizers is not None else []
+
+    def _require(self, operation: str, *parts: str) -> None:
+        """Raises RuntimeError unless these parts are on the device, ValueError if the role lacks one."""
+        if self.optimizers is None and "gradients" in parts:
+            raise ValueError(f"role={self.role!r}: is only scored; {operation} needs one of {', '.join(TRAINED_ROLES)}")
+        missing = [name for name in parts if not self.parts[name].on_device]
+        if missing:
+            raise RuntimeError(
+                f"{self.role}.{operation}: {' and '.join(missing)} offloaded; call it through a TrainingClient, "
+                "which brings back what an operation needs")
+
+    # Weights in and out.
+
+    def init_model(self, path: str) -> None:
+        """Replaces the weights by those of a Hugging Face directory or a complete checkpoint; forgets the optimizer."""
+        self._require("init_model", "model", "optimizer")
+        if (Path(path) / "config.json").exists():
+            hf.load_hf_weights(self.model, self.adapter, Path(path), head=self.role != "critic")
+            self.policy_version = 0
+        else:
+            self.load_checkpoint(path, 0, optimizer=False)
+        if self.optimizers is not None:
+            self.reset_optimizer()
+
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
         """Publishes this policy version to the store, parameters cast to `dtype`. Returns the version."""
-        version = self.policy_version
+        await self._publish(self.policy_version, dtype, transport, verify)
+        return self.policy_version
+
+    async def push_copy(self, transport: str) -> None:
+        """Publishes the weights as they are, for another trainer role to pull; the generators' dtype has no say."""
+        await self._publish(COPY, None, transport, True)
+
+    async def pull_copy(self) -> None:
+        """Takes over the weights that another role has published by `push_copy`, whatever the two layouts."""
+        self._require("pull_copy", "model")
+        manifest, payload = await self.store.fetch(COPY, verify=True)
+        held = {name: (tuple(t.shape), t.dtype) for name, t in self.model.state_dict().items()}
+        if difference := packing.explain_difference(manifest.entries, held):
+            raise RuntimeError(f"{self.role}.pull_copy: the published weights do not fit this model: {difference}")
+        self._load_whole(packing.read(payload, manifest))
+
+    async def _publish(self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool) -> None:
+        self._require("push_weights", "model")
         state = self.model.state_dict()
         parameters = dict(self.model.named_parameters())
         # The fused QKV weight shows as wq, wk and wv, so what is not a buffer by name is a parameter.
@@ -158,19 +245,22 @@ class TrainerRank:
                 packing.write(payload, manifest, name, whole)
         if publisher:
             await self.store.publish(manifest, payload, handle=handle, verify=verify)
-        return version
 
-    def discard_weights(self, version: int) -> None:
+    def discard_weights(self, version: int | str) -> None:
         """Lets a published version's memory be used again."""
         self.buffers.release(version)
 
     def save_checkpoint(self, path: str) -> None:
         """Parameters and optimizer through torch's distributed checkpoint."""
-        dcp.save({"model": self.model.state_dict(), "optimizer": self.optimizers.state_dict()},
-                 checkpoint_id=str(checkpoint.model_dir(Path(path))))
+        self._require("save_checkpoint", "model", "optimizer")
+        state = {"model": self.model.state_dict()}
+        if self.optimizers is not None:
+            state["optimizer"] = self.optimizers.state_dict()
+        dcp.save(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
 
     def load_checkpoint(self, path: str, policy_version: int, optimizer: bool) -> None:
         """The reverse, into this layout whatever the layout that saved it."""
+        self._require("load_checkpoint", "model", *(["optimizer", "gradients"] if optimizer else []))
         state = {"model": self.model.state_dict()}
         if optimizer:
             state["optimizer"] = self.optimizers.state_dict()
@@ -182,6 +272,9 @@ class TrainerRank:
 
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
         """Writes a Hugging Face directory: config, tokenizer, safetensors."""
+        if self.role == "critic":
+            raise ValueError("role='critic': has a value head, which Qwen3's Hugging Face form lacks; use save_checkpoint")
+        self._require("save_hf_model", "model")
         state = hf.full_state(self.model)
         if dist.get_rank() == 0:
             write_model_dir(Path(path), self.shape, assets_dir(self.model_config), eos=eos, pad=pad)

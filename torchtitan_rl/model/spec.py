@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from functools import partial
 
+import spmd_types as spmd
 import torch.nn as nn
 
 from torchtitan_rl import platform
@@ -19,6 +20,7 @@ platform.adapt_torchtitan()
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear  # noqa: E402
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config  # noqa: E402
+from torchtitan.models.common.decoder_sharding import dense_param_placement  # noqa: E402
 from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
 from torchtitan.models.common.param_init import skip_param_init  # noqa: E402
 from torchtitan.models.qwen3 import Qwen3Model, model_registry, parallelize_qwen3, qwen3_configs  # noqa: E402
@@ -30,8 +32,9 @@ from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 from torchtitan_rl.model.attention import PackedSDPA  # noqa: E402
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, resolve_shape  # noqa: E402
 from torchtitan_rl.model.logprobs import LogprobHead  # noqa: E402
+from torchtitan_rl.model.value_head import ValueHead  # noqa: E402
 
-__all__ = ["build_spec", "training_spec", "flavor_shape", "shape_of"]
+__all__ = ["build_spec", "training_spec", "critic_spec", "flavor_shape", "shape_of"]
 
 _NORMAL = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
 
@@ -90,6 +93,12 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_tokens
     if attention == "sdpa":
         for layer in model.layers:
             layer.attention.inner_attention = _recast(layer.attention.inner_attention, PackedSDPA.Config)
+    if isinstance(model.lm_head, ValueHead.Config):
+        model.lm_head.sharding_config = ShardingConfig(
+            state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+            in_src_shardings=model.lm_head.sharding_config.in_src_shardings,
+            in_dst_shardings=model.lm_head.sharding_config.in_dst_shardings)
+        return dataclasses.replace(spec, model=model)
     head = _recast(model.lm_head, LogprobHead.Config, chunk_tokens=chunk_tokens)
     # The head's outputs are per-token numbers, equal on every TP rank, not vocabulary shards of logits.
     sharding = model.lm_head.sharding_config
@@ -98,6 +107,15 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_tokens
         in_dst_shardings=sharding.in_dst_shardings,
     )
     model.lm_head = head
+    return dataclasses.replace(spec, model=model)
+
+
+def critic_spec(spec: ModelSpec) -> ModelSpec:
+    """A new spec of the same model with one value per position instead of logits; values start at 0."""
+    model = copy.deepcopy(spec.model)
+    model.enable_weight_tying = False
+    model.tok_embeddings.param_init = {"weight": _NORMAL["weight"]}
+    model.lm_head = ValueHead.Config(in_features=model.dim, out_features=1, param_init={"weight": nn.init.zeros_})
     return dataclasses.replace(spec, model=model)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
+import torch.nn.functional as F
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from torchtitan_rl import platform
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
+from torchtitan_rl.model.value_head import ValueHead
 from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatch, OptimParams
 
-__all__ = ["forward_logprobs", "accumulate_gradients", "policy_metrics", "clip_and_step"]
+__all__ = ["forward_logprobs", "forward_values", "accumulate_gradients", "policy_metrics", "clip_and_step"]
 
 
 def forward_logprobs(model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1):
@@ -18,21 +22,27 @@ def forward_logprobs(model, batch: Microbatch, device: torch.device, *, temperat
     `multiple_of`: T is padded to a multiple of it (sequence parallelism needs the TP size) with a document
     of its own, which is cut off again.
     """
-    total = len(batch.tokens_T)
-    padding = -total % multiple_of
+    padding = -len(batch.tokens_T) % multiple_of
+    model.lm_head.target(F.pad(batch.target_tokens_T, (0, padding)).to(device), temperature)
+    logprobs, entropy = _forward(model, batch, device, padding)
+    return logprobs[0, :len(batch.tokens_T)], entropy[0, :len(batch.tokens_T)]
+
+
+def forward_values(model, batch: Microbatch, device: torch.device, *, multiple_of: int = 1) -> torch.Tensor:
+    """A critic's values of a packed microbatch, (T,)."""
+    return _forward(model, batch, device, -len(batch.tokens_T) % multiple_of)[0, :len(batch.tokens_T)]
+
+
+def _forward(model, batch: Microbatch, device: torch.device, padding: int):
     lengths = [*batch.lengths, padding] if padding else batch.lengths
-    pad = torch.nn.functional.pad
-    tokens_T = pad(batch.tokens_T, (0, padding)).to(device)
-    targets_T = pad(batch.target_tokens_T, (0, padding)).to(device)
+    tokens_T = F.pad(batch.tokens_T, (0, padding)).to(device)
     positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
     inner = model.config.first_attention.inner_attention
     if isinstance(inner, PackedSDPA.Config):
         masks = PackedDocuments.build(lengths, device)
     else:
         masks = create_varlen_metadata_for_document(positions_T[None])
-    model.lm_head.target(targets_T, temperature)
-    logprobs, entropy = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
-    return logprobs[0, :total], entropy[0, :total]
+    return model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
 
 
 def accumulate_gradients(
@@ -43,15 +53,20 @@ def accumulate_gradients(
 
     The loss is a token sum, so the result does not depend on how datums were split into microbatches.
     """
-    result = Accumulated(policy_logprobs=[], loss=0.0, sums={})
+    began = time.time()
+    result = Accumulated(rows=[], loss=0.0, sums={})
     for batch in batches:
         with torch.set_grad_enabled(loss_fn is not None):
-            logprobs_T, entropy_T = forward_logprobs(
-                model, batch, device, temperature=temperature, multiple_of=multiple_of)
+            if isinstance(model.lm_head, ValueHead):
+                outputs = {"predicted_values": forward_values(model, batch, device, multiple_of=multiple_of)}
+            else:
+                logprobs_T, entropy_T = forward_logprobs(
+                    model, batch, device, temperature=temperature, multiple_of=multiple_of)
+                outputs = {"policy_logprobs": logprobs_T, "entropy": entropy_T}
             if loss_fn is not None:
                 datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
                 inputs = LossInputs(
-                    policy_logprobs=logprobs_T, entropy=entropy_T, datum=datum_T, num_datums=len(batch.lengths),
+                    **outputs, datum=datum_T, num_datums=len(batch.lengths),
                     tensors=platform.to_device(batch.loss_inputs, device))
                 loss, metrics = loss_fn(inputs)
                 metrics = {**policy_metrics(inputs), **metrics}
@@ -61,16 +76,19 @@ def accumulate_gradients(
                     value = float(value)
                     old = result.sums.get(name)
                     result.sums[name] = value if old is None else max(old, value) if name.endswith("_max") else old + value
-        result.policy_logprobs += list(logprobs_T.detach().float().cpu().split(batch.lengths))
+        row_T = next(iter(outputs.values()))
+        result.rows += list(row_T.detach().float().cpu().split(batch.lengths))
+    result.interval = (began, time.time())
     return result
 
 
 def policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
     """Metric sums of any loss on sampled data: entropy, advantages, and how far trainer and generator disagree.
 
-    The KL is k3 of Schulman 2020, "Approximating KL divergence"; data without `sampling_logprobs` give nothing.
+    The KL is k3 of Schulman 2020, "Approximating KL divergence"; a critic, or data without `sampling_logprobs`, give
+    nothing.
     """
-    if "sampling_logprobs" not in inputs.tensors:
+    if inputs.policy_logprobs is None or "sampling_logprobs" not in inputs.tensors:
         return {}
     with torch.no_grad():
         mask_T = inputs.loss_mask > 0

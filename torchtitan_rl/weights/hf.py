@@ -12,11 +12,18 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["load_hf_weights", "full_state", "write_hf_dir"]
 
-def load_hf_weights(model, adapter, directory: Path) -> None:
-    """Reads safetensors into a (possibly sharded) model; each rank reads only its part."""
-    state = adapter.to_hf(model.state_dict())
+
+def load_hf_weights(model, adapter, directory: Path, *, head: bool = True) -> None:
+    """Reads safetensors into a (possibly sharded) model; each rank reads only its part.
+
+    Without `head` the model's own head stays: a critic has another one than the checkpoint.
+    """
+    own = model.state_dict()
+    state = adapter.to_hf(own)
+    if not head:
+        state.pop("lm_head.weight", None)
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(directory)))
-    model.load_state_dict(adapter.from_hf(state))
+    model.load_state_dict({**own, **adapter.from_hf(state)})
 
 
 def full_state(model) -> dict[str, torch.Tensor]:
