@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "prepare_vllm", "adapt_torchtitan",
+__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "can_sleep", "prepare_vllm", "adapt_torchtitan",
            "adapt_parallel_model", "set_threads", "num_cores", "to_device"]
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
@@ -33,6 +33,11 @@ def distributed_backend() -> str:
 def attention_backend() -> Literal["sdpa", "varlen"]:
     """Training attention over packed documents: FlashAttention's variable-length kernel exists on CUDA only."""
     return "varlen" if device_type() == "cuda" else "sdpa"
+
+
+def can_sleep() -> bool:
+    """Whether vLLM can take weights and KV cache off the device; on a CPU it only warns."""
+    return device_type() == "cuda"
 
 
 def num_cores() -> int:

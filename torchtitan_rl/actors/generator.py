@@ -30,7 +30,10 @@ class Generator(Actor):
 
     def __init__(
         self, config: GeneratorConfig, model_dir: str, role: str, seed: int, log_dir: str | None, store_name: str,
+        sleeps: bool = False,
     ):
+        """`sleeps`: it shares its devices with trainers, and gives them up when told to."""
+        self.sleeps = sleeps
         self.config, self.model_dir, self.role, self.seed = config, model_dir, role, seed
         self.log_dir, self.store_name = log_dir, store_name
 
@@ -45,7 +48,7 @@ class Generator(Actor):
         with heavy_imports():
             from torchtitan_rl.model.vllm_engine import Engine
 
-        self.engine = Engine(self.config, self.model_dir, self.seed, rank)
+        self.engine = Engine(self.config, self.model_dir, self.seed, rank, sleeps=self.sleeps)
         self.engine.start()
         await asyncio.wrap_future(self.engine.ready)
         platform.set_threads(threads)  # vLLM's worker sets its own number
@@ -73,6 +76,16 @@ class Generator(Actor):
     async def load(self, version: int) -> int:
         """Between two iterations, copies the fetched version into the model and resets the prefix cache."""
         return await asyncio.wrap_future(self.engine.load(version))
+
+    @concurrent_endpoint
+    async def sleep(self) -> None:
+        """Takes weights and KV cache off the device."""
+        await asyncio.wrap_future(self.engine.sleep())
+
+    @concurrent_endpoint
+    async def wake(self, part: str) -> None:
+        """Brings `"weights"` or `"kv_cache"` back."""
+        await asyncio.wrap_future(self.engine.wake(part))
 
     @concurrent_endpoint
     async def fetch_hf(self, directory: str, version: int) -> None:

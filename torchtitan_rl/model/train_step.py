@@ -99,6 +99,10 @@ def policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
             "mismatch/kl": (torch.expm1(difference_T.double()) - difference_T.double()).sum(),
             "mismatch/logprob_diff_max": difference_T.abs().max(),
         }
+        if "reference_logprobs" in inputs.tensors:
+            # KL(policy || reference), sampled from (nearly) the policy: r = reference / policy.
+            away_T = torch.where(mask_T, inputs.reference_logprobs - inputs.policy_logprobs, 0.0).double()
+            sums["policy/reference_kl"] = (torch.expm1(away_T) - away_T).sum()
         if "advantages" in inputs.tensors:
             sums["advantage/mean"] = inputs.advantages[mask_T].sum()
             sums["advantage/abs_max"] = torch.where(mask_T, inputs.advantages.abs(), 0.0).max()
