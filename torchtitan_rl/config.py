@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import cloudpickle
 
@@ -25,8 +25,8 @@ from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSy
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.model.config import ModelConfig, assets_dir, resolve_shape
 
-__all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "load_config", "apply_overrides", "validate", "resolved",
-           "flat", "function_name"]
+__all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "RoleConfig", "RolesConfig", "load_config", "apply_overrides",
+           "validate", "resolved", "flat", "function_name"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +70,38 @@ class ControllerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RoleConfig:
+    """A model beside the policy, on a mesh of its own."""
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Its layout and microbatches; for a critic, its optimizer too."""
+    model: ModelConfig | None = None
+    """Which model; None: the policy's own, with the same initial weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolesConfig:
+    """Models beside the policy, and who shares devices with whom."""
+
+    reference: RoleConfig | None = None
+    """A frozen or now and then refreshed copy of the policy; `policy/reference_kl` says how far the policy is from it."""
+    critic: RoleConfig | None = None
+    """The same model family with a value head; with one, advantages come from GAE."""
+    teacher: RoleConfig | None = None
+    """Another model to learn from, with the policy's vocabulary."""
+    refresh_reference_every: int = 0
+    """Steps after which the reference takes over the policy's weights; 0: never."""
+    colocation: Literal["none", "policy_reference", "all"] = "none"
+    """Which roles share the policy's devices and take turns on them: nobody, the reference, or every role and the
+    generators too."""
+
+    def configured(self) -> dict[str, RoleConfig]:
+        """Those that are there, by name."""
+        given = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
+        return {name: role for name, role in given.items() if role is not None}
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """Everything a run is. A config file has one function `config()` that returns one."""
 
@@ -83,6 +115,8 @@ class RunConfig:
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The policy's."""
+    roles: RolesConfig = field(default_factory=RolesConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     seed: int = 0
@@ -255,39 +289,20 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             f"model.shape.vocab_size={shape.vocab_size}: the tokenizer of model.assets={config.model.assets!r} has "
             f"{tokenizer_vocab} tokens; use the tokenizer the model was made for")
-    parallel = config.trainer.parallelism
-    for where, degree in (("trainer.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree),
-                          ("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree)):
-        _positive(where, degree)
-        for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
-            if size % degree:
-                divisors = [d for d in range(1, shape.n_kv_heads + 1)
-                            if shape.n_kv_heads % d == shape.n_heads % d == shape.hidden_dim % d == 0]
-                raise ValueError(
-                    f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
-    for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
-        _positive(f"trainer.parallelism.{name}", getattr(parallel, name))
-    for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
-        if getattr(parallel, name) != 1:
-            raise ValueError(f"trainer.parallelism.{name}={getattr(parallel, name)}: is not supported; use 1")
-    if parallel.spmd_backend != "partial_dtensor":
-        raise ValueError(f"trainer.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
-                         "the backend that runs on gloo as well as on NCCL")
+    trainers = {"trainer": (config.trainer, shape)}
+    for role, given in config.roles.configured().items():
+        trainers[f"roles.{role}.trainer"] = (given.trainer, shape if given.model is None else resolve_shape(given.model))
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
-    for where, limit in (("trainer.training.seq_len", config.trainer.training.seq_len),
-                         ("generator.max_model_len", config.generator.max_model_len)):
-        if limit > shape.max_seq_len:
-            raise ValueError(f"{where}={limit}: exceeds the model's max_seq_len={shape.max_seq_len}; lower it")
-        if longest > limit:
-            raise ValueError(
-                f"{where}={limit}: is shorter than sampling.max_prompt_tokens + max_tokens = {longest}; "
-                "raise it or lower one of them")
+    for where, (trainer, its_shape) in trainers.items():
+        _check_trainer(where, trainer, its_shape, longest)
+    _check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
+    _check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
+    _check_roles(config.roles, shape)
     for where, value in (("algorithm.group_size", config.algorithm.group_size),
                          ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
                          ("sampling.max_tokens", config.sampling.max_tokens),
                          ("sampling.max_prompt_tokens", config.sampling.max_prompt_tokens),
-                         ("trainer.max_tokens_per_microbatch", config.trainer.max_tokens_per_microbatch),
-                         ("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens),
+                         ("algorithm.num_epochs", config.algorithm.num_epochs),
                          ("generator.num_replicas", config.generator.num_replicas),
                          ("generator.max_num_seqs", config.generator.max_num_seqs),
                          ("controller.eval_tasks", config.controller.eval_tasks),
@@ -299,11 +314,78 @@ def validate(config: RunConfig) -> None:
                          ("trainer.optimizer.lr", config.trainer.optimizer.lr), ("supervised.lr", config.supervised.lr)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
+    _check_minibatches(config.algorithm, config.controller.num_steps)
     _check_loss_config(config.algorithm)
     if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
         raise ValueError(f"seed={config.seed}: must not be negative; use 0 or more")
+
+
+def _check_trainer(where: str, trainer: TrainerConfig, shape, longest: int) -> None:
+    """The layout of one trainer mesh against its model and the longest sequence of the run."""
+    parallel = trainer.parallelism
+    _check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
+    for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
+        _positive(f"{where}.parallelism.{name}", getattr(parallel, name))
+    for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(f"{where}.parallelism.{name}={getattr(parallel, name)}: is not supported; use 1")
+    if parallel.spmd_backend != "partial_dtensor":
+        raise ValueError(f"{where}.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
+                         "the backend that runs on gloo as well as on NCCL")
+    _check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
+    _positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
+    _positive(f"{where}.logprob_chunk_tokens", trainer.logprob_chunk_tokens)
+
+
+def _check_degree(where: str, degree: int, shape) -> None:
+    _positive(where, degree)
+    for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
+        if size % degree:
+            divisors = [d for d in range(1, shape.n_kv_heads + 1)
+                        if shape.n_kv_heads % d == shape.n_heads % d == shape.hidden_dim % d == 0]
+            raise ValueError(f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
+
+
+def _check_context(where: str, limit: int, shape, longest: int) -> None:
+    if limit > shape.max_seq_len:
+        raise ValueError(f"{where}={limit}: exceeds the model's max_seq_len={shape.max_seq_len}; lower it")
+    if longest > limit:
+        raise ValueError(f"{where}={limit}: is shorter than sampling.max_prompt_tokens + max_tokens = {longest}; "
+                         "raise it or lower one of them")
+
+
+def _check_roles(roles: RolesConfig, shape) -> None:
+    reference = roles.reference
+    if roles.refresh_reference_every and reference is not None and reference.model is not None:
+        if resolve_shape(reference.model) != shape:
+            raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: the reference has another shape "
+                             "than the policy, whose weights it would take; use 0, or leave roles.reference.model unset")
+    if roles.teacher is not None:
+        if roles.teacher.model is None:
+            raise ValueError("roles.teacher.model=None: a teacher is another model than the policy; name it")
+        if (size := resolve_shape(roles.teacher.model).vocab_size) != shape.vocab_size:
+            raise ValueError(f"roles.teacher.model: has a vocabulary of {size} tokens, the policy has {shape.vocab_size}; "
+                             "use models with the same tokenizer")
+    if roles.refresh_reference_every < 0:
+        raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: must not be negative; use 0 or more")
+    if roles.refresh_reference_every and roles.reference is None:
+        raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: there is no reference to refresh; "
+                         "set roles.reference or use 0")
+    if roles.colocation == "policy_reference" and roles.reference is None:
+        raise ValueError("roles.colocation='policy_reference': there is no reference; set roles.reference or use 'none'")
+
+
+def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
+    if not 0 <= algorithm.tasks_per_minibatch <= algorithm.tasks_per_step:
+        raise ValueError(f"algorithm.tasks_per_minibatch={algorithm.tasks_per_minibatch}: must be between 0 (the whole batch) "
+                         f"and algorithm.tasks_per_step={algorithm.tasks_per_step}")
+    per_batch = algorithm.steps_per_batch
+    if num_steps % per_batch:
+        below = num_steps - num_steps % per_batch
+        raise ValueError(f"controller.num_steps={num_steps}: a batch is {per_batch} optimizer steps (algorithm.num_epochs x its "
+                         f"minibatches); use a multiple, such as {below or per_batch} or {below + per_batch}")
 
 
 def _check_loss_config(algorithm: AlgorithmConfig) -> None:

@@ -70,7 +70,9 @@ class Launcher:
         # Unset, a failure nobody awaits would end this process; here the calls that wait on it raise instead.
         monarch.actor.unhandled_fault_hook = lambda failure: self.failures.append(str(failure))
 
-    async def start_trainer(self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int) -> RoleMesh:
+    async def start_trainer(
+        self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None,
+    ) -> RoleMesh:
         """A trainer mesh whose ranks hold their models."""
         procs = await self._spawn(role, config.num_ranks)
         await self._in_time(setup_torch_elastic_env_async(procs), f"{role}: rendezvous")
@@ -79,13 +81,16 @@ class Launcher:
             role, actors, num_ranks=config.num_ranks,
             tensor_parallel_size=config.parallelism.tensor_parallel_degree, timeout_s=self.call_timeout_s))
 
-    async def start_generator(self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int) -> RoleMesh:
+    async def start_generator(
+        self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None,
+    ) -> RoleMesh:
         """One generator replica whose engine is ready; it holds no weights yet."""
         ranks = config.tensor_parallel_degree
         procs = await self._spawn(role, ranks)
         if ranks > 1:
             await self._in_time(setup_torch_elastic_env_async(procs), f"{role}: rendezvous")
-        actors = procs.spawn(role, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name)
+        actors = procs.spawn(
+            role, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name, share_with is not None)
         return await self._set_up(RoleMesh(
             role, actors, num_ranks=ranks, tensor_parallel_size=ranks, timeout_s=self.call_timeout_s))
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from contextlib import asynccontextmanager
 
+from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Completion, Request, SamplingParams
@@ -95,8 +96,9 @@ class SamplingClient:
 
     def __init__(
         self, replicas: list[RoleMesh], versions: PolicyVersions | None, *, max_model_len: int, timeout_s: float,
-        verify: bool = True,
+        verify: bool = True, placement: Placement | None = None,
     ):
+        self._placement = placement or Placement()
         self._replicas = [_Replica(mesh, versions, verify) for mesh in replicas]
         self._max_model_len, self._timeout_s = max_model_len, timeout_s
         self._pending: dict[int | None, list[tuple[Request, asyncio.Future]]] = defaultdict(list)
@@ -109,7 +111,8 @@ class SamplingClient:
 
     async def pull(self, version: int) -> None:
         """Every replica loads a published version and drops its caches."""
-        await asyncio.gather(*(replica.pull(version) for replica in self._replicas))
+        async with self._placement.turn("generator", "pull"):
+            await asyncio.gather(*(replica.pull(version) for replica in self._replicas))
 
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         """Every replica loads a Hugging Face directory; no trainer needed."""
@@ -168,7 +171,7 @@ class SamplingClient:
     async def _send(self, replica: _Replica, batch: list, version: int | None) -> None:
         replica.load += len(batch)
         try:
-            async with replica.serving(version):
+            async with self._placement.turn("generator", "sample"), replica.serving(version):
                 answers = await replica.mesh.call_rank(
                     0, "sample", [request for request, _ in batch], timeout_s=self._timeout_s)
             for (_, future), answer in zip(batch, answers, strict=True):

@@ -26,7 +26,7 @@ def test_outputs_come_back_in_input_order_and_sums_become_means():
                      sums={"policy/entropy": 6.0, "mismatch/logprob_diff_max": 0.25}),
          Accumulated(rows=[one, of_filler], loss=0.25,
                      sums={"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75})],
-        [[[2], [0]], [[1], []]], data)
+        [[[2], [0]], [[1], []]], data, who="policy.forward")
     assert [x is y for x, y in zip(merged.policy_logprobs, [zero, one, two], strict=True)] == [True] * 3
     assert merged.loss == 0.75  # a sum: how it is averaged is in the weights
     assert merged.num_tokens == 4
