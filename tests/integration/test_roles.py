@@ -14,6 +14,7 @@ from torchtitan_rl.algorithm.losses import importance_sampling, ppo, value_loss
 from torchtitan_rl.config import RoleConfig
 from torchtitan_rl.types import OptimParams
 
+
 def role(**parallelism):
     trainer = TrainerConfig(optimizer=AdamWConfig(lr=1e-3))
     trainer.training.seq_len = 64
