@@ -148,6 +148,22 @@ def test_recomputed_log_probabilities_make_the_first_ratio_exactly_one(loop, apa
     assert loop.run_until_complete(train()) == 0.0
 
 
+def test_scoring_between_backward_and_step_leaves_the_gradient_whole(loop, apart):
+    """FSDP keeps parameters gathered after a forward without a backward; they must not hide the optimizer's."""
+    controller, _ = apart
+
+    async def norm(score: bool):
+        data = random_datums(5)
+        await controller.trainer.forward_backward(data, importance_sampling)
+        if score:
+            await controller.trainer.forward(data)
+        gradients = await controller.trainer.gradients()
+        assert all(gradient is not None for gradient in gradients.values())
+        return (await controller.trainer.optim_step(OptimParams(lr=0.0))).grad_norm
+
+    assert loop.run_until_complete(norm(True)) == loop.run_until_complete(norm(False)) > 0
+
+
 def test_a_critic_learns_the_returns_it_is_shown(loop, apart):
     controller, _ = apart
     critic, data = controller.role("critic"), random_datums(6)

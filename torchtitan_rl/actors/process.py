@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import signal
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log
     ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGINT), ctypes.c_void_p(int(signal.SIG_IGN)))
     if log_dir is not None:
         setup_rank_logging(log_dir, role, rank, world_size, os.environ.get("TORCHTITAN_RL_LOG_LEVEL", "INFO"))
+    # Says of torchtitan's own layouts that their collectives could be merged: nothing a user can act on.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     platform.set_threads(num_threads)
 
 

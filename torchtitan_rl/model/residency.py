@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 __all__ = ["Part", "model_tensors", "gradient_tensors", "optimizer_tensors", "device_bytes"]
@@ -47,10 +46,7 @@ class Part:
 
 
 def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """A model's (sharded) parameters; buffers are small and stay. What FSDP has gathered is let go first."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """A model's (sharded) parameters; buffers are small and stay."""
     return list(model.parameters())
 
 

@@ -6,6 +6,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from torchtitan_rl import platform
@@ -78,6 +79,11 @@ def accumulate_gradients(
                     result.sums[name] = value if old is None else max(old, value) if name.endswith("_max") else old + value
         row_T = next(iter(outputs.values()))
         result.rows += list(row_T.detach().float().cpu().split(batch.lengths))
+    if loss_fn is None:
+        # Without a backward FSDP keeps its last group gathered, and `model.parameters()` would not be the optimizer's.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
     result.interval = (began, time.time())
     return result
 
