@@ -24,6 +24,7 @@ import cloudpickle
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.model.config import ModelConfig, assets_dir, resolve_shape
+from torchtitan_rl.model.converters import check_converters
 
 __all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "load_config", "apply_overrides", "validate", "resolved",
            "flat", "function_name"]
@@ -148,9 +149,12 @@ def apply_overrides(config: RunConfig, arguments: list[str]) -> None:
 def _set(config: RunConfig, shown: str, text: str) -> None:
     *parents, last = shown.replace("-", "_").split(".")
     target: Any = config
-    for name in parents:
+    for depth, name in enumerate(parents, start=1):
         _require_field(config, target, name, shown, text)
         target = target[name] if isinstance(target, dict) else getattr(target, name)
+        if target is None:
+            raise ValueError(f"--{shown}={text}: {'.'.join(parents[:depth])} is None in this config, and overrides add "
+                             "nothing; set it in the config file")
     _require_field(config, target, last, shown, text)
     held = target[last] if isinstance(target, dict) else getattr(target, last)
     if dataclasses.is_dataclass(held):
@@ -249,6 +253,9 @@ def validate(config: RunConfig) -> None:
     """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
     if dataclasses.is_dataclass(config.task):
         dataclasses.replace(config.task)  # overrides set fields one by one; its own checks look at all of them
+    if config.trainer.lora is not None:
+        dataclasses.replace(config.trainer.lora)
+    check_converters(config.trainer.converters)
     shape = resolve_shape(config.model)
     tokenizer_vocab = _tokenizer_size(assets_dir(config.model))
     if tokenizer_vocab > shape.vocab_size:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Literal
 
 import torch
 
 __all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "prepare_vllm", "adapt_torchtitan",
-           "adapt_parallel_model", "set_threads", "num_cores", "to_device"]
+           "adapt_parallel_model", "set_threads", "num_cores", "to_device", "has_float8"]
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
 
@@ -33,6 +34,13 @@ def distributed_backend() -> str:
 def attention_backend() -> Literal["sdpa", "varlen"]:
     """Training attention over packed documents: FlashAttention's variable-length kernel exists on CUDA only."""
     return "varlen" if device_type() == "cuda" else "sdpa"
+
+
+def has_float8() -> bool:
+    """Whether this device multiplies 8-bit floats: NVIDIA from compute capability 8.9, AMD from gfx94x."""
+    if device_type() == "cpu":
+        return False
+    return torch.cuda.get_device_capability() >= ((8, 9) if torch.version.hip is None else (9, 4))
 
 
 def num_cores() -> int:
@@ -61,7 +69,12 @@ def adapt_torchtitan() -> None:
     import torchtitan.tools.utils as titan_utils
 
     if device_type() == "cpu":
-        titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
+        # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torchtitan.") and getattr(module, "device_type", "cpu") != "cpu":
+                module.device_type = "cpu"
+                if hasattr(module, "device_module"):
+                    module.device_module = torch.cpu
     from torchtitan.distributed.utils import set_spmd_backend
 
     set_spmd_backend("partial_dtensor")
