@@ -26,4 +26,4 @@ def check_converters(converters: list) -> None:
         try:
             converter.build()  # torchtitan's own checks of hardware and packages
         except (ValueError, ImportError) as error:
-            raise ValueError(f"{where}: {' '.join(str(error).split())}; leave the converter out") from None
+            raise ValueError(f"{where}: {' '.join(str(error).split()).rstrip('.')}; or leave it out") from None

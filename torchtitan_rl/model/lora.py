@@ -126,7 +126,9 @@ def merge(name: str, weight: torch.Tensor, adapters: Adapters) -> torch.Tensor:
     if name not in adapters:
         return weight
     a, b, scaling = adapters[name]
-    return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
+    at_least_float32 = torch.promote_types(weight.dtype, torch.float32)
+    a, b = a.to(weight.device, at_least_float32), b.to(weight.device, at_least_float32)
+    return (weight.to(at_least_float32) + scaling * (b @ a)).to(weight.dtype)
 
 
 def base_fingerprint(state: dict[str, torch.Tensor]) -> str:
