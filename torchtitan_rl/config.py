@@ -172,8 +172,9 @@ def _require_field(config: RunConfig, target: Any, name: str, shown: str, text: 
         return
     every = [path for path, _ in flat(config)]
     wanted = shown.replace("-", "_")
-    near = [path for path in every if path.rsplit(".", 1)[-1] == wanted] or difflib.get_close_matches(wanted, every, 1)
-    near = near or [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
+    same_leaf = [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
+    near = [path for path in same_leaf if "." not in wanted or path.startswith(wanted.split(".", 1)[0] + ".")]
+    near = near or difflib.get_close_matches(wanted, every, 1) or same_leaf
     hint = f"; did you mean --{near[0].replace('_', '-')}?" if near else "; `torchtitan-rl show CONFIG` lists all fields"
     raise ValueError(f"--{shown}={text}: there is no such field{hint}")
 
