@@ -134,7 +134,7 @@ def merge(name: str, weight: torch.Tensor, adapters: Adapters) -> torch.Tensor:
 def base_fingerprint(state: dict[str, torch.Tensor]) -> str:
     """A hash of the frozen weights that does not depend on the layout; a collective call."""
     digest = xxhash.xxh3_64()
-    for name, tensor in base_state(state).items():
+    for name, tensor in sorted(base_state(state).items()):
         digest.update(name.encode())
         digest.update(whole(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
