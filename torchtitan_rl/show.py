@@ -33,11 +33,11 @@ def memory_estimate(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
         per_layer = 2 * shape.dim
     activations = tokens * shape.n_layers * per_layer * compute // parallel.tensor_parallel_degree
     logits = min(tokens, config.trainer.logprob_chunk_tokens) * shape.vocab_size * 4 * 3 // parallel.tensor_parallel_degree
-    trained = shape.num_parameters if config.trainer.lora is None else _num_adapter_parameters(config.trainer.lora, shape)
-    weights_and_training = stored * (shape.num_parameters + 3 * trained)  # the trained also have a gradient, two moments
+    held = trained = shape.num_parameters
     if config.trainer.lora is not None:
-        weights_and_training += stored * trained
-    trainer = weights_and_training // shards + activations + logits
+        trained = _num_adapter_parameters(config.trainer.lora, shape)
+        held += trained
+    trainer = stored * (held + 3 * trained) // shards + activations + logits  # what trains has a gradient, two moments
     weights = _BYTES[config.generator.dtype] * shape.num_parameters
     generator = weights // config.generator.tensor_parallel_degree + int(config.generator.kv_cache_gib * 2**30)
     return {"trainer rank": trainer, "generator rank": generator, "weights in the store, per live version": weights}

@@ -1,4 +1,4 @@
-"""LoRA on the real stack: adapters train and are checkpointed, merged weights reach generators, PEFT reads the adapters."""
+"""LoRA on the real stack: adapters train and are checkpointed, generators get merged weights, PEFT reads the adapters."""
 
 import asyncio
 import json

@@ -44,10 +44,12 @@ class LoRAConfig:
         if not 0 < self.alpha < float("inf"):
             raise ValueError(f"trainer.lora.alpha={self.alpha}: must be positive; use the rank, or twice the rank")
         if not self.target_modules:
-            raise ValueError(f"trainer.lora.target_modules=[]: nothing would train; name some of {', '.join(_LORA_TARGETS)}")
+            raise ValueError(
+                f"trainer.lora.target_modules=[]: nothing would train; name some of {', '.join(_LORA_TARGETS)}")
         for target in self.target_modules:
             if target in ("q_proj", "k_proj", "v_proj"):
-                raise ValueError(f"trainer.lora.target_modules={target!r}: query, key and value are one layer; use 'qkv_proj'")
+                raise ValueError(
+                    f"trainer.lora.target_modules={target!r}: query, key and value are one layer; use 'qkv_proj'")
             if target not in _LORA_TARGETS:
                 near = difflib.get_close_matches(target, _LORA_TARGETS, 1)
                 raise ValueError(

@@ -202,8 +202,10 @@ class TrainerRank:
                  checkpoint_id=str(checkpoint.model_dir(Path(path))))
 
     def load_checkpoint(self, path: str, policy_version: int, optimizer: bool) -> None:
-        """The reverse, into this layout whatever the layout that saved it. Raises ValueError for adapters of another kind
-        or of another base model."""
+        """The reverse, into this layout whatever the layout that saved it.
+
+        Raises ValueError for adapters of another kind or of another base model.
+        """
         checkpoint.require_lora(Path(path), self._lora_record())
         state = {"model": self._trained_state()}
         if optimizer:

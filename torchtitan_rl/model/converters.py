@@ -17,8 +17,8 @@ def check_converters(converters: list) -> None:
     for index, converter in enumerate(converters):
         where = f"trainer.converters[{index}]={type(converter).__qualname__}"
         if isinstance(converter, LoRAConverter.Config):
-            raise ValueError(f"{where}: adapters are set by trainer.lora, which also checkpoints, merges and exports them; "
-                             "use trainer.lora=LoRAConfig(...)")
+            raise ValueError(f"{where}: adapters belong to trainer.lora, which also checkpoints, merges and exports "
+                             "them; use trainer.lora=LoRAConfig(...)")
         float8 = isinstance(converter, (Float8LinearConverter.Config, Float8GroupedExpertsConverter.Config))
         if float8 and not getattr(converter, "emulate", False) and not platform.has_float8():
             raise ValueError(f"{where}: this {platform.device_type()} device has no float8; use a GPU of compute "

@@ -1,7 +1,8 @@
 """Low-rank adapters (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models") by torchtitan's converter.
 
-A targeted linear layer computes x W^T + (alpha / rank) x A^T B^T with W frozen, A (rank, in) and B (out, rank). Everything
-outside the trainer sees either the merged weight W + (alpha / rank) B A under W's own name, or the adapters alone.
+A targeted linear layer computes x W^T + (alpha / rank) x A^T B^T with W frozen, A (rank, in) and B (out, rank).
+Everything outside the trainer sees either the merged weight W + (alpha / rank) B A under W's own name, or the adapters
+alone.
 Names and tensors here are those of `model.state_dict()`, which shows the fused query-key-value weight as wq, wk and wv.
 """
 
@@ -24,8 +25,8 @@ from torchtitan.components.lora import LoRAConverter  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 
-__all__ = ["Adapters", "lora_spec", "is_adapter", "adapter_state", "base_state", "draw_adapters", "whole_adapters", "merge", "whole",
-           "base_fingerprint", "require_frozen_base"]
+__all__ = ["Adapters", "lora_spec", "is_adapter", "adapter_state", "base_state", "require_frozen_base", "draw_adapters",
+           "whole", "whole_adapters", "merge", "base_fingerprint"]
 
 # What users call a layer, and the names torchtitan gives it (with a fused and with a separate query-key-value layer).
 _LAYERS = {"qkv_proj": ("wqkv", "wq", "wkv"), "o_proj": ("wo",), "gate_proj": ("w1",), "up_proj": ("w3",),
@@ -45,8 +46,8 @@ def lora_spec(spec: ModelSpec, lora: LoRAConfig) -> ModelSpec:
     for target in lora.target_modules:
         if not present & set(_LAYERS[target]):
             having = [name for name, layers in _LAYERS.items() if present & set(layers)]
-            raise ValueError(f"trainer.lora.target_modules={target!r}: no linear layer of this model is one (experts of a "
-                             f"mixture have no adapters); use {', '.join(having)}")
+            raise ValueError(f"trainer.lora.target_modules={target!r}: no linear layer of this model is one (experts of "
+                             f"a mixture have no adapters); use {', '.join(having)}")
     layers = sorted({layer for target in lora.target_modules for layer in _LAYERS[target]} & present)
     converter = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=layers).build()
     return dataclasses.replace(spec, model=converter.convert(copy.deepcopy(spec.model)))
@@ -72,7 +73,7 @@ def require_frozen_base(model: torch.nn.Module) -> None:
 
 
 def draw_adapters(model: torch.nn.Module, seed: int) -> None:
-    """Initial adapters by torchtitan's own rule (B is zero), the same whatever the layout and wherever the base is from."""
+    """Initial adapters by torchtitan's own rule (B is zero), the same in every layout and wherever the base is from."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for name, module in model.named_modules():
@@ -93,7 +94,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_adapters(state: dict[str, torch.Tensor], n_kv_heads: int, lora: LoRAConfig) -> Adapters:
-    """Unsharded adapters; a collective call. The fused layer's one A serves query, key and value, each with its rows of B."""
+    """Unsharded adapters; a collective call.
+
+    The fused layer's one A serves query, key and value, each with its rows of B.
+    """
     adapters: Adapters = {}
     scaling = lora.alpha / lora.rank
     for name, tensor in state.items():
@@ -112,7 +116,7 @@ def whole_adapters(state: dict[str, torch.Tensor], n_kv_heads: int, lora: LoRACo
 
 
 def _split_fused(b: torch.Tensor, rows: dict[str, int], n_kv_heads: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rows of a fused layer by part: it holds, for each key-value head, its query heads, the key head, the value head."""
+    """Rows of a fused layer by part: for each key-value head it holds the query heads, the key head, the value head."""
     per_head = b.view(n_kv_heads, -1, b.shape[1])
     start = 0
     for part, size in rows.items():

@@ -33,7 +33,8 @@ def test_it_is_set_from_the_shell_where_the_config_has_it():
 
 def test_a_config_without_it_says_so():
     assert refusal(apply_overrides, run_config(), ["--trainer.lora.rank", "4"]) == (
-        "--trainer.lora.rank=4: trainer.lora is None in this config, and overrides add nothing; set it in the config file")
+        "--trainer.lora.rank=4: trainer.lora is None in this config, and overrides add nothing; set it in the config "
+        "file")
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -1,4 +1,4 @@
-"""Adapters on the tiny model: what is frozen, what the merged weights are, and what the layout of the fused layer means."""
+"""Adapters on the tiny model: what is frozen, what the merged weights are, and which rows of the fused layer are whose."""
 
 from types import SimpleNamespace
 

@@ -74,7 +74,7 @@ def test_adapters_are_loaded_where_they_belong(tmp_path):
     (RECORD, RECORD | {"rank": 4}, "was saved with trainer.lora.rank=8, here it is 4"),
     (RECORD, RECORD | {"alpha": 8.0}, "was saved with trainer.lora.alpha=16.0, here it is 8.0"),
     (RECORD, RECORD | {"target_modules": ["qkv_proj"]}, "was saved with trainer.lora.target_modules=['o_proj']"),
-    (RECORD, RECORD | {"base_xxh3": "f" * 16}, "belong to other base weights (0123456789abcdef, here ffffffffffffffff)"),
+    (RECORD, RECORD | {"base_xxh3": "f" * 16}, "other base weights (0123456789abcdef, here ffffffffffffffff)"),
 ])
 def test_adapters_of_another_kind_or_base_are_refused(saved, here, complaint, tmp_path):
     write_lora(tmp_path, saved)
