@@ -24,6 +24,7 @@ import cloudpickle
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.model.config import ModelConfig, assets_dir, resolve_shape
+from torchtitan_rl.model.converters import check_converters
 
 __all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "RoleConfig", "RolesConfig", "load_config", "apply_overrides",
            "validate", "resolved", "flat", "function_name"]
@@ -182,9 +183,12 @@ def apply_overrides(config: RunConfig, arguments: list[str]) -> None:
 def _set(config: RunConfig, shown: str, text: str) -> None:
     *parents, last = shown.replace("-", "_").split(".")
     target: Any = config
-    for name in parents:
+    for depth, name in enumerate(parents, start=1):
         _require_field(config, target, name, shown, text)
         target = target[name] if isinstance(target, dict) else getattr(target, name)
+        if target is None:
+            raise ValueError(f"--{shown}={text}: {'.'.join(parents[:depth])} is None in this config, and overrides add "
+                             "nothing; set it in the config file")
     _require_field(config, target, last, shown, text)
     held = target[last] if isinstance(target, dict) else getattr(target, last)
     if dataclasses.is_dataclass(held):
@@ -202,8 +206,9 @@ def _require_field(config: RunConfig, target: Any, name: str, shown: str, text: 
         return
     every = [path for path, _ in flat(config)]
     wanted = shown.replace("-", "_")
-    near = [path for path in every if path.rsplit(".", 1)[-1] == wanted] or difflib.get_close_matches(wanted, every, 1)
-    near = near or [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
+    same_leaf = [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
+    near = [path for path in same_leaf if "." not in wanted or path.startswith(wanted.split(".", 1)[0] + ".")]
+    near = near or difflib.get_close_matches(wanted, every, 1) or same_leaf
     hint = f"; did you mean --{near[0].replace('_', '-')}?" if near else "; `torchtitan-rl show CONFIG` lists all fields"
     raise ValueError(f"--{shown}={text}: there is no such field{hint}")
 
@@ -283,6 +288,9 @@ def validate(config: RunConfig) -> None:
     """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
     if dataclasses.is_dataclass(config.task):
         dataclasses.replace(config.task)  # overrides set fields one by one; its own checks look at all of them
+    if config.trainer.lora is not None:
+        dataclasses.replace(config.trainer.lora)
+    check_converters(config.trainer.converters)
     shape = resolve_shape(config.model)
     tokenizer_vocab = _tokenizer_size(assets_dir(config.model))
     if tokenizer_vocab > shape.vocab_size:
@@ -357,6 +365,10 @@ def _check_context(where: str, limit: int, shape, longest: int) -> None:
 
 
 def _check_roles(roles: RolesConfig, shape) -> None:
+    for name, role in roles.configured().items():
+        if role.trainer.lora is not None:
+            raise ValueError(f"roles.{name}.trainer.lora.rank={role.trainer.lora.rank}: adapters are the policy's (a critic's "
+                             "head must train, a reference or teacher does not train); use None")
     reference = roles.reference
     if roles.refresh_reference_every and reference is not None and reference.model is not None:
         if resolve_shape(reference.model) != shape:

@@ -324,6 +324,8 @@ class Controller:
                 await self.roles["critic"].save_checkpoint(path / "critic")
             await self.trainer.save_hf_model(
                 checkpoint.hf_dir(path), eos=self.tokenizer.eos_token_id, pad=self._pad_token_id)
+            if self.config.trainer.lora is not None:
+                await self.trainer.save_adapter(checkpoint.adapter_dir(path))
             checkpoint.write_state(path, {
                 "step": self.step, "phase": self.phase, "policy_version": self.policy_version,
                 "source": self.source.state_dict(), "seed": self.config.seed})

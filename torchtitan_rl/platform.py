@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Literal
 
 import torch
 
-__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "can_sleep", "prepare_vllm", "adapt_torchtitan",
-           "adapt_parallel_model", "set_threads", "num_cores", "to_device"]
+__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "can_sleep", "has_float8",
+           "prepare_vllm", "adapt_torchtitan", "adapt_parallel_model", "set_threads", "num_cores", "to_device"]
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
 
@@ -40,6 +41,13 @@ def can_sleep() -> bool:
     return device_type() == "cuda"
 
 
+def has_float8() -> bool:
+    """Whether this device multiplies 8-bit floats: NVIDIA from compute capability 8.9, AMD from gfx94x."""
+    if device_type() == "cpu":
+        return False
+    return torch.cuda.get_device_capability() >= ((8, 9) if torch.version.hip is None else (9, 4))
+
+
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -66,7 +74,12 @@ def adapt_torchtitan() -> None:
     import torchtitan.tools.utils as titan_utils
 
     if device_type() == "cpu":
-        titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
+        # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torchtitan.") and getattr(module, "device_type", "cpu") != "cpu":
+                module.device_type = "cpu"
+                if hasattr(module, "device_module"):
+                    module.device_module = torch.cpu
     from torchtitan.distributed.utils import set_spmd_backend
 
     set_spmd_backend("partial_dtensor")

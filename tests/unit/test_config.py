@@ -12,7 +12,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig
+from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig
 from torchtitan_rl.algorithm.advantages import grpo
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.losses import ppo
@@ -467,6 +467,18 @@ def test_the_memory_of_a_trainer_by_hand():
     assert estimate["weights in the store, per live version"] == 2 * 6512
 
 
+def test_the_memory_of_a_trainer_of_adapters_by_hand(capsys):
+    config = run_config()
+    config.trainer.lora = LoRAConfig(rank=3)
+    config.trainer.max_tokens_per_microbatch, config.trainer.logprob_chunk_tokens = 100, 10
+    # Two blocks, rank 3: 16 + 64 for query, key and value, 32 + 16 for the output, 3 x (16 + 24) for the feed-forward.
+    adapters = 2 * 3 * (80 + 48 + 120)
+    estimate = memory_estimate(config, config.model.shape)
+    assert estimate["trainer rank"] == 4 * (6512 + 4 * adapters) + 100 * 2 * 384 * 4 + 3 * 10 * 64 * 4
+    show(config)
+    assert f"adapters: {adapters:,} parameters, which alone train" in capsys.readouterr().out.splitlines()
+
+
 def test_neither_vllm_nor_monarch_is_needed_to_read_a_config():
     program = """
 import sys
@@ -556,6 +568,14 @@ def test_roles_that_make_no_sense_together_are_refused(given, message):
     with pytest.raises(ValueError) as caught:
         validate(config)
     assert str(caught.value).startswith(message)
+
+
+def test_adapters_are_the_policys():
+    config = run_config()
+    config.roles.critic = role()
+    config.roles.critic.trainer.lora = LoRAConfig(rank=4)
+    with pytest.raises(ValueError, match="roles.critic.trainer.lora.rank=4: adapters are the policy's"):
+        validate(config)
 
 
 def test_every_role_that_makes_sense_is_accepted():

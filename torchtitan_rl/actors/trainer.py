@@ -116,6 +116,10 @@ class PolicyTrainer(Actor):
         self.rank.save_hf_model(path, eos, pad)
 
     @endpoint
+    async def save_adapter(self, path: str) -> None:
+        self.rank.save_adapter(path)
+
+    @endpoint
     async def parameters(self) -> dict[str, torch.Tensor]:
         return self.rank.parameters()
 

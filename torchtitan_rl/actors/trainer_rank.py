@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
+from torchtitan_rl.model import lora
 from torchtitan_rl.model.config import ModelConfig, assets_dir, has_weights, write_model_dir
 from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
 from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
-from torchtitan_rl.weights import checkpoint, hf, packing
+from torchtitan_rl.weights import checkpoint, hf, packing, peft
 from torchtitan_rl.weights.store import SharedBuffers, WeightStore
 
 from torchtitan.components.optimizer import default_adamw  # noqa: E402  (platform.adapt_torchtitan ran in model.spec)
@@ -56,6 +57,7 @@ class TrainerRank:
         self.parts = {"model": Part(), "optimizer": Part(), "gradients": Part()}
         self.store, self.buffers = WeightStore(store_name), SharedBuffers()
         self.policy_version = 0
+        self._base_fingerprint: str | None = None
         self._train_timeout_set = False
         self.parallel_dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
         self.parallel_dims.build_mesh()
@@ -75,6 +77,9 @@ class TrainerRank:
         self.spec = training_spec(
             spec, SimpleNamespace(parallelism=config.parallelism), attention=attention,
             chunk_tokens=config.logprob_chunk_tokens)
+        base = self.spec.model
+        if config.lora is not None:
+            self.spec = lora.lora_spec(self.spec, config.lora)
         dtype = TORCH_DTYPE_MAP[config.training.dtype]
         with torch.device("meta"), set_default_dtype(dtype):
             model = self.spec.model.build()
@@ -91,7 +96,10 @@ class TrainerRank:
         if has_weights(self.model_config):
             hf.load_hf_weights(model, self.adapter, assets_dir(self.model_config), head=self.role != "critic")
         else:
-            self._init_like_one_rank(dtype)
+            self._init_like_one_rank(base, dtype)
+        if config.lora is not None:
+            lora.require_frozen_base(model)
+            lora.draw_adapters(model, self.seed)
         self.optimizers = self._build_optimizers() if self.role in TRAINED_ROLES else None
         logger.info("model: %s, %d parameters, attention %s, degrees %s",
                     self.shape, self.shape.num_parameters, attention, self.parallel_dims)
@@ -107,18 +115,21 @@ class TrainerRank:
                 register(optimizers, [model], self.parallel_dims)
         return optimizers
 
-    def _init_like_one_rank(self, dtype: torch.dtype) -> None:
-        """Random weights that do not depend on the layout: each rank draws the whole model and keeps its part."""
+    def _init_like_one_rank(self, base, dtype: torch.dtype) -> None:
+        """Random weights that do not depend on the layout: each rank draws the whole model and keeps its part.
+
+        `base` is the model's config without adapters: what a seed draws does not depend on them either.
+        """
         torch.manual_seed(self.seed)
         with set_default_dtype(dtype):
-            whole = self.spec.model.build()
+            whole = base.build()
         whole.init_weights()
         self._load_whole(whole.state_dict())
 
     def _load_whole(self, state: dict[str, torch.Tensor]) -> None:
         """Each rank keeps its part of whole tensors that every rank has."""
         held = self.model.state_dict()
-        self.model.load_state_dict({
+        self.model.load_state_dict(lora.adapter_state(held) | {
             name: distribute_tensor(tensor.to(self.device), held[name].device_mesh, held[name].placements, src_data_rank=None)
             if isinstance(held[name], DTensor) else tensor.to(self.device)
             for name, tensor in state.items()
@@ -199,7 +210,7 @@ class TrainerRank:
         self._require("init_model", "model", "optimizer")
         if (Path(path) / "config.json").exists():
             hf.load_hf_weights(self.model, self.adapter, Path(path), head=self.role != "critic")
-            self.policy_version = 0
+            self.policy_version, self._base_fingerprint = 0, None
         else:
             self.load_checkpoint(path, 0, optimizer=False)
         if self.optimizers is not None:
@@ -225,7 +236,7 @@ class TrainerRank:
 
     async def _publish(self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool) -> None:
         self._require("push_weights", "model")
-        state = self.model.state_dict()
+        state, adapters = self._base_and_adapters()
         parameters = dict(self.model.named_parameters())
         # The fused QKV weight shows as wq, wk and wv, so what is not a buffer by name is a parameter.
         buffers = {name for name, _ in self.model.named_buffers()} - parameters.keys()
@@ -238,11 +249,9 @@ class TrainerRank:
         elif publisher:
             payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)
         for name, tensor in state.items():
-            whole = tensor.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.full_tensor()  # collective: every rank takes part, rank 0 keeps the result
+            whole = lora.whole(tensor)  # collective: every rank takes part, rank 0 keeps the result
             if publisher:
-                packing.write(payload, manifest, name, whole)
+                packing.write(payload, manifest, name, lora.merge(name, whole, adapters))
         if publisher:
             await self.store.publish(manifest, payload, handle=handle, verify=verify)
 
@@ -250,39 +259,79 @@ class TrainerRank:
         """Lets a published version's memory be used again."""
         self.buffers.release(version)
 
+    def _base_and_adapters(self) -> tuple[dict[str, torch.Tensor], lora.Adapters]:
+        """The state of the model as it is without LoRA, and what `lora.merge` adds to it; a collective call."""
+        state, config = self.model.state_dict(), self.config.lora
+        if config is None:
+            return state, {}
+        return lora.base_state(state), lora.whole_adapters(state, self.shape.n_kv_heads, config)
+
+    def _trained_state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: with LoRA the adapters, else every parameter."""
+        state = self.model.state_dict()
+        return state if self.config.lora is None else lora.adapter_state(state)
+
+    def _lora_record(self) -> dict | None:
+        """What a checkpoint of adapters must agree with; a collective call."""
+        if self.config.lora is None:
+            return None
+        if self._base_fingerprint is None:  # the base is frozen: once is enough
+            self._base_fingerprint = lora.base_fingerprint(self.model.state_dict())
+        return dataclasses.asdict(self.config.lora) | {"base_xxh3": self._base_fingerprint}
+
     def save_checkpoint(self, path: str) -> None:
-        """Parameters and optimizer through torch's distributed checkpoint."""
+        """What trains and its optimizer, through torch's distributed checkpoint."""
         self._require("save_checkpoint", "model", "optimizer")
-        state = {"model": self.model.state_dict()}
+        record = self._lora_record()
+        if dist.get_rank() == 0:
+            checkpoint.write_lora(Path(path), record)
+        state = {"model": self._trained_state()}
         if self.optimizers is not None:
             state["optimizer"] = self.optimizers.state_dict()
         dcp.save(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
 
     def load_checkpoint(self, path: str, policy_version: int, optimizer: bool) -> None:
-        """The reverse, into this layout whatever the layout that saved it."""
+        """The reverse, into this layout whatever the layout that saved it.
+
+        Raises ValueError for adapters of another kind or of another base model.
+        """
         self._require("load_checkpoint", "model", *(["optimizer", "gradients"] if optimizer else []))
-        state = {"model": self.model.state_dict()}
+        checkpoint.require_lora(Path(path), self._lora_record())
+        state = {"model": self._trained_state()}
         if optimizer:
             state["optimizer"] = self.optimizers.state_dict()
         dcp.load(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(state["model"], strict=self.config.lora is None)
         if optimizer:
             self.optimizers.load_state_dict(state["optimizer"])
         self.policy_version = policy_version
 
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
-        """Writes a Hugging Face directory: config, tokenizer, safetensors."""
+        """Writes a Hugging Face directory: config, tokenizer, safetensors; adapters are merged in."""
         if self.role == "critic":
             raise ValueError("role='critic': has a value head, which Qwen3's Hugging Face form lacks; use save_checkpoint")
         self._require("save_hf_model", "model")
-        state = hf.full_state(self.model)
+        state, adapters = self._base_and_adapters()
+        state = hf.full_state(state)
         if dist.get_rank() == 0:
+            state = {name: lora.merge(name, tensor, adapters) for name, tensor in state.items()}
             write_model_dir(Path(path), self.shape, assets_dir(self.model_config), eos=eos, pad=pad)
             hf.write_hf_dir(state, self.adapter, Path(path))
 
+    def save_adapter(self, path: str) -> None:
+        """Writes the adapters as a directory that PEFT loads. Raises ValueError without LoRA."""
+        config = self.config.lora
+        if config is None:
+            raise ValueError("trainer.lora=None: there are no adapters to save; use save_hf_model")
+        self._require("save_adapter", "model")
+        _, adapters = self._base_and_adapters()
+        if dist.get_rank() == 0:
+            base = str(assets_dir(self.model_config)) if has_weights(self.model_config) else None
+            peft.write_peft_dir(adapters, self.adapter, config, Path(path), base=base)
+
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Whole parameters, for tests and debugging of small models."""
-        return hf.full_state(self.model)
+        """Whole parameters, adapters beside their base, for tests and debugging of small models."""
+        return hf.full_state(self.model.state_dict())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole accumulated gradients, for tests and debugging of small models."""

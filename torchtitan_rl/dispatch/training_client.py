@@ -104,7 +104,7 @@ class TrainingClient:
         await self._call("init_model", str(path))
 
     async def save_checkpoint(self, path: Path) -> None:
-        """Parameters and optimizer state, shards in parallel."""
+        """What trains (with LoRA: the adapters) and its optimizer state, shards in parallel."""
         await self._call("save_checkpoint", str(path))
 
     async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
@@ -112,8 +112,12 @@ class TrainingClient:
         await self._call("load_checkpoint", str(path), policy_version, optimizer)
 
     async def save_hf_model(self, path: Path, *, eos: int, pad: int) -> None:
-        """A Hugging Face directory that transformers and vLLM can load."""
+        """A Hugging Face directory that transformers and vLLM can load; LoRA's adapters are merged in."""
         await self._call("save_hf_model", str(path), eos, pad)
+
+    async def save_adapter(self, path: Path) -> None:
+        """LoRA's adapters alone, as a directory that PEFT can load. Raises RuntimeError without LoRA."""
+        await self._call("save_adapter", str(path))
 
     async def parameters(self) -> dict[str, torch.Tensor]:
         """Whole parameters by torchtitan's names; for small models."""

@@ -66,7 +66,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs_T, grad_entropy_T):
         hidden_TD, weight_VD, targets_T, lse_T, entropy_T = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden_TD)
-        grad_weight = torch.zeros(weight_VD.shape, dtype=lse_T.dtype, device=weight_VD.device)
+        # A frozen head (LoRA) needs no gradient: it would cost a third of this pass and the size of the head.
+        trained = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros(weight_VD.shape, dtype=lse_T.dtype, device=weight_VD.device) if trained else None
         for start in range(0, len(targets_T), ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
             hidden = hidden_TD[rows]
@@ -80,8 +82,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad.scatter_add_(1, local.clamp(0, weight_VD.shape[0] - 1)[:, None], (grad_logprobs_T[rows] * mine)[:, None])
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight_VD
-            grad_weight += grad.T @ hidden
-        return grad_hidden, grad_weight.to(weight_VD.dtype), None, None, None, None, None
+            if trained:
+                grad_weight += grad.T @ hidden
+        return grad_hidden, grad_weight.to(weight_VD.dtype) if trained else None, None, None, None, None, None
 
 
 def chunked_logprobs(

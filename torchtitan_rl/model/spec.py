@@ -120,8 +120,10 @@ def critic_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def _recast(config, config_class, **changes):
-    """The fields of one config in a subclass of it."""
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    """The fields of one config in another class that has the same ones; what only the old class has (a float8
+    converter's, for one) is left behind."""
+    known = {f.name for f in dataclasses.fields(config_class)}
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name in known}
     return config_class(**fields, **changes)
 
 
