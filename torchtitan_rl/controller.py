@@ -325,6 +325,7 @@ class Controller:
         completions = [turn.completion for g in groups for rollout in g.rollouts for turn in rollout.turns]
         oldest = min(v for completion in completions for v in completion.policy_versions)
         reward_mean, reward_std = metrics.mean_std(rewards)
+        replicas = list(self.generator.health().values())
         return {
             "step": self.step, "phase": "reinforcement", "loss/mean": output.loss, "optim/grad_norm": optim.grad_norm,
             "optim/lr": optim.lr, "optim/skipped": int(optim.skipped), "reward/mean": reward_mean,
@@ -334,6 +335,7 @@ class Controller:
             "completion/length_mean": mean(len(c.tokens) for c in completions),
             "completion/truncated_frac": mean(c.truncated for c in completions),
             "tokens/trained": output.num_tokens,
+            **({"generator/healthy_replicas": replicas.count("healthy")} if len(replicas) > 1 else {}),
         }
 
 

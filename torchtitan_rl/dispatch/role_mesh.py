@@ -8,22 +8,26 @@ from typing import Any
 
 from monarch.actor import ActorError
 
-__all__ = ["RoleMesh", "deadline"]
+__all__ = ["RoleMesh", "WorkerLost", "deadline"]
+
+
+class WorkerLost(RuntimeError):
+    """A call got no answer: its process died, or the deadline passed."""
 
 
 async def deadline(call, timeout_s: float, what: str) -> Any:
-    """The result of an awaitable call. Raises RuntimeError naming `what` when it fails or takes too long."""
+    """The result of an awaitable call. Raises RuntimeError naming `what` if it fails, WorkerLost if nobody answers."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
-        raise RuntimeError(
+        raise WorkerLost(
             f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
         ) from None
     except ActorError as error:
         raise RuntimeError(f"{what}: {_root_cause(error)}") from error
     except Exception as error:
         if type(error).__name__ == "SupervisionError":
-            raise RuntimeError(f"{what}: its process died ({_first_line(error)}); see its log") from error
+            raise WorkerLost(f"{what}: its process died ({_first_line(error)}); see its log") from error
         raise
 
 
