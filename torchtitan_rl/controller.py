@@ -144,6 +144,7 @@ class Controller:
 
     async def close(self) -> None:
         """Stops every process of the run."""
+        self.generator.close()  # or calls in flight would take the end of their generators for a loss
         await self.launcher.stop()
 
     async def __aenter__(self) -> Controller:

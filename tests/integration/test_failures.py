@@ -1,13 +1,13 @@
 """Two generators of two ranks on one host; then the engine's thread of one rank dies, and its process may live on."""
 
 import asyncio
-import os
 import time
 
 import pytest
 import torch
 
 from tests.integration.conftest import small_config
+from tests.integration.helpers import gone
 from torchtitan_rl.model.config import assets_dir, write_model_dir
 from torchtitan_rl.types import Request, SamplingParams
 
@@ -82,15 +82,17 @@ def test_a_following_ranks_engine_thread_dies_and_the_other_replica_serves_its_r
         before = await _sample(controller)
         await mesh.call_rank(0, "fetch_hf", directory, 7)
         await mesh.call_rank(0, "load", 7)  # the other rank has nothing to load
-        start = time.monotonic()
+        leader, start = await mesh.call_rank(0, "where"), time.monotonic()
         after = await _sample(controller)
-        return before, after, time.monotonic() - start
+        took = time.monotonic() - start
+        await gone(leader)  # it would wait for the other rank, and spin
+        return before, after, took
 
     before, after, took = loop.run_until_complete(run())
     assert [c.tokens for c in after] == [c.tokens for c in before]
     assert took < 15
     health = controller.generator.health()
-    assert health["generator-0"] == "healthy" and health["generator-1"].startswith("generator-1-0.sample: ")
+    assert health["generator-0"] == "healthy" and "its process died" in health["generator-1"]
 
 
 def test_the_leading_ranks_engine_thread_dies_and_calls_name_every_replica(loop, stack):
@@ -99,12 +101,12 @@ def test_the_leading_ranks_engine_thread_dies_and_calls_name_every_replica(loop,
 
     async def run():
         await mesh.call_rank(1, "fetch_hf", directory, 7)
-        with pytest.raises(RuntimeError, match=r"generator-0-0.load: RuntimeError: the engine has stopped: KeyError\(7\)"):
+        with pytest.raises(RuntimeError, match=r"generator-0-0.load: .* the engine has stopped: KeyError\(7\)"):
             await mesh.call_rank(0, "load", 7)
-        os.kill(await mesh.call_rank(0, "where"), 0)
+        await mesh.call_rank(0, "where")  # the process lives
         return await _sample(controller)
 
     for error in loop.run_until_complete(run()):
         assert isinstance(error, RuntimeError)
         assert "generator-0-0.sample: RuntimeError: the engine has stopped: KeyError(7)" in str(error)
-        assert "generator-1-0.sample: " in str(error)
+        assert "generator-1: generator-1-" in str(error)

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from tests.integration.conftest import small_config
+from tests.integration.helpers import gone
 from torchtitan_rl.types import Request, SamplingParams
 
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]
+LONG_BATCH = [prompt + [token] for token in range(30, 62) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +35,12 @@ def served(controller, monkeypatch):
     """The prompts each replica was sent, by role."""
     prompts = {replica.mesh.role: [] for replica in controller.generator._replicas}
     for replica in controller.generator._replicas:
-        def call_rank(rank, endpoint, *args, call=replica.mesh.call_rank, role=replica.mesh.role, **kwargs):
+        def call_leader(endpoint, *args, call=replica.mesh.call_leader, role=replica.mesh.role, **kwargs):
             if endpoint == "sample":
                 prompts[role] += [request.tokens for request in args[0]]
-            return call(rank, endpoint, *args, **kwargs)
+            return call(endpoint, *args, **kwargs)
 
-        monkeypatch.setattr(replica.mesh, "call_rank", call_rank)
+        monkeypatch.setattr(replica.mesh, "call_leader", call_leader)
     return prompts
 
 
@@ -105,12 +107,12 @@ def test_the_same_requests_give_the_same_bits_on_several_replicas(loop, controll
 
 
 def test_a_batch_completes_although_a_replica_is_killed_in_the_middle(loop, controller, served):
-    requests = _requests([PROMPTS[i % 8] + [30 + i // 8] for i in range(64)], max_tokens=56)
+    requests = _requests(LONG_BATCH, max_tokens=56)
 
     async def run():
         expected = await controller.generator._replicas[0].mesh.call_rank(0, "sample", requests)
         batch = asyncio.ensure_future(_sample(controller, requests))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         assert served["generator-2"] and not batch.done()
         await _kill(controller, 2)
         return expected, await asyncio.wait_for(batch, 60)
@@ -136,10 +138,11 @@ def test_a_replica_whose_engine_thread_dies_in_a_living_process_is_lost_too(loop
     mesh = controller.generator._replicas[3].mesh
 
     async def run():
-        with pytest.raises(RuntimeError, match=r"generator-3-0.load: RuntimeError: the engine has stopped: KeyError\(99\)"):
+        with pytest.raises(RuntimeError, match=r"generator-3-0.load: .* the engine has stopped: KeyError\(99\)"):
             await mesh.call_rank(0, "load", 99)  # nobody has fetched it
+        pid = await mesh.call_rank(0, "where")  # the process lives
         completions = await _sample(controller, _requests(PROMPTS, max_tokens=4))
-        os.kill(await mesh.call_rank(0, "where"), 0)
+        await gone(pid)  # what is of no use any more holds no memory and no core
         return completions
 
     assert all(len(completion.tokens) == 4 for completion in loop.run_until_complete(run()))
@@ -164,9 +167,9 @@ def test_requests_that_vllm_refuses_harm_nobody(loop, controller):
 def test_when_all_are_dead_every_call_names_them_within_15_s(loop, controller):
     async def run():
         batch = asyncio.ensure_future(asyncio.gather(*(
-            controller.generator.sample(r.tokens, r.params) for r in _requests(PROMPTS * 8, max_tokens=56)),
+            controller.generator.sample(r.tokens, r.params) for r in _requests(LONG_BATCH, max_tokens=56)),
             return_exceptions=True))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         assert not batch.done()
         for index in (0, 1):
             await _kill(controller, index)

@@ -18,6 +18,9 @@ __all__ = ["SamplingClient"]
 logger = logging.getLogger(__name__)
 
 
+_END_WITHIN_S = 90.0  # Monarch may need a minute to notice
+
+
 class _ReplicaLost(Exception):
     """The replica itself is at fault, whatever it was asked. The message is the reason."""
 
@@ -42,7 +45,7 @@ class _Replica:
         """Answers in order, a ValueError where a request is at fault. Raises _ReplicaLost."""
         async with self._serving(version):
             try:
-                return await self.mesh.call_rank(0, "sample", requests, timeout_s=timeout_s)
+                return await self.mesh.call_leader("sample", requests, timeout_s=timeout_s)
             except RuntimeError as error:  # a request's own fault comes as an answer: this is the engine's
                 raise _ReplicaLost(str(error)) from error
 
@@ -62,14 +65,23 @@ class _Replica:
             await self._activate(version)
             self.held = version
 
-    async def close(self, reason: str) -> None:
-        """Lets go of the version it holds and of everyone who waits for it: the replica is lost."""
+    async def abandon(self, reason: str) -> None:
+        """Lets go of the version it holds and of everyone who waits for it, and ends what is left of its processes."""
         self._lost = reason
         async with self._changed:
             self._changed.notify_all()
             held, self.held = self.held, None
             if self.versions is not None and held is not None:
                 await self.versions.release(held, self.mesh.role)
+        await asyncio.gather(*(self._end(rank) for rank in range(self.mesh.num_ranks)))
+
+    async def _end(self, rank: int) -> None:
+        try:
+            await asyncio.wait_for(self.mesh.call_rank(rank, "abort"), _END_WITHIN_S)
+        except TimeoutError:
+            logger.warning("%s-%d does not end; it keeps its memory until the run ends", self.mesh.role, rank)
+        except WorkerLost:
+            pass  # as it should be
 
     @asynccontextmanager
     async def _serving(self, version: int | None):
@@ -121,7 +133,7 @@ class _Replica:
 
     async def _activate(self, version: int) -> None:
         try:
-            await self.mesh.call_rank(0, "load", version)
+            await self.mesh.call_leader("load", version)
         except RuntimeError as error:
             raise _ReplicaLost(str(error)) from error
         self.on_load()
@@ -176,6 +188,11 @@ class SamplingClient:
             if isinstance(result, BaseException) and not isinstance(result, _ReplicaLost):
                 raise result
         self._router.healthy()  # raises when none is left
+
+    def close(self) -> None:
+        """Gives up on every call that has not been answered."""
+        for task in self._tasks:
+            task.cancel()
 
     async def sample(
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None,
@@ -238,10 +255,11 @@ class SamplingClient:
         except _ReplicaLost as error:
             lost = True
             self._lose(index, error)
-        except BaseException as error:
+        except asyncio.CancelledError:
+            _fail(batch, RuntimeError("sampling: the client was closed before the generators answered"))
+            raise
+        except Exception as error:
             _fail(batch, error)
-            if isinstance(error, asyncio.CancelledError):
-                raise
         finally:
             self._router.finished(index, len(batch), version)
         if lost:
@@ -253,7 +271,7 @@ class SamplingClient:
             return
         left = list(self.health().values()).count("healthy")
         logger.warning("a generator replica is lost, %d left: %s", left, error)
-        self._start(self._replicas[index].close(str(error)))
+        self._start(self._replicas[index].abandon(str(error)))
 
     def _start(self, work: Coroutine) -> None:
         task = asyncio.ensure_future(work)

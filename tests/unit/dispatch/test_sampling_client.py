@@ -1,4 +1,4 @@
-"""What the client does when replicas are lost. The replicas here are in this process; the real ones: test_replicas.py."""
+"""What the client does when replicas are lost. They are in this process; test_replicas.py has real ones."""
 
 import asyncio
 
@@ -14,10 +14,15 @@ class Mesh:
     """Answers like a generator mesh; `broken[endpoint]` is raised instead, `held_up` delays sampling."""
 
     def __init__(self, role):
-        self.role, self.broken, self.held_up = role, {}, None
-        self.sampled, self.loaded = [], []
+        self.role, self.num_ranks, self.broken, self.held_up = role, 2, {}, None
+        self.sampled, self.loaded, self.aborted = [], [], []
 
-    async def call_rank(self, rank, endpoint, argument, timeout_s=None):
+    async def call_rank(self, rank, endpoint):
+        assert endpoint == "abort"
+        self.aborted.append(rank)
+        raise died(self.role, endpoint)
+
+    async def call_leader(self, endpoint, argument, timeout_s=None):
         if endpoint in self.broken:
             raise self.broken[endpoint]
         if endpoint == "load":
@@ -99,6 +104,7 @@ def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions
         await client.pull(await versions.publish())
         assert versions.held() == {2: ["generator-0", "generator-2", "newest"]}
         assert [mesh.loaded for mesh in meshes] == [[1, 2], [1], [1, 2]]
+        assert [mesh.aborted for mesh in meshes] == [[], [0, 1], []]
         assert client._router.loads == [0, 0, 0] and not client._tasks
 
     asyncio.run(run())
@@ -209,5 +215,20 @@ def test_a_caller_that_gives_up_takes_nobody_with_it():
         meshes[0].held_up.set()
         assert (await asyncio.wait_for(patient, 5)).tokens == [1]
         assert meshes[1].sampled == [[1]]
+
+    asyncio.run(run())
+
+
+def test_closing_answers_whoever_still_waits():
+    async def run():
+        meshes, versions, client = client_of(1)
+        await client.pull(await versions.publish())
+        meshes[0].held_up = asyncio.Event()
+        waiting = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
+        await settle()
+        client.close()
+        with pytest.raises(RuntimeError, match="the client was closed before the generators answered"):
+            await asyncio.wait_for(waiting, 5)
+        assert client.health() == {"generator-0": "healthy"} and not client._tasks
 
     asyncio.run(run())
