@@ -87,13 +87,17 @@ class Router:
         among = self._serving(version, held, newest)
         share = (sum(self.loads[i] for i in among) + len(prompts)) / len(among)
         limit = max(_STICKY_REQUESTS, math.ceil(_STICKY_SHARE * share))
-        chosen = []
+        chosen, previous, hashes = [], None, []
         for prompt in prompts:
-            hashes = _block_hashes(prompt)
-            index = self._home(prompt, hashes)
-            if index not in among or self.loads[index] >= limit:
-                index = min(among, key=lambda i: (self.loads[i], i))
-            self._remember(prompt, hashes, index)
+            if len(among) == 1:
+                index = among[0]
+            else:
+                if prompt != previous:  # a group's prompts follow each other: hash them once
+                    previous, hashes = prompt, _block_hashes(prompt)
+                index = self._home(prompt, hashes)
+                if index not in among or self.loads[index] >= limit:
+                    index = min(among, key=lambda i: (self.loads[i], i))
+                self._remember(prompt, hashes, index)
             self.loads[index] += 1
             if version is not None:
                 self._named[index][version] += 1
