@@ -114,6 +114,7 @@ class Controller:
 
     async def close(self) -> None:
         """Stops every process of the run."""
+        self.generator.close()  # or calls in flight would take the end of their generators for a loss
         await self.launcher.stop()
 
     def role(self, name: str) -> TrainingClient:
@@ -350,6 +351,7 @@ class Controller:
         completions = [turn.completion for g in groups for rollout in g.rollouts for turn in rollout.turns]
         oldest = min(v for completion in completions for v in completion.policy_versions)
         reward_mean, reward_std = metrics.mean_std(rewards)
+        replicas = list(self.generator.health().values())
         return {
             "phase": "reinforcement", "reward/mean": reward_mean, "reward/std": reward_std,
             "reward/zero_std_frac": mean(len(set(group.rewards)) == 1 for group in groups),
@@ -357,6 +359,7 @@ class Controller:
             "completion/length_mean": mean(len(c.tokens) for c in completions),
             "completion/truncated_frac": mean(c.truncated for c in completions),
             "tokens/generated": sum(len(c.tokens) for c in completions),
+            **({"generator/healthy_replicas": replicas.count("healthy")} if len(replicas) > 1 else {}),
         }
 
 

@@ -55,10 +55,17 @@ class Generator(Actor):
         logger.info("engine ready: %s, threads %d", type(self.engine.model).__name__, torch.get_num_threads())
 
     @concurrent_endpoint
-    async def sample(self, requests: list[Request]) -> list[Completion | list[float]]:
-        """Completions (or log-probabilities, where `params` is None) in the order of the requests."""
+    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | ValueError]:
+        """Completions (or log-probabilities, where `params` is None) in the order of the requests.
+
+        A request that is itself at fault gets its ValueError in its place; anything wrong with the engine is raised.
+        """
         futures = [asyncio.wrap_future(future) for future in self.engine.submit(requests)]
-        return await asyncio.gather(*futures)
+        answers = await asyncio.gather(*futures, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
+                raise answer
+        return answers
 
     @concurrent_endpoint
     async def fetch(self, version: int, verify: bool) -> None:
@@ -119,3 +126,9 @@ class Generator(Actor):
     async def where(self) -> int:
         """The process id."""
         return os.getpid()
+
+    @concurrent_endpoint
+    async def abort(self) -> None:
+        """Ends this process at once, for a replica that is out of use: a rank that waits for a dead one spins."""
+        logging.shutdown()
+        os._exit(1)

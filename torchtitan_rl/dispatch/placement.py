@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
-from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
 __all__ = ["Placement", "TRAINER_PARTS", "GENERATOR_PARTS", "COLOCATION"]
 
@@ -73,7 +73,7 @@ class Placement:
 
     def add(self, role: str, meshes: list[RoleMesh], parts: tuple[str, ...]) -> None:
         """Registers a role that has just started, all of it on the device."""
-        self._meshes[role], self._parts[role], self.on_device[role] = meshes, parts, set(parts)
+        self._meshes[role], self._parts[role], self.on_device[role] = list(meshes), parts, set(parts)
 
     async def evict(self, role: str) -> None:
         """Takes everything of a role off the device, to make room for the next one to start."""
@@ -152,10 +152,10 @@ class Placement:
         gone = [part for part in parts if part in self.on_device[role]]
         if not gone:
             return
-        for mesh in self._meshes[role]:
-            if role == "generator":
-                await mesh.call_rank(0, "sleep")
-            else:
+        if role == "generator":
+            await self._on_generators("sleep")
+        else:
+            for mesh in self._meshes[role]:
                 await mesh.call_all("offload", gone)
         self._moved(role, "offload", gone)
         self.on_device[role] -= set(gone)
@@ -164,14 +164,25 @@ class Placement:
         missing = [part for part in parts if part not in self.on_device[role]]
         if not missing:
             return
-        for mesh in self._meshes[role]:
-            if role == "generator":
-                for part in missing:
-                    await mesh.call_rank(0, "wake", part)
-            else:
+        if role == "generator":
+            for part in missing:
+                await self._on_generators("wake", part)
+        else:
+            for mesh in self._meshes[role]:
                 await mesh.call_all("onload", missing)
         self._moved(role, "load", missing)
         self.on_device[role] |= set(missing)
+
+    async def _on_generators(self, endpoint: str, *args) -> None:
+        """On every replica; one whose process has died holds nothing any more. Raises WorkerLost when none is left."""
+        for mesh in list(self._meshes["generator"]):
+            try:
+                await mesh.call_leader(endpoint, *args)
+            except WorkerLost as error:
+                self._meshes["generator"].remove(mesh)
+                logger.warning("%s takes no more turns: %s", mesh.role, error)
+                if not self._meshes["generator"]:
+                    raise
 
     def _moved(self, role: str, move: str, parts: list[str]) -> None:
         self.history.extend((role, move, part) for part in parts)

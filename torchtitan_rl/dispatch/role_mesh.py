@@ -8,22 +8,29 @@ from typing import Any
 
 from monarch.actor import ActorError
 
-__all__ = ["RoleMesh", "deadline"]
+__all__ = ["RoleMesh", "WorkerLost", "deadline"]
+
+
+_WATCH_EVERY_S = 1.0
+
+
+class WorkerLost(RuntimeError):
+    """A call got no answer: its process died, or the deadline passed."""
 
 
 async def deadline(call, timeout_s: float, what: str) -> Any:
-    """The result of an awaitable call. Raises RuntimeError naming `what` when it fails or takes too long."""
+    """The result of an awaitable call. Raises RuntimeError naming `what` if it fails, WorkerLost if nobody answers."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
-        raise RuntimeError(
+        raise WorkerLost(
             f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
         ) from None
     except ActorError as error:
         raise RuntimeError(f"{what}: {_root_cause(error)}") from error
     except Exception as error:
         if type(error).__name__ == "SupervisionError":
-            raise RuntimeError(f"{what}: its process died ({_first_line(error)}); see its log") from error
+            raise WorkerLost(f"{what}: its process died ({_first_line(error)}); see its log") from error
         raise
 
 
@@ -92,6 +99,24 @@ class RoleMesh:
         """One rank only."""
         call = getattr(self._workers[rank], endpoint).call_one(*args)
         return deadline(call, timeout_s or self.timeout_s, f"{self.role}-{rank}.{endpoint}")
+
+    async def call_leader(self, endpoint: str, *args, timeout_s: float | None = None):
+        """Rank 0 answers for all. Raises WorkerLost when any rank has died: rank 0 would wait for it forever."""
+        calls = [asyncio.ensure_future(self.call_rank(0, endpoint, *args, timeout_s=timeout_s))]
+        calls += [asyncio.ensure_future(self._watch(rank)) for rank in range(1, self.num_ranks)]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            return next(call for call in calls if call.done()).result()
+        finally:
+            for call in calls:
+                if not call.cancel() and not call.cancelled():
+                    call.exception()  # seen: asyncio need not report it
+
+    async def _watch(self, rank: int) -> None:
+        """Does not return; raises WorkerLost soon after a rank's process has died."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            await self.call_rank(rank, "where")
 
     async def _all(self, endpoint: str, calls: list, timeout_s: float | None = None) -> list:
         waits = [

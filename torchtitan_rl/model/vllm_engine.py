@@ -23,6 +23,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives
 import torch  # noqa: E402
 from vllm import EngineArgs, LLMEngine  # noqa: E402
 from vllm import SamplingParams as EngineSamplingParams  # noqa: E402
+from vllm.exceptions import VLLMClientError  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from torchtitan_rl import platform  # noqa: E402
@@ -30,7 +31,7 @@ from torchtitan_rl.actors.config import GeneratorConfig  # noqa: E402
 from torchtitan_rl.model import vllm_model  # noqa: E402
 from torchtitan_rl.model.config import ModelConfig  # noqa: E402
 from torchtitan_rl.model.spec import build_spec  # noqa: E402
-from torchtitan_rl.types import Completion, Request  # noqa: E402
+from torchtitan_rl.types import Completion, Request, SamplingParams  # noqa: E402
 
 __all__ = ["Engine"]
 
@@ -298,20 +299,10 @@ class Engine:
                     f"asleep={sorted(self._asleep)}: the generator gave its device to a trainer; sample through a "
                     "SamplingClient, which wakes it"))
             return
-        if request.params is None:
-            params = EngineSamplingParams(
-                max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY)
-        else:
-            p = request.params
-            params = EngineSamplingParams(
-                max_tokens=p.max_tokens, temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, seed=p.seed,
-                stop_token_ids=p.stop_token_ids, stop=p.stop, ignore_eos=p.ignore_eos, logprobs=0,
-                detokenize=bool(p.stop), output_kind=RequestOutputKind.FINAL_ONLY)
         prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self._num_loads)}
         try:
-            engine_id = self._engine.add_request(request_id, prompt, params)
-        except ValueError as error:  # the request itself is at fault, not the engine
+            engine_id = self._engine.add_request(request_id, prompt, _engine_params(request.params))
+        except (ValueError, TypeError, VLLMClientError) as error:  # the request is at fault, not the engine
             if future is not None:
                 future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {error}"))
             return
@@ -334,3 +325,15 @@ class Engine:
             versions += [version] * (end - len(versions))
         request.future.set_result(Completion(
             tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason))
+
+
+def _engine_params(params: SamplingParams | None) -> EngineSamplingParams:
+    """vLLM's own; None scores the prompt. Raises vLLM's error for values it refuses."""
+    if params is None:
+        return EngineSamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY)
+    return EngineSamplingParams(
+        max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
+        seed=params.seed, stop_token_ids=params.stop_token_ids, stop=params.stop, ignore_eos=params.ignore_eos,
+        logprobs=0, detokenize=bool(params.stop), output_kind=RequestOutputKind.FINAL_ONLY)

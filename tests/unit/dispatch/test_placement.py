@@ -6,17 +6,21 @@ import asyncio
 import pytest
 
 from torchtitan_rl.dispatch.placement import GENERATOR_PARTS, TRAINER_PARTS, Placement
+from torchtitan_rl.dispatch.role_mesh import WorkerLost
 
 
 class Mesh:
+    dead = ()
+
     def __init__(self, role, log):
         self.role, self.log = role, log
 
     async def call_all(self, endpoint, parts):
         self.log.append((self.role, endpoint, *parts))
 
-    async def call_rank(self, rank, endpoint, *args):
-        assert rank == 0
+    async def call_leader(self, endpoint, *args):
+        if self.role in self.dead:
+            raise WorkerLost(f"{self.role} died")
         self.log.append((self.role, endpoint, *args))
 
 
@@ -155,6 +159,24 @@ def test_a_call_that_fails_or_is_cancelled_lets_the_next_one_in():
         cancelled.cancel()  # before it has begun to wait
         async with asyncio.timeout(5):
             async with built.turn("reference", "forward"):
+                pass
+
+    asyncio.run(run())
+
+
+def test_a_generator_that_died_takes_no_more_turns_and_the_last_one_is_an_error():
+    async def run():
+        log = []
+        built = Placement("all")
+        replicas = [Mesh("generator-0", log), Mesh("generator-1", log)]
+        built.add("policy", [Mesh("policy", log)], TRAINER_PARTS)
+        built.add("generator", replicas, GENERATOR_PARTS)
+        replicas[0].dead = ("generator-0",)
+        await built.evict("generator")
+        assert log == [("generator-1", "sleep")]
+        replicas[1].dead = ("generator-1",)
+        with pytest.raises(WorkerLost, match="generator-1 died"):
+            async with built.turn("generator", "sample"):
                 pass
 
     asyncio.run(run())
