@@ -21,9 +21,10 @@ from typing import Any, get_type_hints
 
 import cloudpickle
 
+from torchtitan_rl import platform
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
-from torchtitan_rl.model.config import ModelConfig, assets_dir, resolve_shape
+from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, resolve_shape
 
 __all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "load_config", "apply_overrides", "validate", "resolved",
            "flat", "function_name"]
@@ -267,12 +268,13 @@ def validate(config: RunConfig) -> None:
                     f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
     for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
         _positive(f"trainer.parallelism.{name}", getattr(parallel, name))
-    for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+    for name in ("pipeline_parallel_degree", "context_parallel_degree"):
         if getattr(parallel, name) != 1:
             raise ValueError(f"trainer.parallelism.{name}={getattr(parallel, name)}: is not supported; use 1")
     if parallel.spmd_backend != "partial_dtensor":
         raise ValueError(f"trainer.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
                          "the backend that runs on gloo as well as on NCCL")
+    _check_experts(config, shape)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     for where, limit in (("trainer.training.seq_len", config.trainer.training.seq_len),
                          ("generator.max_model_len", config.generator.max_model_len)):
@@ -304,6 +306,40 @@ def validate(config: RunConfig) -> None:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
         raise ValueError(f"seed={config.seed}: must not be negative; use 0 or more")
+
+
+def _check_experts(config: RunConfig, shape: Qwen3Shape) -> None:
+    """What a mixture of experts needs of the layout, of its own sizes and of this machine's kernels."""
+    parallel, experts = config.trainer.parallelism, shape.experts
+    degree, where = parallel.expert_parallel_degree, "trainer.parallelism.expert_parallel_degree"
+    _positive(where, degree)
+    if experts is None:
+        if degree != 1:
+            raise ValueError(f"{where}={degree}: the model has no experts; use 1")
+        return
+    if not 1 <= experts.top_k <= experts.num_experts:
+        raise ValueError(f"model.shape.experts.top_k={experts.top_k}: must be from 1 to num_experts={experts.num_experts}")
+    ranks = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
+    fits = [d for d in range(1, ranks + 1) if ranks % d == experts.num_experts % d == 0]
+    if degree not in fits:
+        raise ValueError(
+            f"{where}={degree}: must divide the model's num_experts={experts.num_experts} and "
+            f"data_parallel_shard_degree x tensor_parallel_degree = {ranks}, whose ranks it uses; use one of {fits}")
+    if config.generator.model_impl == "vllm":
+        raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
+    for field, dtype, cuts in (
+        ("trainer.training.mixed_precision_param", config.trainer.training.mixed_precision_param,
+         parallel.tensor_parallel_degree if degree == 1 else 1),  # with expert parallelism TP ranks hold whole experts
+        ("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree),
+    ):
+        multiple = platform.grouped_mm_multiple(dtype)
+        for name, size in (("dim", shape.dim), ("hidden_dim", shape.hidden_dim // cuts)):
+            if size % multiple:
+                cut = f" on each of {cuts} tensor-parallel ranks" if name == "hidden_dim" and cuts > 1 else ""
+                raise ValueError(f"model.shape.{name}: {size}{cut} is not a multiple of {multiple}, which the experts' "
+                                 f"kernel needs with {field}={dtype!r}; use a multiple")
+        if missing := platform.missing_grouped_mm(dtype):
+            raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
 
 
 def _check_loss_config(algorithm: AlgorithmConfig) -> None:
