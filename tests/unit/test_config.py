@@ -353,7 +353,7 @@ def test_a_data_parallel_degree_that_is_not_given(name, degree):
     assert message == f"trainer.parallelism.{name}={degree}: must be at least 1"
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"])
+@pytest.mark.parametrize("name", ["pipeline_parallel_degree", "context_parallel_degree"])
 def test_a_kind_of_parallelism_that_is_not_supported(name):
     message = invalid("trainer", "parallelism", name, value=2)
     assert message == f"trainer.parallelism.{name}=2: is not supported; use 1"

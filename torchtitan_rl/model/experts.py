@@ -1,7 +1,7 @@
 """Mixture-of-experts parts that compute alike in trainer and generator, in fp32 as in bf16, on a CPU as on a GPU.
 
 torchtitan's experts multiply in bf16 whatever the model's dtype, and its router asks autocast for fp32, which a CPU
-does not give. With these two in their place fp32 is fp32, and both sides choose their experts in fp32.
+does not give. With `Experts` and `Gate` in their place fp32 is fp32, and both sides choose their experts in fp32.
 Shape letters: R rows routed to the experts held here, D model size, F inner size, E experts.
 """
 
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-__all__ = ["Experts", "Gate", "Qwen3Adapter"]
+__all__ = ["Experts", "Gate", "ExpertLayer", "Qwen3Adapter"]
 
 
 class Experts(GroupedExperts):
@@ -47,6 +47,19 @@ class Gate(Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return F.linear(input.float(), self.weight.float())
+
+
+class ExpertLayer(MoE):
+    """torchtitan's layer: router, experts, and the weighted sum of what they return."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        pass
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        # Under sequence parallelism x comes from an all-gather that is still under way. torch 2.13's local_map waits for
+        # it outside of autograd, and the experts' gradient for x would be lost without a word. A copy is not under way.
+        return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)
 
 
 class Qwen3Adapter(Qwen3StateDictAdapter):

@@ -32,7 +32,7 @@ from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 
 from torchtitan_rl.model.attention import PackedSDPA  # noqa: E402
 from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape, resolve_shape  # noqa: E402
-from torchtitan_rl.model.experts import Experts, Gate, Qwen3Adapter  # noqa: E402
+from torchtitan_rl.model.experts import ExpertLayer, Experts, Gate, Qwen3Adapter  # noqa: E402
 from torchtitan_rl.model.logprobs import LogprobHead  # noqa: E402
 
 __all__ = ["build_spec", "training_spec", "flavor_shape", "shape_of"]
@@ -92,22 +92,21 @@ def build_spec(config: ModelConfig) -> ModelSpec:
     if config.flavor is not None:
         spec = model_registry(config.flavor, attn_backend="varlen")
         spec = dataclasses.replace(spec, state_dict_adapter=Qwen3Adapter)
-        for moe in _moes(spec.model):
-            moe.load_balance_coeff = None  # a flavour is what Hugging Face calls by its name, which has no such bias
+        for layer in spec.model.layers:
+            if layer.moe is not None:  # a flavour is what Hugging Face calls by its name, which has no such bias
+                layer.moe.load_balance_coeff = None
     else:
         spec = ModelSpec(
             name="qwen3", flavor="custom", model=_model_config(resolve_shape(config)), parallelize_fn=parallelize_qwen3,
             pipelining_fn=None, post_optimizer_build_fn=register_moe_load_balancing_hook,
             state_dict_adapter=Qwen3Adapter,
         )
-    for moe in _moes(spec.model):
-        moe.router.gate = _recast(moe.router.gate, Gate.Config)
-        moe.routed_experts.inner_experts = _recast(moe.routed_experts.inner_experts, Experts.Config)
+    for layer in spec.model.layers:
+        if layer.moe is not None:
+            moe = layer.moe = _recast(layer.moe, ExpertLayer.Config)
+            moe.router.gate = _recast(moe.router.gate, Gate.Config)
+            moe.routed_experts.inner_experts = _recast(moe.routed_experts.inner_experts, Experts.Config)
     return spec
-
-
-def _moes(model: Qwen3Model.Config) -> list:
-    return [layer.moe for layer in model.layers if layer.moe is not None]
 
 
 def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_tokens: int) -> ModelSpec:
