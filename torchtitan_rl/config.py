@@ -24,7 +24,7 @@ import cloudpickle
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, resolve_shape
+from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
 
 __all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "load_config", "apply_overrides", "validate", "resolved",
            "flat", "function_name"]
@@ -325,6 +325,15 @@ def _check_experts(config: RunConfig, shape: Qwen3Shape) -> None:
         raise ValueError(
             f"{where}={degree}: must divide the model's num_experts={experts.num_experts} and "
             f"data_parallel_shard_degree x tensor_parallel_degree = {ranks}, whose ranks it uses; use one of {fits}")
+    if has_weights(config.model):  # torchtitan's adapter gives each rank its experts of the checkpoint, by equal parts
+        replicas, shards = parallel.data_parallel_replicate_degree, ranks if degree > 1 else parallel.data_parallel_shard_degree
+        if replicas > 1:
+            raise ValueError(f"trainer.parallelism.data_parallel_replicate_degree={replicas}: a checkpoint's experts cannot "
+                             "be read into replicas; use 1, and a larger data_parallel_shard_degree")
+        if shards < experts.num_experts and experts.num_experts % shards:
+            raise ValueError(f"trainer.parallelism.data_parallel_shard_degree={parallel.data_parallel_shard_degree}: a "
+                             f"checkpoint's num_experts={experts.num_experts} cannot be read into {shards} equal parts; "
+                             "use a degree that divides them")
     if config.generator.model_impl == "vllm":
         raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
     for field, dtype, cuts in (

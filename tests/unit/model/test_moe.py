@@ -12,7 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import GeneratorConfig
 from torchtitan_rl.config import RunConfig, SamplingConfig, apply_overrides, validate
-from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape, resolve_shape
+from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape, assets_dir, resolve_shape, write_model_dir
 from torchtitan_rl.model.experts import Experts, Gate
 from torchtitan_rl.model.spec import build_spec, flavor_shape, shape_of, training_spec
 from torchtitan_rl.model.train_step import forward_logprobs
@@ -274,6 +274,23 @@ def test_expert_parallelism_without_experts():
 def test_more_experts_per_token_than_there_are(top_k):
     assert invalid(experts=ExpertsShape(num_experts=6, top_k=top_k)) == (
         f"model.shape.experts.top_k={top_k}: must be from 1 to num_experts=6")
+
+
+@pytest.mark.parametrize(("overrides", "complaint"), [
+    (["--trainer.parallelism.data-parallel-replicate-degree", "2"],
+     "data_parallel_replicate_degree=2: a checkpoint's experts cannot be read into replicas; use 1, and a larger "
+     "data_parallel_shard_degree"),
+    ([DP, "4"], "data_parallel_shard_degree=4: a checkpoint's num_experts=6 cannot be read into 4 equal parts; use a "
+     "degree that divides them"),
+])
+def test_layouts_that_a_checkpoint_cannot_be_read_into(overrides, complaint, tmp_path):
+    config = run_config()
+    apply_overrides(config, overrides)
+    validate(config)  # random weights can
+    write_model_dir(tmp_path, config.model.shape, assets_dir(config.model), eos=1, pad=0)
+    (tmp_path / "model.safetensors").touch()
+    config.model = ModelConfig(assets=str(tmp_path))
+    assert refusal(validate, config) == f"trainer.parallelism.{complaint}"
 
 
 def test_vllms_own_model_is_for_dense_models():
