@@ -1,6 +1,6 @@
 """A mixture of experts on two CPU cores: 8 experts, 2 per token, expert-parallel over two trainer ranks.
 
-For trying the path, not for a result: three times the quickstart's parameters, and about a minute.
+For trying the path, not for a result: three times the quickstart's parameters, and a minute or two on a busy machine.
 """
 
 from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig

@@ -318,7 +318,8 @@ def _check_experts(config: RunConfig, shape: Qwen3Shape) -> None:
             raise ValueError(f"{where}={degree}: the model has no experts; use 1")
         return
     if not 1 <= experts.top_k <= experts.num_experts:
-        raise ValueError(f"model.shape.experts.top_k={experts.top_k}: must be from 1 to num_experts={experts.num_experts}")
+        raise ValueError(
+            f"model.shape.experts.top_k={experts.top_k}: must be from 1 to num_experts={experts.num_experts}")
     ranks = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
     fits = [d for d in range(1, ranks + 1) if ranks % d == experts.num_experts % d == 0]
     if degree not in fits:
@@ -326,14 +327,16 @@ def _check_experts(config: RunConfig, shape: Qwen3Shape) -> None:
             f"{where}={degree}: must divide the model's num_experts={experts.num_experts} and "
             f"data_parallel_shard_degree x tensor_parallel_degree = {ranks}, whose ranks it uses; use one of {fits}")
     if has_weights(config.model):  # torchtitan's adapter gives each rank its experts of the checkpoint, by equal parts
-        replicas, shards = parallel.data_parallel_replicate_degree, ranks if degree > 1 else parallel.data_parallel_shard_degree
+        replicas, dp = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
+        shards = ranks if degree > 1 else dp
         if replicas > 1:
-            raise ValueError(f"trainer.parallelism.data_parallel_replicate_degree={replicas}: a checkpoint's experts cannot "
-                             "be read into replicas; use 1, and a larger data_parallel_shard_degree")
+            raise ValueError(
+                f"trainer.parallelism.data_parallel_replicate_degree={replicas}: a checkpoint's experts cannot be read "
+                "into replicas; use 1, and a larger data_parallel_shard_degree")
         if shards < experts.num_experts and experts.num_experts % shards:
-            raise ValueError(f"trainer.parallelism.data_parallel_shard_degree={parallel.data_parallel_shard_degree}: a "
-                             f"checkpoint's num_experts={experts.num_experts} cannot be read into {shards} equal parts; "
-                             "use a degree that divides them")
+            raise ValueError(
+                f"trainer.parallelism.data_parallel_shard_degree={dp}: a checkpoint's num_experts={experts.num_experts} "
+                f"cannot be read into {shards} equal parts; use a degree that divides them")
     if config.generator.model_impl == "vllm":
         raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
     for field, dtype, cuts in (

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 __all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "grouped_mm_multiple",
-           "missing_grouped_mm", "prepare_vllm", "adapt_torchtitan", "adapt_parallel_model", "set_threads", "num_cores", "to_device"]
+           "missing_grouped_mm", "prepare_vllm", "adapt_torchtitan", "adapt_parallel_model",
+           "set_threads", "num_cores", "to_device"]
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
 
@@ -37,22 +38,22 @@ def attention_backend() -> Literal["sdpa", "varlen"]:
 
 
 def grouped_mm_multiple(dtype: str) -> int:
-    """Rows of the experts' matrices must be a multiple of this: the grouped matrix product wants strides of 16 bytes."""
+    """Rows of the experts' matrices must be a multiple of this: the kernel wants strides of 16 bytes."""
     return 16 // getattr(torch, dtype).itemsize
 
 
 def missing_grouped_mm(dtype: str) -> str:
     """Why experts cannot be multiplied on this machine; empty when they can.
 
-    A CPU is asked to do it, forward and backward. A GPU is judged by its compute capability: asking it would leave a CUDA
-    context, and the memory it holds, in a process that needs none.
+    A CPU is asked to do it, forward and backward. A GPU is judged by its compute capability: a kernel would leave
+    memory allocated on it for as long as this process lives, which needs none.
     """
     if device_type() == "cuda":
         capability = torch.cuda.get_device_capability()
         if capability >= (8, 0):
             return ""
-        return (f"experts need torch's grouped matrix product, and {torch.cuda.get_device_name()} has compute capability "
-                f"{capability[0]}.{capability[1]}, less than 8.0")
+        return ("experts need torch's grouped matrix product, and "
+                f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, less than 8.0")
     size = grouped_mm_multiple(dtype)
     rows = torch.ones(3, size, dtype=getattr(torch, dtype), requires_grad=True)
     weight = torch.ones(2, size, size, dtype=getattr(torch, dtype), requires_grad=True)
@@ -61,7 +62,8 @@ def missing_grouped_mm(dtype: str) -> str:
         out.square().sum().backward()
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        return f"experts need torch's grouped matrix product, which torch {torch.__version__} refuses on this CPU ({reason})"
+        return ("experts need torch's grouped matrix product, "
+                f"which torch {torch.__version__} refuses on this CPU ({reason})")
     return ""
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts through the whole stack: trained expert-parallel, sampled tensor-parallel, exported, reloaded."""
+"""A mixture of experts through the whole stack: trained expert-parallel, sampled, exported and loaded again."""
 
 import asyncio
 from pathlib import Path

@@ -7,7 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Qwen3Shape", "ExpertsShape", "ModelConfig", "resolve_shape", "assets_dir", "has_weights", "missing_weights", "write_model_dir"]
+__all__ = ["Qwen3Shape", "ExpertsShape", "ModelConfig", "resolve_shape", "assets_dir", "has_weights",
+           "missing_weights", "write_model_dir"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
                     "chat_template.jinja", "generation_config.json", "added_tokens.json")
@@ -89,8 +90,8 @@ class Qwen3Shape:
                                         ("decoder_sparse_step", hf.get("decoder_sparse_step", 1), 1),
                                         ("norm_topk_prob", hf.get("norm_topk_prob", False), True)):
                 if value != needed:
-                    raise ValueError(f"{where}: its config.json says {name}={value!r}; only a Qwen3 with {name}={needed!r} "
-                                     "is supported")
+                    raise ValueError(f"{where}: its config.json says {name}={value!r}; "
+                                     f"only a Qwen3 with {name}={needed!r} is supported")
             experts = ExpertsShape(num_experts=hf["num_experts"], top_k=hf["num_experts_per_tok"],
                                    load_balance_coeff=hf.get("load_balance_coeff"))
         rope = hf.get("rope_parameters") or {}

@@ -30,7 +30,7 @@ class Experts(GroupedExperts):
         offsets_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
 
         def multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            if isinstance(weight, DTensor):  # the number of rows differs from rank to rank, which DTensor has no words for
+            if isinstance(weight, DTensor):  # rows differ in number from rank to rank, which a DTensor cannot say
                 weight = weight.to_local()
             return self._grouped_mm(A=rows, B_t=weight.to(rows.dtype).transpose(-2, -1), offs=offsets_E)
 
@@ -57,8 +57,8 @@ class ExpertLayer(MoE):
         pass
 
     def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
-        # Under sequence parallelism x comes from an all-gather that is still under way. torch 2.13's local_map waits for
-        # it outside of autograd, and the experts' gradient for x would be lost without a word. A copy is not under way.
+        # Under sequence parallelism x comes from an all-gather that is still under way. torch 2.13's local_map waits
+        # for it outside of autograd, and the experts' gradient for x would be lost without a word. A copy is complete.
         return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)
 
 

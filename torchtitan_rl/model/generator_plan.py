@@ -79,7 +79,8 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
     for index, layer in enumerate(model.layers):
         attention, ffn, moe = layer.attention, layer.feed_forward, layer.moe
         hidden = ffn.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim
-        for name, size in (("n_heads", attention.n_heads), ("n_kv_heads", attention.n_kv_heads), ("hidden_dim", hidden)):
+        for name, size in (("n_heads", attention.n_heads), ("n_kv_heads", attention.n_kv_heads),
+                           ("hidden_dim", hidden)):
             if size % tp:
                 raise ValueError(f"generator.tensor_parallel_degree={tp}: must divide the model's {name}={size}")
         n_heads, n_kv_heads = attention.n_heads // tp, attention.n_kv_heads // tp

@@ -1,4 +1,4 @@
-"""Mixtures of experts: sizes, what is refused, the experts' arithmetic, and the model against transformers' Qwen3 MoE."""
+"""Mixtures of experts: sizes, refusals, the experts' arithmetic, and the model against transformers' Qwen3 MoE."""
 
 import json
 from types import SimpleNamespace
@@ -303,7 +303,8 @@ def test_sizes_that_the_experts_kernel_cannot_take():
     fp32, bf16 = (4, "trainer.training.mixed_precision_param", "float32"), (8, "generator.dtype", "bfloat16")
     assert invalid(hidden_dim=26) == "model.shape.hidden_dim: 26 " + needs.format(*fp32)
     assert invalid(dim=18) == "model.shape.dim: 18 " + needs.format(*fp32)
-    assert invalid("--generator.dtype", "bfloat16", hidden_dim=20) == "model.shape.hidden_dim: 20 " + needs.format(*bf16)
+    assert invalid("--generator.dtype", "bfloat16", hidden_dim=20) == (
+        "model.shape.hidden_dim: 20 " + needs.format(*bf16))
     assert invalid(TP, "2", hidden_dim=20) == (
         "model.shape.hidden_dim: 10 on each of 2 tensor-parallel ranks " + needs.format(*fp32))
     config = run_config(hidden_dim=20)  # with expert parallelism the trainer's TP ranks hold whole experts
@@ -320,7 +321,8 @@ def test_a_device_without_the_experts_kernel_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "_grouped_mm", not_here)
     assert invalid() == (
         "trainer.training.mixed_precision_param='float32': experts need torch's grouped matrix product, which torch "
-        f"{torch.__version__} refuses on this CPU (Could not run 'aten::_grouped_mm'); use a dense model or another device")
+        f"{torch.__version__} refuses on this CPU (Could not run 'aten::_grouped_mm'); use a dense model or another "
+        "device")
     validate(run_config(experts=None))  # a dense model does not ask for it
 
 
