@@ -21,9 +21,10 @@ from typing import Any, Literal, get_type_hints
 
 import cloudpickle
 
+from torchtitan_rl import platform
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
-from torchtitan_rl.model.config import ModelConfig, assets_dir, resolve_shape
+from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
 from torchtitan_rl.model.converters import check_converters
 
 __all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "RoleConfig", "RolesConfig", "load_config", "apply_overrides",
@@ -297,12 +298,20 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             f"model.shape.vocab_size={shape.vocab_size}: the tokenizer of model.assets={config.model.assets!r} has "
             f"{tokenizer_vocab} tokens; use the tokenizer the model was made for")
-    trainers = {"trainer": (config.trainer, shape)}
+    trainers = {"trainer": (config.trainer, config.model)}
     for role, given in config.roles.configured().items():
-        trainers[f"roles.{role}.trainer"] = (given.trainer, shape if given.model is None else resolve_shape(given.model))
+        trainers[f"roles.{role}.trainer"] = (given.trainer, given.model or config.model)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
-    for where, (trainer, its_shape) in trainers.items():
-        _check_trainer(where, trainer, its_shape, longest)
+    for where, (trainer, model) in trainers.items():
+        _check_trainer(where, trainer, model, longest)
+    if shape.experts is not None:
+        if config.generator.model_impl == "vllm":
+            raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
+        _check_experts_kernel("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree, shape)
+        for target in config.trainer.lora.target_modules if config.trainer.lora is not None else ():
+            if target in ("gate_proj", "up_proj", "down_proj"):
+                raise ValueError(f"trainer.lora.target_modules={target!r}: experts of a mixture have no adapters; use "
+                                 "qkv_proj and o_proj")
     _check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     _check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
     _check_roles(config.roles, shape)
@@ -330,18 +339,19 @@ def validate(config: RunConfig) -> None:
         raise ValueError(f"seed={config.seed}: must not be negative; use 0 or more")
 
 
-def _check_trainer(where: str, trainer: TrainerConfig, shape, longest: int) -> None:
+def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longest: int) -> None:
     """The layout of one trainer mesh against its model and the longest sequence of the run."""
-    parallel = trainer.parallelism
+    parallel, shape = trainer.parallelism, resolve_shape(model)
     _check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
     for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
         _positive(f"{where}.parallelism.{name}", getattr(parallel, name))
-    for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+    for name in ("pipeline_parallel_degree", "context_parallel_degree"):
         if getattr(parallel, name) != 1:
             raise ValueError(f"{where}.parallelism.{name}={getattr(parallel, name)}: is not supported; use 1")
     if parallel.spmd_backend != "partial_dtensor":
         raise ValueError(f"{where}.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
                          "the backend that runs on gloo as well as on NCCL")
+    _check_experts(where, trainer, model, shape)
     _check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
     _positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
     _positive(f"{where}.logprob_chunk_tokens", trainer.logprob_chunk_tokens)
@@ -398,6 +408,50 @@ def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
         below = num_steps - num_steps % per_batch
         raise ValueError(f"controller.num_steps={num_steps}: a batch is {per_batch} optimizer steps (algorithm.num_epochs x its "
                          f"minibatches); use a multiple, such as {below or per_batch} or {below + per_batch}")
+
+
+def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape: Qwen3Shape) -> None:
+    """What a mixture of experts needs of the layout, of its own sizes and of this machine's kernels."""
+    parallel, experts = trainer.parallelism, shape.experts
+    degree, field = parallel.expert_parallel_degree, f"{where}.parallelism.expert_parallel_degree"
+    _positive(field, degree)
+    if experts is None:
+        if degree != 1:
+            raise ValueError(f"{field}={degree}: the model has no experts; use 1")
+        return
+    if not 1 <= experts.top_k <= experts.num_experts:
+        raise ValueError(
+            f"model.shape.experts.top_k={experts.top_k}: must be from 1 to num_experts={experts.num_experts}")
+    ranks = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
+    fits = [d for d in range(1, ranks + 1) if ranks % d == experts.num_experts % d == 0]
+    if degree not in fits:
+        raise ValueError(
+            f"{field}={degree}: must divide the model's num_experts={experts.num_experts} and "
+            f"data_parallel_shard_degree x tensor_parallel_degree = {ranks}, whose ranks it uses; use one of {fits}")
+    if has_weights(model):  # torchtitan's adapter gives each rank its experts of the checkpoint, by equal parts
+        replicas, dp = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
+        shards = ranks if degree > 1 else dp
+        if replicas > 1:
+            raise ValueError(
+                f"{where}.parallelism.data_parallel_replicate_degree={replicas}: a checkpoint's experts cannot be read "
+                "into replicas; use 1, and a larger data_parallel_shard_degree")
+        if shards < experts.num_experts and experts.num_experts % shards:
+            raise ValueError(
+                f"{where}.parallelism.data_parallel_shard_degree={dp}: a checkpoint's num_experts={experts.num_experts} "
+                f"cannot be read into {shards} equal parts; use a degree that divides them")
+    cuts = parallel.tensor_parallel_degree if degree == 1 else 1  # with expert parallelism TP ranks hold whole experts
+    _check_experts_kernel(f"{where}.training.mixed_precision_param", trainer.training.mixed_precision_param, cuts, shape)
+
+
+def _check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) -> None:
+    multiple = platform.grouped_mm_multiple(dtype)
+    for name, size in (("dim", shape.dim), ("hidden_dim", shape.hidden_dim // cuts)):
+        if size % multiple:
+            cut = f" on each of {cuts} tensor-parallel ranks" if name == "hidden_dim" and cuts > 1 else ""
+            raise ValueError(f"model.shape.{name}: {size}{cut} is not a multiple of {multiple}, which the experts' "
+                             f"kernel needs with {field}={dtype!r}; use a multiple")
+    if missing := platform.missing_grouped_mm(dtype):
+        raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
 
 
 def _check_loss_config(algorithm: AlgorithmConfig) -> None:

@@ -27,8 +27,11 @@ def memory_estimate(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
     shards = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
     stored, compute = _BYTES[training.dtype], _BYTES[training.mixed_precision_param]
     tokens = config.trainer.max_tokens_per_microbatch
-    # Saved for backward, per token and layer: about 18 hidden-size and 4 feed-forward-size vectors.
+    # Saved for backward, per token and layer: about 18 hidden-size and 4 feed-forward-size vectors. Each expert a token
+    # goes to takes its own, with the token's copy on the way in and on the way out.
     per_layer = 18 * shape.dim + 4 * shape.hidden_dim
+    if shape.experts is not None:
+        per_layer = 18 * shape.dim + shape.experts.top_k * (4 * shape.hidden_dim + 4 * shape.dim)
     if config.trainer.activation_checkpoint != "none":
         per_layer = 2 * shape.dim
     activations = tokens * shape.n_layers * per_layer * compute // parallel.tensor_parallel_degree

@@ -19,7 +19,7 @@ from torchtitan_rl.algorithm.losses import ppo
 from torchtitan_rl.config import (
     RoleConfig, RunConfig, SamplingConfig, apply_overrides, flat, function_name, load_config, resolved, validate,
 )
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.show import memory_estimate, show
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
@@ -354,7 +354,7 @@ def test_a_data_parallel_degree_that_is_not_given(name, degree):
     assert message == f"trainer.parallelism.{name}={degree}: must be at least 1"
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"])
+@pytest.mark.parametrize("name", ["pipeline_parallel_degree", "context_parallel_degree"])
 def test_a_kind_of_parallelism_that_is_not_supported(name):
     message = invalid("trainer", "parallelism", name, value=2)
     assert message == f"trainer.parallelism.{name}=2: is not supported; use 1"
@@ -576,6 +576,16 @@ def test_adapters_are_the_policys():
     config.roles.critic.trainer.lora = LoRAConfig(rank=4)
     with pytest.raises(ValueError, match="roles.critic.trainer.lora.rank=4: adapters are the policy's"):
         validate(config)
+
+
+def test_experts_have_no_adapters():
+    config = run_config()
+    config.model.shape = shape(experts=ExpertsShape(num_experts=4, top_k=2))
+    config.trainer.lora = LoRAConfig(rank=4, target_modules=["qkv_proj", "up_proj"])
+    with pytest.raises(ValueError, match="trainer.lora.target_modules='up_proj': experts of a mixture have no adapters"):
+        validate(config)
+    config.trainer.lora = LoRAConfig(rank=4, target_modules=["qkv_proj", "o_proj"])
+    validate(config)
 
 
 def test_every_role_that_makes_sense_is_accepted():

@@ -154,7 +154,7 @@ class TrainerRank:
         params = OptimParams(**{name: defaults[name] if value is None else value for name, value in given.items()})
         norm, stepped = clip_and_step(
             list(self.model.parameters()), self.optimizers, params, max_grad_norm=params.max_grad_norm,
-            grad_scale=grad_scale)
+            grad_scale=grad_scale, expert_parallel=self.parallel_dims.ep_enabled)
         self.policy_version += stepped
         if not self._train_timeout_set:  # the first step compiles and allocates; later ones get the tighter bound
             if self.device.type == "cuda":  # gloo's timeout cannot be changed; there the controller's deadline bounds it

@@ -117,8 +117,11 @@ def policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
 
 def clip_and_step(
     parameters: list[torch.nn.Parameter], optimizers, params: OptimParams, *, max_grad_norm: float, grad_scale: float,
+    expert_parallel: bool = False,
 ) -> tuple[float, bool]:
     """Scales and clips what has accumulated, steps unless the gradient is not finite, and zeroes it.
+
+    `expert_parallel`: experts lie on a mesh of their own, so norms are taken per mesh and then put together.
 
     Returns (gradient L2 norm before clipping, whether a step was taken).
     """
@@ -128,7 +131,7 @@ def clip_and_step(
     if grad_scale != 1.0:
         for gradient in gradients:
             gradient.mul_(grad_scale)
-    norm = clip_grad_norm_(parameters, max_grad_norm, foreach=True)
+    norm = clip_grad_norm_(parameters, max_grad_norm, foreach=True, ep_enabled=expert_parallel)
     norm = float(norm)
     finite = norm == norm and norm != float("inf")
     if finite:
