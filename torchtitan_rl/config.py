@@ -265,6 +265,11 @@ def validate(config: RunConfig) -> None:
                             if shape.n_kv_heads % d == shape.n_heads % d == shape.hidden_dim % d == 0]
                 raise ValueError(
                     f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
+    rows = -(-shape.vocab_size // parallel.tensor_parallel_degree)  # of the head, per rank; the last takes the rest
+    if rows * (parallel.tensor_parallel_degree - 1) >= shape.vocab_size:
+        raise ValueError(
+            f"trainer.parallelism.tensor_parallel_degree={parallel.tensor_parallel_degree}: vocab_size={shape.vocab_size} "
+            f"in parts of {rows} leaves a rank without vocabulary; lower it")
     for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
         _positive(f"trainer.parallelism.{name}", getattr(parallel, name))
     for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
@@ -287,7 +292,7 @@ def validate(config: RunConfig) -> None:
                          ("sampling.max_tokens", config.sampling.max_tokens),
                          ("sampling.max_prompt_tokens", config.sampling.max_prompt_tokens),
                          ("trainer.max_tokens_per_microbatch", config.trainer.max_tokens_per_microbatch),
-                         ("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens),
+                         ("trainer.logprob_chunk_mib", config.trainer.logprob_chunk_mib),
                          ("generator.num_replicas", config.generator.num_replicas),
                          ("generator.max_num_seqs", config.generator.max_num_seqs),
                          ("controller.eval_tasks", config.controller.eval_tasks),

@@ -63,7 +63,7 @@ class TrainerRank:
         attention = platform.attention_backend() if config.attention == "auto" else config.attention
         self.spec = training_spec(
             spec, SimpleNamespace(parallelism=config.parallelism), attention=attention,
-            chunk_tokens=config.logprob_chunk_tokens)
+            chunk_bytes=config.logprob_chunk_mib * 2**20)
         dtype = TORCH_DTYPE_MAP[config.training.dtype]
         with torch.device("meta"), set_default_dtype(dtype):
             model = self.spec.model.build()

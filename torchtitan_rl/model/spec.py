@@ -80,7 +80,7 @@ def build_spec(config: ModelConfig) -> ModelSpec:
     )
 
 
-def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_tokens: int) -> ModelSpec:
+def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes: int) -> ModelSpec:
     """A new spec to train from: sharding filled in, packed attention, and a head that returns log-probabilities.
 
     `trainer_view` is any object with a torchtitan `parallelism` config. `attention` is `"sdpa"` or `"varlen"`.
@@ -90,7 +90,7 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_tokens
     if attention == "sdpa":
         for layer in model.layers:
             layer.attention.inner_attention = _recast(layer.attention.inner_attention, PackedSDPA.Config)
-    head = _recast(model.lm_head, LogprobHead.Config, chunk_tokens=chunk_tokens)
+    head = _recast(model.lm_head, LogprobHead.Config, chunk_bytes=chunk_bytes)
     # The head's outputs are per-token numbers, equal on every TP rank, not vocabulary shards of logits.
     sharding = model.lm_head.sharding_config
     head.sharding_config = ShardingConfig(
