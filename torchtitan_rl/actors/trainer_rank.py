@@ -38,6 +38,20 @@ logger = logging.getLogger(__name__)
 _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
 
 
+def _stay_tied(model) -> None:
+    """Tensor parallelism replaces parameters module by module, which unties the head from the embedding; torchtitan
+    ties them again when it initialises. By then FSDP would hold two buffers for the one parameter and, where a shard
+    is padded, go on reading the one that the optimizer does not write. So they are tied again in between."""
+    cut = model.parallelize
+
+    def parallelize(parallel_dims) -> None:
+        cut(parallel_dims)
+        if model.enable_weight_tying:
+            model.tok_embeddings.weight = model.lm_head.weight
+
+    model.parallelize = parallelize
+
+
 class TrainerRank:
     """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already."""
 
@@ -67,6 +81,7 @@ class TrainerRank:
         dtype = TORCH_DTYPE_MAP[config.training.dtype]
         with torch.device("meta"), set_default_dtype(dtype):
             model = self.spec.model.build()
+        _stay_tied(model)
         ac_class = _ACTIVATION_CHECKPOINT[config.activation_checkpoint]
         model = self.spec.parallelize_fn(
             model, parallel_dims=self.parallel_dims, training=config.training, parallelism=config.parallelism,
@@ -100,7 +115,8 @@ class TrainerRank:
         whole.init_weights()
         held = self.model.state_dict()
         self.model.load_state_dict({
-            name: distribute_tensor(tensor.to(self.device), held[name].device_mesh, held[name].placements)
+            name: distribute_tensor(
+                tensor.to(self.device), held[name].device_mesh, held[name].placements, src_data_rank=None)
             if isinstance(held[name], DTensor) else tensor.to(self.device)
             for name, tensor in whole.state_dict().items()
         })
