@@ -44,6 +44,13 @@ async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL):
         await launcher.stop()
 
 
+def started(loop, config):
+    """A running mesh and how to stop it."""
+    running = trainer_mesh(config)
+    mesh = loop.run_until_complete(running.__aenter__())
+    return mesh, lambda: loop.run_until_complete(running.__aexit__(None, None, None))
+
+
 def client(mesh, max_tokens: int = 10**6) -> TrainingClient:
     """A client is only a way to call a mesh; one for each microbatch budget costs nothing."""
     return TrainingClient(mesh, max_tokens_per_microbatch=max_tokens, max_datum_tokens=64, temperature=1.0)

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.helpers import flat, random_datums, relative_l2
-from tests.integration.layouts import client, recorded_batches, replay, trainer_config, trainer_mesh
+from tests.integration.layouts import client, recorded_batches, replay, started, trainer_config
 from torchtitan_rl.algorithm.losses import importance_sampling, ppo
 from torchtitan_rl.types import OptimParams
 
@@ -23,13 +23,6 @@ LAYOUTS = {
     "replicate2-dp2": dict(replicate=2, dp=2), "selective": dict(activation_checkpoint="selective"),
     "full": dict(activation_checkpoint="full"),
 }
-
-
-def started(loop, config):
-    """A running mesh and how to stop it."""
-    running = trainer_mesh(config)
-    mesh = loop.run_until_complete(running.__aenter__())
-    return mesh, lambda: loop.run_until_complete(running.__aexit__(None, None, None))
 
 
 async def ten_steps(trainer, path, save=False):
