@@ -1,5 +1,6 @@
 """Trainer meshes of any layout without a generator: for tests of numbers and for scripts/numerics_table.py."""
 
+import time
 from contextlib import asynccontextmanager
 
 import torch
@@ -37,7 +38,7 @@ async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL):
     """A running mesh; the weights depend on the seed alone, not on the layout."""
     from torchtitan_rl.launch import Launcher
 
-    launcher = Launcher(log_dir=None, start_timeout_s=180, call_timeout_s=120)
+    launcher = Launcher(log_dir=None, start_timeout_s=240, call_timeout_s=400)  # compiling takes long
     try:
         yield await launcher.start_trainer(config, model, role="policy", seed=0)
     finally:
@@ -56,16 +57,18 @@ def client(mesh, max_tokens: int = 10**6) -> TrainingClient:
     return TrainingClient(mesh, max_tokens_per_microbatch=max_tokens, max_datum_tokens=64, temperature=1.0)
 
 
-def recorded_batches(num: int) -> list[list[Datum]]:
-    return [random_datums(12, seed=100 + step, max_len=20) for step in range(num)]
+def recorded_batches(num: int, num_datums: int = 12, max_len: int = 20) -> list[list[Datum]]:
+    return [random_datums(num_datums, seed=100 + step, max_len=max_len) for step in range(num)]
 
 
-async def replay(trainer: TrainingClient, batches: list[list[Datum]], lr: float = 1e-3) -> dict[str, torch.Tensor]:
-    """One step a batch; what each parameter became minus what it was."""
-    before = await trainer.parameters()
+async def replay(trainer: TrainingClient, batches: list[list[Datum]]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One step a batch: what each parameter became minus what it was, and the seconds of each step."""
+    before, seconds = await trainer.parameters(), []
     for data in batches:
+        start = time.perf_counter()
         await trainer.forward_backward(data, importance_sampling)
-        output = await trainer.optim_step(OptimParams(lr=lr))
+        output = await trainer.optim_step(OptimParams(lr=1e-3))
+        seconds.append(time.perf_counter() - start)
         assert not output.skipped
     after = await trainer.parameters()
-    return {name: after[name] - before[name] for name in before}
+    return {name: after[name] - before[name] for name in before}, seconds

@@ -30,9 +30,9 @@ async def ten_steps(trainer, path, save=False):
     if save:
         await trainer.save_checkpoint(path)
     await trainer.reset_optimizer()
-    update = flat(await replay(trainer, recorded_batches(10)))
+    update, _ = await replay(trainer, recorded_batches(10))
     await trainer.load_checkpoint(path, optimizer=False)
-    return update
+    return flat(update)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +92,12 @@ def test_ten_steps_change_the_parameters_as_on_one_rank(loop, laid_out, one_rank
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_compiled_model_has_the_same_gradient(loop, one_rank, tp):
+    # One microbatch: on a CPU every new pattern of attention's buckets is compiled anew.
     mesh, stop = started(loop, trainer_config(compile__enable=True, tp=tp))
     try:
-        for seed in range(3):
-            check_gradient(loop, mesh, one_rank[0], 7, 15, seed, 40, 2, importance_sampling)
+        check_gradient(loop, mesh, one_rank[0], 7, 15, 0, EVERYTHING, 1, importance_sampling)
     finally:
         stop()
