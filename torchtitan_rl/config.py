@@ -343,6 +343,11 @@ def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longe
     """The layout of one trainer mesh against its model and the longest sequence of the run."""
     parallel, shape = trainer.parallelism, resolve_shape(model)
     _check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
+    tp = parallel.tensor_parallel_degree
+    rows = -(-shape.vocab_size // tp)  # of the head, per rank; the last takes the rest
+    if rows * (tp - 1) >= shape.vocab_size:
+        raise ValueError(f"{where}.parallelism.tensor_parallel_degree={tp}: vocab_size={shape.vocab_size} in parts of {rows} "
+                         "leaves a rank without vocabulary; lower it")
     for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
         _positive(f"{where}.parallelism.{name}", getattr(parallel, name))
     for name in ("pipeline_parallel_degree", "context_parallel_degree"):
@@ -354,7 +359,7 @@ def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longe
     _check_experts(where, trainer, model, shape)
     _check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
     _positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
-    _positive(f"{where}.logprob_chunk_tokens", trainer.logprob_chunk_tokens)
+    _positive(f"{where}.logprob_chunk_mib", trainer.logprob_chunk_mib)
 
 
 def _check_degree(where: str, degree: int, shape) -> None:

@@ -1,4 +1,4 @@
-"""Parallel layouts give the numbers of one rank."""
+"""Parallel layouts of trainer and generator together give the numbers of one rank, and of each other."""
 
 import asyncio
 
@@ -8,13 +8,26 @@ import torch
 from tests.integration.conftest import small_config
 from tests.integration.helpers import random_datums
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.types import OptimParams, SamplingParams
+from torchtitan_rl.types import Completion, Datum, OptimParams, SamplingParams
 
+# 19 tokens; completions of different lengths leave 4, 3, 2 and at last 1 sequence to decode.
 PROMPTS = [[20, 31, 27], [22, 40, 21, 14], [30, 35, 36, 39, 14], [25, 26, 27, 28, 29, 30, 14]]
 
 
+def _as_datum(prompt: list[int], completion: Completion) -> Datum:
+    tokens = torch.tensor(prompt + completion.tokens)
+    return Datum(tokens=tokens[:-1], target_tokens=tokens[1:], loss_inputs={})
+
+
+def _mismatch(generated: torch.Tensor, trained: torch.Tensor) -> tuple[float, float]:
+    """(largest absolute difference, mean k3 KL) of log-probabilities of the same tokens; see `policy_metrics`."""
+    difference = trained.double() - generated.double()
+    return float(difference.abs().max()), float((torch.expm1(difference) - difference).mean())
+
+
 async def _two_steps(config):
-    """Log-probabilities after two optimizer steps: the trainer's on recorded data, the generator's on given tokens."""
+    """Log-probabilities after two optimizer steps: the trainer's on recorded data, the generator's on given tokens,
+    and of sampled completions both (generator's, trainer's)."""
     from torchtitan_rl.controller import Controller
 
     async with await Controller.launch(config) as controller:
@@ -28,7 +41,10 @@ async def _two_steps(config):
             controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in data))
         sampled = await asyncio.gather(*(
             controller.generator.sample(prompt, SamplingParams(max_tokens=5 + i, seed=i)) for i, prompt in enumerate(PROMPTS)))
-        return torch.cat(output.policy_logprobs), torch.cat([torch.tensor(s) for s in scored]), sampled
+        again = await controller.trainer.forward([_as_datum(p, c) for p, c in zip(PROMPTS, sampled)])
+        both = (torch.cat([torch.tensor(c.logprobs) for c in sampled]),
+                torch.cat([row[-len(c.tokens):] for row, c in zip(again.policy_logprobs, sampled)]))
+        return torch.cat(output.policy_logprobs), torch.cat([torch.tensor(s) for s in scored]), sampled, both
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +57,29 @@ def test_two_steps_give_the_log_probabilities_of_one_rank(loop, reference, tmp_p
     config = small_config(
         tmp_path / "run", generator__tensor_parallel_degree=2, trainer__parallelism__tensor_parallel_degree=tp,
         trainer__parallelism__data_parallel_shard_degree=dp)
-    trained, scored, sampled = loop.run_until_complete(_two_steps(config))
-    expected_trained, expected_scored, expected_sampled = reference
+    trained, scored, sampled, both = loop.run_until_complete(_two_steps(config))
+    expected_trained, expected_scored, expected_sampled, _ = reference
     assert (trained - expected_trained).abs().max() <= 1e-4
     assert (scored - expected_scored).abs().max() <= 1e-4
     for completion, expected in zip(sampled, expected_sampled):
         assert completion.tokens == expected.tokens
         assert torch.allclose(torch.tensor(completion.logprobs), torch.tensor(expected.logprobs), atol=1e-4)
+    _agree_in_float32(trained, scored, both)
+
+
+def _agree_in_float32(trained, scored, both):
+    for largest, kl in (_mismatch(scored, trained), _mismatch(*both)):
+        assert largest <= 1e-4 and kl <= 1e-6, (largest, kl)
+
+
+def test_generator_and_trainer_agree_in_float32(reference):
+    trained, scored, sampled, both = reference
+    assert sum(map(len, PROMPTS)) % 2 == 1 and len({len(c.tokens) for c in sampled}) > 1  # odd numbers of tokens
+    _agree_in_float32(trained, scored, both)
+
+
+def test_a_bfloat16_generator_stays_near_the_trainer(loop, tmp_path):
+    trained, scored, _, both = loop.run_until_complete(
+        _two_steps(small_config(tmp_path / "run", generator__dtype="bfloat16")))
+    for largest, kl in (_mismatch(scored, trained), _mismatch(*both)):
+        assert 1e-4 < largest < 0.1 and kl <= 1e-3, (largest, kl)

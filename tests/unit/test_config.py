@@ -337,6 +337,15 @@ def test_a_tensor_parallel_degree_that_does_not_divide(where, degree, complaint)
     assert message == f"{'.'.join(where)}.tensor_parallel_degree={degree}: {complaint}"
 
 
+def test_a_rank_that_would_hold_no_vocabulary():
+    config = run_config()
+    config.model.shape.n_heads = config.model.shape.n_kv_heads = 12
+    config.trainer.parallelism.tensor_parallel_degree = 12  # 64 rows in parts of 6: ten ranks have 6, one 4, one none
+    assert refusal(validate, config) == (
+        "trainer.parallelism.tensor_parallel_degree=12: vocab_size=64 in parts of 6 leaves a rank without vocabulary; "
+        "lower it")
+
+
 @pytest.mark.parametrize("where", [("trainer", "parallelism"), ("generator",)], ids=".".join)
 def test_a_feed_forward_that_cannot_be_divided_leaves_one_degree(where):
     config = run_config()
@@ -459,10 +468,13 @@ def test_show_prints_flags_sizes_and_processes(capsys):
 
 def test_the_memory_of_a_trainer_by_hand():
     config = run_config()
-    config.trainer.max_tokens_per_microbatch, config.trainer.logprob_chunk_tokens = 100, 10
+    config.trainer.max_tokens_per_microbatch, config.trainer.logprob_chunk_mib = 100, 1
     estimate = memory_estimate(config, config.model.shape)
-    # Float32: weights, gradient and two moments; (18 x 16 + 4 x 24) numbers per token and layer; 3 x 10 x 64 logits.
-    assert estimate["trainer rank"] == 4 * 4 * 6512 + 100 * 2 * 384 * 4 + 3 * 10 * 64 * 4
+    # Float32: weights, gradient and two moments; (18 x 16 + 4 x 24) numbers per token and layer; 3 x 100 x 64 logits.
+    assert estimate["trainer rank"] == 4 * 4 * 6512 + 100 * 2 * 384 * 4 + 3 * 100 * 64 * 4
+    config.trainer.max_tokens_per_microbatch = 10_000  # 2.4 MiB of logits, in chunks of 1 MiB
+    estimate = memory_estimate(config, config.model.shape)
+    assert estimate["trainer rank"] == 4 * 4 * 6512 + 10_000 * 2 * 384 * 4 + 3 * 2**20
     assert estimate["generator rank"] == 2 * 6512 + 2**30  # bfloat16, and 1 GiB of KV cache
     assert estimate["weights in the store, per live version"] == 2 * 6512
 
@@ -470,11 +482,11 @@ def test_the_memory_of_a_trainer_by_hand():
 def test_the_memory_of_a_trainer_of_adapters_by_hand(capsys):
     config = run_config()
     config.trainer.lora = LoRAConfig(rank=3)
-    config.trainer.max_tokens_per_microbatch, config.trainer.logprob_chunk_tokens = 100, 10
+    config.trainer.max_tokens_per_microbatch = 100
     # Two blocks, rank 3: 16 + 64 for query, key and value, 32 + 16 for the output, 3 x (16 + 24) for the feed-forward.
     adapters = 2 * 3 * (80 + 48 + 120)
     estimate = memory_estimate(config, config.model.shape)
-    assert estimate["trainer rank"] == 4 * (6512 + 4 * adapters) + 100 * 2 * 384 * 4 + 3 * 10 * 64 * 4
+    assert estimate["trainer rank"] == 4 * (6512 + 4 * adapters) + 100 * 2 * 384 * 4 + 3 * 100 * 64 * 4
     show(config)
     assert f"adapters: {adapters:,} parameters, which alone train" in capsys.readouterr().out.splitlines()
 

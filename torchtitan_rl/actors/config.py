@@ -84,8 +84,8 @@ class TrainerConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """auto: variable-length FlashAttention on CUDA, per-document scaled-dot-product elsewhere."""
-    logprob_chunk_tokens: int = 2048
-    """Tokens whose full-vocabulary logits exist at once."""
+    logprob_chunk_mib: int = 128
+    """Memory that one chunk's float32 logits may take, per rank; log-probabilities are computed a chunk at a time."""
     num_threads: int = 0
     """CPU threads per rank; 0 shares the cores among the trainer's ranks."""
     converters: list = field(default_factory=list)

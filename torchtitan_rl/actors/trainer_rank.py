@@ -42,6 +42,20 @@ TRAINED_ROLES = ("policy", "critic")
 _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
 
 
+def _stay_tied(model) -> None:
+    """Tensor parallelism replaces parameters module by module, which unties the head from the embedding; torchtitan
+    ties them again when it initialises. By then FSDP would hold two buffers for the one parameter and, where a shard
+    is padded, go on reading the one that the optimizer does not write. So they are tied again in between."""
+    cut = model.parallelize
+
+    def parallelize(parallel_dims) -> None:
+        cut(parallel_dims)
+        if model.enable_weight_tying:
+            model.tok_embeddings.weight = model.lm_head.weight
+
+    model.parallelize = parallelize
+
+
 class TrainerRank:
     """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already.
 
@@ -76,13 +90,14 @@ class TrainerRank:
         attention = platform.attention_backend() if config.attention == "auto" else config.attention
         self.spec = training_spec(
             spec, SimpleNamespace(parallelism=config.parallelism), attention=attention,
-            chunk_tokens=config.logprob_chunk_tokens)
+            chunk_bytes=config.logprob_chunk_mib * 2**20)
         base = self.spec.model
         if config.lora is not None:
             self.spec = lora.lora_spec(self.spec, config.lora)
         dtype = TORCH_DTYPE_MAP[config.training.dtype]
         with torch.device("meta"), set_default_dtype(dtype):
             model = self.spec.model.build()
+        _stay_tied(model)
         ac_class = _ACTIVATION_CHECKPOINT[config.activation_checkpoint]
         model = self.spec.parallelize_fn(
             model, parallel_dims=self.parallel_dims, training=config.training, parallelism=config.parallelism,
@@ -130,7 +145,8 @@ class TrainerRank:
         """Each rank keeps its part of whole tensors that every rank has."""
         held = self.model.state_dict()
         self.model.load_state_dict(lora.adapter_state(held) | {
-            name: distribute_tensor(tensor.to(self.device), held[name].device_mesh, held[name].placements, src_data_rank=None)
+            name: distribute_tensor(
+                tensor.to(self.device), held[name].device_mesh, held[name].placements, src_data_rank=None)
             if isinstance(held[name], DTensor) else tensor.to(self.device)
             for name, tensor in state.items()
         })

@@ -112,7 +112,7 @@ def build_spec(config: ModelConfig) -> ModelSpec:
     return spec
 
 
-def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_tokens: int) -> ModelSpec:
+def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes: int) -> ModelSpec:
     """A new spec to train from: sharding filled in, packed attention, and a head that returns log-probabilities.
 
     `trainer_view` is any object with a torchtitan `parallelism` config. `attention` is `"sdpa"` or `"varlen"`.
@@ -128,7 +128,7 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_tokens
             in_src_shardings=model.lm_head.sharding_config.in_src_shardings,
             in_dst_shardings=model.lm_head.sharding_config.in_dst_shardings)
         return dataclasses.replace(spec, model=model)
-    head = _recast(model.lm_head, LogprobHead.Config, chunk_tokens=chunk_tokens)
+    head = _recast(model.lm_head, LogprobHead.Config, chunk_bytes=chunk_bytes)
     # The head's outputs are per-token numbers, equal on every TP rank, not vocabulary shards of logits.
     sharding = model.lm_head.sharding_config
     head.sharding_config = ShardingConfig(

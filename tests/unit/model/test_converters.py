@@ -71,8 +71,8 @@ def test_a_head_that_a_converter_replaced_becomes_ours_without_the_converters_fi
 
     shape = Qwen3Shape(vocab_size=11, dim=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24)
     head = build_spec(ModelConfig(shape=shape)).model.lm_head
-    ours = _recast(_recast(head, Quantized.Config), LogprobHead.Config, chunk_tokens=4)
-    assert (ours.in_features, ours.out_features, ours.chunk_tokens) == (16, 11, 4)
+    ours = _recast(_recast(head, Quantized.Config), LogprobHead.Config, chunk_bytes=4)
+    assert (ours.in_features, ours.out_features, ours.chunk_bytes) == (16, 11, 4)
     assert ours.param_init == head.param_init
 
 

@@ -35,7 +35,7 @@ def test_two_tokens_of_three_by_hand():
 def test_temperature_divides_the_logits():
     # At temperature 1/2 logits double: log(1, 2, 1) becomes log(1, 4, 1).
     head = torch.tensor([[1.0, 2.0, 1.0]]).log().T.contiguous()
-    logprobs, _ = chunked_logprobs(torch.ones(1, 1), head, torch.tensor([1]), temperature=0.5)
+    logprobs, _ = chunked_logprobs(torch.ones(1, 1), head, torch.tensor([1]), temperature=0.5, chunk_tokens=1)
     assert logprobs.item() == pytest.approx(math.log(4 / 6))
 
 
@@ -98,13 +98,13 @@ def test_only_what_requires_a_gradient_gets_one(trained):
 def test_without_gradients_nothing_is_recorded():
     hidden_TD, weight_VD, targets_T = random_inputs(4)
     with torch.no_grad():
-        logprobs, entropy = chunked_logprobs(hidden_TD, weight_VD, targets_T)
+        logprobs, entropy = chunked_logprobs(hidden_TD, weight_VD, targets_T, chunk_tokens=3)
     assert not logprobs.requires_grad and not entropy.requires_grad
 
 
 def test_large_logits_do_not_overflow():
     hidden = torch.tensor([[1000.0], [-1000.0]])
-    logprobs, entropy = chunked_logprobs(hidden, torch.tensor([[1.0], [0.0]]), torch.tensor([0, 0]))
+    logprobs, entropy = chunked_logprobs(hidden, torch.tensor([[1.0], [0.0]]), torch.tensor([0, 0]), chunk_tokens=2)
     assert logprobs.tolist() == [0.0, -1000.0] and entropy.tolist() == [0.0, 0.0]
 
 
@@ -119,7 +119,7 @@ def test_bfloat16_results_are_float32_and_gradients_are_bfloat16():
 
 
 def test_the_head_scores_the_targets_it_was_told_once():
-    head = LogprobHead(LogprobHead.Config(in_features=6, out_features=11, chunk_tokens=2, bias=False)).double()
+    head = LogprobHead(LogprobHead.Config(in_features=6, out_features=11, chunk_bytes=2 * 4 * 11, bias=False)).double()
     hidden_TD, weight_VD, targets_T = random_inputs(5)
     with torch.no_grad():
         head.weight.copy_(weight_VD)

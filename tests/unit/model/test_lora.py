@@ -22,7 +22,7 @@ BATCH = Microbatch(tokens_T=TOKENS, target_tokens_T=TOKENS.roll(-1), lengths=[4,
 
 def base_spec(**changes):
     spec = build_spec(ModelConfig(shape=Qwen3Shape(**{**SHAPE, **changes})))
-    return training_spec(spec, VIEW, attention="sdpa", chunk_tokens=4)
+    return training_spec(spec, VIEW, attention="sdpa", chunk_bytes=4 * 4 * 11)
 
 
 def built(spec, seed=0):

@@ -31,7 +31,7 @@ def tiny(**changes):
 
 
 def for_training(shape):
-    return training_spec(build_spec(ModelConfig(shape=shape)), VIEW, attention="sdpa", chunk_tokens=4)
+    return training_spec(build_spec(ModelConfig(shape=shape)), VIEW, attention="sdpa", chunk_bytes=4 * 4 * 11)
 
 
 def with_random_weights(spec, seed=0):

@@ -24,7 +24,7 @@ def tiny(**changes):
 
 
 def for_training(shape, attention="sdpa"):
-    return training_spec(build_spec(ModelConfig(shape=shape)), VIEW, attention=attention, chunk_tokens=4)
+    return training_spec(build_spec(ModelConfig(shape=shape)), VIEW, attention=attention, chunk_bytes=4 * 4 * 11)
 
 
 def snapshot(spec):
@@ -47,10 +47,10 @@ def generator_plan():
 def test_a_training_spec_leaves_the_shared_spec_as_it_was(model, attention):
     spec = build_spec(model)
     before = snapshot(spec)
-    made = training_spec(spec, VIEW, attention=attention, chunk_tokens=4)
+    made = training_spec(spec, VIEW, attention=attention, chunk_bytes=4 * 4 * 11)
     assert snapshot(spec) == before
     assert made is not spec and made.model is not spec.model
-    assert isinstance(made.model.lm_head, LogprobHead.Config) and made.model.lm_head.chunk_tokens == 4
+    assert isinstance(made.model.lm_head, LogprobHead.Config) and made.model.lm_head.chunk_bytes == 4 * 4 * 11
     assert not isinstance(spec.model.lm_head, LogprobHead.Config)
     for layer in made.model.layers:
         assert isinstance(layer.attention.inner_attention, PackedSDPA.Config) == (attention == "sdpa")

@@ -1,0 +1,74 @@
+"""Trainer meshes of any layout without a generator: for tests of numbers and for scripts/numerics_table.py."""
+
+import time
+from contextlib import asynccontextmanager
+
+import torch
+
+from tests.integration.helpers import random_datums
+from torchtitan_rl.actors.config import AdamWConfig, TrainerConfig
+from torchtitan_rl.algorithm.losses import importance_sampling
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.types import Datum, OptimParams
+
+# 67 rows of vocabulary do not divide by two: TP ranks hold 34 and 33.
+MODEL = ModelConfig(assets="chars", shape=Qwen3Shape(
+    vocab_size=67, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=96, max_seq_len=64))
+
+
+def trainer_config(dp: int = 1, tp: int = 1, replicate: int = 1, **changes) -> TrainerConfig:
+    """`dp` shards parameters, `replicate` repeats such groups; `changes` as in `training__mixed_precision_param`."""
+    config = TrainerConfig(optimizer=AdamWConfig(lr=1e-3), num_threads=1)
+    config.training.seq_len = 64
+    config.parallelism.data_parallel_shard_degree = dp
+    config.parallelism.data_parallel_replicate_degree = replicate
+    config.parallelism.tensor_parallel_degree = tp
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        target = config
+        for name in parents:
+            target = getattr(target, name)
+        setattr(target, last, value)
+    return config
+
+
+@asynccontextmanager
+async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL):
+    """A running mesh; the weights depend on the seed alone, not on the layout."""
+    from torchtitan_rl.launch import Launcher
+
+    launcher = Launcher(log_dir=None, start_timeout_s=240, call_timeout_s=400)  # compiling takes long
+    try:
+        yield await launcher.start_trainer(config, model, role="policy", seed=0)
+    finally:
+        await launcher.stop()
+
+
+def started(loop, config):
+    """A running mesh and how to stop it."""
+    running = trainer_mesh(config)
+    mesh = loop.run_until_complete(running.__aenter__())
+    return mesh, lambda: loop.run_until_complete(running.__aexit__(None, None, None))
+
+
+def client(mesh, max_tokens: int = 10**6) -> TrainingClient:
+    """A client is only a way to call a mesh; one for each microbatch budget costs nothing."""
+    return TrainingClient(mesh, max_tokens_per_microbatch=max_tokens, max_datum_tokens=64, temperature=1.0)
+
+
+def recorded_batches(num: int, num_datums: int = 12, max_len: int = 20) -> list[list[Datum]]:
+    return [random_datums(num_datums, seed=100 + step, max_len=max_len) for step in range(num)]
+
+
+async def replay(trainer: TrainingClient, batches: list[list[Datum]]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One step a batch: what each parameter became minus what it was, and the seconds of each step."""
+    before, seconds = await trainer.parameters(), []
+    for data in batches:
+        start = time.perf_counter()
+        await trainer.forward_backward(data, importance_sampling)
+        output = await trainer.optim_step(OptimParams(lr=1e-3))
+        seconds.append(time.perf_counter() - start)
+        assert not output.skipped
+    after = await trainer.parameters()
+    return {name: after[name] - before[name] for name in before}, seconds

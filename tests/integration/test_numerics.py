@@ -1,0 +1,103 @@
+"""Gradients and updates do not depend on how the work was laid out: real meshes, no generator.
+
+There is no padded mode to compare with the packed one: datums are always packed. What padding there is, is all here:
+attention's buckets, TP's filling up to a multiple of its size (odd token counts), and fillers where data-parallel
+ranks have fewer microbatches than others. A budget of one token gives every datum a microbatch of its own.
+"""
+
+import random
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.integration.helpers import flat, random_datums, relative_l2
+from tests.integration.layouts import client, recorded_batches, replay, started, trainer_config
+from torchtitan_rl.algorithm.losses import importance_sampling, ppo
+from torchtitan_rl.types import OptimParams
+
+EVERYTHING = 10**6
+LAYOUTS = {
+    "dp2": dict(dp=2), "tp2": dict(tp=2), "dp2-tp2": dict(dp=2, tp=2), "replicate2": dict(replicate=2),
+    "replicate2-dp2": dict(replicate=2, dp=2), "selective": dict(activation_checkpoint="selective"),
+    "full": dict(activation_checkpoint="full"),
+}
+
+
+async def ten_steps(trainer, path, save=False):
+    """The update of ten recorded batches; afterwards everything is as it was."""
+    if save:
+        await trainer.save_checkpoint(path)
+    await trainer.reset_optimizer()
+    update, _ = await replay(trainer, recorded_batches(10))
+    await trainer.load_checkpoint(path, optimizer=False)
+    return flat(update)
+
+
+@pytest.fixture(scope="module")
+def one_rank(loop, tmp_path_factory):
+    """(mesh, its update over ten batches, a checkpoint of its initial weights)."""
+    mesh, stop = started(loop, trainer_config())
+    path = tmp_path_factory.mktemp("initial")
+    yield mesh, loop.run_until_complete(ten_steps(client(mesh), path, save=True)), path
+    stop()
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def laid_out(loop, request):
+    mesh, stop = started(loop, trainer_config(**LAYOUTS[request.param]))
+    yield mesh
+    stop()
+
+
+async def gradient(trainer, calls, loss_fn):
+    """(log-probabilities of all calls' datums in order, gradient); what has accumulated is dropped again."""
+    outputs = [await trainer.forward_backward(data, loss_fn) for data in calls]
+    gradients = flat(await trainer.gradients())
+    assert not (await trainer.optim_step(OptimParams(lr=0.0))).skipped
+    return [row for output in outputs for row in output.policy_logprobs], gradients
+
+
+def check_gradient(loop, mesh, one_mesh, num, max_len, seed, budget, num_calls, loss_fn):
+    """The data shuffled and dealt to several calls, against one microbatch on one rank."""
+    data = random_datums(num, seed=seed, min_len=1, max_len=max_len)
+    order = random.Random(seed).sample(range(num), num)
+    calls = [order[start::num_calls] for start in range(min(num_calls, num))]
+    rows, expected = loop.run_until_complete(gradient(client(one_mesh), [data], loss_fn))
+    got_rows, got = loop.run_until_complete(
+        gradient(client(mesh, budget), [[data[i] for i in call] for call in calls], loss_fn))
+    assert expected.norm() > 0
+    assert relative_l2(got, expected) <= 1e-5
+    for index, row in zip([i for call in calls for i in call], got_rows, strict=True):
+        torch.testing.assert_close(row, rows[index], rtol=0, atol=1e-5)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(num=st.integers(1, 9), max_len=st.integers(1, 20), seed=st.integers(0, 2**32),
+       budget=st.one_of(st.just(1), st.integers(2, 60), st.just(EVERYTHING)), num_calls=st.integers(1, 4),
+       loss_fn=st.sampled_from([importance_sampling, ppo]))
+@example(num=1, max_len=1, seed=0, budget=1, num_calls=1, loss_fn=ppo)  # fewer datums than ranks, one odd token
+@example(num=7, max_len=15, seed=1, budget=1, num_calls=1, loss_fn=importance_sampling)  # a microbatch each
+@example(num=7, max_len=15, seed=2, budget=EVERYTHING, num_calls=7, loss_fn=importance_sampling)  # a call each
+def test_a_gradient_is_that_of_one_rank_and_one_microbatch(
+        loop, laid_out, one_rank, num, max_len, seed, budget, num_calls, loss_fn):
+    check_gradient(loop, laid_out, one_rank[0], num, max_len, seed, budget, num_calls, loss_fn)
+
+
+def test_ten_steps_change_the_parameters_as_on_one_rank(loop, laid_out, one_rank):
+    _, expected, path = one_rank
+    update = loop.run_until_complete(ten_steps(client(laid_out), path))
+    assert relative_l2(update, expected) <= 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_compiled_model_has_the_same_gradient(loop, one_rank, tp):
+    # One microbatch: on a CPU every new pattern of attention's buckets is compiled anew.
+    mesh, stop = started(loop, trainer_config(compile__enable=True, tp=tp))
+    try:
+        check_gradient(loop, mesh, one_rank[0], 7, 15, 0, EVERYTHING, 1, importance_sampling)
+    finally:
+        stop()
