@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
 
 
+def _plain(name: str) -> str:
+    """A parameter's or buffer's name as state dicts have it, without activation checkpointing's wrapper."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 class TrainerRank:
     """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already."""
 
@@ -139,9 +144,8 @@ class TrainerRank:
         """Publishes this policy version to the store, parameters cast to `dtype`. Returns the version."""
         version = self.policy_version
         state = self.model.state_dict()
-        parameters = dict(self.model.named_parameters())
         # The fused QKV weight shows as wq, wk and wv, so what is not a buffer by name is a parameter.
-        buffers = {name for name, _ in self.model.named_buffers()} - parameters.keys()
+        buffers = {_plain(name) for name, _ in self.model.named_buffers()}
         manifest = packing.plan(
             version, ((name, t.shape, t.dtype, name not in buffers) for name, t in state.items()), dtype)
         publisher = dist.get_rank() == 0
@@ -193,5 +197,5 @@ class TrainerRank:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole accumulated gradients, for tests and debugging of small models."""
-        grads = {name: p.grad for name, p in self.model.named_parameters()}
+        grads = {_plain(name): p.grad for name, p in self.model.named_parameters()}
         return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
