@@ -16,7 +16,8 @@ from torchtitan_rl.types import OptimParams
 DATA = random_datums(7)
 
 
-def moe_config(output_dir: Path, *, dp: int = 1, tp: int = 1, ep: int = 1, generator_tp: int = 1) -> RunConfig:
+def moe_config(output_dir: Path, *, dp: int = 1, tp: int = 1, ep: int = 1, generator_tp: int = 1,
+               activation_checkpoint: str = "none") -> RunConfig:
     """configs/moe_debug.py with a smaller model, a load-balancing bias, and this layout."""
     config = load_config(str(ROOT / "configs" / "moe_debug.py"))
     config.output_dir = str(output_dir)
@@ -25,6 +26,7 @@ def moe_config(output_dir: Path, *, dp: int = 1, tp: int = 1, ep: int = 1, gener
     shape.experts.load_balance_coeff = 0.01
     parallel = config.trainer.parallelism
     parallel.data_parallel_shard_degree, parallel.tensor_parallel_degree, parallel.expert_parallel_degree = dp, tp, ep
+    config.trainer.activation_checkpoint = activation_checkpoint
     config.generator.tensor_parallel_degree = generator_tp
     config.controller.call_timeout_s = config.controller.sample_timeout_s = 120
     return config
@@ -78,7 +80,8 @@ def test_the_load_balancing_bias_moves_once_per_step(expert_parallel):
         assert torch.allclose(steps_E, steps_E.round(), atol=1e-4) and steps_E.max() <= 2.0001
 
 
-@pytest.mark.parametrize("layout", [{"generator_tp": 2}, {"tp": 2}], ids=["one rank", "tensor-parallel experts"])
+@pytest.mark.parametrize("layout", [{"generator_tp": 2}, {"tp": 2, "activation_checkpoint": "full"}],
+                         ids=["one rank", "tensor-parallel experts, recomputed"])
 def test_other_layouts_give_the_gradients_of_expert_parallelism(loop, expert_parallel, layout, tmp_path):
     result = loop.run_until_complete(_train(moe_config(tmp_path / "run", **layout)))
     gradients, expected = result["gradients"], expert_parallel["gradients"]

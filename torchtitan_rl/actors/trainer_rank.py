@@ -56,6 +56,11 @@ def _stay_tied(model) -> None:
     model.parallelize = parallelize
 
 
+def _plain(name: str) -> str:
+    """A parameter's or buffer's name as state dicts have it, without activation checkpointing's wrapper."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 class TrainerRank:
     """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already.
 
@@ -253,9 +258,8 @@ class TrainerRank:
     async def _publish(self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool) -> None:
         self._require("push_weights", "model")
         state, adapters = self._base_and_adapters()
-        parameters = dict(self.model.named_parameters())
         # The fused QKV weight shows as wq, wk and wv, so what is not a buffer by name is a parameter.
-        buffers = {name for name, _ in self.model.named_buffers()} - parameters.keys()
+        buffers = {_plain(name) for name, _ in self.model.named_buffers()}
         manifest = packing.plan(
             version, ((name, t.shape, t.dtype, name not in buffers) for name, t in state.items()), dtype)
         publisher = dist.get_rank() == 0
@@ -351,5 +355,5 @@ class TrainerRank:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole accumulated gradients, for tests and debugging of small models."""
-        grads = {name: p.grad for name, p in self.model.named_parameters()}
+        grads = {_plain(name): p.grad for name, p in self.model.named_parameters()}
         return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
