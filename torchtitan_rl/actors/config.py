@@ -42,6 +42,8 @@ class TrainerConfig:
     """`seq_len` is the longest datum, `max_norm` the gradient clip, `mixed_precision_param` the compute dtype."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     """Degrees multiply to the number of ranks; data_parallel_shard_degree must be given."""
+    num_hosts: int = 1
+    """Hosts the mesh spans; its ranks are divided evenly."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     compile: CompileConfig = field(default_factory=CompileConfig)
     comm: CommConfig = field(default_factory=CommConfig)
@@ -51,7 +53,7 @@ class TrainerConfig:
     logprob_chunk_tokens: int = 2048
     """Tokens whose full-vocabulary logits exist at once."""
     num_threads: int = 0
-    """CPU threads per rank; 0 shares the cores among the trainer's ranks."""
+    """CPU threads per rank; 0 shares a host's cores among the trainer's ranks there."""
     converters: list = field(default_factory=list)
     """torchtitan model-config converters, applied in order before the model is built."""
     post_optimizer_build_fn: Callable | None = None
