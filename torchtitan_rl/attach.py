@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl.hosts import Host, address_towards, local_host, prepare_environment
@@ -29,17 +29,15 @@ class Hosts:
 
     mesh: Any
     hosts: list[Host]
-    workers: list[str] = field(default_factory=list)
-    """tcp://HOST:PORT of each host's worker; empty when the run has this host alone and needs none."""
-
-    @property
-    def attached(self) -> bool:
-        return bool(self.workers)
+    attached: bool = False
+    """Whether processes belong to workers of their hosts, and not to this process."""
 
     async def lost(self) -> list[str]:
         """Addresses of the hosts whose worker does not answer."""
-        errors = await asyncio.gather(*(_unreachable(worker) for worker in self.workers))
-        return [_address(worker) for worker, error in zip(self.workers, errors, strict=True) if error]
+        if not self.attached:
+            return []
+        errors = await asyncio.gather(*(_unreachable(f"tcp://{host.address}") for host in self.hosts))
+        return [host.address for host, error in zip(self.hosts, errors, strict=True) if error]
 
 
 def this_host() -> Hosts:
@@ -48,29 +46,48 @@ def this_host() -> Hosts:
 
 
 async def attach(workers: list[str], *, timeout_s: float) -> Hosts:
-    """The hosts whose workers listen at these addresses, tcp://HOST:PORT. Call before anything else uses Monarch.
+    """The hosts whose workers listen at these addresses, tcp://HOST:PORT; `["job"]`: those of the job that this is part of
+    (see `torchtitan_rl.jobs`). Call before anything else uses Monarch.
 
     Raises ValueError for an address of another form, RuntimeError naming a worker that cannot be reached in time.
     """
+    configure(get_actor_state_max_idle=_NOTICE, get_proc_state_max_idle=_NOTICE)
+    if workers == ["job"]:
+        mesh, addresses = await asyncio.to_thread(_job_mesh), None
+    else:
+        mesh, addresses = await _attached(workers, timeout_s), [_address(worker) for worker in workers]
+    await deadline(mesh.initialized, timeout_s, f"hosts={','.join(workers)}: attach")
+    return Hosts(mesh=mesh, hosts=await _probe(mesh, addresses, timeout_s), attached=True)
+
+
+def _job_mesh() -> Any:
+    from monarch.job import DEFAULT_JOB_PATH, job_load
+
+    try:
+        return job_load().state().hosts
+    except FileNotFoundError:
+        raise ValueError(f"hosts=job: there is no {DEFAULT_JOB_PATH} here; torchtitan_rl.jobs makes it") from None
+
+
+async def _attached(workers: list[str], timeout_s: float) -> Any:
     for worker in workers:
         _split(worker)
     if len(set(workers)) < len(workers):
         raise ValueError(f"hosts={','.join(workers)}: a worker is named twice; a host needs one worker")
     await asyncio.gather(*(_listening(worker, timeout_s) for worker in workers))
-    configure(get_actor_state_max_idle=_NOTICE, get_proc_state_max_idle=_NOTICE)
     own = os.environ.get("TORCHTITAN_RL_HOST_ADDRESS") or address_towards(*_split(workers[0]))
     monarch.actor.enable_transport(f"tcp://{own}:0")
-    mesh = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers)
-    await deadline(mesh.initialized, timeout_s, f"hosts={','.join(workers)}: attach")
-    return Hosts(mesh=mesh, hosts=await _probe(mesh, [_address(worker) for worker in workers], timeout_s), workers=workers)
+    return monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers)
 
 
-async def _probe(mesh: Any, addresses: list[str], timeout_s: float) -> list[Host]:
+async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float) -> list[Host]:
+    """What each host offers; hosts without an address say what they are called."""
     procs = mesh.spawn_procs(per_host={"gpus": 1}, name="probe")
     actors = procs.spawn("probe", HostProbe)
     hosts = await asyncio.gather(*(
-        deadline(actors.slice(hosts=index).host.call_one(address), timeout_s, f"host {address}: probe")
-        for index, address in enumerate(addresses)))
+        deadline(actors.slice(hosts=index).host.call_one(addresses[index] if addresses else None), timeout_s,
+                 f"host {addresses[index] if addresses else index}: probe")
+        for index in range(mesh.region.slice().sizes[0])))
     await deadline(procs.stop("answered"), timeout_s, "hosts: stop of the probes")
     return hosts
 

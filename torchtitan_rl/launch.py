@@ -23,7 +23,7 @@ from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig
 from torchtitan_rl.actors.generator import Generator
 from torchtitan_rl.actors.trainer import PolicyTrainer
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, deadline
-from torchtitan_rl.hosts import Devices, MeshSize, Place
+from torchtitan_rl.hosts import Devices, MeshSize, Place, prepare_environment
 from torchtitan_rl.model.config import ModelConfig
 
 __all__ = ["Launcher"]
@@ -95,7 +95,9 @@ class Launcher:
         self.store = store
 
     async def _spawn(self, role: str, num_ranks: int, place: Place):
-        bootstrap = partial(_see_devices, place.devices) if any(place.devices) else None
+        # A worker's environment need not be ours; without one, processes inherit what we have.
+        needed = self.hosts.attached or any(place.devices)
+        bootstrap = partial(_prepare_process, place.devices) if needed else None
         mesh = self.hosts.mesh
         if self.hosts.attached:
             first, *rest = place.hosts
@@ -174,9 +176,12 @@ class Launcher:
         self.pids.clear()
 
 
-def _see_devices(per_host: list[str]) -> None:
-    """Runs in each process of a mesh before its actors: it sees the GPUs that its mesh has on its host."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = per_host[dict(current_rank()).get("hosts", 0)]
+def _prepare_process(devices: list[str]) -> None:
+    """Runs in each process of a mesh before its actors: environment, and the GPUs that the mesh has on this host."""
+    prepare_environment()
+    mine = devices[dict(current_rank()).get("hosts", 0)]
+    if mine:
+        os.environ["CUDA_VISIBLE_DEVICES"] = mine
 
 
 async def _awaited(call):

@@ -154,6 +154,10 @@ class _Watch(threading.Thread):
         if self._store.check(["outcome"]):
             self.outcome = self._store.get("outcome").decode()
 
+    def address(self, rank: int) -> str:
+        """What errors call a host."""
+        return self.workers[rank].removeprefix("tcp://")
+
     def announce(self, name: str, text: str) -> None:
         """Sets a key of the store at the next beat."""
         with self._lock:
@@ -162,10 +166,10 @@ class _Watch(threading.Thread):
     def trouble(self) -> str | None:
         """What is wrong with another host, if anything is."""
         for peer, failure in self.failures.items():
-            return f"host {self.workers[peer]}: {failure}"
+            return f"host {self.address(peer)}: {failure}"
         for peer, (_, at) in self._heard.items():
             if peer not in self.gone and time.monotonic() - at > _SILENT_S:
-                return f"host {self.workers[peer]}: has not been heard of for {_SILENT_S:g} s"
+                return f"host {self.address(peer)}: has not been heard of for {_SILENT_S:g} s"
         return None
 
 
@@ -173,7 +177,7 @@ def _lead(watch: _Watch, worker: subprocess.Popen, controller: subprocess.Popen)
     """Rank 0: waits for the controller; a host that fails gives it a moment to say so itself, and ends it."""
     deadline = None
     while (status := controller.poll()) is None:
-        trouble = watch.trouble() or _ended(worker, watch.workers[0])
+        trouble = watch.trouble() or _ended(worker, watch.address(0))
         if trouble and deadline is None:
             deadline = time.monotonic() + _LAST_WORDS_S
             print(f"error: {trouble}", file=sys.stderr)
@@ -181,6 +185,9 @@ def _lead(watch: _Watch, worker: subprocess.Popen, controller: subprocess.Popen)
             status = 1
             break
         time.sleep(_BEAT_S)
+    if status < 0:
+        print(f"error: the controller was ended by signal {-status}", file=sys.stderr)
+        status = 128 - status
     watch.announce("outcome", str(status))
     others = set(range(1, len(watch.workers)))
     end = time.monotonic() + _LAST_WORDS_S
@@ -188,13 +195,13 @@ def _lead(watch: _Watch, worker: subprocess.Popen, controller: subprocess.Popen)
         time.sleep(_BEAT_S)
     if status == 0 and (trouble := watch.trouble()):
         return _fail(f"{trouble}; the run itself had ended well")
-    return status if status >= 0 else 128 - status
+    return status
 
 
 def _follow(watch: _Watch, worker: subprocess.Popen) -> int:
     """Other ranks: wait until rank 0 says how the run ended."""
     while watch.outcome is None:
-        if failure := _ended(worker, watch.workers[watch.rank]):
+        if failure := _ended(worker, watch.address(watch.rank)):
             watch.announce(f"failed/{watch.rank}", failure.split(": ", 1)[1])
             time.sleep(4 * _BEAT_S)  # to be heard
             return _fail(failure)
@@ -204,7 +211,7 @@ def _follow(watch: _Watch, worker: subprocess.Popen) -> int:
     watch.announce(f"gone/{watch.rank}", "")
     time.sleep(2 * _BEAT_S)
     if watch.outcome != "0":
-        return _fail(f"the run failed with exit status {watch.outcome}; see the output of host {watch.workers[0]}")
+        return _fail(f"the run failed with exit status {watch.outcome}; see the output of host {watch.address(0)}")
     return 0
 
 

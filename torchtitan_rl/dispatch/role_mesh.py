@@ -126,7 +126,7 @@ class RoleMesh:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
             errors = [wait.exception() for wait in done if wait.exception()]
             if errors:
-                raise await self._culprit(endpoint, errors[0], waits)
+                raise await self._culprit(endpoint, errors[0])
             return [wait.result() for wait in waits]
         finally:
             for wait in waits:
@@ -136,12 +136,14 @@ class RoleMesh:
     def _name(self, rank: int, endpoint: str) -> str:
         return f"{self.role}-{rank}.{endpoint}" + (f" on {self.hosts[rank]}" if self.hosts else "")
 
-    async def _culprit(self, endpoint: str, first: BaseException, waits: list[asyncio.Future]) -> BaseException:
+    async def _culprit(self, endpoint: str, first: BaseException) -> BaseException:
         """What to raise when a call has failed: a host that is gone before a process that died before what came first."""
         if self._lost_hosts is not None and (lost := await self._lost_hosts()):
             return ProcessDied(f"{self.role}.{endpoint}: host {', '.join(lost)} is gone: its worker does not answer ({first})")
         if isinstance(first, ProcessDied):
             return first
-        done, _ = await asyncio.wait(waits, timeout=_BLAME_S)
-        errors = [wait.exception() for wait in done]
-        return next((error for error in errors if isinstance(error, ProcessDied)), first)
+        # Whoever died may have answered this call before. A rank that is busy, or waits for it, does not answer in time.
+        asked = await asyncio.gather(*(
+            deadline(worker.where.call_one(), _BLAME_S, self._name(rank, endpoint))
+            for rank, worker in enumerate(self._workers)), return_exceptions=True)
+        return next((answer for answer in asked if isinstance(answer, ProcessDied)), first)
