@@ -34,6 +34,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def shared_weights(processes: list[psutil.Process]) -> list[str]:
+    """Segments of shared memory in which a trainer keeps weights for generators on its host."""
+    links = []
+    for process in processes:
+        for fd in Path(f"/proc/{process.pid}/fd").glob("*"):
+            try:
+                links.append(os.readlink(fd))
+            except OSError:
+                pass  # closed since, or the process has ended
+    return [link for link in links if "torchtitan_rl_weights" in link]
+
+
 class Launch:
     """The script, started once per host; `arguments` may differ only in what a test gets wrong on purpose."""
 
@@ -84,13 +96,17 @@ def launch(tmp_path):
     yield start
     for one in launches:
         one.kill()
-    assert set(os.listdir("/dev/shm")) <= before
+    end = time.monotonic() + 5
+    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not left
 
 
 def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
     run = launch()
     run.wait_for_metrics()
     processes = run.descendants()
+    assert not shared_weights(processes), "between hosts the store carries the weights"
     assert run.wait(240) == [0, 0], run.text()
     _, alive = psutil.wait_procs(processes, timeout=5)
     assert not alive
@@ -99,7 +115,6 @@ def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
         "policy-0.log", "policy-1.log", "generator-0-0.log", "generator-1-0.log"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["phase"] == "reinforcement"]
-    # The generators' weights came through the store: the meshes are not on one host.
     assert len(steps) == 2 and all(line["mismatch/kl"] <= 1e-6 for line in steps)
 
 
@@ -128,7 +143,7 @@ def test_a_host_that_dies_is_named_within_fifteen_seconds(launch, victim):
 def test_a_host_that_does_not_come_ends_the_wait(launch):
     run = launch(ranks=(0,), TORCHTITAN_RL_JOIN_S="10")
     assert run.wait(120) != [0]
-    assert "error: " in run.text() or "timed out" in run.text().lower(), run.text()
+    assert "1/2 clients joined" in run.text(), run.text()  # torchrun's own words
 
 
 def test_more_hosts_than_the_launch_has_are_refused_with_the_numbers(launch):
