@@ -27,8 +27,16 @@ from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
 from torchtitan_rl.model.converters import check_converters
 
-__all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "RoleConfig", "RolesConfig", "load_config", "apply_overrides",
-           "validate", "resolved", "flat", "function_name"]
+__all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "RoleConfig", "RolesConfig", "COLOCATION", "load_config",
+           "apply_overrides", "validate", "resolved", "flat", "function_name"]
+
+
+COLOCATION = {
+    "none": (),
+    "policy_reference": ("policy", "reference"),
+    "all": ("policy", "reference", "critic", "teacher", "generator"),
+}
+"""The roles that share devices, by the name of the setting."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,6 +105,10 @@ class RolesConfig:
     """Which roles share the policy's devices and take turns on them: nobody, the reference, or every role and the
     generators too."""
 
+    def share_with(self, role: str) -> str | None:
+        """The role whose devices `role` is given; None: devices of its own."""
+        return "policy" if role != "policy" and role in COLOCATION[self.colocation] else None
+
     def configured(self) -> dict[str, RoleConfig]:
         """Those that are there, by name."""
         given = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
@@ -125,6 +137,11 @@ class RunConfig:
     """Of the initial weights, the order of tasks and every sampling stream."""
     output_dir: str = ""
     """The run directory; empty makes runs/NAME-DATE-TIME."""
+
+    def trainers(self) -> dict[str, tuple[TrainerConfig, ModelConfig]]:
+        """Layout and model of every role that is a trainer mesh, by name; the policy first."""
+        others = {name: (role.trainer, role.model or self.model) for name, role in self.roles.configured().items()}
+        return {"policy": (self.trainer, self.model), **others}
 
 
 def load_config(path: str) -> RunConfig:
@@ -298,12 +315,9 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             f"model.shape.vocab_size={shape.vocab_size}: the tokenizer of model.assets={config.model.assets!r} has "
             f"{tokenizer_vocab} tokens; use the tokenizer the model was made for")
-    trainers = {"trainer": (config.trainer, config.model)}
-    for role, given in config.roles.configured().items():
-        trainers[f"roles.{role}.trainer"] = (given.trainer, given.model or config.model)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
-    for where, (trainer, model) in trainers.items():
-        _check_trainer(where, trainer, model, longest)
+    for role, (trainer, model) in config.trainers().items():
+        _check_trainer("trainer" if role == "policy" else f"roles.{role}.trainer", trainer, model, longest)
     if shape.experts is not None:
         if config.generator.model_impl == "vllm":
             raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")

@@ -19,12 +19,14 @@ from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.schedules import lr_factor
+from torchtitan_rl.attach import Hosts, this_host
 from torchtitan_rl.config import RunConfig, resolved, validate
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.evaluation import Evaluation, evaluate
+from torchtitan_rl.hosts import check_fits
 from torchtitan_rl.launch import Launcher
 from torchtitan_rl.model.config import assets_dir, missing_weights, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress
@@ -70,20 +72,26 @@ class Controller:
     @classmethod
     async def launch(
         cls, config: RunConfig, *, progress: Progress | None = None, hf_weights: Path | None = None,
+        hosts: Hosts | None = None,
     ) -> Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
         With `hf_weights` only generators start, holding the weights of that Hugging Face directory: enough to
-        sample and evaluate. Raises ValueError for what `validate` refuses, before anything starts.
+        sample and evaluate. `hosts` are those `attach.attach` has connected to; without them, this machine alone. Raises
+        ValueError for what `validate` and `check_fits` refuse, before anything starts.
         """
         validate(config)
+        hosts = hosts or this_host()
+        check_fits(config, hosts.hosts)
         if hf_weights is None and (missing := missing_weights(config.model)):
             raise ValueError(missing)
-        run_dir = RunDir.create(config.output_dir or _default_dir(config.name))
+        path = Path(config.output_dir or _default_dir(config.name))
+        # Processes on other hosts may have another working directory.
+        run_dir = RunDir.create(path.absolute() if hosts.attached else path)
         run_dir.write_config(resolved(config))
         launcher = Launcher(
             log_dir=str(run_dir.path / "logs"), start_timeout_s=config.controller.start_timeout_s,
-            call_timeout_s=config.controller.call_timeout_s)
+            call_timeout_s=config.controller.call_timeout_s, hosts=hosts)
         progress = progress or Progress(quiet=True)
         with progress.waiting("starting trainer, generators and store", expected_s=15):
             try:

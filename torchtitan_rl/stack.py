@@ -8,14 +8,12 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.dispatch.placement import GENERATOR_PARTS, TRAINER_PARTS, Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.launch import Launcher
-from torchtitan_rl.model.config import ModelConfig
 
 __all__ = ["Stack", "start_stack", "start_generators"]
 
@@ -33,11 +31,11 @@ class Stack:
 
 async def start_stack(config: RunConfig, launcher: Launcher, model_dir: Path) -> Stack:
     """Starts every mesh: all at once, or one after the other where they share devices."""
-    placement, wanted = Placement(config.roles.colocation), _trainers(config)
+    placement, wanted = Placement(config.roles.colocation), config.trainers()
     meshes: dict[str, list] = {}
 
     async def start(role: str) -> None:
-        share = _share_with(config, role)
+        share = config.roles.share_with(role)
         if role == "store":
             await launcher.start_store()
         elif role == "generator":
@@ -71,7 +69,8 @@ async def start_stack(config: RunConfig, launcher: Launcher, model_dir: Path) ->
         for role, (trainer, _) in wanted.items()
     }
     versions = PolicyVersions(
-        roles["policy"], launcher.store, config.weight_sync, getattr(torch, config.generator.dtype), one_host=True)
+        roles["policy"], launcher.store, config.weight_sync, getattr(torch, config.generator.dtype),
+        one_host=launcher.one_host)
     return Stack(roles=roles, versions=versions, placement=placement,
                  generator=_sampling_client(config, meshes["generator"], versions, placement))
 
@@ -80,19 +79,6 @@ async def start_generators(config: RunConfig, launcher: Launcher, model_dir: Pat
     """Generators alone, which hold no weights yet."""
     meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
     return _sampling_client(config, meshes, None, Placement())
-
-
-def _trainers(config: RunConfig) -> dict[str, tuple[TrainerConfig, ModelConfig]]:
-    wanted = {"policy": (config.trainer, config.model)}
-    for role, given in config.roles.configured().items():
-        wanted[role] = (given.trainer, given.model or config.model)
-    return wanted
-
-
-def _share_with(config: RunConfig, role: str) -> str | None:
-    """The role whose devices this one gets."""
-    shared = Placement(config.roles.colocation)
-    return "policy" if role != "policy" and shared.shares(role) else None
 
 
 def _generators(config: RunConfig, launcher: Launcher, model_dir: Path, share_with: str | None) -> list:

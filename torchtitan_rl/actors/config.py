@@ -78,6 +78,8 @@ class TrainerConfig:
     """`seq_len` is the longest datum, `max_norm` the gradient clip, `mixed_precision_param` the compute dtype."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     """Degrees multiply to the number of ranks; data_parallel_shard_degree must be given."""
+    num_hosts: int = 1
+    """Hosts the mesh spans; its ranks are divided evenly."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     compile: CompileConfig = field(default_factory=CompileConfig)
     comm: CommConfig = field(default_factory=CommConfig)
@@ -87,7 +89,7 @@ class TrainerConfig:
     logprob_chunk_mib: int = 128
     """Memory that one chunk's float32 logits may take, per rank; log-probabilities are computed a chunk at a time."""
     num_threads: int = 0
-    """CPU threads per rank; 0 shares the cores among the trainer's ranks."""
+    """CPU threads per rank; 0 shares a host's cores among the trainer's ranks there."""
     converters: list = field(default_factory=list)
     """torchtitan model-config converters (float8 for one), applied in order before the model is built; not LoRA's."""
     post_optimizer_build_fn: Callable | None = None

@@ -42,7 +42,7 @@ class PolicyTrainer(Actor):
     async def setup(self) -> None:
         """Joins the mesh's process group, builds the model, loads or draws its weights."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
+        threads = self.config.num_threads or max(1, platform.num_cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
         with heavy_imports():
             from torchtitan_rl.actors.trainer_rank import TrainerRank

@@ -12,21 +12,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
+from torchtitan_rl.config import COLOCATION
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
-__all__ = ["Placement", "TRAINER_PARTS", "GENERATOR_PARTS", "COLOCATION"]
+__all__ = ["Placement", "TRAINER_PARTS", "GENERATOR_PARTS"]
 
 logger = logging.getLogger(__name__)
 
 TRAINER_PARTS = ("model", "gradients", "optimizer")
 GENERATOR_PARTS = ("weights", "kv_cache")  # in the order they wake
-COLOCATION = {
-    "none": (),
-    "policy_reference": ("policy", "reference"),
-    "all": ("policy", "reference", "critic", "teacher", "generator"),
-}
-"""The roles that share devices, by the name of the setting."""
-
 _NEEDS = {
     "forward": ("model",),
     "forward_backward": ("model", "gradients"),
