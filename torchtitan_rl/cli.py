@@ -79,7 +79,8 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
         return report()
     if args.verb == "sample":
         return asyncio_run(_sample(args), "sample")
-    from torchtitan_rl.config import apply_overrides, load_config, validate
+    from torchtitan_rl.config import apply_overrides, load_config
+    from torchtitan_rl.validation import validate
 
     config = load_config(args.config)
     apply_overrides(config, overrides)

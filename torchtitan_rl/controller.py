@@ -13,14 +13,13 @@ import time
 from collections.abc import Awaitable
 from datetime import datetime
 from pathlib import Path
-from statistics import mean
 
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.attach import Hosts, this_host
-from torchtitan_rl.config import RunConfig, resolved, validate
+from torchtitan_rl.config import RunConfig, resolved
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
@@ -34,6 +33,7 @@ from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.stack import start_generators, start_stack
 from torchtitan_rl.tasks.family import TaskSource
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
+from torchtitan_rl.validation import validate
 from torchtitan_rl.weights import checkpoint
 from torchtitan_rl.workflows.group import run_group
 from torchtitan_rl.workflows.policy import Policy
@@ -191,7 +191,7 @@ class Controller:
                 start, first = time.perf_counter(), self.step
                 groups, generate_s = await _timed(self.rollouts(self.source.next(config.algorithm.tasks_per_step)))
                 version = self.policy_version
-                line = self._batch_metrics(groups, version) | await self.train_on(groups)
+                line = metrics.of_batch(groups, version, self.generator.health()) | await self.train_on(groups)
                 _, sync_s = await _timed(self.publish())
                 if self._passed(config.roles.refresh_reference_every, first):
                     await self.refresh_reference()
@@ -200,7 +200,7 @@ class Controller:
                 line["tokens/generated_per_s"] = line["tokens/generated"] / generate_s
                 self.run_dir.log_metrics(line)
                 self.run_dir.log_rollouts(self.step, "reinforcement", groups)
-                self.progress.line(_summary(line, num_steps))
+                self.progress.line(metrics.summary(line, num_steps))
                 bar.advance(self.step - first, text=f"reward {line['reward/mean']:.3f}")
                 if self._passed(every, first) and self.step < num_steps:
                     await self.evaluate("validation")
@@ -353,23 +353,6 @@ class Controller:
                 f"optim/grad_norm={optim.grad_norm}: {self._skipped_in_a_row} optimizer steps in a row were skipped; "
                 "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts")
 
-    def _batch_metrics(self, groups: list[RolloutGroup], version: int) -> dict:
-        """What a batch is like before it is trained on."""
-        rewards = [reward for group in groups for reward in group.rewards]
-        completions = [turn.completion for g in groups for rollout in g.rollouts for turn in rollout.turns]
-        oldest = min(v for completion in completions for v in completion.policy_versions)
-        reward_mean, reward_std = metrics.mean_std(rewards)
-        replicas = list(self.generator.health().values())
-        return {
-            "phase": "reinforcement", "reward/mean": reward_mean, "reward/std": reward_std,
-            "reward/zero_std_frac": mean(len(set(group.rewards)) == 1 for group in groups),
-            "policy/lag_max": version - oldest,
-            "completion/length_mean": mean(len(c.tokens) for c in completions),
-            "completion/truncated_frac": mean(c.truncated for c in completions),
-            "tokens/generated": sum(len(c.tokens) for c in completions),
-            **({"generator/healthy_replicas": replicas.count("healthy")} if len(replicas) > 1 else {}),
-        }
-
 
 def _default_dir(name: str) -> str:
     return f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -380,11 +363,3 @@ async def _timed(awaitable, start: float | None = None):
     start = time.perf_counter() if start is None else start
     result = await awaitable
     return result, time.perf_counter() - start
-
-
-def _summary(line: dict, num_steps: int) -> str:
-    return (f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
-            f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
-            f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s")
-
-

@@ -29,7 +29,8 @@ _WARNING = "validated by --dry-run only: no scheduler has been given such a job 
 def main(argv: list[str]) -> int:
     """Submits a job, or with --dry-run prints it. Returns an exit status."""
     args, overrides = _parser().parse_known_args(argv)
-    from torchtitan_rl.config import apply_overrides, load_config, validate
+    from torchtitan_rl.config import apply_overrides, load_config
+    from torchtitan_rl.validation import validate
 
     try:
         config = load_config(args.config)

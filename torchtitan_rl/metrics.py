@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from statistics import mean
+from typing import TYPE_CHECKING
 
-__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "StepMetrics", "mean_std", "pass_at_k"]
+if TYPE_CHECKING:
+    from torchtitan_rl.types import RolloutGroup
+
+__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "StepMetrics", "of_batch", "summary", "mean_std", "pass_at_k"]
 
 SUPERVISED = (
     "loss/mean",  # loss per trained token
@@ -98,13 +103,39 @@ class StepMetrics:
         return line | {"optim/num_steps": self._steps}
 
 
+def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, str]) -> dict[str, float | str]:
+    """What a batch of rollouts is like before version `policy_version` is trained on it."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
+    oldest = min(version for completion in completions for version in completion.policy_versions)
+    reward_mean, reward_std = mean_std(rewards)
+    line = {
+        "phase": "reinforcement", "reward/mean": reward_mean, "reward/std": reward_std,
+        "reward/zero_std_frac": mean(len(set(group.rewards)) == 1 for group in groups),
+        "policy/lag_max": policy_version - oldest,
+        "completion/length_mean": mean(len(c.tokens) for c in completions),
+        "completion/truncated_frac": mean(c.truncated for c in completions),
+        "tokens/generated": sum(len(c.tokens) for c in completions),
+    }
+    if len(health) > 1:
+        line["generator/healthy_replicas"] = list(health.values()).count("healthy")
+    return line
+
+
+def summary(line: dict, num_steps: int) -> str:
+    """A step in a line for people."""
+    return (f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
+            f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
+            f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s")
+
+
 def mean_std(values: Iterable[float]) -> tuple[float, float]:
     """Mean and population standard deviation (divided by n, so one value has 0). Raises ValueError on no values."""
     values = [float(value) for value in values]
     if not values:
         raise ValueError("values=[]: have no mean; give at least one")
-    mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    average = math.fsum(values) / len(values)
+    return average, math.sqrt(math.fsum((value - average) ** 2 for value in values) / len(values))
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -17,11 +17,12 @@ from torchtitan_rl.algorithm.advantages import grpo
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.losses import ppo
 from torchtitan_rl.config import (
-    RoleConfig, RunConfig, SamplingConfig, apply_overrides, flat, function_name, load_config, resolved, validate,
+    RoleConfig, RunConfig, SamplingConfig, apply_overrides, flat, function_name, load_config, resolved,
 )
 from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.show import memory_estimate, show
 from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.validation import validate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -494,7 +495,8 @@ def test_the_memory_of_a_trainer_of_adapters_by_hand(capsys):
 def test_neither_vllm_nor_monarch_is_needed_to_read_a_config():
     program = """
 import sys
-from torchtitan_rl.config import apply_overrides, load_config, resolved, validate
+from torchtitan_rl.config import apply_overrides, load_config, resolved
+from torchtitan_rl.validation import validate
 from torchtitan_rl.show import show
 for path in sys.argv[1:]:
     config = load_config(path)

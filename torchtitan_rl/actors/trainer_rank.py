@@ -7,31 +7,25 @@ import logging
 import os
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_rl import platform
+from torchtitan_rl.actors.build import build_model, build_optimizers, load_whole
 from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.config import ModelConfig, assets_dir, has_weights, write_model_dir
 from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
-from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights import checkpoint, hf, packing, peft
 from torchtitan_rl.weights.store import SharedBuffers, WeightStore
 
-from torchtitan.components.optimizer import default_adamw  # noqa: E402  (platform.adapt_torchtitan ran in model.spec)
-from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
-from torchtitan.distributed import ParallelDims  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402  (platform.adapt_torchtitan ran in actors.build)
 from torchtitan.distributed.utils import set_determinism, set_pg_timeouts  # noqa: E402
-from torchtitan.models.utils import validate_converter_order  # noqa: E402
-from torchtitan.tools.utils import set_default_dtype  # noqa: E402
 
 __all__ = ["TrainerRank"]
 
@@ -39,21 +33,6 @@ logger = logging.getLogger(__name__)
 
 COPY = "copy"  # the store's key of weights on their way from one trainer role to another
 TRAINED_ROLES = ("policy", "critic")
-_ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
-
-
-def _stay_tied(model) -> None:
-    """Tensor parallelism replaces parameters module by module, which unties the head from the embedding; torchtitan
-    ties them again when it initialises. By then FSDP would hold two buffers for the one parameter and, where a shard
-    is padded, go on reading the one that the optimizer does not write. So they are tied again in between."""
-    cut = model.parallelize
-
-    def parallelize(parallel_dims) -> None:
-        cut(parallel_dims)
-        if model.enable_weight_tying:
-            model.tok_embeddings.weight = model.lm_head.weight
-
-    model.parallelize = parallelize
 
 
 def _plain(name: str) -> str:
@@ -71,8 +50,7 @@ class TrainerRank:
         self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, device: torch.device, store_name: str,
         dump_dir: str,
     ):
-        self.config, self.model_config, self.role, self.seed = config, model, role, seed
-        self.device, self.dump_dir = device, dump_dir
+        self.config, self.model_config, self.role, self.device = config, model, role, device
         self.parts = {"model": Part(), "optimizer": Part(), "gradients": Part()}
         self.store, self.buffers = WeightStore(store_name), SharedBuffers()
         self.policy_version = 0
@@ -81,80 +59,13 @@ class TrainerRank:
         self.parallel_dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
         self.parallel_dims.build_mesh()
         set_determinism(self.parallel_dims, device, config.debug, distinct_seed_mesh_dims=[])
-        self._build_model()
-
-    def _build_model(self) -> None:
-        config = self.config
-        spec = build_spec(self.model_config)
-        self.shape = shape_of(spec.model)
-        validate_converter_order(config.converters)
-        for converter in config.converters:
-            spec.model = converter.build().convert(spec.model)
-        if self.role == "critic":
-            spec = critic_spec(spec)
-        attention = platform.attention_backend() if config.attention == "auto" else config.attention
-        self.spec = training_spec(
-            spec, SimpleNamespace(parallelism=config.parallelism), attention=attention,
-            chunk_bytes=config.logprob_chunk_mib * 2**20)
-        base = self.spec.model
-        if config.lora is not None:
-            self.spec = lora.lora_spec(self.spec, config.lora)
-        dtype = TORCH_DTYPE_MAP[config.training.dtype]
-        with torch.device("meta"), set_default_dtype(dtype):
-            model = self.spec.model.build()
-        _stay_tied(model)
-        ac_class = _ACTIVATION_CHECKPOINT[config.activation_checkpoint]
-        model = self.spec.parallelize_fn(
-            model, parallel_dims=self.parallel_dims, training=config.training, parallelism=config.parallelism,
-            compile_config=config.compile, ac_config=ac_class() if ac_class else None, dump_folder=self.dump_dir)
-        platform.adapt_parallel_model(model)
-        model.to_empty(device=self.device)
-        with torch.no_grad():
-            model.init_weights()
-        self.model = model.train()
-        self.adapter = self.spec.state_dict_adapter(self.spec.model, str(assets_dir(self.model_config)))
-        if has_weights(self.model_config):
-            hf.load_hf_weights(model, self.adapter, assets_dir(self.model_config), head=self.role != "critic")
-        else:
-            self._init_like_one_rank(base, dtype)
-        if config.lora is not None:
-            lora.require_frozen_base(model)
-            lora.draw_adapters(model, self.seed)
-        self.optimizers = self._build_optimizers() if self.role in TRAINED_ROLES else None
-        logger.info("model: %s, %d parameters, attention %s, degrees %s",
-                    self.shape, self.shape.num_parameters, attention, self.parallel_dims)
-
-    def _build_optimizers(self):
-        optimizer, model = self.config.optimizer, self.model
-        container = default_adamw(
-            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
-        container.implementation = optimizer.implementation
-        optimizers = container.build(model_parts=[model])
-        for register in (self.spec.post_optimizer_build_fn, self.config.post_optimizer_build_fn):
-            if register is not None:
-                register(optimizers, [model], self.parallel_dims)
-        return optimizers
-
-    def _init_like_one_rank(self, base, dtype: torch.dtype) -> None:
-        """Random weights that do not depend on the layout: each rank draws the whole model and keeps its part.
-
-        `base` is the model's config without adapters: what a seed draws does not depend on them either.
-        """
-        torch.manual_seed(self.seed)
-        with set_default_dtype(dtype):
-            whole = base.build()
-        whole.init_weights()
-        self._load_whole(whole.state_dict())
-
-    def _load_whole(self, state: dict[str, torch.Tensor]) -> None:
-        """Each rank keeps its part of whole tensors that every rank has."""
-        held = self.model.state_dict()
-        self.model.load_state_dict(lora.adapter_state(held) | {
-            name: distribute_tensor(
-                tensor.to(self.device), held[name].device_mesh, held[name].placements, src_data_rank=None)
-            if isinstance(held[name], DTensor) else tensor.to(self.device)
-            for name, tensor in state.items()
-        })
+        built = build_model(config, model, role=role, seed=seed, parallel_dims=self.parallel_dims, device=device,
+                            dump_dir=dump_dir)
+        self.model, self.shape, self.adapter = built.model, built.shape, built.adapter
+        self.optimizers = None
+        if role in TRAINED_ROLES:
+            self.optimizers = build_optimizers(config, built.spec, self.model, self.parallel_dims)
+        logger.info("model: %s, %d parameters, degrees %s", self.shape, self.shape.num_parameters, self.parallel_dims)
 
     def accumulate(
         self, batches: list[Microbatch], loss_fn: LossFunction | None, *, temperature: float, loss_weight: float = 1.0,
@@ -253,7 +164,7 @@ class TrainerRank:
         held = {name: (tuple(t.shape), t.dtype) for name, t in self.model.state_dict().items()}
         if difference := packing.explain_difference(manifest.entries, held):
             raise RuntimeError(f"{self.role}.pull_copy: the published weights do not fit this model: {difference}")
-        self._load_whole(packing.read(payload, manifest))
+        load_whole(self.model, packing.read(payload, manifest), self.device)
 
     async def _publish(self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool) -> None:
         self._require("push_weights", "model")

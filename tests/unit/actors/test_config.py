@@ -3,9 +3,10 @@
 import pytest
 
 from torchtitan_rl.actors.config import LoRAConfig, TrainerConfig
-from torchtitan_rl.config import RunConfig, apply_overrides, validate
+from torchtitan_rl.config import RunConfig, apply_overrides
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
 from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.validation import validate
 
 TARGETS = "qkv_proj, o_proj, gate_proj, up_proj, down_proj"
 

@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import GeneratorConfig
-from torchtitan_rl.config import RunConfig, SamplingConfig, apply_overrides, validate
+from torchtitan_rl.config import RunConfig, SamplingConfig, apply_overrides
 from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape, assets_dir, resolve_shape, write_model_dir
 from torchtitan_rl.model.experts import Experts, Gate
 from torchtitan_rl.model.spec import build_spec, flavor_shape, shape_of, training_spec
@@ -19,6 +19,7 @@ from torchtitan_rl.model.train_step import forward_logprobs
 from torchtitan_rl.show import memory_estimate
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.types import Microbatch
+from torchtitan_rl.validation import validate
 
 VIEW = SimpleNamespace(parallelism=ParallelismConfig(spmd_backend="partial_dtensor"))
 CPU = torch.device("cpu")

@@ -1,0 +1,131 @@
+"""From a trainer's config to a model that is sharded, initialised, and has an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtitan_rl import platform
+from torchtitan_rl.actors.config import TrainerConfig
+from torchtitan_rl.model import lora
+from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights
+from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
+from torchtitan_rl.weights import hf
+
+from torchtitan.components.optimizer import default_adamw  # noqa: E402  (platform.adapt_torchtitan ran in model.spec)
+from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
+from torchtitan.models.utils import validate_converter_order  # noqa: E402
+from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
+from torchtitan.tools.utils import set_default_dtype  # noqa: E402
+
+__all__ = ["BuiltModel", "build_model", "build_optimizers", "load_whole"]
+
+_ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
+
+
+@dataclass(kw_only=True, slots=True)
+class BuiltModel:
+    """A model on its mesh, and what is needed to speak of it elsewhere."""
+
+    model: torch.nn.Module
+    spec: ModelSpec
+    shape: Qwen3Shape
+    adapter: Any
+    """torchtitan's state-dict adapter: its names and Hugging Face's."""
+
+
+def build_model(
+    config: TrainerConfig, model_config: ModelConfig, *, role: str, seed: int, parallel_dims, device: torch.device,
+    dump_dir: str,
+) -> BuiltModel:
+    """Spec, converters, sharding by torchtitan's canonical plan, weights from files or from the seed."""
+    spec = build_spec(model_config)
+    shape = shape_of(spec.model)
+    validate_converter_order(config.converters)
+    for converter in config.converters:
+        spec.model = converter.build().convert(spec.model)
+    if role == "critic":
+        spec = critic_spec(spec)
+    spec = training_spec(
+        spec, SimpleNamespace(parallelism=config.parallelism),
+        attention=platform.attention_backend() if config.attention == "auto" else config.attention,
+        chunk_bytes=config.logprob_chunk_mib * 2**20)
+    base = spec.model
+    if config.lora is not None:
+        spec = lora.lora_spec(spec, config.lora)
+    dtype = TORCH_DTYPE_MAP[config.training.dtype]
+    with torch.device("meta"), set_default_dtype(dtype):
+        model = spec.model.build()
+    _stay_tied(model)
+    ac_class = _ACTIVATION_CHECKPOINT[config.activation_checkpoint]
+    model = spec.parallelize_fn(
+        model, parallel_dims=parallel_dims, training=config.training, parallelism=config.parallelism,
+        compile_config=config.compile, ac_config=ac_class() if ac_class else None, dump_folder=dump_dir)
+    platform.adapt_parallel_model(model)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights()
+    model.train()
+    adapter = spec.state_dict_adapter(spec.model, str(assets_dir(model_config)))
+    if has_weights(model_config):
+        hf.load_hf_weights(model, adapter, assets_dir(model_config), head=role != "critic")
+    else:
+        load_whole(model, _draw(base, seed, dtype), device)
+    if config.lora is not None:
+        lora.require_frozen_base(model)
+        lora.draw_adapters(model, seed)
+    return BuiltModel(model=model, spec=spec, shape=shape, adapter=adapter)
+
+
+def build_optimizers(config: TrainerConfig, spec: ModelSpec, model: torch.nn.Module, parallel_dims):
+    """torchtitan's AdamW container, with what the spec and the config register on it."""
+    optimizer = config.optimizer
+    container = default_adamw(
+        lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+    container.implementation = optimizer.implementation
+    optimizers = container.build(model_parts=[model])
+    for register in (spec.post_optimizer_build_fn, config.post_optimizer_build_fn):
+        if register is not None:
+            register(optimizers, [model], parallel_dims)
+    return optimizers
+
+
+def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Each rank keeps its part of whole tensors that every rank has; adapters stay as they are."""
+    held = model.state_dict()
+    model.load_state_dict(lora.adapter_state(held) | {
+        name: distribute_tensor(tensor.to(device), held[name].device_mesh, held[name].placements, src_data_rank=None)
+        if isinstance(held[name], DTensor) else tensor.to(device)
+        for name, tensor in state.items()
+    })
+
+
+def _draw(base, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random weights that do not depend on the layout: each rank draws the whole model.
+
+    `base` is the model's config without adapters: what a seed draws does not depend on them either.
+    """
+    torch.manual_seed(seed)
+    with set_default_dtype(dtype):
+        whole = base.build()
+    whole.init_weights()
+    return whole.state_dict()
+
+
+def _stay_tied(model) -> None:
+    """Tensor parallelism replaces parameters module by module, which unties the head from the embedding; torchtitan
+    ties them again when it initialises. By then FSDP would hold two buffers for the one parameter and, where a shard
+    is padded, go on reading the one that the optimizer does not write. So they are tied again in between."""
+    cut = model.parallelize
+
+    def parallelize(parallel_dims) -> None:
+        cut(parallel_dims)
+        if model.enable_weight_tying:
+            model.tok_embeddings.weight = model.lm_head.weight
+
+    model.parallelize = parallelize

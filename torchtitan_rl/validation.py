@@ -1,0 +1,215 @@
+"""What can be known to be wrong with a config before a process starts, said with the field, its value and the mend."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+
+from torchtitan_rl import platform
+from torchtitan_rl.actors.config import TrainerConfig
+from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.config import RolesConfig, RunConfig, function_name
+from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
+from torchtitan_rl.model.converters import check_converters
+
+__all__ = ["validate"]
+
+
+def validate(config: RunConfig) -> None:
+    """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
+    if dataclasses.is_dataclass(config.task):
+        dataclasses.replace(config.task)  # overrides set fields one by one; its own checks look at all of them
+    if config.trainer.lora is not None:
+        dataclasses.replace(config.trainer.lora)
+    check_converters(config.trainer.converters)
+    shape = resolve_shape(config.model)
+    tokenizer_vocab = _tokenizer_size(assets_dir(config.model))
+    if tokenizer_vocab > shape.vocab_size:
+        raise ValueError(
+            f"model.shape.vocab_size={shape.vocab_size}: the tokenizer of model.assets={config.model.assets!r} has "
+            f"{tokenizer_vocab} tokens; use the tokenizer the model was made for")
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
+    for role, (trainer, model) in config.trainers().items():
+        _check_trainer("trainer" if role == "policy" else f"roles.{role}.trainer", trainer, model, longest)
+    if shape.experts is not None:
+        if config.generator.model_impl == "vllm":
+            raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
+        _check_experts_kernel("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree, shape)
+        for target in config.trainer.lora.target_modules if config.trainer.lora is not None else ():
+            if target in ("gate_proj", "up_proj", "down_proj"):
+                raise ValueError(f"trainer.lora.target_modules={target!r}: experts of a mixture have no adapters; use "
+                                 "qkv_proj and o_proj")
+    _check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
+    _check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
+    _check_roles(config.roles, shape)
+    for where, value in (("algorithm.group_size", config.algorithm.group_size),
+                         ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
+                         ("sampling.max_tokens", config.sampling.max_tokens),
+                         ("sampling.max_prompt_tokens", config.sampling.max_prompt_tokens),
+                         ("algorithm.num_epochs", config.algorithm.num_epochs),
+                         ("generator.num_replicas", config.generator.num_replicas),
+                         ("generator.max_num_seqs", config.generator.max_num_seqs),
+                         ("controller.eval_tasks", config.controller.eval_tasks),
+                         ("controller.test_tasks", config.controller.test_tasks),
+                         ("supervised.batch_size", config.supervised.batch_size)):
+        _positive(where, value)
+    for where, value in (("controller.num_steps", config.controller.num_steps),
+                         ("supervised.num_steps", config.supervised.num_steps),
+                         ("trainer.optimizer.lr", config.trainer.optimizer.lr), ("supervised.lr", config.supervised.lr)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
+    _check_minibatches(config.algorithm, config.controller.num_steps)
+    _check_loss_config(config.algorithm)
+    if not config.algorithm.temperature > 0:
+        raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
+    if config.seed < 0:
+        raise ValueError(f"seed={config.seed}: must not be negative; use 0 or more")
+
+
+def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longest: int) -> None:
+    """The layout of one trainer mesh against its model and the longest sequence of the run."""
+    parallel, shape = trainer.parallelism, resolve_shape(model)
+    _check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
+    tp = parallel.tensor_parallel_degree
+    rows = -(-shape.vocab_size // tp)  # of the head, per rank; the last takes the rest
+    if rows * (tp - 1) >= shape.vocab_size:
+        raise ValueError(f"{where}.parallelism.tensor_parallel_degree={tp}: vocab_size={shape.vocab_size} in parts of {rows} "
+                         "leaves a rank without vocabulary; lower it")
+    for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
+        _positive(f"{where}.parallelism.{name}", getattr(parallel, name))
+    for name in ("pipeline_parallel_degree", "context_parallel_degree"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(f"{where}.parallelism.{name}={getattr(parallel, name)}: is not supported; use 1")
+    if parallel.spmd_backend != "partial_dtensor":
+        raise ValueError(f"{where}.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
+                         "the backend that runs on gloo as well as on NCCL")
+    _check_experts(where, trainer, model, shape)
+    _check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
+    _positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
+    _positive(f"{where}.logprob_chunk_mib", trainer.logprob_chunk_mib)
+
+
+def _check_degree(where: str, degree: int, shape) -> None:
+    _positive(where, degree)
+    for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
+        if size % degree:
+            divisors = [d for d in range(1, shape.n_kv_heads + 1)
+                        if shape.n_kv_heads % d == shape.n_heads % d == shape.hidden_dim % d == 0]
+            raise ValueError(f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
+
+
+def _check_context(where: str, limit: int, shape, longest: int) -> None:
+    if limit > shape.max_seq_len:
+        raise ValueError(f"{where}={limit}: exceeds the model's max_seq_len={shape.max_seq_len}; lower it")
+    if longest > limit:
+        raise ValueError(f"{where}={limit}: is shorter than sampling.max_prompt_tokens + max_tokens = {longest}; "
+                         "raise it or lower one of them")
+
+
+def _check_roles(roles: RolesConfig, shape) -> None:
+    for name, role in roles.configured().items():
+        if role.trainer.lora is not None:
+            raise ValueError(f"roles.{name}.trainer.lora.rank={role.trainer.lora.rank}: adapters are the policy's (a critic's "
+                             "head must train, a reference or teacher does not train); use None")
+    reference = roles.reference
+    if roles.refresh_reference_every and reference is not None and reference.model is not None:
+        if resolve_shape(reference.model) != shape:
+            raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: the reference has another shape "
+                             "than the policy, whose weights it would take; use 0, or leave roles.reference.model unset")
+    if roles.teacher is not None:
+        if roles.teacher.model is None:
+            raise ValueError("roles.teacher.model=None: a teacher is another model than the policy; name it")
+        if (size := resolve_shape(roles.teacher.model).vocab_size) != shape.vocab_size:
+            raise ValueError(f"roles.teacher.model: has a vocabulary of {size} tokens, the policy has {shape.vocab_size}; "
+                             "use models with the same tokenizer")
+    if roles.refresh_reference_every < 0:
+        raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: must not be negative; use 0 or more")
+    if roles.refresh_reference_every and roles.reference is None:
+        raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: there is no reference to refresh; "
+                         "set roles.reference or use 0")
+    if roles.colocation == "policy_reference" and roles.reference is None:
+        raise ValueError("roles.colocation='policy_reference': there is no reference; set roles.reference or use 'none'")
+
+
+def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
+    if not 0 <= algorithm.tasks_per_minibatch <= algorithm.tasks_per_step:
+        raise ValueError(f"algorithm.tasks_per_minibatch={algorithm.tasks_per_minibatch}: must be between 0 (the whole batch) "
+                         f"and algorithm.tasks_per_step={algorithm.tasks_per_step}")
+    per_batch = algorithm.steps_per_batch
+    if num_steps % per_batch:
+        below = num_steps - num_steps % per_batch
+        raise ValueError(f"controller.num_steps={num_steps}: a batch is {per_batch} optimizer steps (algorithm.num_epochs x its "
+                         f"minibatches); use a multiple, such as {below or per_batch} or {below + per_batch}")
+
+
+def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape: Qwen3Shape) -> None:
+    """What a mixture of experts needs of the layout, of its own sizes and of this machine's kernels."""
+    parallel, experts = trainer.parallelism, shape.experts
+    degree, field = parallel.expert_parallel_degree, f"{where}.parallelism.expert_parallel_degree"
+    _positive(field, degree)
+    if experts is None:
+        if degree != 1:
+            raise ValueError(f"{field}={degree}: the model has no experts; use 1")
+        return
+    if not 1 <= experts.top_k <= experts.num_experts:
+        raise ValueError(
+            f"model.shape.experts.top_k={experts.top_k}: must be from 1 to num_experts={experts.num_experts}")
+    ranks = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
+    fits = [d for d in range(1, ranks + 1) if ranks % d == experts.num_experts % d == 0]
+    if degree not in fits:
+        raise ValueError(
+            f"{field}={degree}: must divide the model's num_experts={experts.num_experts} and "
+            f"data_parallel_shard_degree x tensor_parallel_degree = {ranks}, whose ranks it uses; use one of {fits}")
+    if has_weights(model):  # torchtitan's adapter gives each rank its experts of the checkpoint, by equal parts
+        replicas, dp = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
+        shards = ranks if degree > 1 else dp
+        if replicas > 1:
+            raise ValueError(
+                f"{where}.parallelism.data_parallel_replicate_degree={replicas}: a checkpoint's experts cannot be read "
+                "into replicas; use 1, and a larger data_parallel_shard_degree")
+        if shards < experts.num_experts and experts.num_experts % shards:
+            raise ValueError(
+                f"{where}.parallelism.data_parallel_shard_degree={dp}: a checkpoint's num_experts={experts.num_experts} "
+                f"cannot be read into {shards} equal parts; use a degree that divides them")
+    cuts = parallel.tensor_parallel_degree if degree == 1 else 1  # with expert parallelism TP ranks hold whole experts
+    _check_experts_kernel(f"{where}.training.mixed_precision_param", trainer.training.mixed_precision_param, cuts, shape)
+
+
+def _check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) -> None:
+    multiple = platform.grouped_mm_multiple(dtype)
+    for name, size in (("dim", shape.dim), ("hidden_dim", shape.hidden_dim // cuts)):
+        if size % multiple:
+            cut = f" on each of {cuts} tensor-parallel ranks" if name == "hidden_dim" and cuts > 1 else ""
+            raise ValueError(f"model.shape.{name}: {size}{cut} is not a multiple of {multiple}, which the experts' "
+                             f"kernel needs with {field}={dtype!r}; use a multiple")
+    if missing := platform.missing_grouped_mm(dtype):
+        raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
+
+
+def _check_loss_config(algorithm: AlgorithmConfig) -> None:
+    parameters = inspect.signature(algorithm.loss_fn).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = list(parameters)[1:]
+    for name, value in algorithm.loss_config.items():
+        if name not in known:
+            raise ValueError(f"algorithm.loss_config.{name}={value}: {function_name(algorithm.loss_fn)} has no such "
+                             f"argument; it takes {', '.join(known) or 'none'}")
+
+
+def _positive(where: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{where}={value}: must be at least 1")
+
+
+def _tokenizer_size(directory: Path) -> int:
+    """One more than the largest token id. Raises ValueError when there is no tokenizer."""
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        raise ValueError(f"model.assets={str(directory)!r}: has no tokenizer.json; give a directory with a tokenizer")
+    content = json.loads(file.read_text())
+    ids = list(content["model"].get("vocab", {}).values()) if isinstance(content["model"].get("vocab"), dict) else []
+    ids += [token["id"] for token in content.get("added_tokens", [])]
+    return max(ids, default=-1) + 1
