@@ -268,8 +268,8 @@ def validate(config: RunConfig) -> None:
     rows = -(-shape.vocab_size // parallel.tensor_parallel_degree)  # of the head, per rank; the last takes the rest
     if rows * (parallel.tensor_parallel_degree - 1) >= shape.vocab_size:
         raise ValueError(
-            f"trainer.parallelism.tensor_parallel_degree={parallel.tensor_parallel_degree}: vocab_size={shape.vocab_size} "
-            f"in parts of {rows} leaves a rank without vocabulary; lower it")
+            f"trainer.parallelism.tensor_parallel_degree={parallel.tensor_parallel_degree}: "
+            f"vocab_size={shape.vocab_size} in parts of {rows} leaves a rank without vocabulary; lower it")
     for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
         _positive(f"trainer.parallelism.{name}", getattr(parallel, name))
     for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):

@@ -23,7 +23,8 @@ def memory_estimate(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
         per_layer = 2 * shape.dim
     activations = tokens * shape.n_layers * per_layer * compute // parallel.tensor_parallel_degree
     # In the compute dtype, in float32, and their exponentials.
-    logits = 3 * min(tokens * shape.vocab_size * 4 // parallel.tensor_parallel_degree, config.trainer.logprob_chunk_mib * 2**20)
+    all_logits = tokens * shape.vocab_size * 4 // parallel.tensor_parallel_degree
+    logits = 3 * min(all_logits, config.trainer.logprob_chunk_mib * 2**20)
     trainer = 4 * stored * shape.num_parameters // shards + activations + logits  # weights, gradients, two moments
     weights = _BYTES[config.generator.dtype] * shape.num_parameters
     generator = weights // config.generator.tensor_parallel_degree + int(config.generator.kv_cache_gib * 2**30)
