@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 
 __all__ = ["main"]
@@ -19,6 +20,8 @@ _VERBS = {
     "show": "print a resolved config and the memory each process will need",
     "doctor": "print versions, devices and what is missing",
 }
+
+_ATTACH_S = 60.0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("config", help="a Python file with a config() function")
         if verb == "train":
             sub.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
+        if verb in ("train", "eval"):
+            sub.add_argument("--hosts", type=lambda text: text.split(","), default=[], metavar="tcp://HOST:PORT,...",
+                             help="workers to run on (python -m torchtitan_rl.worker), or job; without it, this machine")
         if verb in ("eval", "sample"):
             sub.add_argument("--checkpoint", required=True, help="a run's checkpoints/step-N, or a Hugging Face directory")
         if verb == "eval":
@@ -86,8 +92,11 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.verb == "eval":
         return asyncio_run(_evaluate(args, config), "eval")
     if args.dry_run:
+        from torchtitan_rl.hosts import check_fits, local_host
         from torchtitan_rl.model.config import missing_weights
 
+        # Of other hosts nothing is known without a visit: taken to be like this one.
+        check_fits(config, [local_host(worker) for worker in args.hosts] or [local_host()])
         config.task.build()
         print(f"{args.config}: valid; nothing was started")
         if missing := missing_weights(config.model):
@@ -109,10 +118,18 @@ def asyncio_run(main_coroutine, verb: str) -> int:
 
 
 async def _guarded(args, start, body) -> int:
-    """Starts a controller, runs `body(controller)`, and always leaves with no process behind."""
+    """Starts a controller on the hosts it was given, runs `body(controller)`, and always leaves with no process behind.
+
+    `start(hosts)` is `Controller.launch` but for its hosts.
+    """
     controller = None
     try:
-        controller = await start
+        hosts = None
+        if args.hosts:
+            from torchtitan_rl.attach import attach
+
+            hosts = await attach(args.hosts, timeout_s=_ATTACH_S)
+        controller = await start(hosts=hosts)
         await body(controller)
         return 0
     except asyncio.CancelledError:
@@ -125,7 +142,9 @@ async def _guarded(args, start, body) -> int:
             traceback.print_exc()
         return _fail(str(error) or type(error).__name__)
     finally:
-        if controller:
+        if controller and args.hosts:
+            await controller.close()  # other hosts' processes cannot be killed from here
+        elif controller:
             controller.launcher.kill()  # the orderly way takes seconds, and nothing is left to be kept
 
 
@@ -150,7 +169,7 @@ async def _train(args: argparse.Namespace, config) -> int:
             ("checkpoint", str(controller.run_dir.checkpoint_path(controller.step))),
         ])
 
-    return await _guarded(args, Controller.launch(config, progress=progress), body)
+    return await _guarded(args, partial(Controller.launch, config, progress=progress), body)
 
 
 async def _evaluate(args: argparse.Namespace, config) -> int:
@@ -165,7 +184,7 @@ async def _evaluate(args: argparse.Namespace, config) -> int:
         print(f"{args.split} accuracy {result.accuracy:.4f}")
 
     return await _guarded(
-        args, Controller.launch(config, progress=Progress(quiet=args.quiet), hf_weights=weights), body)
+        args, partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights), body)
 
 
 async def _sample(args: argparse.Namespace) -> int:

@@ -17,16 +17,26 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import cloudpickle
 
+from torchtitan_rl import platform
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
-from torchtitan_rl.model.config import ModelConfig, assets_dir, resolve_shape
+from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
+from torchtitan_rl.model.converters import check_converters
 
-__all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "load_config", "apply_overrides", "validate", "resolved",
-           "flat", "function_name"]
+__all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "RoleConfig", "RolesConfig", "COLOCATION", "load_config",
+           "apply_overrides", "validate", "resolved", "flat", "function_name"]
+
+
+COLOCATION = {
+    "none": (),
+    "policy_reference": ("policy", "reference"),
+    "all": ("policy", "reference", "critic", "teacher", "generator"),
+}
+"""The roles that share devices, by the name of the setting."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +80,42 @@ class ControllerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RoleConfig:
+    """A model beside the policy, on a mesh of its own."""
+
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Its layout and microbatches; for a critic, its optimizer too."""
+    model: ModelConfig | None = None
+    """Which model; None: the policy's own, with the same initial weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolesConfig:
+    """Models beside the policy, and who shares devices with whom."""
+
+    reference: RoleConfig | None = None
+    """A frozen or now and then refreshed copy of the policy; `policy/reference_kl` says how far the policy is from it."""
+    critic: RoleConfig | None = None
+    """The same model family with a value head; with one, advantages come from GAE."""
+    teacher: RoleConfig | None = None
+    """Another model to learn from, with the policy's vocabulary."""
+    refresh_reference_every: int = 0
+    """Steps after which the reference takes over the policy's weights; 0: never."""
+    colocation: Literal["none", "policy_reference", "all"] = "none"
+    """Which roles share the policy's devices and take turns on them: nobody, the reference, or every role and the
+    generators too."""
+
+    def share_with(self, role: str) -> str | None:
+        """The role whose devices `role` is given; None: devices of its own."""
+        return "policy" if role != "policy" and role in COLOCATION[self.colocation] else None
+
+    def configured(self) -> dict[str, RoleConfig]:
+        """Those that are there, by name."""
+        given = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
+        return {name: role for name, role in given.items() if role is not None}
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """Everything a run is. A config file has one function `config()` that returns one."""
 
@@ -83,12 +129,19 @@ class RunConfig:
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The policy's."""
+    roles: RolesConfig = field(default_factory=RolesConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     seed: int = 0
     """Of the initial weights, the order of tasks and every sampling stream."""
     output_dir: str = ""
     """The run directory; empty makes runs/NAME-DATE-TIME."""
+
+    def trainers(self) -> dict[str, tuple[TrainerConfig, ModelConfig]]:
+        """Layout and model of every role that is a trainer mesh, by name; the policy first."""
+        others = {name: (role.trainer, role.model or self.model) for name, role in self.roles.configured().items()}
+        return {"policy": (self.trainer, self.model), **others}
 
 
 def load_config(path: str) -> RunConfig:
@@ -148,9 +201,12 @@ def apply_overrides(config: RunConfig, arguments: list[str]) -> None:
 def _set(config: RunConfig, shown: str, text: str) -> None:
     *parents, last = shown.replace("-", "_").split(".")
     target: Any = config
-    for name in parents:
+    for depth, name in enumerate(parents, start=1):
         _require_field(config, target, name, shown, text)
         target = target[name] if isinstance(target, dict) else getattr(target, name)
+        if target is None:
+            raise ValueError(f"--{shown}={text}: {'.'.join(parents[:depth])} is None in this config, and overrides add "
+                             "nothing; set it in the config file")
     _require_field(config, target, last, shown, text)
     held = target[last] if isinstance(target, dict) else getattr(target, last)
     if dataclasses.is_dataclass(held):
@@ -168,8 +224,9 @@ def _require_field(config: RunConfig, target: Any, name: str, shown: str, text: 
         return
     every = [path for path, _ in flat(config)]
     wanted = shown.replace("-", "_")
-    near = [path for path in every if path.rsplit(".", 1)[-1] == wanted] or difflib.get_close_matches(wanted, every, 1)
-    near = near or [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
+    same_leaf = [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
+    near = [path for path in same_leaf if "." not in wanted or path.startswith(wanted.split(".", 1)[0] + ".")]
+    near = near or difflib.get_close_matches(wanted, every, 1) or same_leaf
     hint = f"; did you mean --{near[0].replace('_', '-')}?" if near else "; `torchtitan-rl show CONFIG` lists all fields"
     raise ValueError(f"--{shown}={text}: there is no such field{hint}")
 
@@ -249,50 +306,34 @@ def validate(config: RunConfig) -> None:
     """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
     if dataclasses.is_dataclass(config.task):
         dataclasses.replace(config.task)  # overrides set fields one by one; its own checks look at all of them
+    if config.trainer.lora is not None:
+        dataclasses.replace(config.trainer.lora)
+    check_converters(config.trainer.converters)
     shape = resolve_shape(config.model)
     tokenizer_vocab = _tokenizer_size(assets_dir(config.model))
     if tokenizer_vocab > shape.vocab_size:
         raise ValueError(
             f"model.shape.vocab_size={shape.vocab_size}: the tokenizer of model.assets={config.model.assets!r} has "
             f"{tokenizer_vocab} tokens; use the tokenizer the model was made for")
-    parallel = config.trainer.parallelism
-    for where, degree in (("trainer.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree),
-                          ("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree)):
-        _positive(where, degree)
-        for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
-            if size % degree:
-                divisors = [d for d in range(1, shape.n_kv_heads + 1)
-                            if shape.n_kv_heads % d == shape.n_heads % d == shape.hidden_dim % d == 0]
-                raise ValueError(
-                    f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
-    rows = -(-shape.vocab_size // parallel.tensor_parallel_degree)  # of the head, per rank; the last takes the rest
-    if rows * (parallel.tensor_parallel_degree - 1) >= shape.vocab_size:
-        raise ValueError(
-            f"trainer.parallelism.tensor_parallel_degree={parallel.tensor_parallel_degree}: "
-            f"vocab_size={shape.vocab_size} in parts of {rows} leaves a rank without vocabulary; lower it")
-    for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
-        _positive(f"trainer.parallelism.{name}", getattr(parallel, name))
-    for name in ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
-        if getattr(parallel, name) != 1:
-            raise ValueError(f"trainer.parallelism.{name}={getattr(parallel, name)}: is not supported; use 1")
-    if parallel.spmd_backend != "partial_dtensor":
-        raise ValueError(f"trainer.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
-                         "the backend that runs on gloo as well as on NCCL")
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
-    for where, limit in (("trainer.training.seq_len", config.trainer.training.seq_len),
-                         ("generator.max_model_len", config.generator.max_model_len)):
-        if limit > shape.max_seq_len:
-            raise ValueError(f"{where}={limit}: exceeds the model's max_seq_len={shape.max_seq_len}; lower it")
-        if longest > limit:
-            raise ValueError(
-                f"{where}={limit}: is shorter than sampling.max_prompt_tokens + max_tokens = {longest}; "
-                "raise it or lower one of them")
+    for role, (trainer, model) in config.trainers().items():
+        _check_trainer("trainer" if role == "policy" else f"roles.{role}.trainer", trainer, model, longest)
+    if shape.experts is not None:
+        if config.generator.model_impl == "vllm":
+            raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
+        _check_experts_kernel("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree, shape)
+        for target in config.trainer.lora.target_modules if config.trainer.lora is not None else ():
+            if target in ("gate_proj", "up_proj", "down_proj"):
+                raise ValueError(f"trainer.lora.target_modules={target!r}: experts of a mixture have no adapters; use "
+                                 "qkv_proj and o_proj")
+    _check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
+    _check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
+    _check_roles(config.roles, shape)
     for where, value in (("algorithm.group_size", config.algorithm.group_size),
                          ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
                          ("sampling.max_tokens", config.sampling.max_tokens),
                          ("sampling.max_prompt_tokens", config.sampling.max_prompt_tokens),
-                         ("trainer.max_tokens_per_microbatch", config.trainer.max_tokens_per_microbatch),
-                         ("trainer.logprob_chunk_mib", config.trainer.logprob_chunk_mib),
+                         ("algorithm.num_epochs", config.algorithm.num_epochs),
                          ("generator.num_replicas", config.generator.num_replicas),
                          ("generator.max_num_seqs", config.generator.max_num_seqs),
                          ("controller.eval_tasks", config.controller.eval_tasks),
@@ -304,11 +345,132 @@ def validate(config: RunConfig) -> None:
                          ("trainer.optimizer.lr", config.trainer.optimizer.lr), ("supervised.lr", config.supervised.lr)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
+    _check_minibatches(config.algorithm, config.controller.num_steps)
     _check_loss_config(config.algorithm)
     if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
         raise ValueError(f"seed={config.seed}: must not be negative; use 0 or more")
+
+
+def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longest: int) -> None:
+    """The layout of one trainer mesh against its model and the longest sequence of the run."""
+    parallel, shape = trainer.parallelism, resolve_shape(model)
+    _check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
+    tp = parallel.tensor_parallel_degree
+    rows = -(-shape.vocab_size // tp)  # of the head, per rank; the last takes the rest
+    if rows * (tp - 1) >= shape.vocab_size:
+        raise ValueError(f"{where}.parallelism.tensor_parallel_degree={tp}: vocab_size={shape.vocab_size} in parts of {rows} "
+                         "leaves a rank without vocabulary; lower it")
+    for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
+        _positive(f"{where}.parallelism.{name}", getattr(parallel, name))
+    for name in ("pipeline_parallel_degree", "context_parallel_degree"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(f"{where}.parallelism.{name}={getattr(parallel, name)}: is not supported; use 1")
+    if parallel.spmd_backend != "partial_dtensor":
+        raise ValueError(f"{where}.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
+                         "the backend that runs on gloo as well as on NCCL")
+    _check_experts(where, trainer, model, shape)
+    _check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
+    _positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
+    _positive(f"{where}.logprob_chunk_mib", trainer.logprob_chunk_mib)
+
+
+def _check_degree(where: str, degree: int, shape) -> None:
+    _positive(where, degree)
+    for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
+        if size % degree:
+            divisors = [d for d in range(1, shape.n_kv_heads + 1)
+                        if shape.n_kv_heads % d == shape.n_heads % d == shape.hidden_dim % d == 0]
+            raise ValueError(f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
+
+
+def _check_context(where: str, limit: int, shape, longest: int) -> None:
+    if limit > shape.max_seq_len:
+        raise ValueError(f"{where}={limit}: exceeds the model's max_seq_len={shape.max_seq_len}; lower it")
+    if longest > limit:
+        raise ValueError(f"{where}={limit}: is shorter than sampling.max_prompt_tokens + max_tokens = {longest}; "
+                         "raise it or lower one of them")
+
+
+def _check_roles(roles: RolesConfig, shape) -> None:
+    for name, role in roles.configured().items():
+        if role.trainer.lora is not None:
+            raise ValueError(f"roles.{name}.trainer.lora.rank={role.trainer.lora.rank}: adapters are the policy's (a critic's "
+                             "head must train, a reference or teacher does not train); use None")
+    reference = roles.reference
+    if roles.refresh_reference_every and reference is not None and reference.model is not None:
+        if resolve_shape(reference.model) != shape:
+            raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: the reference has another shape "
+                             "than the policy, whose weights it would take; use 0, or leave roles.reference.model unset")
+    if roles.teacher is not None:
+        if roles.teacher.model is None:
+            raise ValueError("roles.teacher.model=None: a teacher is another model than the policy; name it")
+        if (size := resolve_shape(roles.teacher.model).vocab_size) != shape.vocab_size:
+            raise ValueError(f"roles.teacher.model: has a vocabulary of {size} tokens, the policy has {shape.vocab_size}; "
+                             "use models with the same tokenizer")
+    if roles.refresh_reference_every < 0:
+        raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: must not be negative; use 0 or more")
+    if roles.refresh_reference_every and roles.reference is None:
+        raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: there is no reference to refresh; "
+                         "set roles.reference or use 0")
+    if roles.colocation == "policy_reference" and roles.reference is None:
+        raise ValueError("roles.colocation='policy_reference': there is no reference; set roles.reference or use 'none'")
+
+
+def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
+    if not 0 <= algorithm.tasks_per_minibatch <= algorithm.tasks_per_step:
+        raise ValueError(f"algorithm.tasks_per_minibatch={algorithm.tasks_per_minibatch}: must be between 0 (the whole batch) "
+                         f"and algorithm.tasks_per_step={algorithm.tasks_per_step}")
+    per_batch = algorithm.steps_per_batch
+    if num_steps % per_batch:
+        below = num_steps - num_steps % per_batch
+        raise ValueError(f"controller.num_steps={num_steps}: a batch is {per_batch} optimizer steps (algorithm.num_epochs x its "
+                         f"minibatches); use a multiple, such as {below or per_batch} or {below + per_batch}")
+
+
+def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape: Qwen3Shape) -> None:
+    """What a mixture of experts needs of the layout, of its own sizes and of this machine's kernels."""
+    parallel, experts = trainer.parallelism, shape.experts
+    degree, field = parallel.expert_parallel_degree, f"{where}.parallelism.expert_parallel_degree"
+    _positive(field, degree)
+    if experts is None:
+        if degree != 1:
+            raise ValueError(f"{field}={degree}: the model has no experts; use 1")
+        return
+    if not 1 <= experts.top_k <= experts.num_experts:
+        raise ValueError(
+            f"model.shape.experts.top_k={experts.top_k}: must be from 1 to num_experts={experts.num_experts}")
+    ranks = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
+    fits = [d for d in range(1, ranks + 1) if ranks % d == experts.num_experts % d == 0]
+    if degree not in fits:
+        raise ValueError(
+            f"{field}={degree}: must divide the model's num_experts={experts.num_experts} and "
+            f"data_parallel_shard_degree x tensor_parallel_degree = {ranks}, whose ranks it uses; use one of {fits}")
+    if has_weights(model):  # torchtitan's adapter gives each rank its experts of the checkpoint, by equal parts
+        replicas, dp = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
+        shards = ranks if degree > 1 else dp
+        if replicas > 1:
+            raise ValueError(
+                f"{where}.parallelism.data_parallel_replicate_degree={replicas}: a checkpoint's experts cannot be read "
+                "into replicas; use 1, and a larger data_parallel_shard_degree")
+        if shards < experts.num_experts and experts.num_experts % shards:
+            raise ValueError(
+                f"{where}.parallelism.data_parallel_shard_degree={dp}: a checkpoint's num_experts={experts.num_experts} "
+                f"cannot be read into {shards} equal parts; use a degree that divides them")
+    cuts = parallel.tensor_parallel_degree if degree == 1 else 1  # with expert parallelism TP ranks hold whole experts
+    _check_experts_kernel(f"{where}.training.mixed_precision_param", trainer.training.mixed_precision_param, cuts, shape)
+
+
+def _check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) -> None:
+    multiple = platform.grouped_mm_multiple(dtype)
+    for name, size in (("dim", shape.dim), ("hidden_dim", shape.hidden_dim // cuts)):
+        if size % multiple:
+            cut = f" on each of {cuts} tensor-parallel ranks" if name == "hidden_dim" and cuts > 1 else ""
+            raise ValueError(f"model.shape.{name}: {size}{cut} is not a multiple of {multiple}, which the experts' "
+                             f"kernel needs with {field}={dtype!r}; use a multiple")
+    if missing := platform.missing_grouped_mm(dtype):
+        raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
 
 
 def _check_loss_config(algorithm: AlgorithmConfig) -> None:

@@ -10,44 +10,36 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Awaitable
 from datetime import datetime
 from pathlib import Path
 from statistics import mean
 
-import torch
-
 from torchtitan_rl import metrics
-from torchtitan_rl.algorithm.datums import demonstration_datums, to_datums
+from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.schedules import lr_factor
+from torchtitan_rl.attach import Hosts, this_host
 from torchtitan_rl.config import RunConfig, resolved, validate
+from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.evaluation import Evaluation, evaluate
+from torchtitan_rl.hosts import check_fits
 from torchtitan_rl.launch import Launcher
 from torchtitan_rl.model.config import assets_dir, missing_weights, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.stack import start_generators, start_stack
 from torchtitan_rl.tasks.family import TaskSource
-from torchtitan_rl.types import OptimParams, OptimStepOutput, RolloutGroup, Task
+from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
 from torchtitan_rl.weights import checkpoint
 from torchtitan_rl.workflows.group import run_group
 from torchtitan_rl.workflows.policy import Policy
 from torchtitan_rl.workflows.single_turn import single_turn
 
-__all__ = ["Controller", "Evaluation"]
-
-
-@dataclass(kw_only=True, slots=True)
-class Evaluation:
-    """What one evaluation measured."""
-
-    split: str
-    accuracy: float
-    """Share of tasks whose greedy completion is correct."""
-    pass_at_k: float | None = None
-    """Chance that at least one of k samples is correct."""
+__all__ = ["Controller"]
 
 
 class Controller:
@@ -70,29 +62,36 @@ class Controller:
         self.phase, self.phase_step = "start-up", 0
         self.started_at = time.perf_counter()
         self._skipped_in_a_row = 0
-        self.trainer: TrainingClient
+        self.roles: dict[str, TrainingClient] = {}
         self.generator: SamplingClient
-        self.versions: PolicyVersions
+        self.versions: PolicyVersions | None = None
+        self.placement: Placement
 
     # Starting and stopping.
 
     @classmethod
     async def launch(
         cls, config: RunConfig, *, progress: Progress | None = None, hf_weights: Path | None = None,
+        hosts: Hosts | None = None,
     ) -> Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
         With `hf_weights` only generators start, holding the weights of that Hugging Face directory: enough to
-        sample and evaluate. Raises ValueError for what `validate` refuses, before anything starts.
+        sample and evaluate. `hosts` are those `attach.attach` has connected to; without them, this machine alone. Raises
+        ValueError for what `validate` and `check_fits` refuse, before anything starts.
         """
         validate(config)
+        hosts = hosts or this_host()
+        check_fits(config, hosts.hosts)
         if hf_weights is None and (missing := missing_weights(config.model)):
             raise ValueError(missing)
-        run_dir = RunDir.create(config.output_dir or _default_dir(config.name))
+        path = Path(config.output_dir or _default_dir(config.name))
+        # Processes on other hosts may have another working directory.
+        run_dir = RunDir.create(path.absolute() if hosts.attached else path)
         run_dir.write_config(resolved(config))
         launcher = Launcher(
             log_dir=str(run_dir.path / "logs"), start_timeout_s=config.controller.start_timeout_s,
-            call_timeout_s=config.controller.call_timeout_s)
+            call_timeout_s=config.controller.call_timeout_s, hosts=hosts)
         progress = progress or Progress(quiet=True)
         with progress.waiting("starting trainer, generators and store", expected_s=15):
             try:
@@ -112,39 +111,30 @@ class Controller:
         write_model_dir(
             model_dir, resolve_shape(config.model), assets_dir(config.model), eos=self.tokenizer.eos_token_id,
             pad=self._pad_token_id)
-        generators = [
-            self.launcher.start_generator(config.generator, model_dir, role=f"generator-{i}", seed=config.seed)
-            for i in range(config.generator.num_replicas)
-        ]
         if hf_weights is not None:
-            replicas = await asyncio.gather(*generators)
-            self.generator = self._sampling_client(replicas, None)
+            self.generator = await start_generators(config, self.launcher, model_dir)
             await self.generator.load_hf(str(hf_weights))
             return
-        starts = [asyncio.ensure_future(start) for start in (
-            self.launcher.start_trainer(config.trainer, config.model, role="policy", seed=config.seed),
-            self.launcher.start_store(), *generators)]
-        try:
-            mesh, _, *replicas = await asyncio.gather(*starts)
-        finally:
-            for start in starts:  # one failed: the others must not go on starting
-                start.cancel()
-        self.trainer = TrainingClient(
-            mesh, max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,
-            max_datum_tokens=config.trainer.training.seq_len, temperature=config.algorithm.temperature)
-        self.versions = PolicyVersions(
-            self.trainer, self.launcher.store, config.weight_sync, getattr(torch, config.generator.dtype), one_host=True)
-        self.generator = self._sampling_client(replicas, self.versions)
+        stack = await start_stack(config, self.launcher, model_dir)
+        self.roles, self.generator = stack.roles, stack.generator
+        self.versions, self.placement = stack.versions, stack.placement
         await self.publish()
-
-    def _sampling_client(self, replicas, versions) -> SamplingClient:
-        return SamplingClient(
-            replicas, versions, max_model_len=self.config.generator.max_model_len,
-            timeout_s=self.config.controller.sample_timeout_s, verify=self.config.weight_sync.verify)
 
     async def close(self) -> None:
         """Stops every process of the run."""
+        self.generator.close()  # or calls in flight would take the end of their generators for a loss
         await self.launcher.stop()
+
+    def role(self, name: str) -> TrainingClient:
+        """The client of a role. Raises ValueError when the run has none."""
+        if name not in self.roles:
+            raise ValueError(f"role={name!r}: is not configured (this run has {', '.join(self.roles)}); set roles.{name}")
+        return self.roles[name]
+
+    @property
+    def trainer(self) -> TrainingClient:
+        """The policy's client."""
+        return self.role("policy")
 
     async def __aenter__(self) -> Controller:
         return self
@@ -195,34 +185,90 @@ class Controller:
     async def reinforce(self) -> None:
         """The reinforcement phase."""
         config, self.phase, self.phase_step = self.config, "reinforcement", self.step
-        with self.progress.phase("reinforcement", total=config.controller.num_steps) as bar:
-            while self.step < config.controller.num_steps:
+        num_steps, every = config.controller.num_steps, config.controller.eval_every
+        with self.progress.phase("reinforcement", total=num_steps) as bar:
+            while self.step < num_steps:
+                start, first = time.perf_counter(), self.step
+                groups, generate_s = await _timed(self.rollouts(self.source.next(config.algorithm.tasks_per_step)))
+                version = self.policy_version
+                line = self._batch_metrics(groups, version) | await self.train_on(groups)
+                _, sync_s = await _timed(self.publish())
+                if self._passed(config.roles.refresh_reference_every, first):
+                    await self.refresh_reference()
+                line |= {"time/step_s": time.perf_counter() - start, "time/generate_s": generate_s, "time/sync_s": sync_s}
+                line["tokens/trained_per_s"] = line["tokens/trained"] / line["time/step_s"]
+                line["tokens/generated_per_s"] = line["tokens/generated"] / generate_s
+                self.run_dir.log_metrics(line)
+                self.run_dir.log_rollouts(self.step, "reinforcement", groups)
+                self.progress.line(_summary(line, num_steps))
+                bar.advance(self.step - first, text=f"reward {line['reward/mean']:.3f}")
+                if self._passed(every, first) and self.step < num_steps:
+                    await self.evaluate("validation")
+
+    def _passed(self, every: int, before: int) -> bool:
+        """Whether a cadence of `every` steps fell due since step `before`; 0 is never."""
+        return every > 0 and self.step // every > before // every
+
+    async def train_on(self, groups: list[RolloutGroup]) -> dict:
+        """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns its metrics.
+
+        Weights are not published. `mismatch/*` are those of the batch's first minibatch, before its step.
+        """
+        config, line = self.config.algorithm, metrics.StepMetrics()
+        data, score_s = await _timed(self.scored(groups))
+        line.mean("time/score_s", score_s)
+        for _ in range(config.num_epochs):
+            for minibatch in minibatches(data, config.tasks_per_minibatch, config.reduction):
+                if config.recompute_logprobs_per_minibatch:
+                    output = await self.trainer.forward(minibatch)
+                    minibatch = with_inputs(minibatch, old_logprobs=output.policy_logprobs)
+                critic = self._critic_step(minibatch, line) if "critic" in self.roles else None
                 start = time.perf_counter()
-                groups = await self.rollouts(self.source.next(config.algorithm.tasks_per_step))
-                data = to_datums(groups, config.algorithm)
-                generated = time.perf_counter()
-                forward_backward = self.trainer.forward_backward(
-                    data, config.algorithm.loss_fn, loss_config=config.algorithm.loss_config)
+                forward_backward = self.trainer.forward_backward(minibatch, config.loss_fn, loss_config=config.loss_config)
                 optim_step = self.trainer.optim_step(self.optim_params())
-                output, forward_backward_s = await _timed(forward_backward, generated)
-                optim, optim_s = await _timed(optim_step, generated + forward_backward_s)
-                trained_version = self.policy_version
+                if critic is not None:
+                    await critic
+                output, forward_backward_s = await _timed(forward_backward, start)
+                optim, step_s = await _timed(optim_step, start)
+                line.add(output, optim)
+                line.mean("time/forward_backward_s", forward_backward_s)
+                line.mean("time/optim_s", step_s - forward_backward_s)
                 self._account(optim)
                 self.step += 1
                 self.phase_step = self.step
-                _, sync_s = await _timed(self.publish(), generated + forward_backward_s + optim_s)
-                line = self._metrics(groups, trained_version, output, optim) | {
-                    "time/step_s": time.perf_counter() - start, "time/generate_s": generated - start,
-                    "time/forward_backward_s": forward_backward_s, "time/optim_s": optim_s, "time/sync_s": sync_s}
-                line["tokens/trained_per_s"] = output.num_tokens / line["time/step_s"]
-                line["tokens/generated_per_s"] = output.num_tokens / line["time/generate_s"]
-                self.run_dir.log_metrics(line)
-                self.run_dir.log_rollouts(self.step, "reinforcement", groups)
-                self.progress.line(_summary(line, config.controller.num_steps))
-                bar.advance(text=f"reward {line['reward/mean']:.3f}")
-                every = config.controller.eval_every
-                if every and self.step % every == 0 and self.step < config.controller.num_steps:
-                    await self.evaluate("validation")
+        return {"step": self.step, **line.line()}
+
+    def _critic_step(self, minibatch: list[Datum], line: metrics.StepMetrics) -> Awaitable[None]:
+        """Submits the critic's step, before the policy's where they share devices; awaiting it gathers its metrics."""
+        config, critic = self.config.algorithm, self.role("critic")
+        forward_backward = critic.forward_backward(minibatch, config.critic_loss_fn, loss_config=config.critic_loss_config)
+        optim_step = critic.optim_step(self.optim_params("critic"))
+
+        async def gather() -> None:
+            output, optim = await forward_backward, await optim_step
+            line.add(output)
+            line.mean("critic/loss", output.loss)
+            line.mean("critic/grad_norm", optim.grad_norm)
+            line.mean("critic/skipped", optim.skipped)
+
+        return gather()
+
+    async def scored(self, groups: list[RolloutGroup]) -> list[Datum]:
+        """Training data of judged groups, with what reference and critic say of them. Their forwards overlap."""
+        data = to_datums(groups, self.config.algorithm)
+        waits = {role: self.roles[role].forward(data) for role in ("reference", "critic") if role in self.roles}
+        outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
+        if "reference" in outputs:
+            data = with_inputs(data, reference_logprobs=outputs["reference"].policy_logprobs)
+        if "critic" in outputs:
+            rewards = [rollout.reward for group in groups for rollout in group.rollouts for _ in rollout.turns]
+            data = with_gae(data, rewards, outputs["critic"].values, self.config.algorithm)
+        return data
+
+    async def refresh_reference(self) -> None:
+        """The reference takes over the policy's weights, exactly as they are, through the store."""
+        assert self.versions is not None
+        await self.versions.copy(self.trainer, self.role("reference"))
 
     async def rollouts(self, tasks: list[Task]) -> list[RolloutGroup]:
         """A group of rollouts of each task, with rewards, from the newest policy."""
@@ -238,33 +284,15 @@ class Controller:
         config = self.config.controller
         if num_tasks is None:
             num_tasks = config.test_tasks if split == "test" else config.eval_tasks
-        size = self.family.num_tasks(split)
-        tasks = [self.family.task(split, i) for i in range(min(num_tasks, size if size is not None else num_tasks))]
         start = time.perf_counter()
-        with self.progress.waiting(f"evaluating on {len(tasks)} {split} tasks"):
-            greedy = await self._attempts(tasks, 1, temperature=0.0)
-            result = Evaluation(split=split, accuracy=mean(correct for (correct,) in greedy))
-            if pass_at_k:
-                sampled = await self._attempts(tasks, pass_at_k, temperature=self.config.algorithm.temperature)
-                result.pass_at_k = mean(metrics.pass_at_k(pass_at_k, sum(c), pass_at_k) for c in sampled)
-        line = {"step": self.step, "phase": "evaluation", "eval/name": self.family.name, "eval/split": split,
-                "eval/accuracy": result.accuracy, "eval/num_tasks": len(tasks),
-                "time/step_s": time.perf_counter() - start}
-        if pass_at_k:
-            line[f"eval/pass_at_{pass_at_k}"] = result.pass_at_k
-        self.run_dir.log_metrics(line)
-        text = f"step {self.step}: {split} accuracy {result.accuracy:.3f}"
-        self.progress.line(text + (f", pass@{pass_at_k} {result.pass_at_k:.3f}" if pass_at_k else ""))
+        with self.progress.waiting(f"evaluating on {split} tasks"):
+            result = await evaluate(
+                self.policy, self.family, split, num_tasks, label=f"eval/{self.step}", seed=self.config.seed,
+                pass_at_k=pass_at_k, temperature=self.config.algorithm.temperature, config=config)
+        self.run_dir.log_metrics({
+            "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
+        self.progress.line(f"step {self.step}: {result.summary()}")
         return result
-
-    async def _attempts(self, tasks: list[Task], n: int, *, temperature: float) -> list[list[bool]]:
-        """Whether each of `n` completions of each task is correct."""
-        policy = self.policy(temperature)
-        groups = await asyncio.gather(*(
-            run_group(single_turn, task, policy, n, group_id=f"eval/{self.step}/{task.id}", seed=self.config.seed,
-                      reward=self.family, reward_timeout_s=self.config.controller.reward_timeout_s) for task in tasks))
-        bar = self.config.controller.correct_reward
-        return [[reward >= bar for reward in group.rewards] for group in groups]
 
     # Parts of a step, for the notebook and for loops of your own.
 
@@ -282,10 +310,11 @@ class Controller:
             sampler=self.generator, tokenizer=self.tokenizer, temperature=temperature, max_tokens=sampling.max_tokens,
             max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids)
 
-    def optim_params(self) -> OptimParams:
-        """The learning rate of the current step."""
+    def optim_params(self, role: str = "policy") -> OptimParams:
+        """Optimizer parameters of the current step: the role's peak learning rate times the schedule's factor."""
         factor = lr_factor(self.config.algorithm.schedule, self.step, self.config.controller.num_steps)
-        return OptimParams(lr=self.config.trainer.optimizer.lr * factor, betas=self.config.trainer.optimizer.betas)
+        trainer = self.config.trainer if role == "policy" else self.config.roles.configured()[role].trainer
+        return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
     def demonstration_tokens(self, task: Task) -> tuple[list[int], list[int]]:
         """(prompt tokens, completion tokens with the end-of-sequence token). Raises ValueError without one."""
@@ -300,8 +329,12 @@ class Controller:
         checkpoint.begin(path)
         with self.progress.waiting(f"saving {path.name}"):
             await self.trainer.save_checkpoint(path)
+            if "critic" in self.roles:
+                await self.roles["critic"].save_checkpoint(path / "critic")
             await self.trainer.save_hf_model(
                 checkpoint.hf_dir(path), eos=self.tokenizer.eos_token_id, pad=self._pad_token_id)
+            if self.config.trainer.lora is not None:
+                await self.trainer.save_adapter(checkpoint.adapter_dir(path))
             checkpoint.write_state(path, {
                 "step": self.step, "phase": self.phase, "policy_version": self.policy_version,
                 "source": self.source.state_dict(), "seed": self.config.seed})
@@ -320,20 +353,21 @@ class Controller:
                 f"optim/grad_norm={optim.grad_norm}: {self._skipped_in_a_row} optimizer steps in a row were skipped; "
                 "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts")
 
-    def _metrics(self, groups: list[RolloutGroup], version: int, output, optim: OptimStepOutput) -> dict:
+    def _batch_metrics(self, groups: list[RolloutGroup], version: int) -> dict:
+        """What a batch is like before it is trained on."""
         rewards = [reward for group in groups for reward in group.rewards]
         completions = [turn.completion for g in groups for rollout in g.rollouts for turn in rollout.turns]
         oldest = min(v for completion in completions for v in completion.policy_versions)
         reward_mean, reward_std = metrics.mean_std(rewards)
+        replicas = list(self.generator.health().values())
         return {
-            "step": self.step, "phase": "reinforcement", "loss/mean": output.loss, "optim/grad_norm": optim.grad_norm,
-            "optim/lr": optim.lr, "optim/skipped": int(optim.skipped), "reward/mean": reward_mean,
-            "reward/std": reward_std,
+            "phase": "reinforcement", "reward/mean": reward_mean, "reward/std": reward_std,
             "reward/zero_std_frac": mean(len(set(group.rewards)) == 1 for group in groups),
-            "policy/lag_max": version - oldest, "policy/clip_frac": 0.0, **output.metrics,
+            "policy/lag_max": version - oldest,
             "completion/length_mean": mean(len(c.tokens) for c in completions),
             "completion/truncated_frac": mean(c.truncated for c in completions),
-            "tokens/trained": output.num_tokens,
+            "tokens/generated": sum(len(c.tokens) for c in completions),
+            **({"generator/healthy_replicas": replicas.count("healthy")} if len(replicas) > 1 else {}),
         }
 
 
@@ -341,8 +375,9 @@ def _default_dir(name: str) -> str:
     return f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-async def _timed(awaitable, start: float):
-    """(result, seconds since `start`)."""
+async def _timed(awaitable, start: float | None = None):
+    """(result, seconds since `start`, or since now)."""
+    start = time.perf_counter() if start is None else start
     result = await awaitable
     return result, time.perf_counter() - start
 

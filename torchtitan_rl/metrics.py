@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "mean_std", "pass_at_k"]
+__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "StepMetrics", "mean_std", "pass_at_k"]
 
 SUPERVISED = (
     "loss/mean",  # loss per trained token
@@ -40,7 +40,12 @@ REINFORCEMENT = (
     "time/generate_s",
     "time/sync_s",  # push and pull of weights
 )
-"""Of every step of the reinforcement phase."""
+"""Of every batch of the reinforcement phase; `step` is the number of optimizer steps after it.
+
+More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `critic/loss`,
+`critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `optim/num_steps` and `optim/skipped` of the batch,
+`time/score_s` (forward passes before the first step).
+"""
 
 EVALUATION = (
     "eval/name",  # of the task family
@@ -48,6 +53,49 @@ EVALUATION = (
     "eval/accuracy",  # fraction of greedy completions that are correct
 )
 """Of every evaluation; more where they exist. `step` counts the reinforcement phase: 0 is before its first step."""
+
+
+class StepMetrics:
+    """Gathers the optimizer steps of one batch into one line: means over tokens or steps, maxima, sums of seconds."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[float, float]]] = {}
+        self._steps = 0
+
+    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Takes part in a weighted mean; names ending in `_max` are maxima, those under `time/` and `tokens/` sums."""
+        self._values.setdefault(name, []).append((float(value), weight))
+
+    def add(self, output, optim=None) -> None:
+        """What `forward_backward` and, for the policy, `optim_step` returned. `mismatch/*` count on the first step only:
+        later ones have trained on other parts of the batch."""
+        first = self._steps == 0
+        for name, value in output.metrics.items():
+            if first or not name.startswith("mismatch/"):
+                self.mean(name, value, max(1, output.num_tokens))
+        if optim is not None:
+            self._steps += 1
+            self.mean("loss/mean", output.loss)
+            self.mean("optim/grad_norm", optim.grad_norm)
+            self.mean("optim/skipped", optim.skipped)
+            self.mean("tokens/trained", output.num_tokens)
+            self._values["optim/lr"] = [(optim.lr, 1.0)]
+
+    def line(self) -> dict[str, float]:
+        line = {"policy/clip_frac": 0.0}  # of a loss that clips nothing
+        for name, values in self._values.items():
+            if name.endswith("_max"):
+                line[name] = max(value for value, _ in values)
+            elif name.startswith(("time/", "tokens/")) or name == "optim/skipped":
+                line[name] = sum(value for value, _ in values)
+            elif len(values) == 1:
+                line[name] = values[0][0]
+            else:
+                line[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+        for name in ("optim/skipped", "tokens/trained"):
+            if name in line:
+                line[name] = int(line[name])
+        return line | {"optim/num_steps": self._steps}
 
 
 def mean_std(values: Iterable[float]) -> tuple[float, float]:

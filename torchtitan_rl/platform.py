@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from typing import Literal
 
 import torch
 
-__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "prepare_vllm", "adapt_torchtitan",
-           "adapt_parallel_model", "set_threads", "num_cores", "to_device"]
+__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "can_sleep", "has_float8",
+           "grouped_mm_multiple", "missing_grouped_mm", "prepare_vllm", "adapt_torchtitan", "adapt_parallel_model",
+           "set_threads", "num_cores", "to_device"]
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
 
@@ -33,6 +36,48 @@ def distributed_backend() -> str:
 def attention_backend() -> Literal["sdpa", "varlen"]:
     """Training attention over packed documents: FlashAttention's variable-length kernel exists on CUDA only."""
     return "varlen" if device_type() == "cuda" else "sdpa"
+
+
+def can_sleep() -> bool:
+    """Whether vLLM can take weights and KV cache off the device; on a CPU it only warns."""
+    return device_type() == "cuda"
+
+
+def has_float8() -> bool:
+    """Whether this device multiplies 8-bit floats: NVIDIA from compute capability 8.9, AMD from gfx94x."""
+    if device_type() == "cpu":
+        return False
+    return torch.cuda.get_device_capability() >= ((8, 9) if torch.version.hip is None else (9, 4))
+
+
+def grouped_mm_multiple(dtype: str) -> int:
+    """Rows of the experts' matrices must be a multiple of this: the kernel wants strides of 16 bytes."""
+    return 16 // getattr(torch, dtype).itemsize
+
+
+def missing_grouped_mm(dtype: str) -> str:
+    """Why experts cannot be multiplied on this machine; empty when they can.
+
+    A CPU is asked to do it, forward and backward. A GPU is judged by its compute capability: a kernel would leave
+    memory allocated on it for as long as this process lives, which needs none.
+    """
+    if device_type() == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability >= (8, 0):
+            return ""
+        return ("experts need torch's grouped matrix product, and "
+                f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, less than 8.0")
+    size = grouped_mm_multiple(dtype)
+    rows = torch.ones(3, size, dtype=getattr(torch, dtype), requires_grad=True)
+    weight = torch.ones(2, size, size, dtype=getattr(torch, dtype), requires_grad=True)
+    try:
+        out = torch._grouped_mm(rows, weight.transpose(-2, -1), offs=torch.tensor([1, 3], dtype=torch.int32))
+        out.square().sum().backward()
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        return ("experts need torch's grouped matrix product, "
+                f"which torch {torch.__version__} refuses on this CPU ({reason})")
+    return ""
 
 
 def num_cores() -> int:
@@ -61,7 +106,14 @@ def adapt_torchtitan() -> None:
     import torchtitan.tools.utils as titan_utils
 
     if device_type() == "cpu":
-        titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu
+        # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torchtitan.") and getattr(module, "device_type", "cpu") != "cpu":
+                module.device_type = "cpu"
+                if hasattr(module, "device_module"):
+                    module.device_module = torch.cpu
+        # Of its router, once per process; ours computes in fp32 without it (model/experts.py).
+        warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
     from torchtitan.distributed.utils import set_spmd_backend
 
     set_spmd_backend("partial_dtensor")

@@ -135,6 +135,8 @@ class Datum:
     tokens: torch.Tensor
     target_tokens: torch.Tensor
     loss_inputs: dict[str, torch.Tensor]
+    group: int = 0
+    """Which group of the batch it came from: minibatches keep groups whole, and some reductions average over them."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -158,14 +160,16 @@ class Datum:
 
 @dataclass(kw_only=True, slots=True)
 class LossInputs:
-    """What a loss function sees of one microbatch; every tensor is (T,)."""
+    """What a loss function sees of one microbatch; every tensor is (T,). A policy fills the first two, a critic the third."""
 
-    policy_logprobs: torch.Tensor
+    policy_logprobs: torch.Tensor | None = None
     """Log-probability of each target under the policy being trained; carries gradient."""
-    entropy: torch.Tensor
+    entropy: torch.Tensor | None = None
     """Entropy of the policy's distribution at each token; carries gradient."""
+    predicted_values: torch.Tensor | None = None
+    """The critic's value of each position: the return it expects from here on; carries gradient."""
     datum: torch.Tensor
-    """Which datum (0, 1, ...) each token belongs to."""
+    """Which datum (0, 1, ...) of the microbatch each token belongs to."""
     num_datums: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The datums' `loss_inputs`, packed."""
@@ -199,11 +203,13 @@ class Microbatch:
 class Accumulated:
     """One rank's share of a `forward_backward` call."""
 
-    policy_logprobs: list[torch.Tensor]
-    """Per datum, in the order of the microbatches."""
+    rows: list[torch.Tensor]
+    """Per datum, in the order of the microbatches: log-probabilities, or a critic's values."""
     loss: float
     sums: dict[str, float]
     """Metric sums over tokens; names ending in `_max` are maxima."""
+    interval: tuple[float, float] = (0.0, 0.0)
+    """When this rank began and ended, in seconds since the epoch."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -222,13 +228,17 @@ class ForwardBackwardOutput:
     """What one `forward_backward` call did, in the order of the data it was given."""
 
     policy_logprobs: list[torch.Tensor]
-    """Per datum, float32 of length T: the trainer's log-probability of every target token."""
+    """Per datum, float32 of length T: this role's log-probability of every target token; empty for a critic."""
+    values: list[torch.Tensor]
+    """Per datum, float32 of length T: a critic's value of every position; empty for other roles."""
     loss: float
     """The weighted token sum over the whole call."""
     num_tokens: int
     """Targets with a non-zero loss mask."""
     metrics: dict[str, float]
     """Means and maxima over those tokens, under the names of `metrics.py`."""
+    interval: tuple[float, float]
+    """When the first rank began and the last one ended, in seconds since the epoch of the workers' clocks."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,5 +1,9 @@
 """Recorded-like data for the trainer, made by hand."""
 
+import asyncio
+import time
+
+import psutil
 import torch
 
 from torchtitan_rl.types import Datum
@@ -32,3 +36,11 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
+
+
+async def gone(pid: int) -> None:
+    """Waits until a process has ended."""
+    deadline = time.monotonic() + 15
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        await asyncio.sleep(0.1)

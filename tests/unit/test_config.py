@@ -1,5 +1,6 @@
 """Config files, overrides from the shell, validation, and what a run directory records of them."""
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -11,14 +12,14 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig
+from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig
 from torchtitan_rl.algorithm.advantages import grpo
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.losses import ppo
 from torchtitan_rl.config import (
-    RunConfig, SamplingConfig, apply_overrides, flat, function_name, load_config, resolved, validate,
+    RoleConfig, RunConfig, SamplingConfig, apply_overrides, flat, function_name, load_config, resolved, validate,
 )
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.show import memory_estimate, show
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
@@ -362,7 +363,7 @@ def test_a_data_parallel_degree_that_is_not_given(name, degree):
     assert message == f"trainer.parallelism.{name}={degree}: must be at least 1"
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"])
+@pytest.mark.parametrize("name", ["pipeline_parallel_degree", "context_parallel_degree"])
 def test_a_kind_of_parallelism_that_is_not_supported(name):
     message = invalid("trainer", "parallelism", name, value=2)
     assert message == f"trainer.parallelism.{name}=2: is not supported; use 1"
@@ -478,6 +479,18 @@ def test_the_memory_of_a_trainer_by_hand():
     assert estimate["weights in the store, per live version"] == 2 * 6512
 
 
+def test_the_memory_of_a_trainer_of_adapters_by_hand(capsys):
+    config = run_config()
+    config.trainer.lora = LoRAConfig(rank=3)
+    config.trainer.max_tokens_per_microbatch = 100
+    # Two blocks, rank 3: 16 + 64 for query, key and value, 32 + 16 for the output, 3 x (16 + 24) for the feed-forward.
+    adapters = 2 * 3 * (80 + 48 + 120)
+    estimate = memory_estimate(config, config.model.shape)
+    assert estimate["trainer rank"] == 4 * (6512 + 4 * adapters) + 100 * 2 * 384 * 4 + 3 * 100 * 64 * 4
+    show(config)
+    assert f"adapters: {adapters:,} parameters, which alone train" in capsys.readouterr().out.splitlines()
+
+
 def test_neither_vllm_nor_monarch_is_needed_to_read_a_config():
     program = """
 import sys
@@ -529,4 +542,94 @@ def test_a_loss_argument_that_the_loss_does_not_have_is_refused():
     config = overridden()
     config.algorithm.loss_config["clip_hihg"] = 0.3
     with pytest.raises(ValueError, match=r"algorithm.loss_config.clip_hihg=0.3: .*:ppo has no such argument"):
+        validate(config)
+
+
+def role(model=None):
+    trainer = TrainerConfig()
+    trainer.training.seq_len = 32
+    return RoleConfig(trainer=trainer, model=model)
+
+
+def shape(**changes):
+    return dataclasses.replace(run_config().model.shape, **changes)
+
+
+def test_a_roles_layout_is_checked_like_the_policys():
+    config = run_config()
+    config.roles.critic = role()
+    config.roles.critic.trainer.parallelism.tensor_parallel_degree = 3
+    with pytest.raises(ValueError, match=r"^roles.critic.trainer.parallelism.tensor_parallel_degree=3: must divide"):
+        validate(config)
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"refresh_reference_every": 5}, "roles.refresh_reference_every=5: there is no reference to refresh"),
+    ({"reference": role(), "refresh_reference_every": -1}, "roles.refresh_reference_every=-1: must not be negative"),
+    ({"colocation": "policy_reference"}, "roles.colocation='policy_reference': there is no reference"),
+    ({"teacher": role()}, "roles.teacher.model=None: a teacher is another model than the policy"),
+    ({"teacher": role(ModelConfig(assets="chars", shape=shape(vocab_size=80)))},
+     "roles.teacher.model: has a vocabulary of 80 tokens, the policy has 64"),
+    ({"reference": role(ModelConfig(assets="chars", shape=shape(n_layers=3))), "refresh_reference_every": 2},
+     "roles.refresh_reference_every=2: the reference has another shape"),
+])
+def test_roles_that_make_no_sense_together_are_refused(given, message):
+    config = run_config()
+    for name, value in given.items():
+        setattr(config.roles, name, value)
+    with pytest.raises(ValueError) as caught:
+        validate(config)
+    assert str(caught.value).startswith(message)
+
+
+def test_adapters_are_the_policys():
+    config = run_config()
+    config.roles.critic = role()
+    config.roles.critic.trainer.lora = LoRAConfig(rank=4)
+    with pytest.raises(ValueError, match="roles.critic.trainer.lora.rank=4: adapters are the policy's"):
+        validate(config)
+
+
+def test_experts_have_no_adapters():
+    config = run_config()
+    config.model.shape = shape(experts=ExpertsShape(num_experts=4, top_k=2))
+    config.trainer.lora = LoRAConfig(rank=4, target_modules=["qkv_proj", "up_proj"])
+    with pytest.raises(ValueError, match="trainer.lora.target_modules='up_proj': experts of a mixture have no adapters"):
+        validate(config)
+    config.trainer.lora = LoRAConfig(rank=4, target_modules=["qkv_proj", "o_proj"])
+    validate(config)
+
+
+def test_every_role_that_makes_sense_is_accepted():
+    config = run_config()
+    config.roles.reference, config.roles.critic = role(), role()
+    config.roles.teacher = role(ModelConfig(assets="chars", shape=shape(n_layers=3)))
+    config.roles.refresh_reference_every, config.roles.colocation = 3, "all"
+    validate(config)
+    assert list(config.roles.configured()) == ["reference", "critic", "teacher"]
+
+
+def test_a_field_of_a_role_is_set_from_the_shell():
+    config = run_config()
+    config.roles.critic = role()
+    apply_overrides(config, ["--roles.critic.trainer.optimizer.lr", "0.5", "--roles.colocation", "all"])
+    assert config.roles.critic.trainer.optimizer.lr == 0.5 and config.roles.colocation == "all"
+
+
+def test_a_batch_is_a_whole_number_of_steps():
+    config = run_config()
+    config.algorithm.tasks_per_step, config.algorithm.tasks_per_minibatch, config.algorithm.num_epochs = 10, 4, 2
+    assert config.algorithm.steps_per_batch == 6
+    with pytest.raises(ValueError) as caught:
+        validate(config)
+    assert str(caught.value) == ("controller.num_steps=100: a batch is 6 optimizer steps (algorithm.num_epochs x its "
+                                 "minibatches); use a multiple, such as 96 or 102")
+    config.controller.num_steps = 96
+    validate(config)
+
+
+def test_a_minibatch_larger_than_the_batch_is_refused():
+    config = run_config()
+    config.algorithm.tasks_per_minibatch = 17
+    with pytest.raises(ValueError, match=r"algorithm.tasks_per_minibatch=17: must be between 0 .* and .*tasks_per_step=16"):
         validate(config)

@@ -5,6 +5,8 @@ import math
 import pytest
 
 from torchtitan_rl import metrics
+from torchtitan_rl.metrics import StepMetrics
+from torchtitan_rl.types import ForwardBackwardOutput, OptimStepOutput
 
 
 def test_reinforcement_has_what_supervised_has_and_no_name_twice():
@@ -49,3 +51,22 @@ def test_pass_at_k(n, c, k, expected):
 def test_pass_at_k_refuses_impossible_counts(n, c, k, message):
     with pytest.raises(ValueError, match=message):
         metrics.pass_at_k(n, c, k)
+
+
+def output(num_tokens, loss=0.5, **sums):
+    return ForwardBackwardOutput(policy_logprobs=[], values=[], loss=loss, num_tokens=num_tokens, metrics=sums,
+                                 interval=(0.0, 1.0))
+
+
+def test_the_steps_of_a_batch_become_one_line():
+    line = StepMetrics()
+    for num_tokens, norm, entropy, largest, kl in ((1, 2.0, 4.0, 0.25, 1e-9), (3, 4.0, 0.0, 0.75, 9.0)):
+        line.add(output(num_tokens, **{"policy/entropy": entropy, "advantage/abs_max": largest, "mismatch/kl": kl}),
+                 OptimStepOutput(grad_norm=norm, lr=norm, policy_version=1, skipped=norm > 3))
+        line.mean("time/optim_s", 0.5)
+    line = line.line()
+    assert line["policy/entropy"] == 1.0  # per token
+    assert line["advantage/abs_max"] == 0.75
+    assert line["mismatch/kl"] == 1e-9  # of the first step, which saw the policy that sampled
+    assert (line["optim/grad_norm"], line["optim/lr"], line["optim/skipped"], line["optim/num_steps"]) == (3.0, 4.0, 1, 2)
+    assert (line["tokens/trained"], line["time/optim_s"], line["policy/clip_frac"]) == (4, 1.0, 0.0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 
-__all__ = ["AdamWConfig", "TrainerConfig", "GeneratorConfig", "WeightSyncConfig"]
+__all__ = ["AdamWConfig", "LoRAConfig", "TrainerConfig", "GeneratorConfig", "WeightSyncConfig"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,6 +22,39 @@ class AdamWConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+
+
+_LORA_TARGETS = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(kw_only=True, slots=True)
+class LoRAConfig:
+    """Low-rank adapters: they alone train and are checkpointed. Example: `LoRAConfig(rank=16, alpha=32.0)`."""
+
+    rank: int = 8
+    """Inner size of an adapter."""
+    alpha: float = 16.0
+    """The adapter's output is scaled by alpha / rank."""
+    target_modules: list[str] = field(default_factory=lambda: list(_LORA_TARGETS))
+    """Layers that get one: qkv_proj (query, key and value, one layer here), o_proj, gate_proj, up_proj, down_proj."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"trainer.lora.rank={self.rank}: must be at least 1")
+        if not 0 < self.alpha < float("inf"):
+            raise ValueError(f"trainer.lora.alpha={self.alpha}: must be positive; use the rank, or twice the rank")
+        if not self.target_modules:
+            raise ValueError(
+                f"trainer.lora.target_modules=[]: nothing would train; name some of {', '.join(_LORA_TARGETS)}")
+        for target in self.target_modules:
+            if target in ("q_proj", "k_proj", "v_proj"):
+                raise ValueError(
+                    f"trainer.lora.target_modules={target!r}: query, key and value are one layer; use 'qkv_proj'")
+            if target not in _LORA_TARGETS:
+                near = difflib.get_close_matches(target, _LORA_TARGETS, 1)
+                raise ValueError(
+                    f"trainer.lora.target_modules={target!r}: is not a layer that can have an adapter; "
+                    + (f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(_LORA_TARGETS)}"))
 
 
 def _training() -> TrainingConfig:
@@ -36,12 +70,16 @@ class TrainerConfig:
     """A mesh of `parallelism` ranks that holds one model and trains it. The nested classes are torchtitan's own."""
 
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters instead of the whole model; None trains every parameter."""
     max_tokens_per_microbatch: int = 8192
     """Soft cap on packed tokens per forward; a longer datum gets a microbatch of its own."""
     training: TrainingConfig = field(default_factory=_training)
     """`seq_len` is the longest datum, `max_norm` the gradient clip, `mixed_precision_param` the compute dtype."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     """Degrees multiply to the number of ranks; data_parallel_shard_degree must be given."""
+    num_hosts: int = 1
+    """Hosts the mesh spans; its ranks are divided evenly."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     compile: CompileConfig = field(default_factory=CompileConfig)
     comm: CommConfig = field(default_factory=CommConfig)
@@ -51,9 +89,9 @@ class TrainerConfig:
     logprob_chunk_mib: int = 128
     """Memory that one chunk's float32 logits may take, per rank; log-probabilities are computed a chunk at a time."""
     num_threads: int = 0
-    """CPU threads per rank; 0 shares the cores among the trainer's ranks."""
+    """CPU threads per rank; 0 shares a host's cores among the trainer's ranks there."""
     converters: list = field(default_factory=list)
-    """torchtitan model-config converters, applied in order before the model is built."""
+    """torchtitan model-config converters (float8 for one), applied in order before the model is built; not LoRA's."""
     post_optimizer_build_fn: Callable | None = None
     """Called with (optimizers, model parts, parallel dims) after the model spec's own."""
 

@@ -30,7 +30,10 @@ class Generator(Actor):
 
     def __init__(
         self, config: GeneratorConfig, model_dir: str, role: str, seed: int, log_dir: str | None, store_name: str,
+        sleeps: bool = False,
     ):
+        """`sleeps`: it shares its devices with trainers, and gives them up when told to."""
+        self.sleeps = sleeps
         self.config, self.model_dir, self.role, self.seed = config, model_dir, role, seed
         self.log_dir, self.store_name = log_dir, store_name
 
@@ -45,17 +48,24 @@ class Generator(Actor):
         with heavy_imports():
             from torchtitan_rl.model.vllm_engine import Engine
 
-        self.engine = Engine(self.config, self.model_dir, self.seed, rank)
+        self.engine = Engine(self.config, self.model_dir, self.seed, rank, sleeps=self.sleeps)
         self.engine.start()
         await asyncio.wrap_future(self.engine.ready)
         platform.set_threads(threads)  # vLLM's worker sets its own number
         logger.info("engine ready: %s, threads %d", type(self.engine.model).__name__, torch.get_num_threads())
 
     @concurrent_endpoint
-    async def sample(self, requests: list[Request]) -> list[Completion | list[float]]:
-        """Completions (or log-probabilities, where `params` is None) in the order of the requests."""
+    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | ValueError]:
+        """Completions (or log-probabilities, where `params` is None) in the order of the requests.
+
+        A request that is itself at fault gets its ValueError in its place; anything wrong with the engine is raised.
+        """
         futures = [asyncio.wrap_future(future) for future in self.engine.submit(requests)]
-        return await asyncio.gather(*futures)
+        answers = await asyncio.gather(*futures, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
+                raise answer
+        return answers
 
     @concurrent_endpoint
     async def fetch(self, version: int, verify: bool) -> None:
@@ -73,6 +83,16 @@ class Generator(Actor):
     async def load(self, version: int) -> int:
         """Between two iterations, copies the fetched version into the model and resets the prefix cache."""
         return await asyncio.wrap_future(self.engine.load(version))
+
+    @concurrent_endpoint
+    async def sleep(self) -> None:
+        """Takes weights and KV cache off the device."""
+        await asyncio.wrap_future(self.engine.sleep())
+
+    @concurrent_endpoint
+    async def wake(self, part: str) -> None:
+        """Brings `"weights"` or `"kv_cache"` back."""
+        await asyncio.wrap_future(self.engine.wake(part))
 
     @concurrent_endpoint
     async def fetch_hf(self, directory: str, version: int) -> None:
@@ -106,3 +126,9 @@ class Generator(Actor):
     async def where(self) -> int:
         """The process id."""
         return os.getpid()
+
+    @concurrent_endpoint
+    async def abort(self) -> None:
+        """Ends this process at once, for a replica that is out of use: a rank that waits for a dead one spins."""
+        logging.shutdown()
+        os._exit(1)

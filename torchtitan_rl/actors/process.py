@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
+import logging
 import os
 import signal
+import sys
 from contextlib import contextmanager
 
 from torchtitan_rl import platform
@@ -20,7 +23,17 @@ def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log
     ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGINT), ctypes.c_void_p(int(signal.SIG_IGN)))
     if log_dir is not None:
         setup_rank_logging(log_dir, role, rank, world_size, os.environ.get("TORCHTITAN_RL_LOG_LEVEL", "INFO"))
+    # Says of torchtitan's own layouts that their collectives could be merged: nothing a user can act on.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     platform.set_threads(num_threads)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """A stopped actor's process ends here: taking the interpreter apart costs seconds, and packages complain of leaks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ __all__ = ["PolicyTrainer"]
 
 
 class PolicyTrainer(Actor):
-    """One rank of a mesh that holds and trains a model.
+    """One rank of a mesh that holds a model of some role: policy, reference, critic or teacher.
 
     Endpoints run one at a time in the order they were sent, so `forward_backward` and `optim_step` may be
     submitted before either is awaited.
@@ -42,7 +42,7 @@ class PolicyTrainer(Actor):
     async def setup(self) -> None:
         """Joins the mesh's process group, builds the model, loads or draws its weights."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
+        threads = self.config.num_threads or max(1, platform.num_cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
         with heavy_imports():
             from torchtitan_rl.actors.trainer_rank import TrainerRank
@@ -50,11 +50,12 @@ class PolicyTrainer(Actor):
         device = platform.local_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(
             platform.distributed_backend(), timeout=timedelta(seconds=self.config.comm.init_timeout_seconds))
-        self.rank = TrainerRank(self.config, self.model, self.seed, device, self.store_name, self.log_dir or "")
+        self.rank = TrainerRank(
+            self.config, self.model, self.role, self.seed, device, self.store_name, self.log_dir or "")
 
     @endpoint
     async def forward(self, batches: list, temperature: float):
-        """Log-probabilities only; see `TrainerRank.accumulate`."""
+        """Log-probabilities (a critic: values) only; see `TrainerRank.accumulate`."""
         return self.rank.accumulate(batches, None, temperature=temperature)
 
     @endpoint
@@ -71,11 +72,35 @@ class PolicyTrainer(Actor):
         self.rank.reset_optimizer()
 
     @endpoint
+    async def offload(self, parts: list[str]) -> None:
+        self.rank.offload(parts)
+
+    @endpoint
+    async def onload(self, parts: list[str]) -> None:
+        self.rank.onload(parts)
+
+    @endpoint
+    async def residency(self) -> dict[str, int]:
+        return self.rank.residency()
+
+    @endpoint
+    async def init_model(self, path: str) -> None:
+        self.rank.init_model(path)
+
+    @endpoint
+    async def push_copy(self, transport: str) -> None:
+        await self.rank.push_copy(transport)
+
+    @endpoint
+    async def pull_copy(self) -> None:
+        await self.rank.pull_copy()
+
+    @endpoint
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
         return await self.rank.push_weights(dtype, transport, verify)
 
     @endpoint
-    async def discard_weights(self, version: int) -> None:
+    async def discard_weights(self, version: int | str) -> None:
         self.rank.discard_weights(version)
 
     @endpoint
@@ -89,6 +114,10 @@ class PolicyTrainer(Actor):
     @endpoint
     async def save_hf_model(self, path: str, eos: int, pad: int) -> None:
         self.rank.save_hf_model(path, eos, pad)
+
+    @endpoint
+    async def save_adapter(self, path: str) -> None:
+        self.rank.save_adapter(path)
 
     @endpoint
     async def parameters(self) -> dict[str, torch.Tensor]:

@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
+from torchtitan_rl.model import lora
 from torchtitan_rl.model.config import ModelConfig, assets_dir, has_weights, write_model_dir
-from torchtitan_rl.model.spec import build_spec, shape_of, training_spec
+from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
+from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
-from torchtitan_rl.weights import checkpoint, hf, packing
+from torchtitan_rl.weights import checkpoint, hf, packing, peft
 from torchtitan_rl.weights.store import SharedBuffers, WeightStore
 
 from torchtitan.components.optimizer import default_adamw  # noqa: E402  (platform.adapt_torchtitan ran in model.spec)
@@ -35,6 +37,8 @@ __all__ = ["TrainerRank"]
 
 logger = logging.getLogger(__name__)
 
+COPY = "copy"  # the store's key of weights on their way from one trainer role to another
+TRAINED_ROLES = ("policy", "critic")
 _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
 
 
@@ -52,15 +56,27 @@ def _stay_tied(model) -> None:
     model.parallelize = parallelize
 
 
+def _plain(name: str) -> str:
+    """A parameter's or buffer's name as state dicts have it, without activation checkpointing's wrapper."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 class TrainerRank:
-    """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already."""
+    """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already.
+
+    A `critic` has a value head; `reference` and `teacher` are only scored and have no optimizer.
+    """
 
     def __init__(
-        self, config: TrainerConfig, model: ModelConfig, seed: int, device: torch.device, store_name: str, dump_dir: str,
+        self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, device: torch.device, store_name: str,
+        dump_dir: str,
     ):
-        self.config, self.model_config, self.seed, self.device, self.dump_dir = config, model, seed, device, dump_dir
+        self.config, self.model_config, self.role, self.seed = config, model, role, seed
+        self.device, self.dump_dir = device, dump_dir
+        self.parts = {"model": Part(), "optimizer": Part(), "gradients": Part()}
         self.store, self.buffers = WeightStore(store_name), SharedBuffers()
         self.policy_version = 0
+        self._base_fingerprint: str | None = None
         self._train_timeout_set = False
         self.parallel_dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
         self.parallel_dims.build_mesh()
@@ -74,10 +90,15 @@ class TrainerRank:
         validate_converter_order(config.converters)
         for converter in config.converters:
             spec.model = converter.build().convert(spec.model)
+        if self.role == "critic":
+            spec = critic_spec(spec)
         attention = platform.attention_backend() if config.attention == "auto" else config.attention
         self.spec = training_spec(
             spec, SimpleNamespace(parallelism=config.parallelism), attention=attention,
             chunk_bytes=config.logprob_chunk_mib * 2**20)
+        base = self.spec.model
+        if config.lora is not None:
+            self.spec = lora.lora_spec(self.spec, config.lora)
         dtype = TORCH_DTYPE_MAP[config.training.dtype]
         with torch.device("meta"), set_default_dtype(dtype):
             model = self.spec.model.build()
@@ -93,38 +114,53 @@ class TrainerRank:
         self.model = model.train()
         self.adapter = self.spec.state_dict_adapter(self.spec.model, str(assets_dir(self.model_config)))
         if has_weights(self.model_config):
-            hf.load_hf_weights(model, self.adapter, assets_dir(self.model_config))
+            hf.load_hf_weights(model, self.adapter, assets_dir(self.model_config), head=self.role != "critic")
         else:
-            self._init_like_one_rank(dtype)
-        optimizer = config.optimizer
-        self.optimizers = default_adamw(
-            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
-        self.optimizers.implementation = optimizer.implementation
-        self.optimizers = self.optimizers.build(model_parts=[model])
-        for register in (self.spec.post_optimizer_build_fn, config.post_optimizer_build_fn):
-            if register is not None:
-                register(self.optimizers, [model], self.parallel_dims)
+            self._init_like_one_rank(base, dtype)
+        if config.lora is not None:
+            lora.require_frozen_base(model)
+            lora.draw_adapters(model, self.seed)
+        self.optimizers = self._build_optimizers() if self.role in TRAINED_ROLES else None
         logger.info("model: %s, %d parameters, attention %s, degrees %s",
                     self.shape, self.shape.num_parameters, attention, self.parallel_dims)
 
-    def _init_like_one_rank(self, dtype: torch.dtype) -> None:
-        """Random weights that do not depend on the layout: each rank draws the whole model and keeps its part."""
+    def _build_optimizers(self):
+        optimizer, model = self.config.optimizer, self.model
+        container = default_adamw(
+            lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+        container.implementation = optimizer.implementation
+        optimizers = container.build(model_parts=[model])
+        for register in (self.spec.post_optimizer_build_fn, self.config.post_optimizer_build_fn):
+            if register is not None:
+                register(optimizers, [model], self.parallel_dims)
+        return optimizers
+
+    def _init_like_one_rank(self, base, dtype: torch.dtype) -> None:
+        """Random weights that do not depend on the layout: each rank draws the whole model and keeps its part.
+
+        `base` is the model's config without adapters: what a seed draws does not depend on them either.
+        """
         torch.manual_seed(self.seed)
         with set_default_dtype(dtype):
-            whole = self.spec.model.build()
+            whole = base.build()
         whole.init_weights()
+        self._load_whole(whole.state_dict())
+
+    def _load_whole(self, state: dict[str, torch.Tensor]) -> None:
+        """Each rank keeps its part of whole tensors that every rank has."""
         held = self.model.state_dict()
-        self.model.load_state_dict({
+        self.model.load_state_dict(lora.adapter_state(held) | {
             name: distribute_tensor(
                 tensor.to(self.device), held[name].device_mesh, held[name].placements, src_data_rank=None)
             if isinstance(held[name], DTensor) else tensor.to(self.device)
-            for name, tensor in whole.state_dict().items()
+            for name, tensor in state.items()
         })
 
     def accumulate(
         self, batches: list[Microbatch], loss_fn: LossFunction | None, *, temperature: float, loss_weight: float = 1.0,
     ) -> Accumulated:
         """Adds this rank's microbatches to the gradient, in order; without a loss only scores them."""
+        self._require("forward" if loss_fn is None else "forward_backward", "model", *([] if loss_fn is None else ["gradients"]))
         # Sequence parallelism cuts the packed tokens into one equal part per TP rank.
         return accumulate_gradients(
             self.model, batches, loss_fn, self.device, temperature=temperature, loss_weight=loss_weight,
@@ -132,13 +168,14 @@ class TrainerRank:
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         """Clips, steps, zeroes the gradient. A gradient that is not finite is dropped and the step skipped."""
+        self._require("optim_step", "model", "optimizer", "gradients")
         given = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
         defaults = {"max_grad_norm": self.config.training.max_norm} | {
             name: getattr(self.config.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")}
         params = OptimParams(**{name: defaults[name] if value is None else value for name, value in given.items()})
         norm, stepped = clip_and_step(
             list(self.model.parameters()), self.optimizers, params, max_grad_norm=params.max_grad_norm,
-            grad_scale=grad_scale)
+            grad_scale=grad_scale, expert_parallel=self.parallel_dims.ep_enabled)
         self.policy_version += stepped
         if not self._train_timeout_set:  # the first step compiles and allocates; later ones get the tighter bound
             if self.device.type == "cuda":  # gloo's timeout cannot be changed; there the controller's deadline bounds it
@@ -148,16 +185,81 @@ class TrainerRank:
 
     def reset_optimizer(self) -> None:
         """Forgets moments and step count, for a new phase with another loss."""
+        self._require("reset_optimizer", "optimizer", "gradients")
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
+    # Residency: what is on the device.
+
+    def offload(self, parts: list[str]) -> None:
+        """Moves parts (of model, optimizer, gradients) to host memory; what is there already stays."""
+        for name in parts:
+            self.parts[name].offload(self._tensors(name))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # so that another process on this device can have what was freed
+
+    def onload(self, parts: list[str]) -> None:
+        """Brings parts back."""
+        for name in parts:
+            self.parts[name].onload()
+
+    def residency(self) -> dict[str, int]:
+        """Bytes of each part that are on the device."""
+        return {name: device_bytes(self._tensors(name)) for name in self.parts}
+
+    def _tensors(self, part: str) -> list[torch.Tensor]:
+        if part == "model":
+            return model_tensors(self.model)
+        if part == "gradients":
+            return gradient_tensors(self.model)
+        return optimizer_tensors(self.optimizers) if self.optimizers is not None else []
+
+    def _require(self, operation: str, *parts: str) -> None:
+        """Raises RuntimeError unless these parts are on the device, ValueError if the role lacks one."""
+        if self.optimizers is None and "gradients" in parts:
+            raise ValueError(f"role={self.role!r}: is only scored; {operation} needs one of {', '.join(TRAINED_ROLES)}")
+        missing = [name for name in parts if not self.parts[name].on_device]
+        if missing:
+            raise RuntimeError(
+                f"{self.role}.{operation}: {' and '.join(missing)} offloaded; call it through a TrainingClient, "
+                "which brings back what an operation needs")
+
+    # Weights in and out.
+
+    def init_model(self, path: str) -> None:
+        """Replaces the weights by those of a Hugging Face directory or a complete checkpoint; forgets the optimizer."""
+        self._require("init_model", "model", "optimizer")
+        if (Path(path) / "config.json").exists():
+            hf.load_hf_weights(self.model, self.adapter, Path(path), head=self.role != "critic")
+            self.policy_version, self._base_fingerprint = 0, None
+        else:
+            self.load_checkpoint(path, 0, optimizer=False)
+        if self.optimizers is not None:
+            self.reset_optimizer()
+
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
         """Publishes this policy version to the store, parameters cast to `dtype`. Returns the version."""
-        version = self.policy_version
-        state = self.model.state_dict()
-        parameters = dict(self.model.named_parameters())
+        await self._publish(self.policy_version, dtype, transport, verify)
+        return self.policy_version
+
+    async def push_copy(self, transport: str) -> None:
+        """Publishes the weights as they are, for another trainer role to pull; the generators' dtype has no say."""
+        await self._publish(COPY, None, transport, True)
+
+    async def pull_copy(self) -> None:
+        """Takes over the weights that another role has published by `push_copy`, whatever the two layouts."""
+        self._require("pull_copy", "model")
+        manifest, payload = await self.store.fetch(COPY, verify=True)
+        held = {name: (tuple(t.shape), t.dtype) for name, t in self.model.state_dict().items()}
+        if difference := packing.explain_difference(manifest.entries, held):
+            raise RuntimeError(f"{self.role}.pull_copy: the published weights do not fit this model: {difference}")
+        self._load_whole(packing.read(payload, manifest))
+
+    async def _publish(self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool) -> None:
+        self._require("push_weights", "model")
+        state, adapters = self._base_and_adapters()
         # The fused QKV weight shows as wq, wk and wv, so what is not a buffer by name is a parameter.
-        buffers = {name for name, _ in self.model.named_buffers()} - parameters.keys()
+        buffers = {_plain(name) for name, _ in self.model.named_buffers()}
         manifest = packing.plan(
             version, ((name, t.shape, t.dtype, name not in buffers) for name, t in state.items()), dtype)
         publisher = dist.get_rank() == 0
@@ -167,47 +269,91 @@ class TrainerRank:
         elif publisher:
             payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)
         for name, tensor in state.items():
-            whole = tensor.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.full_tensor()  # collective: every rank takes part, rank 0 keeps the result
+            whole = lora.whole(tensor)  # collective: every rank takes part, rank 0 keeps the result
             if publisher:
-                packing.write(payload, manifest, name, whole)
+                packing.write(payload, manifest, name, lora.merge(name, whole, adapters))
         if publisher:
             await self.store.publish(manifest, payload, handle=handle, verify=verify)
-        return version
 
-    def discard_weights(self, version: int) -> None:
+    def discard_weights(self, version: int | str) -> None:
         """Lets a published version's memory be used again."""
         self.buffers.release(version)
 
+    def _base_and_adapters(self) -> tuple[dict[str, torch.Tensor], lora.Adapters]:
+        """The state of the model as it is without LoRA, and what `lora.merge` adds to it; a collective call."""
+        state, config = self.model.state_dict(), self.config.lora
+        if config is None:
+            return state, {}
+        return lora.base_state(state), lora.whole_adapters(state, self.shape.n_kv_heads, config)
+
+    def _trained_state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: with LoRA the adapters, else every parameter."""
+        state = self.model.state_dict()
+        return state if self.config.lora is None else lora.adapter_state(state)
+
+    def _lora_record(self) -> dict | None:
+        """What a checkpoint of adapters must agree with; a collective call."""
+        if self.config.lora is None:
+            return None
+        if self._base_fingerprint is None:  # the base is frozen: once is enough
+            self._base_fingerprint = lora.base_fingerprint(self.model.state_dict())
+        return dataclasses.asdict(self.config.lora) | {"base_xxh3": self._base_fingerprint}
+
     def save_checkpoint(self, path: str) -> None:
-        """Parameters and optimizer through torch's distributed checkpoint."""
-        dcp.save({"model": self.model.state_dict(), "optimizer": self.optimizers.state_dict()},
-                 checkpoint_id=str(checkpoint.model_dir(Path(path))))
+        """What trains and its optimizer, through torch's distributed checkpoint."""
+        self._require("save_checkpoint", "model", "optimizer")
+        record = self._lora_record()
+        if dist.get_rank() == 0:
+            checkpoint.write_lora(Path(path), record)
+        state = {"model": self._trained_state()}
+        if self.optimizers is not None:
+            state["optimizer"] = self.optimizers.state_dict()
+        dcp.save(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
 
     def load_checkpoint(self, path: str, policy_version: int, optimizer: bool) -> None:
-        """The reverse, into this layout whatever the layout that saved it."""
-        state = {"model": self.model.state_dict()}
+        """The reverse, into this layout whatever the layout that saved it.
+
+        Raises ValueError for adapters of another kind or of another base model.
+        """
+        self._require("load_checkpoint", "model", *(["optimizer", "gradients"] if optimizer else []))
+        checkpoint.require_lora(Path(path), self._lora_record())
+        state = {"model": self._trained_state()}
         if optimizer:
             state["optimizer"] = self.optimizers.state_dict()
         dcp.load(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(state["model"], strict=self.config.lora is None)
         if optimizer:
             self.optimizers.load_state_dict(state["optimizer"])
         self.policy_version = policy_version
 
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
-        """Writes a Hugging Face directory: config, tokenizer, safetensors."""
-        state = hf.full_state(self.model)
+        """Writes a Hugging Face directory: config, tokenizer, safetensors; adapters are merged in."""
+        if self.role == "critic":
+            raise ValueError("role='critic': has a value head, which Qwen3's Hugging Face form lacks; use save_checkpoint")
+        self._require("save_hf_model", "model")
+        state, adapters = self._base_and_adapters()
+        state = hf.full_state(state)
         if dist.get_rank() == 0:
+            state = {name: lora.merge(name, tensor, adapters) for name, tensor in state.items()}
             write_model_dir(Path(path), self.shape, assets_dir(self.model_config), eos=eos, pad=pad)
             hf.write_hf_dir(state, self.adapter, Path(path))
 
+    def save_adapter(self, path: str) -> None:
+        """Writes the adapters as a directory that PEFT loads. Raises ValueError without LoRA."""
+        config = self.config.lora
+        if config is None:
+            raise ValueError("trainer.lora=None: there are no adapters to save; use save_hf_model")
+        self._require("save_adapter", "model")
+        _, adapters = self._base_and_adapters()
+        if dist.get_rank() == 0:
+            base = str(assets_dir(self.model_config)) if has_weights(self.model_config) else None
+            peft.write_peft_dir(adapters, self.adapter, config, Path(path), base=base)
+
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Whole parameters, for tests and debugging of small models."""
-        return hf.full_state(self.model)
+        """Whole parameters, adapters beside their base, for tests and debugging of small models."""
+        return hf.full_state(self.model.state_dict())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole accumulated gradients, for tests and debugging of small models."""
-        grads = {name: p.grad for name, p in self.model.named_parameters()}
+        grads = {_plain(name): p.grad for name, p in self.model.named_parameters()}
         return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}

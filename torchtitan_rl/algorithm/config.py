@@ -24,7 +24,14 @@ class AlgorithmConfig:
     group_size: int = 8
     """Rollouts of each task; their rewards are compared with each other."""
     tasks_per_step: int = 16
-    """Groups in a batch, which is one optimizer step."""
+    """Groups in a batch."""
+    tasks_per_minibatch: int = 0
+    """Groups in an optimizer step; the last minibatch may be smaller. 0: the whole batch is one step."""
+    num_epochs: int = 1
+    """Times a batch is trained on."""
+    recompute_logprobs_per_minibatch: bool = False
+    """Take ratios against the policy just before each minibatch's step, so that they start at exactly 1, rather than
+    against the generator."""
     temperature: float = 1.0
     """Of sampling and, so that log-probabilities agree, of the trainer's logits."""
     advantage_fn: Callable = field(default_factory=lambda: _default("advantages", "group_centered"))
@@ -37,6 +44,18 @@ class AlgorithmConfig:
     """`(masks, groups) -> weights`; see algorithm/reductions.py."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the run; its peak is `trainer.optimizer.lr`."""
+    gae_gamma: float = 1.0
+    """Discount per token. Used with a critic only, as are the next three."""
+    gae_lambda: float = 1.0
+    """1 is the return minus the critic's value, less is lower variance and more of the critic's bias."""
+    critic_loss_fn: Callable = field(default_factory=lambda: _default("losses", "value_loss"))
+    """Like `loss_fn`, of `predicted_values`, `values` and `returns`."""
+    critic_loss_config: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps taken on one batch."""
+        return self.num_epochs * -(-self.tasks_per_step // (self.tasks_per_minibatch or self.tasks_per_step))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.algorithm.gae import gae
 from torchtitan_rl.types import Datum, Rollout, RolloutGroup
 
-__all__ = ["to_datums", "demonstration_datums"]
+__all__ = ["to_datums", "demonstration_datums", "with_inputs", "minibatches", "with_gae"]
 
 
 def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum]:
-    """One datum per rollout turn, weighed by `config.reduction`; fills `group.advantages` on the way.
+    """One datum per rollout turn, in order, weighed by `config.reduction`; fills `group.advantages` on the way.
 
     Raises ValueError when the estimator gives anything but one finite advantage per rollout.
     """
@@ -26,9 +28,44 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
                 group_of.append(index)
     weights = config.reduction([part["loss_mask"] for _, _, part in parts], group_of)
     return [
-        Datum(tokens=tokens, target_tokens=targets, loss_inputs={**inputs, "weights": weight})
-        for (tokens, targets, inputs), weight in zip(parts, weights, strict=True)
+        Datum(tokens=tokens, target_tokens=targets, loss_inputs={**inputs, "weights": weight}, group=group)
+        for (tokens, targets, inputs), weight, group in zip(parts, weights, group_of, strict=True)
     ]
+
+
+def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]:
+    """New datums with more loss inputs (or others in their place): one (T,) tensor per datum and name."""
+    return [
+        Datum(tokens=datum.tokens, target_tokens=datum.target_tokens, group=datum.group,
+              loss_inputs={**datum.loss_inputs, **{name: rows[i] for name, rows in columns.items()}})
+        for i, datum in enumerate(data)
+    ]
+
+
+def minibatches(data: list[Datum], tasks_per_minibatch: int, reduction: Callable) -> list[list[Datum]]:
+    """Cuts a batch into minibatches of whole groups, each weighed as the mean it is of its own tokens.
+
+    The last one holds what is left over. `tasks_per_minibatch=0` keeps the batch whole.
+    """
+    groups = sorted({datum.group for datum in data})
+    size = tasks_per_minibatch or len(groups)
+    parts = []
+    for start in range(0, len(groups), size):
+        chosen = set(groups[start:start + size])
+        part = [datum for datum in data if datum.group in chosen]
+        parts.append(with_inputs(
+            part, weights=reduction([d.loss_inputs["loss_mask"] for d in part], [d.group for d in part])))
+    return parts
+
+
+def with_gae(data: list[Datum], rewards: list[float], values: list[torch.Tensor], config: AlgorithmConfig) -> list[Datum]:
+    """Advantages, returns and values by GAE, for one reward and a critic's values per datum."""
+    pairs = [
+        gae(values_T, datum.loss_inputs["loss_mask"], reward, gamma=config.gae_gamma, lam=config.gae_lambda)
+        for datum, reward, values_T in zip(data, rewards, values, strict=True)
+    ]
+    return with_inputs(
+        data, values=values, advantages=[advantages for advantages, _ in pairs], returns=[returns for _, returns in pairs])
 
 
 def _advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 
 from torchtitan_rl.types import LossInputs
 
-__all__ = ["cross_entropy", "importance_sampling", "ppo"]
+__all__ = ["cross_entropy", "importance_sampling", "ppo", "value_loss"]
 
 
 def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -20,7 +20,7 @@ def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Ten
 
 
 def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Policy gradient with the importance ratio to the sampling policy: -sum weights x ratio x advantage."""
+    """Policy gradient with the importance ratio to the old policy: -sum weights x ratio x advantage."""
     ratio_T = _ratio(inputs)
     return -(inputs.weights * ratio_T * inputs.advantages).sum(), {}
 
@@ -30,7 +30,8 @@ def ppo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped surrogate of Schulman et al. 2017 (arXiv:1707.06347), with separate bounds as in DAPO (arXiv:2503.14476).
 
-    -sum weights x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), ratio against the sampling policy.
+    -sum weights x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), ratio against the old policy: the
+    one that sampled, or with `recompute_logprobs_per_minibatch` the trainer's own just before the step.
     """
     ratio_T = _ratio(inputs)
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
@@ -40,8 +41,23 @@ def ppo(
     return -(inputs.weights * objective_T).sum(), {"policy/clip_frac": was_clipped_T.sum()}
 
 
+def value_loss(
+    inputs: LossInputs, *, clip: float = float("inf"),
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A critic's half squared error against `returns`: sum weights x max of it and of that with the value held within
+    `clip` of the value before the batch (the clipped value loss of the PPO authors' implementation)."""
+    error_T = (inputs.predicted_values - inputs.returns).square()
+    held_T = inputs.values + (inputs.predicted_values - inputs.values).clamp(-clip, clip)
+    loss_T = 0.5 * torch.maximum(error_T, (held_T - inputs.returns).square())
+    mask_T = inputs.loss_mask
+    return (inputs.weights * loss_T).sum(), {
+        "critic/squared_error": (mask_T * error_T.detach()).sum(),
+        "critic/value_mean": (mask_T * inputs.predicted_values.detach()).sum()}
+
+
 def _ratio(inputs: LossInputs) -> torch.Tensor:
     # Where nothing trains the difference is replaced, not multiplied, by zero: exp of garbage times 0 may be NaN.
     # Beyond a factor of e^20 the ratio is held: exp would overflow, and its gradient poison even a clipped token.
-    difference_T = inputs.policy_logprobs - inputs.sampling_logprobs
+    old_T = inputs.tensors.get("old_logprobs", inputs.tensors.get("sampling_logprobs"))
+    difference_T = inputs.policy_logprobs - (inputs.sampling_logprobs if old_T is None else old_T)
     return torch.where(inputs.loss_mask > 0, difference_T, 0.0).clamp(-20.0, 20.0).exp()

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from monarch.actor import ActorError
 
-__all__ = ["RoleMesh", "deadline"]
+__all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline"]
+
+_WATCH_EVERY_S = 1.0
+# A rank that dies takes others down with it, and they may be heard first. Monarch notices a death within a second.
+_BLAME_S = 3.0
+
+
+class WorkerLost(RuntimeError):
+    """A call got no answer: its process died, or the deadline passed."""
+
+
+class ProcessDied(WorkerLost):
+    """The process behind a call is gone."""
 
 
 async def deadline(call, timeout_s: float, what: str) -> Any:
-    """The result of an awaitable call. Raises RuntimeError naming `what` when it fails or takes too long."""
+    """The result of an awaitable call. Raises RuntimeError naming `what` if it fails, WorkerLost if nobody answers."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
-        raise RuntimeError(
+        raise WorkerLost(
             f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
         ) from None
     except ActorError as error:
         raise RuntimeError(f"{what}: {_root_cause(error)}") from error
     except Exception as error:
         if type(error).__name__ == "SupervisionError":
-            raise RuntimeError(f"{what}: its process died ({_first_line(error)}); see its log") from error
+            raise ProcessDied(f"{what}: its process died ({_reason(error)}); see its log") from error
         raise
 
 
@@ -42,11 +54,24 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0][:500] if text else type(error).__name__
 
 
-class RoleMesh:
-    """Workers of one role (`policy`, later `reference`, `critic`, `teacher`), ranks ordered data-parallel major."""
+def _reason(error: BaseException) -> str:
+    """The last line of Monarch's report; those before it name actors by their addresses."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:500] if lines else type(error).__name__
 
-    def __init__(self, role: str, actors: Any, *, num_ranks: int, tensor_parallel_size: int, timeout_s: float):
+
+class RoleMesh:
+    """Workers of one role (`policy`, later `reference`, `critic`, `teacher`), ranks ordered data-parallel major.
+
+    On several hosts, `hosts` has each rank's address, for errors, and `lost_hosts` says which hosts do not answer.
+    """
+
+    def __init__(
+        self, role: str, actors: Any, *, num_ranks: int, tensor_parallel_size: int, timeout_s: float,
+        hosts: Sequence[str] = (), lost_hosts: Callable[[], Awaitable[list[str]]] | None = None,
+    ):
         self.role, self.actors, self.timeout_s = role, actors, timeout_s
+        self.hosts, self._lost_hosts = hosts, lost_hosts
         self.num_ranks, self._tp = num_ranks, tensor_parallel_size
         self.data_parallel_size = num_ranks // tensor_parallel_size
         self._workers = [actors.flatten("rank").slice(rank=rank) for rank in range(num_ranks)]
@@ -66,7 +91,7 @@ class RoleMesh:
         ]
 
         async def gather() -> list:
-            answers = await self._all(endpoint, calls)
+            answers = await self._all(endpoint, range(self.num_ranks), calls)
             return answers[:: self._tp]
 
         return asyncio.ensure_future(gather())
@@ -74,7 +99,7 @@ class RoleMesh:
     def call_each(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
         """Every rank gets the same arguments; all answers, in rank order."""
         calls = [getattr(worker, endpoint).call_one(*args) for worker in self._workers]
-        return asyncio.ensure_future(self._all(endpoint, calls, timeout_s))
+        return asyncio.ensure_future(self._all(endpoint, range(self.num_ranks), calls, timeout_s))
 
     def call_all(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
         """Every rank gets the same arguments and must give the same answer, which is returned once."""
@@ -91,15 +116,57 @@ class RoleMesh:
     def call_rank(self, rank: int, endpoint: str, *args, timeout_s: float | None = None):
         """One rank only."""
         call = getattr(self._workers[rank], endpoint).call_one(*args)
-        return deadline(call, timeout_s or self.timeout_s, f"{self.role}-{rank}.{endpoint}")
 
-    async def _all(self, endpoint: str, calls: list, timeout_s: float | None = None) -> list:
+        async def one():
+            return (await self._all(endpoint, [rank], [call], timeout_s))[0]
+
+        return one()
+
+    async def call_leader(self, endpoint: str, *args, timeout_s: float | None = None):
+        """Rank 0 answers for all. Raises WorkerLost when any rank has died: rank 0 would wait for it forever."""
+        calls = [asyncio.ensure_future(self.call_rank(0, endpoint, *args, timeout_s=timeout_s))]
+        calls += [asyncio.ensure_future(self._watch(rank)) for rank in range(1, self.num_ranks)]
+        try:
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            return next(call for call in calls if call.done()).result()
+        finally:
+            for call in calls:
+                if not call.cancel() and not call.cancelled():
+                    call.exception()  # seen: asyncio need not report it
+
+    async def _watch(self, rank: int) -> None:
+        """Does not return; raises WorkerLost soon after a rank's process has died."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            await self.call_rank(rank, "where")
+
+    async def _all(self, endpoint: str, ranks: Sequence[int], calls: list, timeout_s: float | None = None) -> list:
         waits = [
-            asyncio.ensure_future(deadline(call, timeout_s or self.timeout_s, f"{self.role}-{rank}.{endpoint}"))
-            for rank, call in enumerate(calls)
+            asyncio.ensure_future(deadline(call, timeout_s or self.timeout_s, self._name(rank, endpoint)))
+            for rank, call in zip(ranks, calls, strict=True)
         ]
         try:
-            return await asyncio.gather(*waits)
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            errors = [wait.exception() for wait in done if wait.exception()]
+            if errors:
+                raise await self._culprit(endpoint, errors[0])
+            return [wait.result() for wait in waits]
         finally:
             for wait in waits:
-                wait.cancel()
+                if not wait.cancel() and not wait.cancelled():
+                    wait.exception()  # seen: asyncio would warn of those that are not
+
+    def _name(self, rank: int, endpoint: str) -> str:
+        return f"{self.role}-{rank}.{endpoint}" + (f" on {self.hosts[rank]}" if self.hosts else "")
+
+    async def _culprit(self, endpoint: str, first: BaseException) -> BaseException:
+        """What to raise when a call has failed: a host that is gone before a process that died before what came first."""
+        if self._lost_hosts is not None and (lost := await self._lost_hosts()):
+            return ProcessDied(f"{self.role}.{endpoint}: host {', '.join(lost)} is gone: its worker does not answer ({first})")
+        if isinstance(first, ProcessDied):
+            return first
+        # Whoever died may have answered this call before. A rank that is busy, or waits for it, does not answer in time.
+        asked = await asyncio.gather(*(
+            deadline(worker.where.call_one(), _BLAME_S, self._name(rank, endpoint))
+            for rank, worker in enumerate(self._workers)), return_exceptions=True)
+        return next((answer for answer in asked if isinstance(answer, ProcessDied)), first)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.dispatch.packing import filler, pack, plan_microbatches
+from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.types import (
     Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput,
@@ -18,14 +19,18 @@ __all__ = ["TrainingClient"]
 
 
 class TrainingClient:
-    """Trains one model that lives on a mesh.
+    """Scores and trains one model that lives on a mesh: the policy, or a reference, critic or teacher.
 
     `forward_backward` and `optim_step` send their messages at once and return something to await, so both
     may be submitted before either is awaited; they run in the order they were submitted.
     """
 
-    def __init__(self, mesh: RoleMesh, *, max_tokens_per_microbatch: int, max_datum_tokens: int, temperature: float):
-        self._mesh = mesh
+    def __init__(
+        self, mesh: RoleMesh, *, max_tokens_per_microbatch: int, max_datum_tokens: int, temperature: float,
+        placement: Placement | None = None,
+    ):
+        """`placement` says which roles share devices with this one; None: none."""
+        self._mesh, self._placement = mesh, placement or Placement()
         self._max_tokens, self._max_datum_tokens = max_tokens_per_microbatch, max_datum_tokens
         self._temperature = temperature
 
@@ -43,7 +48,7 @@ class TrainingClient:
         return self._submit("forward_backward", data, loss_fn, temperature, loss_weight)
 
     def forward(self, data: list[Datum], *, temperature: float | None = None) -> asyncio.Future[ForwardBackwardOutput]:
-        """Log-probabilities of the data's targets; no gradient."""
+        """Log-probabilities of the data's targets, or a critic's values; no gradient."""
         return self._submit("forward", data, None, temperature, None)
 
     def _submit(self, endpoint, data, loss_fn, temperature, loss_weight) -> asyncio.Future[ForwardBackwardOutput]:
@@ -61,63 +66,99 @@ class TrainingClient:
         ]
         temperature = self._temperature if temperature is None else temperature
         args = (temperature,) if loss_fn is None else (loss_fn, temperature, loss_weight)
-        answers = self._mesh.call_split(endpoint, shards, *args)
+        answers = self._run(endpoint, lambda: self._mesh.call_split(endpoint, shards, *args))
 
         async def collect() -> ForwardBackwardOutput:
-            return _merge(await answers, plan.ranks, data)
+            output = _merge(await answers, plan.ranks, data, who=f"{self._mesh.role}.{endpoint}")
+            if self._mesh.role == "critic":
+                output.policy_logprobs, output.values = [], output.policy_logprobs
+            return output
 
         return asyncio.ensure_future(collect())
 
     def optim_step(self, params: OptimParams | None = None, *, grad_scale: float = 1.0) -> asyncio.Future[OptimStepOutput]:
         """Clips `grad_scale` x the accumulated gradient, takes one optimizer step, zeroes the gradient."""
-        return self._mesh.call_all("optim_step", params or OptimParams(), grad_scale)
+        return self._call("optim_step", params or OptimParams(), grad_scale)
 
     def reset_optimizer(self) -> asyncio.Future[None]:
         """Forgets the optimizer's moments and step count."""
-        return self._mesh.call_all("reset_optimizer")
+        return self._call("reset_optimizer")
 
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
         """Publishes the current policy version; see `dispatch.versions.PolicyVersions`, which calls this."""
-        return await self._mesh.call_all("push_weights", dtype, transport, verify)
+        return await self._call("push_weights", dtype, transport, verify)
 
-    async def discard_weights(self, version: int) -> None:
+    async def discard_weights(self, version: int | str) -> None:
         await self._mesh.call_all("discard_weights", version)
 
+    async def push_copy(self, transport: str) -> None:
+        """Publishes the weights as they are, for another role's `pull_copy`."""
+        await self._call("push_copy", transport)
+
+    async def pull_copy(self) -> None:
+        """Takes over what another role has published by `push_copy`."""
+        await self._call("pull_copy")
+
+    async def init_model(self, path: Path) -> None:
+        """Replaces the weights by those of a Hugging Face directory or a complete checkpoint; forgets the optimizer."""
+        await self._call("init_model", str(path))
+
     async def save_checkpoint(self, path: Path) -> None:
-        """Parameters and optimizer state, shards in parallel."""
-        await self._mesh.call_all("save_checkpoint", str(path))
+        """What trains (with LoRA: the adapters) and its optimizer state, shards in parallel."""
+        await self._call("save_checkpoint", str(path))
 
     async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
-        """Into this layout, whatever the layout that saved it."""
-        await self._mesh.call_all("load_checkpoint", str(path), policy_version, optimizer)
+        """Into this layout, whatever the layout that saved it. The learning-rate schedule is the controller's."""
+        await self._call("load_checkpoint", str(path), policy_version, optimizer)
 
     async def save_hf_model(self, path: Path, *, eos: int, pad: int) -> None:
-        """A Hugging Face directory that transformers and vLLM can load."""
-        await self._mesh.call_all("save_hf_model", str(path), eos, pad)
+        """A Hugging Face directory that transformers and vLLM can load; LoRA's adapters are merged in."""
+        await self._call("save_hf_model", str(path), eos, pad)
+
+    async def save_adapter(self, path: Path) -> None:
+        """LoRA's adapters alone, as a directory that PEFT can load. Raises RuntimeError without LoRA."""
+        await self._call("save_adapter", str(path))
 
     async def parameters(self) -> dict[str, torch.Tensor]:
         """Whole parameters by torchtitan's names; for small models."""
-        return (await self._mesh.call_each("parameters"))[0]
+        return (await self._run("parameters", lambda: self._mesh.call_each("parameters")))[0]
 
     async def gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole accumulated gradients by torchtitan's names; for small models."""
-        return (await self._mesh.call_each("gradients"))[0]
+        return (await self._run("gradients", lambda: self._mesh.call_each("gradients")))[0]
+
+    async def residency(self) -> list[dict[str, int]]:
+        """Per rank, the bytes of model, optimizer and gradients that are on the device now; moves nothing."""
+        return await self._mesh.call_each("residency")
+
+    def _call(self, endpoint: str, *args) -> asyncio.Future:
+        """On every rank, which must agree on the answer."""
+        return self._run(endpoint, lambda: self._mesh.call_all(endpoint, *args))
+
+    def _run(self, operation: str, call) -> asyncio.Future:
+        return self._placement.run(self._mesh.role, operation, call)
 
 
-def _merge(answers: list[Accumulated], ranks: list[list[list[int]]], data: list[Datum]) -> ForwardBackwardOutput:
-    """Rank shards back into input order; sums become means over the tokens that train."""
-    logprobs: list[torch.Tensor | None] = [None] * len(data)
+def _merge(
+    answers: list[Accumulated], ranks: list[list[list[int]]], data: list[Datum], *, who: str,
+) -> ForwardBackwardOutput:
+    """Rank shards back into input order; sums become means over the tokens that train.
+
+    Raises RuntimeError when a rank answers with another number of rows than it was given.
+    """
+    rows: list[torch.Tensor | None] = [None] * len(data)
     sums: dict[str, float] = {}
-    for answer, microbatches in zip(answers, ranks, strict=True):
-        rows = iter(answer.policy_logprobs)
-        for members in microbatches:
-            if not members:
-                next(rows)  # the filler's
-            for index in members:
-                logprobs[index] = next(rows)
+    for rank, (answer, microbatches) in enumerate(zip(answers, ranks, strict=True)):
+        slots = [index for members in microbatches for index in members or [None]]  # a filler has one row
+        if len(slots) != len(answer.rows):
+            raise RuntimeError(f"{who}: data-parallel rank {rank} answered with {len(answer.rows)} rows for {len(slots)}")
+        for index, row in zip(slots, answer.rows):
+            if index is not None:
+                rows[index] = row
         for name, value in answer.sums.items():
             sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
     num_tokens = sum(int((d.loss_inputs["loss_mask"] > 0).sum()) if "loss_mask" in d.loss_inputs else len(d) for d in data)
     metrics = {n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in sums.items()}
     return ForwardBackwardOutput(
-        policy_logprobs=logprobs, loss=sum(a.loss for a in answers), num_tokens=num_tokens, metrics=metrics)
+        policy_logprobs=rows, values=[], loss=sum(a.loss for a in answers), num_tokens=num_tokens, metrics=metrics,
+        interval=(min(a.interval[0] for a in answers), max(a.interval[1] for a in answers)))

@@ -40,6 +40,15 @@ class PolicyVersions:
             await self.release(previous, "newest")
         return version
 
+    async def copy(self, source: TrainingClient, target: TrainingClient) -> None:
+        """One trainer role takes over another's weights, exactly as they are and whatever the two layouts."""
+        await source.push_copy(self._transport)
+        try:
+            await target.pull_copy()
+        finally:
+            await self._store.discard("copy")
+            await source.discard_weights("copy")
+
     def pin(self, version: int, holder: str) -> None:
         """Keeps a version until `release`. Raises ValueError when it is gone or never was."""
         if version not in self._holders:

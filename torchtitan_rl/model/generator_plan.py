@@ -2,7 +2,8 @@
 
 No DTensor and no sequence parallelism, so any number of scheduled tokens works, odd ones included. Column
 weights are cut along dim 0, row weights along dim 1 and followed by vLLM's all-reduce; embedding, head and
-norms are whole on every rank.
+norms are whole on every rank. Every rank has every expert, with its share of the inner features; the router is
+whole, so all ranks send a token to the same experts.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 
 import torch
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention
 
-__all__ = ["generator_spec", "shard_for_rank", "PagedAttention", "RowParallelLinear"]
+__all__ = ["generator_spec", "shard_for_rank", "PagedAttention", "RowParallelLinear", "SlicedExperts"]
 
 
 class PagedAttention(Module):
@@ -56,6 +58,17 @@ class RowParallelLinear(Linear):
         return tensor_model_parallel_all_reduce(super().forward(input))
 
 
+class SlicedExperts(RoutedExperts):
+    """Experts whose inner features are split over the ranks; their partial outputs are summed once per token."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(self, *args, **kwargs) -> torch.Tensor:
+        return tensor_model_parallel_all_reduce(super().forward(*args, **kwargs))
+
+
 def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
     """A new spec for one generator rank; `spec` is left as it was.
 
@@ -64,9 +77,10 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
     tp = tensor_parallel_degree
     model = copy.deepcopy(spec.model)
     for index, layer in enumerate(model.layers):
-        attention, ffn = layer.attention, layer.feed_forward
+        attention, ffn, moe = layer.attention, layer.feed_forward, layer.moe
+        hidden = ffn.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim
         for name, size in (("n_heads", attention.n_heads), ("n_kv_heads", attention.n_kv_heads),
-                           ("hidden_dim", ffn.w1.out_features)):
+                           ("hidden_dim", hidden)):
             if size % tp:
                 raise ValueError(f"generator.tensor_parallel_degree={tp}: must divide the model's {name}={size}")
         n_heads, n_kv_heads = attention.n_heads // tp, attention.n_kv_heads // tp
@@ -80,10 +94,15 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
             inner_attention=PagedAttention.Config(
                 layer=index, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=attention.head_dim),
         )
-        hidden = ffn.w1.out_features // tp
-        layer.feed_forward = dataclasses.replace(
-            ffn, w1=dataclasses.replace(ffn.w1, out_features=hidden),
-            w3=dataclasses.replace(ffn.w3, out_features=hidden), w2=_row_parallel(ffn.w2, tp))
+        if moe is None:
+            layer.feed_forward = dataclasses.replace(
+                ffn, w1=dataclasses.replace(ffn.w1, out_features=hidden // tp),
+                w3=dataclasses.replace(ffn.w3, out_features=hidden // tp), w2=_row_parallel(ffn.w2, tp))
+        elif tp > 1:
+            routed = moe.routed_experts
+            layer.moe = dataclasses.replace(moe, routed_experts=SlicedExperts.Config(
+                inner_experts=dataclasses.replace(routed.inner_experts, hidden_dim=hidden // tp),
+                token_dispatcher=routed.token_dispatcher))
     return dataclasses.replace(spec, model=model)
 
 
@@ -99,7 +118,11 @@ def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> tor
     """This rank's part of a whole parameter under its canonical name (`...wq.weight`, `...w2.weight`)."""
     if size == 1:
         return tensor
-    layer = name.rsplit(".", 2)[-2]
+    layer, last = name.rsplit(".", 2)[-2:]
+    if last in ("w1_EFD", "w3_EFD"):
+        return tensor.chunk(size, 1)[rank]
+    if last == "w2_EDF":
+        return tensor.chunk(size, 2)[rank]
     if layer in ("wq", "wk", "wv", "w1", "w3"):
         return tensor.chunk(size, 0)[rank]
     if layer in ("wo", "w2"):

@@ -68,6 +68,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs_T, grad_entropy_T):
         hidden_TD, weight_VD, targets_T, lse_T, entropy_T = ctx.saved_tensors
+        # A frozen head (LoRA) wants no gradient: it would cost a third of this pass and the size of the head.
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
         grad_weight = torch.zeros(weight_VD.shape, dtype=lse_T.dtype, device=weight_VD.device) if wants_weight else None

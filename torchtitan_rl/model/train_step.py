@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from torchtitan_rl import platform
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
+from torchtitan_rl.model.value_head import ValueHead
 from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatch, OptimParams
 
-__all__ = ["forward_logprobs", "accumulate_gradients", "policy_metrics", "clip_and_step"]
+__all__ = ["forward_logprobs", "forward_values", "accumulate_gradients", "policy_metrics", "clip_and_step"]
 
 
 def forward_logprobs(model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1):
@@ -18,21 +23,27 @@ def forward_logprobs(model, batch: Microbatch, device: torch.device, *, temperat
     `multiple_of`: T is padded to a multiple of it (sequence parallelism needs the TP size) with a document
     of its own, which is cut off again.
     """
-    total = len(batch.tokens_T)
-    padding = -total % multiple_of
+    padding = -len(batch.tokens_T) % multiple_of
+    model.lm_head.target(F.pad(batch.target_tokens_T, (0, padding)).to(device), temperature)
+    logprobs, entropy = _forward(model, batch, device, padding)
+    return logprobs[0, :len(batch.tokens_T)], entropy[0, :len(batch.tokens_T)]
+
+
+def forward_values(model, batch: Microbatch, device: torch.device, *, multiple_of: int = 1) -> torch.Tensor:
+    """A critic's values of a packed microbatch, (T,)."""
+    return _forward(model, batch, device, -len(batch.tokens_T) % multiple_of)[0, :len(batch.tokens_T)]
+
+
+def _forward(model, batch: Microbatch, device: torch.device, padding: int):
     lengths = [*batch.lengths, padding] if padding else batch.lengths
-    pad = torch.nn.functional.pad
-    tokens_T = pad(batch.tokens_T, (0, padding)).to(device)
-    targets_T = pad(batch.target_tokens_T, (0, padding)).to(device)
+    tokens_T = F.pad(batch.tokens_T, (0, padding)).to(device)
     positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
     inner = model.config.first_attention.inner_attention
     if isinstance(inner, PackedSDPA.Config):
         masks = PackedDocuments.build(lengths, device)
     else:
         masks = create_varlen_metadata_for_document(positions_T[None])
-    model.lm_head.target(targets_T, temperature)
-    logprobs, entropy = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
-    return logprobs[0, :total], entropy[0, :total]
+    return model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
 
 
 def accumulate_gradients(
@@ -43,15 +54,20 @@ def accumulate_gradients(
 
     The loss is a token sum, so the result does not depend on how datums were split into microbatches.
     """
-    result = Accumulated(policy_logprobs=[], loss=0.0, sums={})
+    began = time.time()
+    result = Accumulated(rows=[], loss=0.0, sums={})
     for batch in batches:
         with torch.set_grad_enabled(loss_fn is not None):
-            logprobs_T, entropy_T = forward_logprobs(
-                model, batch, device, temperature=temperature, multiple_of=multiple_of)
+            if isinstance(model.lm_head, ValueHead):
+                outputs = {"predicted_values": forward_values(model, batch, device, multiple_of=multiple_of)}
+            else:
+                logprobs_T, entropy_T = forward_logprobs(
+                    model, batch, device, temperature=temperature, multiple_of=multiple_of)
+                outputs = {"policy_logprobs": logprobs_T, "entropy": entropy_T}
             if loss_fn is not None:
                 datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
                 inputs = LossInputs(
-                    policy_logprobs=logprobs_T, entropy=entropy_T, datum=datum_T, num_datums=len(batch.lengths),
+                    **outputs, datum=datum_T, num_datums=len(batch.lengths),
                     tensors=platform.to_device(batch.loss_inputs, device))
                 loss, metrics = loss_fn(inputs)
                 metrics = {**policy_metrics(inputs), **metrics}
@@ -61,16 +77,24 @@ def accumulate_gradients(
                     value = float(value)
                     old = result.sums.get(name)
                     result.sums[name] = value if old is None else max(old, value) if name.endswith("_max") else old + value
-        result.policy_logprobs += list(logprobs_T.detach().float().cpu().split(batch.lengths))
+        row_T = next(iter(outputs.values()))
+        result.rows += list(row_T.detach().float().cpu().split(batch.lengths))
+    if loss_fn is None:
+        # Without a backward FSDP keeps its last group gathered, and `model.parameters()` would not be the optimizer's.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    result.interval = (began, time.time())
     return result
 
 
 def policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
     """Metric sums of any loss on sampled data: entropy, advantages, and how far trainer and generator disagree.
 
-    The KL is k3 of Schulman 2020, "Approximating KL divergence"; data without `sampling_logprobs` give nothing.
+    The KL is k3 of Schulman 2020, "Approximating KL divergence"; a critic, or data without `sampling_logprobs`, give
+    nothing.
     """
-    if "sampling_logprobs" not in inputs.tensors:
+    if inputs.policy_logprobs is None or "sampling_logprobs" not in inputs.tensors:
         return {}
     with torch.no_grad():
         mask_T = inputs.loss_mask > 0
@@ -81,6 +105,10 @@ def policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
             "mismatch/kl": (torch.expm1(difference_T.double()) - difference_T.double()).sum(),
             "mismatch/logprob_diff_max": difference_T.abs().max(),
         }
+        if "reference_logprobs" in inputs.tensors:
+            # KL(policy || reference), sampled from (nearly) the policy: r = reference / policy.
+            away_T = torch.where(mask_T, inputs.reference_logprobs - inputs.policy_logprobs, 0.0).double()
+            sums["policy/reference_kl"] = (torch.expm1(away_T) - away_T).sum()
         if "advantages" in inputs.tensors:
             sums["advantage/mean"] = inputs.advantages[mask_T].sum()
             sums["advantage/abs_max"] = torch.where(mask_T, inputs.advantages.abs(), 0.0).max()
@@ -89,8 +117,11 @@ def policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
 
 def clip_and_step(
     parameters: list[torch.nn.Parameter], optimizers, params: OptimParams, *, max_grad_norm: float, grad_scale: float,
+    expert_parallel: bool = False,
 ) -> tuple[float, bool]:
     """Scales and clips what has accumulated, steps unless the gradient is not finite, and zeroes it.
+
+    `expert_parallel`: experts lie on a mesh of their own, so norms are taken per mesh and then put together.
 
     Returns (gradient L2 norm before clipping, whether a step was taken).
     """
@@ -100,7 +131,7 @@ def clip_and_step(
     if grad_scale != 1.0:
         for gradient in gradients:
             gradient.mul_(grad_scale)
-    norm = clip_grad_norm_(parameters, max_grad_norm, foreach=True)
+    norm = clip_grad_norm_(parameters, max_grad_norm, foreach=True, ep_enabled=expert_parallel)
     norm = float(norm)
     finite = norm == norm and norm != float("inf")
     if finite:

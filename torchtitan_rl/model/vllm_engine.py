@@ -23,6 +23,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives
 import torch  # noqa: E402
 from vllm import EngineArgs, LLMEngine  # noqa: E402
 from vllm import SamplingParams as EngineSamplingParams  # noqa: E402
+from vllm.exceptions import VLLMClientError  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from torchtitan_rl import platform  # noqa: E402
@@ -30,7 +31,7 @@ from torchtitan_rl.actors.config import GeneratorConfig  # noqa: E402
 from torchtitan_rl.model import vllm_model  # noqa: E402
 from torchtitan_rl.model.config import ModelConfig  # noqa: E402
 from torchtitan_rl.model.spec import build_spec  # noqa: E402
-from torchtitan_rl.types import Completion, Request  # noqa: E402
+from torchtitan_rl.types import Completion, Request, SamplingParams  # noqa: E402
 
 __all__ = ["Engine"]
 
@@ -54,6 +55,8 @@ class _Command:
 
     add: list[tuple[str, Request]] = field(default_factory=list)
     load: int | None = None
+    sleep: bool = False
+    wake: str | None = None
 
 
 @contextmanager
@@ -87,14 +90,15 @@ def _private_shared_memory():
 class Engine:
     """`submit` requests and `load` weights from any thread; both return futures (on the leading rank)."""
 
-    def __init__(self, config: GeneratorConfig, model_dir: str, seed: int, rank: int):
-        self._config, self._model_dir, self._seed = config, model_dir, seed
+    def __init__(self, config: GeneratorConfig, model_dir: str, seed: int, rank: int, *, sleeps: bool = False):
+        self._config, self._model_dir, self._seed, self._sleeps = config, model_dir, seed, sleeps
         self._spec = build_spec(ModelConfig(assets=model_dir))
         self._held = self._whole_parameters()
         self._leads = rank == 0
         self._commands: queue.SimpleQueue[tuple[_Command, list[Future]]] = queue.SimpleQueue()
         self._in_flight: dict[str, _InFlight] = {}
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._asleep: set[str] = set()
         self._current: list[Future] = []
         """Futures of the command being executed."""
         self._counter = 0
@@ -127,6 +131,18 @@ class Engine:
         """Copies a staged version into the model between two iterations. Every rank must have staged it."""
         future: Future = Future()
         self._send(_Command(load=version), [future])
+        return future
+
+    def sleep(self) -> Future:
+        """Takes weights and KV cache off the device, for a trainer that shares it. Raises RuntimeError when it is busy."""
+        future: Future = Future()
+        self._send(_Command(sleep=True), [future])
+        return future
+
+    def wake(self, part: str) -> Future:
+        """Brings back `"weights"` or `"kv_cache"`; the cache comes back empty."""
+        future: Future = Future()
+        self._send(_Command(wake=part), [future])
         return future
 
     def held(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -183,7 +199,7 @@ class Engine:
             max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
             kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
             gpu_memory_utilization=0.1,  # only what must be free at the start: the cache's size is given above
-            enforce_eager=config.enforce_eager,
+            enforce_eager=config.enforce_eager, enable_sleep_mode=self._sleeps and platform.can_sleep(),
             enable_prefix_caching=True, disable_log_stats=True,
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after temperature
         )
@@ -211,6 +227,10 @@ class Engine:
             self._load(command.load)
             for future in futures:
                 future.set_result(command.load)
+        if command.sleep or command.wake:
+            error = self._sleep() if command.sleep else self._wake(command.wake)
+            for future in futures:
+                future.set_exception(RuntimeError(error)) if error else future.set_result(None)
         for index, (request_id, request) in enumerate(command.add):
             self._add(request_id, request, futures[index] if self._leads else None)
         self._current = []
@@ -235,7 +255,27 @@ class Engine:
             command = get_tp_group().broadcast_object(command, src=0)
         return command, futures
 
+    def _sleep(self) -> str:
+        """Why it cannot, or nothing. Every rank comes to the same answer."""
+        if self._engine.has_unfinished_requests():
+            return f"sleep: {len(self._in_flight)} requests are in flight; wait for them first"
+        if not self._asleep:
+            self._engine.reset_prefix_cache()
+            if platform.can_sleep():
+                self._engine.sleep(level=1)
+        self._asleep = {"weights", "kv_cache"}
+        return ""
+
+    def _wake(self, part: str) -> str:
+        if part == "kv_cache" and "weights" in self._asleep:
+            return "wake=kv_cache: the weights are still asleep; wake them first"
+        if part in self._asleep and platform.can_sleep():
+            self._engine.wake_up(tags=[part])
+        self._asleep.discard(part)
+        return ""
+
     def _load(self, version: int) -> None:
+        assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
         tensors = self._staged.pop(version)
         if self._config.model_impl == "vllm":  # its own Qwen3 knows Hugging Face's names and repacks its weights
             head = tensors["lm_head.weight"]
@@ -253,20 +293,16 @@ class Engine:
             raise RuntimeError("the prefix cache could not be reset after a pull")
 
     def _add(self, request_id: str, request: Request, future: Future | None) -> None:
-        if request.params is None:
-            params = EngineSamplingParams(
-                max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY)
-        else:
-            p = request.params
-            params = EngineSamplingParams(
-                max_tokens=p.max_tokens, temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, seed=p.seed,
-                stop_token_ids=p.stop_token_ids, stop=p.stop, ignore_eos=p.ignore_eos, logprobs=0,
-                detokenize=bool(p.stop), output_kind=RequestOutputKind.FINAL_ONLY)
+        if self._asleep:
+            if future is not None:
+                future.set_exception(RuntimeError(
+                    f"asleep={sorted(self._asleep)}: the generator gave its device to a trainer; sample through a "
+                    "SamplingClient, which wakes it"))
+            return
         prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self._num_loads)}
         try:
-            engine_id = self._engine.add_request(request_id, prompt, params)
-        except ValueError as error:  # the request itself is at fault, not the engine
+            engine_id = self._engine.add_request(request_id, prompt, _engine_params(request.params))
+        except (ValueError, TypeError, VLLMClientError) as error:  # the request is at fault, not the engine
             if future is not None:
                 future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {error}"))
             return
@@ -289,3 +325,15 @@ class Engine:
             versions += [version] * (end - len(versions))
         request.future.set_result(Completion(
             tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason))
+
+
+def _engine_params(params: SamplingParams | None) -> EngineSamplingParams:
+    """vLLM's own; None scores the prompt. Raises vLLM's error for values it refuses."""
+    if params is None:
+        return EngineSamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY)
+    return EngineSamplingParams(
+        max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
+        seed=params.seed, stop_token_ids=params.stop_token_ids, stop=params.stop, ignore_eos=params.ignore_eos,
+        logprobs=0, detokenize=bool(params.stop), output_kind=RequestOutputKind.FINAL_ONLY)

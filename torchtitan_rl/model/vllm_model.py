@@ -25,11 +25,7 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         hf = vllm_config.model_config.hf_config
-        shape = Qwen3Shape(
-            vocab_size=hf.vocab_size, dim=hf.hidden_size, n_layers=hf.num_hidden_layers, n_heads=hf.num_attention_heads,
-            n_kv_heads=hf.num_key_value_heads, head_dim=hf.head_dim, hidden_dim=hf.intermediate_size,
-            rope_theta=hf.rope_parameters["rope_theta"], max_seq_len=hf.max_position_embeddings,
-            tie_embeddings=hf.tie_word_embeddings, norm_eps=hf.rms_norm_eps)
+        shape = Qwen3Shape.from_hf_config(hf.to_dict(), f"model={vllm_config.model_config.model!r}")
         self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         spec = generator_spec(build_spec(ModelConfig(shape=shape)), self.tp_size)
         self.decoder = spec.model.build()

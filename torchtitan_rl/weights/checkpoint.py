@@ -2,6 +2,8 @@
 
     step-80/model/       torch's distributed checkpoint of parameters and optimizer: any layout can load it
     step-80/hf/          the same parameters as a Hugging Face directory
+    step-80/lora.json    with LoRA, when model/ holds adapters only: their kind, and a fingerprint of the base
+    step-80/adapter/     with LoRA: the adapters as a PEFT directory
     step-80/state.json   what the controller needs: step, phase, policy version, data cursor, seed
     step-80/COMPLETE     written last
 """
@@ -12,9 +14,11 @@ import json
 import os
 from pathlib import Path
 
-__all__ = ["require_complete", "hf_weights", "begin", "write_state", "read_state", "hf_dir", "model_dir"]
+__all__ = ["require_complete", "hf_weights", "begin", "write_state", "read_state", "hf_dir", "model_dir", "adapter_dir",
+           "write_lora", "require_lora"]
 
 _MARKER = "COMPLETE"
+_LORA = "lora.json"
 
 
 def model_dir(checkpoint: Path) -> Path:
@@ -23,6 +27,42 @@ def model_dir(checkpoint: Path) -> Path:
 
 def hf_dir(checkpoint: Path) -> Path:
     return checkpoint / "hf"
+
+
+def adapter_dir(checkpoint: Path) -> Path:
+    return checkpoint / "adapter"
+
+
+def write_lora(checkpoint: Path, record: dict | None) -> None:
+    """Records what the adapters in this checkpoint belong to; None says that it holds whole parameters."""
+    file = checkpoint / _LORA
+    if record is None:
+        file.unlink(missing_ok=True)
+        return
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1))
+
+
+def require_lora(checkpoint: Path, record: dict | None) -> None:
+    """Raises ValueError unless the checkpoint's adapters, or lack of them, are those of the model that loads it."""
+    where, file = f"checkpoint={str(checkpoint)!r}:", checkpoint / _LORA
+    saved = json.loads(file.read_text()) if file.exists() else None
+    if saved is None and record is None:
+        return
+    if saved is None:
+        raise ValueError(f"{where} holds a whole model and trainer.lora is set; start from its hf directory "
+                         "with model.assets instead")
+    if record is None:
+        raise ValueError(f"{where} holds LoRA adapters only and trainer.lora is None; set trainer.lora, or start from "
+                         "its hf directory, where they are merged, with model.assets")
+    for name, value in record.items():
+        if saved.get(name) == value:
+            continue
+        if name == "base_xxh3":
+            raise ValueError(f"{where} its adapters belong to other base weights ({saved.get(name)}, here {value}); "
+                             "give the model.assets or the seed they were trained with")
+        raise ValueError(f"{where} was saved with trainer.lora.{name}={saved.get(name)}, here it is {value}; "
+                         "set it to what it was")
 
 
 def begin(checkpoint: Path) -> None:

@@ -8,23 +8,28 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor
+
+from torchtitan_rl.model import lora
 
 __all__ = ["load_hf_weights", "full_state", "write_hf_dir"]
 
-def load_hf_weights(model, adapter, directory: Path) -> None:
-    """Reads safetensors into a (possibly sharded) model; each rank reads only its part."""
-    state = adapter.to_hf(model.state_dict())
+
+def load_hf_weights(model, adapter, directory: Path, *, head: bool = True) -> None:
+    """Reads safetensors into a (possibly sharded) model; each rank reads only its part. Adapters stay as they are.
+
+    Without `head` the model's own head stays: a critic has another one than the checkpoint.
+    """
+    held = model.state_dict()
+    state = adapter.to_hf(lora.base_state(held))
+    if not head:
+        state.pop("lm_head.weight", None)
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(directory)))
-    model.load_state_dict(adapter.from_hf(state))
+    model.load_state_dict(held | adapter.from_hf(state))
 
 
-def full_state(model) -> dict[str, torch.Tensor]:
-    """Whole tensors under torchtitan's names, on the CPU; a collective call when the model is sharded."""
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-        for name, tensor in model.state_dict().items()
-    }
+def full_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors of a model's state, on the CPU; a collective call when the model is sharded."""
+    return {name: lora.whole(tensor).cpu() for name, tensor in state.items()}
 
 
 def write_hf_dir(state: dict[str, torch.Tensor], adapter, directory: Path) -> None:

@@ -30,7 +30,8 @@ class Entry:
 class Manifest:
     """Everything about one published version except its bytes."""
 
-    version: int
+    version: int | str
+    """A policy version; a name for weights on their way between two trainer roles."""
     entries: dict[str, Entry]
     nbytes: int
     checksum: str = ""
@@ -40,14 +41,17 @@ class Manifest:
     """The host that shared-memory file is on."""
 
 
-def plan(version: int, tensors: Iterable[tuple[str, torch.Size, torch.dtype, bool]], dtype: torch.dtype) -> Manifest:
+def plan(
+    version: int | str, tensors: Iterable[tuple[str, torch.Size, torch.dtype, bool]], dtype: torch.dtype | None,
+) -> Manifest:
     """Lays tensors out one after another. Each is (name, shape, dtype, is a parameter).
 
-    Parameters are sent in `dtype`, the generator's; buffers keep the dtype they are registered with.
+    Parameters are sent in `dtype`, the generator's, or with None as they are; buffers keep the dtype they are
+    registered with.
     """
     entries, offset = {}, 0
     for name, shape, own_dtype, is_parameter in tensors:
-        entry = Entry(tuple(shape), dtype if is_parameter else own_dtype, offset)
+        entry = Entry(tuple(shape), dtype if is_parameter and dtype is not None else own_dtype, offset)
         entries[name] = entry
         offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
     return Manifest(version=version, entries=entries, nbytes=offset)

@@ -55,9 +55,9 @@ class SharedBuffers:
 
     def __init__(self) -> None:
         self._free: list[tuple[int, torch.Tensor]] = []
-        self._used: dict[int, tuple[int, torch.Tensor]] = {}
+        self._used: dict[int | str, tuple[int, torch.Tensor]] = {}
 
-    def take(self, version: int, nbytes: int) -> tuple[str, torch.Tensor]:
+    def take(self, version: int | str, nbytes: int) -> tuple[str, torch.Tensor]:
         """(handle, uint8 buffer) for a version's payload; a segment's first use is slower than later ones."""
         self.release(version)  # published again: the new bytes replace the old ones
         slot = next((s for s in self._free if s[1].numel() == nbytes), None)
@@ -70,7 +70,7 @@ class SharedBuffers:
         self._used[version] = slot
         return f"/proc/{os.getpid()}/fd/{slot[0]}", slot[1]
 
-    def release(self, version: int) -> None:
+    def release(self, version: int | str) -> None:
         slot = self._used.pop(version, None)
         if slot is not None:
             self._free.append(slot)
@@ -105,7 +105,7 @@ class WeightStore:
             await torchstore.put(_key(manifest.version, "payload"), payload, store_name=self.name)
         await torchstore.put(_key(manifest.version, "manifest"), manifest, store_name=self.name)
 
-    async def fetch(self, version: int, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
+    async def fetch(self, version: int | str, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
         """(manifest, payload) of a published version. Raises RuntimeError when it is not there or arrives damaged."""
         if not await torchstore.exists(_key(version, "manifest"), store_name=self.name):
             raise RuntimeError(
@@ -121,7 +121,7 @@ class WeightStore:
             raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
         return manifest, payload
 
-    async def discard(self, version: int) -> None:
+    async def discard(self, version: int | str) -> None:
         """Forgets a version; its manifest goes first."""
         async def delete() -> None:
             for part in ("manifest", "payload"):
@@ -134,12 +134,13 @@ class WeightStore:
             raise RuntimeError(f"store: did not discard version {version} within {self.timeout_s:g} s") from None
 
     async def versions(self) -> list[int]:
-        """Versions whose manifest is there."""
+        """Policy versions whose manifest is there."""
         keys = await (await torchstore.client(self.name)).keys()
-        return sorted(int(key.split("/")[1]) for key in keys if key.endswith("/manifest"))
+        names = [key.split("/")[1] for key in keys if key.endswith("/manifest")]
+        return sorted(int(name) for name in names if name.isdigit())
 
 
-def _key(version: int, part: str) -> str:
+def _key(version: int | str, part: str) -> str:
     return f"weights/{version}/{part}"
 
 

@@ -8,7 +8,7 @@ import torch
 
 from torchtitan_rl.algorithm.advantages import group_centered
 from torchtitan_rl.algorithm.config import AlgorithmConfig
-from torchtitan_rl.algorithm.datums import demonstration_datums, to_datums
+from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
 from torchtitan_rl.algorithm.reductions import prompt_mean, sequence_mean
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 
@@ -173,3 +173,45 @@ def test_every_demonstration_is_a_group_of_its_own():
 
 def test_the_default_estimator_is_the_centred_one():
     assert AlgorithmConfig().advantage_fn is group_centered
+
+
+def four_groups():
+    """Groups of 2, 1, 2 and 1 rollouts with 1, 2, ... tokens."""
+    lengths = iter(range(1, 7))
+    groups = [group(*(rollout(float(i % 2), turn([3], [5] * n, [-1.0] * n)) for i, n in zip(range(size), lengths)))
+              for size in (2, 1, 2, 1)]
+    return to_datums(groups, AlgorithmConfig(advantage_fn=group_centered))
+
+
+def test_minibatches_hold_whole_groups_and_the_last_one_what_is_left():
+    parts = minibatches(four_groups(), 3, sequence_mean)
+    assert [[datum.group for datum in part] for part in parts] == [[0, 0, 1, 2, 2], [3]]
+    assert [sum(float(d.loss_inputs["weights"].sum()) for d in part) for part in parts] == pytest.approx([1.0, 1.0])
+
+
+def test_the_ragged_minibatch_is_the_mean_of_its_own_tokens():
+    (*_, last) = minibatches(four_groups(), 3, prompt_mean)
+    assert last[0].loss_inputs["weights"].tolist() == pytest.approx([1 / 6] * 6)
+
+
+def test_no_minibatch_size_keeps_the_batch_and_its_weights():
+    data = four_groups()
+    (whole,) = minibatches(data, 0, AlgorithmConfig().reduction)
+    assert [lists(datum) for datum in whole] == [lists(datum) for datum in data]
+
+
+def test_more_inputs_leave_the_datum_they_were_added_to_alone():
+    data = four_groups()
+    more = with_inputs(data, old_logprobs=[torch.full((len(d),), -2.0) for d in data])
+    assert "old_logprobs" not in data[0].loss_inputs and more[2].loss_inputs["old_logprobs"].tolist() == [-2.0] * 3
+    assert [d.group for d in more] == [d.group for d in data]
+
+
+def test_a_critics_values_become_advantages_and_returns():
+    data = to_datums([PAIR], AlgorithmConfig())
+    values = [torch.tensor([9.0, 9.0, 0.25, 0.5]), torch.tensor([9.0, 9.0, 0.5])]
+    first, second = with_gae(data, [1.0, 0.0], values, AlgorithmConfig())
+    assert first.loss_inputs["advantages"].tolist() == [0.0, 0.0, 0.75, 0.5]
+    assert first.loss_inputs["returns"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert second.loss_inputs["advantages"].tolist() == [0.0, 0.0, -0.5]
+    assert second.loss_inputs["values"] is values[1]

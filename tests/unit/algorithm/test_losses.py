@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo
+from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo, value_loss
 from torchtitan_rl.model.train_step import policy_metrics
 from torchtitan_rl.types import LossInputs
 
@@ -220,3 +220,33 @@ def test_a_ratio_that_would_overflow_stays_finite_in_value_and_gradient():
     loss, _ = ppo(inputs)
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(policy.grad).all()
+
+
+def value_inputs(predicted, values, returns, mask):
+    return LossInputs(
+        predicted_values=torch.tensor(predicted, requires_grad=True), datum=torch.zeros(len(mask)), num_datums=1,
+        tensors={"weights": torch.tensor(mask) / 2, "loss_mask": torch.tensor(mask), "values": torch.tensor(values),
+                 "returns": torch.tensor(returns)})
+
+
+def test_a_value_loss_is_half_the_squared_error():
+    inputs = value_inputs([1.0, 3.0, 5.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 1.0, 0.0])
+    loss, metrics = value_loss(inputs)
+    assert loss.item() == 0.5 * (0.5 * 1 + 0.5 * 4)
+    assert {name: float(value) for name, value in metrics.items()} == {"critic/squared_error": 5.0, "critic/value_mean": 4.0}
+    (gradient,) = torch.autograd.grad(loss, inputs.predicted_values)
+    assert gradient.tolist() == [0.5, 1.0, 0.0]
+
+
+def test_a_clipped_value_gains_nothing_by_going_further():
+    """The value moved from 0 to 1 towards a return of 2; with a clip of 0.5 the held error is larger, without gradient."""
+    inputs = value_inputs([1.0], [0.0], [2.0], [1.0])
+    loss, _ = value_loss(inputs, clip=0.5)
+    assert loss.item() == 0.5 * 0.5 * 1.5**2
+    assert torch.autograd.grad(loss, inputs.predicted_values)[0].item() == 0.0
+
+
+def test_ratios_are_against_recomputed_log_probabilities_where_there_are_some():
+    inputs = loss_inputs([-1.0], sampling_logprobs=[-3.0], advantages=[1.0])
+    inputs.tensors["old_logprobs"] = torch.tensor([-1.0])
+    assert importance_sampling(inputs)[0].item() == -1.0

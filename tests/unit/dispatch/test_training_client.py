@@ -22,11 +22,11 @@ def test_outputs_come_back_in_input_order_and_sums_become_means():
     data = [datum(2, [0.0, 1.0]), datum(1, [1.0]), datum(3, [0.0, 1.0, 1.0])]
     zero, one, two, of_filler = (torch.full((n,), -float(n)) for n in (2, 1, 3, 9))
     merged = _merge(
-        [Accumulated(policy_logprobs=[two, zero], loss=0.5,
+        [Accumulated(rows=[two, zero], loss=0.5,
                      sums={"policy/entropy": 6.0, "mismatch/logprob_diff_max": 0.25}),
-         Accumulated(policy_logprobs=[one, of_filler], loss=0.25,
+         Accumulated(rows=[one, of_filler], loss=0.25,
                      sums={"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75})],
-        [[[2], [0]], [[1], []]], data)
+        [[[2], [0]], [[1], []]], data, who="policy.forward")
     assert [x is y for x, y in zip(merged.policy_logprobs, [zero, one, two], strict=True)] == [True] * 3
     assert merged.loss == 0.75  # a sum: how it is averaged is in the weights
     assert merged.num_tokens == 4
@@ -35,26 +35,26 @@ def test_outputs_come_back_in_input_order_and_sums_become_means():
 
 def test_a_fillers_output_is_dropped_wherever_it_stands():
     of_filler, zero, one = torch.tensor([-9.0]), torch.tensor([-1.0]), torch.tensor([-2.0])
-    answer = Accumulated(policy_logprobs=[of_filler, one, of_filler, zero], loss=0.0, sums={})
-    merged = _merge([answer], [[[], [1], [], [0]]], [datum(1), datum(1)])
+    answer = Accumulated(rows=[of_filler, one, of_filler, zero], loss=0.0, sums={})
+    merged = _merge([answer], [[[], [1], [], [0]]], [datum(1), datum(1)], who="policy.forward")
     assert merged.policy_logprobs == [zero, one]
 
 
 def test_a_maximum_below_zero_is_not_lifted_to_zero():
     merged = _merge(
-        [Accumulated(policy_logprobs=[torch.zeros(1)], loss=0.0, sums={"x_max": value}) for value in (-3.0, -2.0)],
-        [[[0]], [[1]]], [datum(1), datum(1)])
+        [Accumulated(rows=[torch.zeros(1)], loss=0.0, sums={"x_max": value}) for value in (-3.0, -2.0)],
+        [[[0]], [[1]]], [datum(1), datum(1)], who="policy.forward")
     assert merged.metrics == {"x_max": -2.0}
 
 
 def test_data_without_a_loss_mask_count_every_token():
-    merged = _merge([Accumulated(policy_logprobs=[torch.zeros(3)], loss=0.0, sums={"x": 6.0})], [[[0]]], [datum(3)])
+    merged = _merge([Accumulated(rows=[torch.zeros(3)], loss=0.0, sums={"x": 6.0})], [[[0]]], [datum(3)], who="policy.forward")
     assert merged.num_tokens == 3 and merged.metrics == {"x": 2.0}
 
 
 def test_a_metric_over_no_trained_token_is_zero_not_an_error():
     data = [datum(2, [0.0, 0.0])]
-    merged = _merge([Accumulated(policy_logprobs=[torch.zeros(2)], loss=0.0, sums={"x": 0.0})], [[[0]]], data)
+    merged = _merge([Accumulated(rows=[torch.zeros(2)], loss=0.0, sums={"x": 0.0})], [[[0]]], data, who="policy.forward")
     assert merged.num_tokens == 0 and merged.metrics == {"x": 0.0}
 
 
@@ -65,12 +65,12 @@ def test_order_survives_any_plan(lengths, num_ranks, max_tokens):
     """Every datum's output is tagged with its index and put where the plan says."""
     plan = plan_microbatches(lengths, num_ranks, max_tokens)
     answers = [
-        Accumulated(loss=0.0, sums={"x": float(sum(len(members) for members in microbatches))}, policy_logprobs=[
+        Accumulated(loss=0.0, sums={"x": float(sum(len(members) for members in microbatches))}, rows=[
             torch.full((lengths[i],), float(i)) if i >= 0 else torch.tensor([-1.0])
             for members in microbatches for i in members or [-1]])
         for microbatches in plan.ranks
     ]
-    merged = _merge(answers, plan.ranks, [datum(length) for length in lengths])
+    merged = _merge(answers, plan.ranks, [datum(length) for length in lengths], who="policy.forward")
     assert [x.tolist() for x in merged.policy_logprobs] == [[float(i)] * n for i, n in enumerate(lengths)]
     assert merged.metrics["x"] == pytest.approx(len(lengths) / sum(lengths))
 

@@ -146,7 +146,7 @@ def test_the_smallest_flavours():
     assert larger.num_parameters == 1_720_574_976
 
 
-@pytest.mark.parametrize("flavor", ["0.6B", "1.7B"])
+@pytest.mark.parametrize("flavor", ["0.6B", "1.7B", "debugmodel_moe"])
 def test_a_flavour_and_its_shape_build_models_of_the_same_parameters(flavor):
     with torch.device("meta"):
         by_flavor = build_spec(ModelConfig(flavor=flavor)).model.build()
@@ -159,13 +159,12 @@ def test_a_flavour_and_its_shape_build_models_of_the_same_parameters(flavor):
     assert sum(parameter.numel() for parameter in by_flavor.parameters()) == flavor_shape(flavor).num_parameters
 
 
-@pytest.mark.parametrize("flavor", ["9B", "30B-A3B", "debugmodel_moe"])
-def test_unknown_flavours_and_mixtures_of_experts_are_refused(flavor):
+def test_unknown_flavours_are_refused():
     with pytest.raises(ValueError) as caught:
-        flavor_shape(flavor)
+        flavor_shape("9B")
     message = str(caught.value)
-    assert message.startswith(f"model.flavor={flavor!r}: is not a dense Qwen3 flavour; use one of ")
-    assert "0.6B, 1.7B" in message and "A3B" not in message.split(";")[1]
+    assert message.startswith("model.flavor='9B': is not a Qwen3 flavour; use one of ")
+    assert "0.6B, 1.7B" in message and "30B-A3B" in message
 
 
 # The model against transformers.

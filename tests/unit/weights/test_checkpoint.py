@@ -5,7 +5,7 @@ import json
 import pytest
 
 from torchtitan_rl.weights.checkpoint import (
-    hf_dir, hf_weights, model_dir, read_state, require_complete, write_state,
+    adapter_dir, hf_dir, hf_weights, model_dir, read_state, require_complete, require_lora, write_lora, write_state,
 )
 
 STATE = {"step": 80, "phase": "reinforcement", "policy_version": 380, "source": {"epoch": 0, "cursor": 2560}, "seed": 0}
@@ -54,3 +54,29 @@ def test_a_hugging_face_directory_is_taken_as_it_is(tmp_path):
     assert "is incomplete" in refusal(hf_weights, tmp_path)  # a config without weights is not enough
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     assert hf_weights(tmp_path) == tmp_path
+
+
+RECORD = {"rank": 8, "alpha": 16.0, "target_modules": ["o_proj"], "base_xxh3": "0123456789abcdef"}
+
+
+def test_adapters_are_loaded_where_they_belong(tmp_path):
+    require_lora(tmp_path, None)
+    write_lora(tmp_path / "step-80", RECORD)
+    require_lora(tmp_path / "step-80", RECORD)
+    write_lora(tmp_path / "step-80", None)  # written again without adapters
+    require_lora(tmp_path / "step-80", None)
+    assert adapter_dir(tmp_path) == tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(("saved", "here", "complaint"), [
+    (None, RECORD, "holds a whole model and trainer.lora is set"),
+    (RECORD, None, "holds LoRA adapters only and trainer.lora is None"),
+    (RECORD, RECORD | {"rank": 4}, "was saved with trainer.lora.rank=8, here it is 4"),
+    (RECORD, RECORD | {"alpha": 8.0}, "was saved with trainer.lora.alpha=16.0, here it is 8.0"),
+    (RECORD, RECORD | {"target_modules": ["qkv_proj"]}, "was saved with trainer.lora.target_modules=['o_proj']"),
+    (RECORD, RECORD | {"base_xxh3": "f" * 16}, "other base weights (0123456789abcdef, here ffffffffffffffff)"),
+])
+def test_adapters_of_another_kind_or_base_are_refused(saved, here, complaint, tmp_path):
+    write_lora(tmp_path, saved)
+    message = refusal(lambda path: require_lora(path, here), tmp_path)
+    assert message.startswith(f"checkpoint={str(tmp_path)!r}: ") and complaint in message and "; " in message

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Trains a config on several hosts: scripts/train_torchrun.sh CONFIG [--field.path value ...], the same line on each.
+#
+# torchrun starts one process per host; its settings come from the environment, and the defaults make one host:
+#   NNODES                      number of hosts (1)
+#   NODE_RANK                   this host's, 0 on the one that drives the run (0)
+#   MASTER_ADDR, MASTER_PORT    where rank 0 can be reached (127.0.0.1, 29500)
+#   TORCHTITAN_RL_HOST_ADDRESS  this host's address, to bind and to be reached at (the one that leads to MASTER_ADDR)
+#   TORCHTITAN_RL_JOIN_S        seconds within which all hosts must be there (300)
+# Code, configs and the run's directory must be at the same path on every host. Nothing authenticates anybody: whoever
+# reaches the ports of a run can run code on its hosts. Bind private interfaces; see docs/scaling.md.
+set -euo pipefail
+python=${TORCHTITAN_RL_PYTHON:-$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python}
+[[ -x $python ]] || { echo "error: $python: is not there; run scripts/setup.sh, or set TORCHTITAN_RL_PYTHON" >&2; exit 1; }
+exec "$python" -m torch.distributed.run --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node 1 \
+  --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
+  --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts 0 -m torchtitan_rl.torchrun "$@"

@@ -1,0 +1,191 @@
+"""Two hosts by torchrun on two loopback addresses: a mesh over both trains, a host that dies is named, nothing is left."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ["bash", str(ROOT / "scripts" / "train_torchrun.sh")]
+QUICKSTART = str(ROOT / "configs" / "quickstart.py")
+SHORT = [
+    "--supervised.num-steps", "2", "--supervised.batch-size", "8", "--algorithm.tasks-per-step", "4",
+    "--algorithm.group-size", "4", "--controller.num-steps", "2", "--controller.eval-every", "0",
+    "--controller.eval-tasks", "8", "--controller.test-tasks", "8", "--controller.pass-at-k", "0",
+    "--trainer.num-hosts", "2", "--trainer.parallelism.data-parallel-shard-degree", "2", "--trainer.num-threads", "1",
+    "--generator.num-replicas", "2", "--generator.num-threads", "1",
+]
+ADDRESSES = ["127.0.0.1", "127.0.0.2"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def shared_weights(processes: list[psutil.Process]) -> list[str]:
+    """Segments of shared memory in which a trainer keeps weights for generators on its host."""
+    links = []
+    for process in processes:
+        for fd in Path(f"/proc/{process.pid}/fd").glob("*"):
+            try:
+                links.append(os.readlink(fd))
+            except OSError:
+                pass  # closed since, or the process has ended
+    return [link for link in links if "torchtitan_rl_weights" in link]
+
+
+class Launch:
+    """The script, started once per host; `arguments` may differ only in what a test gets wrong on purpose."""
+
+    def __init__(self, directory: Path, *arguments: str, ranks=(0, 1), num_nodes: int = 2, **environment: str):
+        self.directory, port = directory, free_port()
+        self.outputs = [directory / f"host-{rank}.txt" for rank in ranks]
+        self.processes = [
+            subprocess.Popen(
+                [*SCRIPT, QUICKSTART, *SHORT, "--output-dir", str(directory / "run"), *arguments], cwd=ROOT,
+                stdout=output.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {
+                    "TORCHTITAN_RL_PYTHON": sys.executable, "NNODES": str(num_nodes), "NODE_RANK": str(rank),
+                    "MASTER_PORT": str(port), "TORCHTITAN_RL_HOST_ADDRESS": ADDRESSES[rank], **environment})
+            for rank, output in zip(ranks, self.outputs, strict=True)]
+
+    def wait(self, timeout: float) -> list[int]:
+        end = time.monotonic() + timeout
+        return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
+
+    def wait_for_metrics(self, timeout: float = 240) -> None:
+        metrics, end = self.directory / "run" / "metrics.jsonl", time.monotonic() + timeout
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert time.monotonic() < end and all(p.poll() is None for p in self.processes), self.text()
+            time.sleep(0.1)
+
+    def descendants(self) -> list[psutil.Process]:
+        return [child for p in self.processes for child in psutil.Process(p.pid).children(recursive=True)]
+
+    def text(self, host: int | None = None) -> str:
+        outputs = self.outputs if host is None else [self.outputs[host]]
+        return "\n".join(output.read_text() for output in outputs)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()  # what it started ends with it
+                process.wait()
+
+
+@pytest.fixture
+def launch(tmp_path):
+    launches, before = [], set(os.listdir("/dev/shm"))
+
+    def start(*arguments, **options) -> Launch:
+        launches.append(Launch(tmp_path, *arguments, **options))
+        return launches[-1]
+
+    yield start
+    for one in launches:
+        one.kill()
+    end = time.monotonic() + 5
+    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not left
+
+
+def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
+    run = launch()
+    run.wait_for_metrics()
+    processes = run.descendants()
+    assert not shared_weights(processes), "between hosts the store carries the weights"
+    assert run.wait(240) == [0, 0], run.text()
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert not alive
+    assert "greedy accuracy after reinforcement" in run.text(0)
+    assert all((tmp_path / "run" / "logs" / name).exists() for name in (
+        "policy-0.log", "policy-1.log", "generator-0-0.log", "generator-1-0.log"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["phase"] == "reinforcement"]
+    assert len(steps) == 2 and all(line["mismatch/kl"] <= 1e-6 for line in steps)
+
+
+@pytest.mark.parametrize("victim", ["worker", "everything"])
+def test_a_host_that_dies_is_named_within_fifteen_seconds(launch, victim):
+    run = launch("--supervised.num-steps", "5000")
+    run.wait_for_metrics()
+    processes = run.descendants()
+    (worker,) = [p for p in processes if f"tcp://{ADDRESSES[1]}:" in " ".join(p.cmdline()) and "torchtitan_rl.worker" in p.cmdline()]
+    start = time.monotonic()
+    if victim == "worker":
+        worker.kill()
+    else:  # as if the machine had gone: torchrun and all that it started
+        for process in psutil.Process(run.processes[1].pid).children(recursive=True):
+            process.send_signal(signal.SIGKILL)
+        run.processes[1].kill()
+    named = re.compile(r"error: .*host 127\.0\.0\.2:\d+")
+    while not named.search(run.text(0)) and time.monotonic() - start < 15:
+        time.sleep(0.1)
+    assert named.search(run.text(0)), run.text()
+    assert all(status != 0 for status in run.wait(60)), run.text()
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert not alive
+
+
+def test_a_host_that_does_not_come_ends_the_wait(launch):
+    run = launch(ranks=(0,), TORCHTITAN_RL_JOIN_S="10")
+    assert run.wait(120) != [0]
+    assert "1/2 clients joined" in run.text(), run.text()  # torchrun's own words
+
+
+def test_more_hosts_than_the_launch_has_are_refused_with_the_numbers(launch):
+    run = launch("--trainer.num-hosts", "3", "--trainer.parallelism.data-parallel-shard-degree", "3", ranks=(0,), num_nodes=1)
+    assert run.wait(120) == [1]
+    assert "error: trainer.num_hosts=3 (policy): the launch has 1 host (127.0.0.1:" in run.text()
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    (["--trainer.num-hosts", "2"], "trainer.num_hosts=2 (policy): the launch has 1 host (this host)"),
+    (["--trainer.num-hosts", "2", "--hosts", "tcp://10.0.0.1:1,tcp://10.0.0.2:1"],
+     "trainer.num_hosts=2 (policy): does not divide the mesh's 1 ranks"),
+    (["--generator.num-replicas", "1000"], "generator ranks on this host, whose"),
+    (["--trainer.num-threads", "1000"], "trainer.num_threads=1000: this host has"),
+])
+def test_a_dry_run_refuses_what_does_not_fit(arguments, expected):
+    result = subprocess.run(
+        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--dry-run", *arguments], cwd=ROOT,
+        capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and expected in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("hosts, expected", [
+    ("10.0.0.1:5", "hosts='10.0.0.1:5': is not the address of a worker"),
+    ("tcp://127.0.0.1:1,tcp://127.0.0.1:1", "a worker is named twice"),
+])
+def test_addresses_of_another_form_are_refused(hosts, expected):
+    result = subprocess.run(
+        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--hosts", hosts], cwd=ROOT, capture_output=True,
+        text=True, timeout=120)
+    assert result.returncode == 1 and expected in result.stderr, result.stderr
+
+
+def test_a_slurm_job_is_printed_and_not_submitted(tmp_path):
+    result = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "train_job.sh"), "slurm", QUICKSTART, "--num-hosts", "2", "--gpus-per-host", "4",
+         "--time-limit", "01:00:00", "--dry-run", "--trainer.num-hosts", "2",
+         "--trainer.parallelism.data-parallel-shard-degree", "2"],
+        cwd=tmp_path, env=os.environ | {"TORCHTITAN_RL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=01:00:00"):
+        assert line in result.stdout.splitlines()
+    assert f"torchtitan_rl.cli train {QUICKSTART} --trainer.num-hosts 2" in result.stdout and "--hosts job" in result.stdout
+    assert "validated by --dry-run only" in result.stderr and list(tmp_path.iterdir()) == []

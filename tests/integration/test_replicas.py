@@ -1,0 +1,188 @@
+"""Four replicas behind the router: they answer as one would, and go on as long as one of them is left.
+
+The tests share a stack and run in order: the later ones end replicas, and each needs only those it names.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.integration.conftest import small_config
+from tests.integration.helpers import gone
+from torchtitan_rl.types import Request, SamplingParams
+
+PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]
+LONG_BATCH = [prompt + [token] for token in range(30, 62) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def controller(loop, tmp_path_factory):
+    from torchtitan_rl.controller import Controller
+
+    config = small_config(tmp_path_factory.mktemp("replicas") / "run", generator__num_replicas=4)
+    controller = loop.run_until_complete(Controller.launch(config))
+    yield controller
+    loop.run_until_complete(controller.close())
+
+
+@pytest.fixture
+def served(controller, monkeypatch):
+    """The prompts each replica was sent, by role."""
+    prompts = {replica.mesh.role: [] for replica in controller.generator._replicas}
+    for replica in controller.generator._replicas:
+        def call_leader(endpoint, *args, call=replica.mesh.call_leader, role=replica.mesh.role, **kwargs):
+            if endpoint == "sample":
+                prompts[role] += [request.tokens for request in args[0]]
+            return call(endpoint, *args, **kwargs)
+
+        monkeypatch.setattr(replica.mesh, "call_leader", call_leader)
+    return prompts
+
+
+def _requests(prompts, max_tokens):
+    return [Request(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True))
+            for seed, prompt in enumerate(prompts)]
+
+
+def _sample(controller, requests):
+    return asyncio.gather(*(controller.generator.sample(request.tokens, request.params) for request in requests))
+
+
+def _assert_the_same(completions, expected):
+    assert [c.tokens for c in completions] == [c.tokens for c in expected]
+    for completion, other in zip(completions, expected):
+        assert torch.allclose(torch.tensor(completion.logprobs), torch.tensor(other.logprobs), atol=1e-5)
+
+
+async def _kill(controller, index):
+    (pid,) = await controller.generator._replicas[index].mesh.call_each("where")
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_four_replicas_give_the_tokens_and_log_probabilities_of_one(loop, controller, served):
+    requests = _requests([prompt for prompt in PROMPTS for _ in range(6)], max_tokens=16)
+
+    async def run():
+        one = await controller.generator._replicas[0].mesh.call_rank(0, "sample", requests)
+        for prompts in served.values():
+            prompts.clear()
+        return one, await _sample(controller, requests)
+
+    one, four = loop.run_until_complete(run())
+    _assert_the_same(four, one)
+    assert {role: sorted(prompts) for role, prompts in served.items()} == {
+        f"generator-{i}": sorted([PROMPTS[i]] * 6 + [PROMPTS[i + 4]] * 6) for i in range(4)}
+
+
+def test_the_next_turn_goes_where_its_prefix_is_cached_until_weights_change(loop, controller, served):
+    turns = [prompt + [40, 41] for prompt in reversed(PROMPTS[:4])]
+
+    async def run(prompts):
+        for sent in served.values():
+            sent.clear()
+        await _sample(controller, _requests(prompts, max_tokens=2))
+        return [next(int(role[-1]) for role, sent in served.items() if prompt in sent) for prompt in prompts]
+
+    loop.run_until_complete(controller.publish())
+    assert loop.run_until_complete(run(PROMPTS[:4])) == [0, 1, 2, 3]
+    assert loop.run_until_complete(run(turns)) == [3, 2, 1, 0]
+    loop.run_until_complete(controller.publish())
+    assert loop.run_until_complete(run(turns)) == [0, 1, 2, 3]
+
+
+def test_the_same_requests_give_the_same_bits_on_several_replicas(loop, controller):
+    requests = _requests([PROMPTS[i % 7][: 2 + i % 4] for i in range(40)], max_tokens=12)
+
+    async def run():
+        await controller.publish()
+        return await _sample(controller, requests)
+
+    first, second = loop.run_until_complete(run()), loop.run_until_complete(run())
+    assert [(c.tokens, c.logprobs) for c in first] == [(c.tokens, c.logprobs) for c in second]
+
+
+def test_a_batch_completes_although_a_replica_is_killed_in_the_middle(loop, controller, served):
+    requests = _requests(LONG_BATCH, max_tokens=56)
+
+    async def run():
+        expected = await controller.generator._replicas[0].mesh.call_rank(0, "sample", requests)
+        batch = asyncio.ensure_future(_sample(controller, requests))
+        await asyncio.sleep(0.05)
+        assert served["generator-2"] and not batch.done()
+        await _kill(controller, 2)
+        return expected, await asyncio.wait_for(batch, 60)
+
+    expected, completions = loop.run_until_complete(run())
+    _assert_the_same(completions, expected)
+    health = controller.generator.health()
+    assert "generator-2-0.sample: its process died" in health.pop("generator-2")
+    assert set(health.values()) == {"healthy"}
+    assert "generator-2" not in controller.versions.held()[controller.policy_version]
+
+
+def test_training_goes_on_without_it(loop, controller):
+    loop.run_until_complete(controller.reinforce())
+    assert controller.step == 2
+    lines = [json.loads(line) for line in (controller.run_dir.path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["generator/healthy_replicas"] for line in lines] == [3, 3]
+    assert controller.versions.held() == {
+        controller.policy_version: ["generator-0", "generator-1", "generator-3", "newest"]}
+
+
+def test_a_replica_whose_engine_thread_dies_in_a_living_process_is_lost_too(loop, controller):
+    mesh = controller.generator._replicas[3].mesh
+
+    async def run():
+        with pytest.raises(RuntimeError, match=r"generator-3-0.load: .* the engine has stopped: KeyError\(99\)"):
+            await mesh.call_rank(0, "load", 99)  # nobody has fetched it
+        pid = await mesh.call_rank(0, "where")  # the process lives
+        completions = await _sample(controller, _requests(PROMPTS, max_tokens=4))
+        await gone(pid)  # what is of no use any more holds no memory and no core
+        return completions
+
+    assert all(len(completion.tokens) == 4 for completion in loop.run_until_complete(run()))
+    assert "the engine has stopped: KeyError(99)" in controller.generator.health()["generator-3"]
+
+
+def test_requests_that_vllm_refuses_harm_nobody(loop, controller):
+    async def run():
+        requests = _requests([PROMPTS[0], [20, 10**6], PROMPTS[1]], max_tokens=4)
+        requests[2].params.temperature = -1.0
+        return await asyncio.gather(*(
+            controller.generator.sample(r.tokens, r.params) for r in requests), return_exceptions=True)
+
+    before = controller.generator.health()
+    fine, no_such_token, cold = loop.run_until_complete(run())
+    assert len(fine.tokens) == 4
+    assert isinstance(no_such_token, ValueError) and "prompt of 2 tokens" in str(no_such_token)
+    assert isinstance(cold, ValueError) and "temperature" in str(cold)
+    assert controller.generator.health() == before
+
+
+def test_when_all_are_dead_every_call_names_them_within_15_s(loop, controller):
+    async def run():
+        batch = asyncio.ensure_future(asyncio.gather(*(
+            controller.generator.sample(r.tokens, r.params) for r in _requests(LONG_BATCH, max_tokens=56)),
+            return_exceptions=True))
+        await asyncio.sleep(0.05)
+        assert not batch.done()
+        for index in (0, 1):
+            await _kill(controller, index)
+        start = time.monotonic()
+        errors = await asyncio.wait_for(batch, 30)
+        took = time.monotonic() - start
+        with pytest.raises(RuntimeError, match="no generator replica is left"):
+            await controller.publish()
+        return errors, took
+
+    errors, took = loop.run_until_complete(run())
+    assert took < 15
+    for error in errors:
+        assert isinstance(error, RuntimeError), error
+        assert all(f"generator-{i}: generator-{i}-0." in str(error) for i in range(4)), error
+    assert list(controller.versions.held().values()) == [["newest"]]

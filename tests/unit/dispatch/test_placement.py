@@ -1,0 +1,187 @@
+"""Which parts move, in which order, before which operation. Meshes only record what they are told here; that the
+real ones do it is in tests/integration/test_roles.py."""
+
+import asyncio
+
+import pytest
+
+from torchtitan_rl.dispatch.placement import GENERATOR_PARTS, TRAINER_PARTS, Placement
+from torchtitan_rl.dispatch.role_mesh import WorkerLost
+
+
+class Mesh:
+    dead = ()
+
+    def __init__(self, role, log):
+        self.role, self.log = role, log
+
+    async def call_all(self, endpoint, parts):
+        self.log.append((self.role, endpoint, *parts))
+
+    async def call_leader(self, endpoint, *args):
+        if self.role in self.dead:
+            raise WorkerLost(f"{self.role} died")
+        self.log.append((self.role, endpoint, *args))
+
+
+def placement(colocation, log):
+    built = Placement(colocation)
+    for role, parts in {"policy": TRAINER_PARTS, "reference": ("model",), "critic": TRAINER_PARTS,
+                        "generator": GENERATOR_PARTS}.items():
+        built.add(role, [Mesh(role, log)], parts)
+    return built
+
+
+def moves(colocation, operations):
+    """What meshes were told, with the operations themselves in between."""
+    log = []
+
+    async def run():
+        built = placement(colocation, log)
+        for role in ("policy", "reference", "critic", "generator"):
+            if built.shares(role):
+                await built.evict(role)
+        log.clear()
+        for role, operation in operations:
+            async with built.turn(role, operation):
+                log.append(f"{role}.{operation}")
+        return built
+
+    return log, asyncio.run(run())
+
+
+STEP = [("policy", "forward"), ("reference", "forward"), ("policy", "forward_backward"), ("policy", "optim_step"),
+        ("policy", "push_weights"), ("generator", "pull"), ("generator", "sample")]
+
+
+def test_nothing_moves_where_nothing_is_shared():
+    log, _ = moves("none", STEP)
+    assert log == [f"{role}.{operation}" for role, operation in STEP]
+
+
+def test_policy_and_reference_take_turns_and_only_what_is_missing_is_loaded():
+    log, _ = moves("policy_reference", STEP)
+    assert log == [
+        ("policy", "onload", "model"), "policy.forward",
+        ("policy", "offload", "model"), ("reference", "onload", "model"), "reference.forward",
+        ("reference", "offload", "model"), ("policy", "onload", "model", "gradients"), "policy.forward_backward",
+        ("policy", "onload", "optimizer"), "policy.optim_step",
+        "policy.push_weights", "generator.pull", "generator.sample",
+    ]
+
+
+def test_a_push_in_a_fully_shared_run_wakes_weights_then_pulls_then_wakes_the_cache():
+    log, _ = moves("all", [*STEP, ("policy", "forward_backward")])
+    assert log == [
+        ("policy", "onload", "model"), "policy.forward",
+        ("policy", "offload", "model"), ("reference", "onload", "model"), "reference.forward",
+        ("reference", "offload", "model"), ("policy", "onload", "model", "gradients"), "policy.forward_backward",
+        ("policy", "onload", "optimizer"), "policy.optim_step",
+        ("policy", "offload", "gradients", "optimizer"), "policy.push_weights",  # model on, optimizer off
+        ("generator", "wake", "weights"), "generator.pull",
+        ("policy", "offload", "model"), ("generator", "wake", "kv_cache"), "generator.sample",
+        ("generator", "sleep"), ("policy", "onload", "model", "gradients"), "policy.forward_backward",
+    ]
+
+
+def test_gradients_that_were_evicted_are_back_for_the_optimizer_step():
+    log, _ = moves("policy_reference", [("policy", "forward_backward"), ("reference", "forward"), ("policy", "optim_step")])
+    assert log == [
+        ("policy", "onload", "model", "gradients"), "policy.forward_backward",
+        ("policy", "offload", "model", "gradients"), ("reference", "onload", "model"), "reference.forward",
+        ("reference", "offload", "model"), ("policy", "onload", "model", "gradients", "optimizer"), "policy.optim_step",
+    ]
+
+
+def test_loading_the_model_does_not_count_as_loading_the_optimizer():
+    _, built = moves("all", [("policy", "forward")])
+    assert built.on_device["policy"] == {"model"}
+    assert built.on_device["generator"] == set()
+
+
+def test_a_critic_makes_room_for_the_policy_only_when_all_is_shared():
+    steps = [("critic", "optim_step"), ("policy", "forward_backward")]
+    assert ("critic", "offload", "model", "gradients", "optimizer") in moves("all", steps)[0]
+    assert not any("critic" == entry[0] for entry in moves("policy_reference", steps)[0] if isinstance(entry, tuple))
+
+
+def test_shared_operations_run_one_at_a_time_in_the_order_they_were_submitted():
+    async def run():
+        built, order = placement("all", []), []
+
+        def operation(name, seconds):
+            async def body():
+                order.append(f"{name} begins")
+                await asyncio.sleep(seconds)
+                order.append(f"{name} ends")
+            return lambda: asyncio.ensure_future(body())
+
+        await asyncio.gather(
+            built.run("critic", "forward_backward", operation("critic", 0.02)),
+            built.run("policy", "forward_backward", operation("policy", 0.01)),
+            built.run("policy", "optim_step", operation("step", 0.0)))
+        return order
+
+    assert asyncio.run(run()) == [
+        "critic begins", "critic ends", "policy begins", "policy ends", "step begins", "step ends"]
+
+
+def test_generator_requests_share_the_device_with_each_other_and_keep_trainers_waiting():
+    async def run():
+        built, order = placement("all", []), []
+        both_in = asyncio.Barrier(2)
+
+        async def sample():
+            async with built.turn("generator", "sample"):
+                await asyncio.wait_for(both_in.wait(), 5)
+                order.append("sample")
+
+        async def train():
+            async with built.turn("policy", "forward_backward"):
+                order.append("train")
+
+        await asyncio.gather(sample(), sample(), train())
+        return order
+
+    assert asyncio.run(run()) == ["sample", "sample", "train"]
+
+
+def test_a_call_that_fails_or_is_cancelled_lets_the_next_one_in():
+    async def run():
+        built = placement("all", [])
+
+        async def fail():
+            raise RuntimeError("broken")
+
+        with pytest.raises(RuntimeError, match="broken"):
+            await built.run("policy", "forward", lambda: asyncio.ensure_future(fail()))
+        cancelled = built.run("policy", "forward", lambda: asyncio.ensure_future(asyncio.sleep(60)))
+        cancelled.cancel()  # before it has begun to wait
+        async with asyncio.timeout(5):
+            async with built.turn("reference", "forward"):
+                pass
+
+    asyncio.run(run())
+
+
+def test_a_generator_that_died_takes_no_more_turns_and_the_last_one_is_an_error():
+    async def run():
+        log = []
+        built = Placement("all")
+        replicas = [Mesh("generator-0", log), Mesh("generator-1", log)]
+        built.add("policy", [Mesh("policy", log)], TRAINER_PARTS)
+        built.add("generator", replicas, GENERATOR_PARTS)
+        replicas[0].dead = ("generator-0",)
+        await built.evict("generator")
+        assert log == [("generator-1", "sleep")]
+        replicas[1].dead = ("generator-1",)
+        with pytest.raises(WorkerLost, match="generator-1 died"):
+            async with built.turn("generator", "sample"):
+                pass
+
+    asyncio.run(run())
+
+
+def test_an_unknown_colocation_is_refused():
+    with pytest.raises(ValueError, match="colocation='some': is not known; use one of none, policy_reference, all"):
+        Placement("some")

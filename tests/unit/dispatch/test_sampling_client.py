@@ -1,0 +1,234 @@
+"""What the client does when replicas are lost. They are in this process; test_replicas.py has real ones."""
+
+import asyncio
+
+import pytest
+
+from torchtitan_rl.dispatch.role_mesh import WorkerLost
+from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.types import Completion, SamplingParams
+
+
+class Mesh:
+    """Answers like a generator mesh; `broken[endpoint]` is raised instead, `held_up` delays sampling."""
+
+    def __init__(self, role):
+        self.role, self.num_ranks, self.broken, self.held_up = role, 2, {}, None
+        self.sampled, self.loaded, self.aborted = [], [], []
+
+    async def call_rank(self, rank, endpoint):
+        assert endpoint == "abort"
+        self.aborted.append(rank)
+        raise died(self.role, endpoint)
+
+    async def call_leader(self, endpoint, argument, timeout_s=None):
+        if endpoint in self.broken:
+            raise self.broken[endpoint]
+        if endpoint == "load":
+            self.loaded.append(argument)
+            return argument
+        self.sampled += [request.tokens for request in argument]
+        if self.held_up is not None:
+            await self.held_up.wait()
+            if endpoint in self.broken:
+                raise self.broken[endpoint]
+        return [self._answer(request) for request in argument]
+
+    def _answer(self, request):
+        if request.tokens == [13]:
+            return ValueError("prompt of 1 tokens: token id 13 is out of vocabulary")
+        return Completion(tokens=request.tokens, logprobs=[], policy_versions=[self.loaded[-1]], finish_reason="stop")
+
+    async def call_all(self, endpoint, *args):
+        if endpoint in self.broken:
+            raise self.broken[endpoint]
+
+
+class Weights:
+    """Trainer and store of `PolicyVersions`: published versions are numbered 1, 2, ..."""
+
+    def __init__(self):
+        self.published, self.discarded = 0, []
+
+    async def push_weights(self, dtype, transport, verify):
+        self.published += 1
+        return self.published
+
+    async def discard_weights(self, version):
+        self.discarded.append(version)
+
+    async def discard(self, version):
+        pass
+
+
+class Config:
+    transport, verify = "store", True
+
+
+def client_of(num_replicas):
+    meshes = [Mesh(f"generator-{i}") for i in range(num_replicas)]
+    weights = Weights()
+    versions = PolicyVersions(weights, weights, Config, None, one_host=True)
+    return meshes, versions, SamplingClient(meshes, versions, max_model_len=64, timeout_s=5)
+
+
+async def sample_all(client, prompts, **named):
+    return await asyncio.wait_for(asyncio.gather(*(
+        client.sample(prompt, SamplingParams(max_tokens=4), **named) for prompt in prompts), return_exceptions=True), 5)
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def died(role, endpoint):
+    return WorkerLost(f"{role}-0.{endpoint}: its process died (killed); see its log")
+
+
+def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions_are_released(caplog):
+    async def run():
+        meshes, versions, client = client_of(3)
+        await client.pull(await versions.publish())
+        meshes[1].broken["sample"] = died("generator-1", "sample")
+        prompts = [[1], [2], [3], [4], [5], [6]]
+        answers = await sample_all(client, prompts)
+        assert [answer.tokens for answer in answers] == prompts
+        assert sorted(meshes[0].sampled + meshes[2].sampled) == prompts
+        await settle()
+        assert client.health() == {
+            "generator-0": "healthy", "generator-1": "generator-1-0.sample: its process died (killed); see its log",
+            "generator-2": "healthy"}
+        assert versions.held() == {1: ["generator-0", "generator-2", "newest"]}
+        await client.pull(await versions.publish())
+        assert versions.held() == {2: ["generator-0", "generator-2", "newest"]}
+        assert [mesh.loaded for mesh in meshes] == [[1, 2], [1], [1, 2]]
+        assert [mesh.aborted for mesh in meshes] == [[], [0, 1], []]
+        assert client._router.loads == [0, 0, 0] and not client._tasks
+
+    asyncio.run(run())
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        "a generator replica is lost, 2 left: generator-1-0.sample: its process died (killed); see its log"]
+
+
+def test_when_the_last_replica_is_lost_every_caller_hears_of_all_of_them():
+    async def run():
+        meshes, versions, client = client_of(2)
+        await client.pull(await versions.publish())
+        for mesh in meshes:
+            mesh.broken["sample"] = died(mesh.role, "sample")
+        answers = await sample_all(client, [[1], [2], [3]])
+        for answer in answers:
+            assert isinstance(answer, RuntimeError)
+            assert "generator-0: generator-0-0.sample: its process died" in str(answer)
+            assert "generator-1: generator-1-0.sample: its process died" in str(answer)
+        with pytest.raises(RuntimeError, match="no generator replica is left"):
+            await client.pull(await versions.publish())
+        await settle()
+        assert versions.held() == {2: ["newest"]}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("endpoint, error", [
+    ("fetch", died("generator-0", "fetch")), ("load", died("generator-0", "load")),
+    ("load", RuntimeError("generator-0-0.load: RuntimeError: the engine has stopped: KeyError(7)"))])
+def test_a_replica_that_is_lost_in_a_pull_does_not_stop_the_others(endpoint, error):
+    async def run():
+        meshes, versions, client = client_of(2)
+        await client.pull(await versions.publish())
+        meshes[0].broken[endpoint] = error
+        await client.pull(await versions.publish())
+        await settle()
+        assert client.health() == {"generator-0": str(error), "generator-1": "healthy"}
+        assert versions.held() == {2: ["generator-1", "newest"]}
+        assert client.policy_version == 2
+        assert [answer.policy_versions for answer in await sample_all(client, [[1], [2]])] == [[2], [2]]
+
+    asyncio.run(run())
+
+
+def test_weights_that_do_not_fit_are_an_error_of_the_pull_not_of_the_replicas_health():
+    async def run():
+        meshes, versions, client = client_of(2)
+        await client.pull(await versions.publish())
+        meshes[0].broken["fetch"] = RuntimeError("generator-0.fetch: RuntimeError: does not fit this generator")
+        with pytest.raises(RuntimeError, match="does not fit this generator"):
+            await client.pull(await versions.publish())
+        assert set(client.health().values()) == {"healthy"}
+        assert versions.held() == {1: ["generator-0"], 2: ["generator-1", "newest"]}
+
+    asyncio.run(run())
+
+
+def test_a_requests_own_mistake_is_its_own():
+    async def run():
+        meshes, versions, client = client_of(1)
+        await client.pull(await versions.publish())
+        mistake, fine = await sample_all(client, [[13], [1]])
+        assert isinstance(mistake, ValueError) and fine.tokens == [1]
+        (unpublished,) = await sample_all(client, [[1]], policy_version=99)
+        assert isinstance(unpublished, ValueError) and "policy_version=99: is not published" in str(unpublished)
+        assert client.health() == {"generator-0": "healthy"}
+
+    asyncio.run(run())
+
+
+def test_whoever_waits_for_a_version_of_a_replica_that_is_lost_is_served_by_another():
+    async def run():
+        meshes, versions, client = client_of(2)
+        old = await versions.publish()
+        versions.pin(old, "teacher")
+        await client.pull(old)
+        await client.pull(await versions.publish())
+        meshes[0].held_up = asyncio.Event()
+        # 0 serves the newest, and would have to drain before it serves the old version.
+        free = asyncio.ensure_future(sample_all(client, [[1]]))
+        await settle()
+        meshes[1].held_up = asyncio.Event()
+        busy = asyncio.ensure_future(sample_all(client, [[2], [3], [4]]))
+        await settle()
+        named = asyncio.ensure_future(sample_all(client, [[5]], policy_version=old))
+        await settle()
+        assert client._router.loads == [3, 2] and [5] not in meshes[0].sampled + meshes[1].sampled
+        meshes[0].broken["sample"] = died("generator-0", "sample")
+        meshes[0].held_up.set(), meshes[1].held_up.set()
+        assert [answer.tokens for answer in await free + await busy] == [[1], [2], [3], [4]]
+        assert [(answer.tokens, answer.policy_versions) for answer in await named] == [([5], [old])]
+        await settle()
+        assert client._router.loads == [0, 0] and "generator-0" not in versions.held()[2]
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_gives_up_takes_nobody_with_it():
+    async def run():
+        meshes, versions, client = client_of(2)
+        await client.pull(await versions.publish())
+        meshes[0].held_up = asyncio.Event()
+        impatient = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
+        patient = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
+        await settle()
+        impatient.cancel()
+        meshes[0].broken["sample"] = died("generator-0", "sample")
+        meshes[0].held_up.set()
+        assert (await asyncio.wait_for(patient, 5)).tokens == [1]
+        assert meshes[1].sampled == [[1]]
+
+    asyncio.run(run())
+
+
+def test_closing_answers_whoever_still_waits():
+    async def run():
+        meshes, versions, client = client_of(1)
+        await client.pull(await versions.publish())
+        meshes[0].held_up = asyncio.Event()
+        waiting = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
+        await settle()
+        client.close()
+        with pytest.raises(RuntimeError, match="the client was closed before the generators answered"):
+            await asyncio.wait_for(waiting, 5)
+        assert client.health() == {"generator-0": "healthy"} and not client._tasks
+
+    asyncio.run(run())

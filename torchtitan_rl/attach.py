@@ -1,0 +1,123 @@
+"""Connecting to the Monarch workers of other hosts. Nothing authenticates anybody: use private interfaces."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_rl.hosts import Host, address_towards, local_host, prepare_environment
+
+prepare_environment()
+
+import monarch.actor  # noqa: E402
+from monarch.config import configure  # noqa: E402
+
+from torchtitan_rl.actors.probe import HostProbe  # noqa: E402
+from torchtitan_rl.dispatch.role_mesh import deadline  # noqa: E402
+
+__all__ = ["Hosts", "this_host", "attach"]
+
+_NOTICE = "8s"  # of a host that went silent: Monarch's default of 30 s and more is too long to wait for an answer
+_CONNECT_S = 3.0
+
+
+@dataclass(kw_only=True)
+class Hosts:
+    """The machines of a run, as Monarch's mesh and as what each of them offers."""
+
+    mesh: Any
+    hosts: list[Host]
+    attached: bool = False
+    """Whether processes belong to workers of their hosts, and not to this process."""
+
+    async def lost(self) -> list[str]:
+        """Addresses of the hosts whose worker does not answer."""
+        if not self.attached:
+            return []
+        errors = await asyncio.gather(*(_unreachable(f"tcp://{host.address}") for host in self.hosts))
+        return [host.address for host, error in zip(self.hosts, errors, strict=True) if error]
+
+
+def this_host() -> Hosts:
+    """This machine alone."""
+    return Hosts(mesh=monarch.actor.this_host(), hosts=[local_host()])
+
+
+async def attach(workers: list[str], *, timeout_s: float) -> Hosts:
+    """The hosts whose workers listen at these addresses, tcp://HOST:PORT; `["job"]`: those of the job that this is part of
+    (see `torchtitan_rl.jobs`). Call before anything else uses Monarch.
+
+    Raises ValueError for an address of another form, RuntimeError naming a worker that cannot be reached in time.
+    """
+    configure(get_actor_state_max_idle=_NOTICE, get_proc_state_max_idle=_NOTICE)
+    if workers == ["job"]:
+        mesh, addresses = await asyncio.to_thread(_job_mesh), None
+    else:
+        mesh, addresses = await _attached(workers, timeout_s), [_address(worker) for worker in workers]
+    await deadline(mesh.initialized, timeout_s, f"hosts={','.join(workers)}: attach")
+    return Hosts(mesh=mesh, hosts=await _probe(mesh, addresses, timeout_s), attached=True)
+
+
+def _job_mesh() -> Any:
+    from monarch.job import DEFAULT_JOB_PATH, job_load
+
+    try:
+        return job_load().state().hosts
+    except FileNotFoundError:
+        raise ValueError(f"hosts=job: there is no {DEFAULT_JOB_PATH} here; torchtitan_rl.jobs makes it") from None
+
+
+async def _attached(workers: list[str], timeout_s: float) -> Any:
+    for worker in workers:
+        _split(worker)
+    if len(set(workers)) < len(workers):
+        raise ValueError(f"hosts={','.join(workers)}: a worker is named twice; a host needs one worker")
+    await asyncio.gather(*(_listening(worker, timeout_s) for worker in workers))
+    own = os.environ.get("TORCHTITAN_RL_HOST_ADDRESS") or address_towards(*_split(workers[0]))
+    monarch.actor.enable_transport(f"tcp://{own}:0")
+    return monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers)
+
+
+async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float) -> list[Host]:
+    """What each host offers; hosts without an address say what they are called."""
+    procs = mesh.spawn_procs(per_host={"gpus": 1}, name="probe")
+    actors = procs.spawn("probe", HostProbe)
+    hosts = await asyncio.gather(*(
+        deadline(actors.slice(hosts=index).host.call_one(addresses[index] if addresses else None), timeout_s,
+                 f"host {addresses[index] if addresses else index}: probe")
+        for index in range(mesh.region.slice().sizes[0])))
+    await deadline(procs.stop("answered"), timeout_s, "hosts: stop of the probes")
+    return hosts
+
+
+async def _listening(worker: str, timeout_s: float) -> None:
+    """Waits until a worker accepts connections; it may still be starting."""
+    end = asyncio.get_running_loop().time() + timeout_s
+    while error := await _unreachable(worker):
+        if asyncio.get_running_loop().time() > end:
+            raise RuntimeError(f"hosts: no worker answers at {worker} within {timeout_s:g} s ({error}); start it there with "
+                               f"`python -m torchtitan_rl.worker {worker}`, or look at its output")
+        await asyncio.sleep(0.2)
+
+
+async def _unreachable(worker: str) -> str:
+    """Why a worker cannot be connected to; empty when it can."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*_split(worker)), _CONNECT_S)
+    except (OSError, TimeoutError) as error:
+        return str(error) or f"no connection within {_CONNECT_S:g} s"
+    writer.close()
+    return ""
+
+
+def _address(worker: str) -> str:
+    return worker.removeprefix("tcp://")
+
+
+def _split(worker: str) -> tuple[str, int]:
+    host, _, port = _address(worker).rpartition(":")
+    if not worker.startswith("tcp://") or not host or not port.isdigit():
+        raise ValueError(f"hosts={worker!r}: is not the address of a worker; write tcp://HOST:PORT")
+    return host, int(port)

@@ -1,0 +1,227 @@
+"""The hosts of a run: what each of them offers, which GPUs are taken, and whether a config fits."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from torchtitan_rl import platform
+
+if TYPE_CHECKING:
+    from torchtitan_rl.config import RunConfig
+
+__all__ = ["Host", "local_host", "prepare_environment", "address_towards", "use_interface_of", "MeshSize", "meshes",
+           "Place", "Devices", "check_fits"]
+
+_RANKS_PER_CORE = 2
+
+
+@dataclass(kw_only=True, slots=True)
+class Host:
+    """One machine of a run: `Host(address="10.0.0.5", num_cores=64, devices=["0", "1"])`."""
+
+    address: str
+    """What errors call it."""
+    num_cores: int
+    devices: list[str] = field(default_factory=list)
+    """Its GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU host."""
+
+
+def local_host(address: str = "this host") -> Host:
+    """The machine this process runs on; a user's CUDA_VISIBLE_DEVICES is respected."""
+    devices = []
+    if platform.device_type() == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return Host(address=address, num_cores=platform.num_cores(), devices=devices)
+
+
+def prepare_environment() -> None:
+    """Environment that actor processes inherit; call before Monarch is imported. What the user has set stays."""
+    defaults = {
+        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # notice a dead process within a second
+        "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": "910737418240",  # torchstore sets it too, too late for a host's worker
+        # Processes share the cores; a thread that spins while it waits for work takes them from the others.
+        "OMP_WAIT_POLICY": "passive",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if platform.device_type() == "cuda":
+        del defaults["OMP_WAIT_POLICY"]
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the interface that leads to `host`; sends nothing."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise ValueError(f"host={host!r}: cannot be resolved or routed to ({error}); give another address, or this host's "
+                         "own in TORCHTITAN_RL_HOST_ADDRESS") from None
+
+
+def use_interface_of(host: str) -> None:
+    """Makes gloo and NCCL of this process and its children talk over the interface that has this address of ours: left
+    alone, gloo takes what the host's name resolves to, often the loopback. What the user has set stays."""
+    own = ipaddress.ip_address(socket.gethostbyname(host))
+    for name, addresses in psutil.net_if_addrs().items():
+        # 127.0.0.2 is ours too, though no interface lists it.
+        if any(a.family == socket.AF_INET and (a.address == str(own) or own.is_loopback and a.address == "127.0.0.1")
+               for a in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
+
+
+@dataclass(kw_only=True, slots=True)
+class MeshSize:
+    """What one mesh asks for."""
+
+    role: str
+    num_ranks: int
+    num_hosts: int = 1
+    """Hosts it spans; its ranks are divided evenly."""
+    replica: bool = False
+    """One of several equal meshes, to be spread over the hosts."""
+    share_with: str | None = None
+    """The role whose GPUs it uses; none: GPUs of its own."""
+
+
+def meshes(config: RunConfig) -> list[MeshSize]:
+    """The meshes of a run, in the order they start."""
+    generator, share_with = config.generator, config.roles.share_with
+    return [
+        *(MeshSize(role=role, num_ranks=trainer.num_ranks, num_hosts=trainer.num_hosts, share_with=share_with(role))
+          for role, (trainer, _) in config.trainers().items()),
+        *(MeshSize(role=f"generator-{i}", num_ranks=generator.tensor_parallel_degree, replica=True,
+                   share_with=share_with("generator")) for i in range(generator.num_replicas))]
+
+
+@dataclass(kw_only=True, slots=True)
+class Place:
+    """Where a mesh goes: indices of hosts, and for each the CUDA_VISIBLE_DEVICES of its ranks (empty on a CPU)."""
+
+    hosts: list[int]
+    devices: list[str]
+
+
+class Devices:
+    """Who uses which GPU. Meshes take them in the order they start; a GPU has one user unless sharing is asked for,
+    or a host has exactly one, which all its meshes then share."""
+
+    def __init__(self, hosts: list[Host]) -> None:
+        self.hosts = hosts
+        self._users = [dict.fromkeys(host.devices, 0) for host in hosts]
+        self._places: dict[str, Place] = {}
+        self._replica_ranks = [0] * len(hosts)
+        self._next_replica = 0
+
+    def take(self, mesh: MeshSize) -> Place:
+        """A place for a mesh. Raises ValueError, with the numbers, where there is none."""
+        size = self._ranks_per_host(mesh)
+        order = list(range(len(self.hosts)))
+        if mesh.replica:  # round robin
+            order = order[self._next_replica:] + order[:self._next_replica]
+        offers = {index: self._offer(index, mesh) for index in order}
+        fitting = [index for index in order if offers[index] is None or len(offers[index]) >= size]
+        # Neighbours, because Monarch slices a mesh of hosts by ranges.
+        windows = [range(index, index + mesh.num_hosts) for index in fitting]
+        chosen = next((list(window) for window in windows if set(window) <= set(fitting)), None)
+        if chosen is None:
+            raise ValueError(self._refusal(mesh, size, offers))
+        for index in chosen:
+            self._check_cores(index, mesh, size)
+        place = Place(hosts=chosen, devices=[",".join((offers[index] or [])[:size]) for index in chosen])
+        self._note(mesh, place, size)
+        return place
+
+    def _ranks_per_host(self, mesh: MeshSize) -> int:
+        if mesh.num_hosts < 1:
+            raise ValueError(f"trainer.num_hosts={mesh.num_hosts} ({mesh.role}): must be at least 1")
+        if mesh.num_hosts > len(self.hosts):
+            raise ValueError(
+                f"trainer.num_hosts={mesh.num_hosts} ({mesh.role}): the launch has {_count(self.hosts, 'host')} "
+                f"({_addresses(self.hosts)}); start it on more hosts (scripts/train_torchrun.sh) or lower num_hosts")
+        if mesh.num_ranks % mesh.num_hosts:
+            raise ValueError(
+                f"trainer.num_hosts={mesh.num_hosts} ({mesh.role}): does not divide the mesh's {mesh.num_ranks} ranks "
+                "(the product of trainer.parallelism's degrees); change one of them")
+        return mesh.num_ranks // mesh.num_hosts
+
+    def _offer(self, index: int, mesh: MeshSize) -> list[str] | None:
+        """The GPUs of a host that a mesh may use, least used first; None where it needs none."""
+        users = self._users[index]
+        if not users:
+            return None
+        if mesh.share_with is not None:
+            place = self._places[mesh.share_with]
+            allowed = place.devices[place.hosts.index(index)].split(",") if index in place.hosts else []
+        elif len(users) == 1:
+            allowed = list(users)
+        else:
+            allowed = [device for device, count in users.items() if count == 0]
+        return sorted(allowed, key=users.__getitem__)
+
+    def _refusal(self, mesh: MeshSize, size: int, offers: dict[int, list[str] | None]) -> str:
+        there = ", ".join(f"{len(offers[index] or [])} of {len(self._users[index])} on {self.hosts[index].address}"
+                          for index in sorted(offers))
+        what = "free GPUs" if mesh.share_with is None else f"GPUs of {mesh.share_with} to share"
+        return (f"{mesh.role}: needs {_count(size, 'GPU')} on {_count(mesh.num_hosts, 'host')}; {what}: {there}; "
+                "lower the parallel degrees or generator.num_replicas, or add GPUs")
+
+    def _check_cores(self, index: int, mesh: MeshSize, size: int) -> None:
+        """On a CPU the cores are the devices. Trainers and generators take turns, so each kind is counted by itself."""
+        host = self.hosts[index]
+        ranks = size + (self._replica_ranks[index] if mesh.replica else 0)
+        if not host.devices and ranks > _RANKS_PER_CORE * host.num_cores:
+            kind = "generator ranks" if mesh.replica else f"ranks of {mesh.role}"
+            raise ValueError(
+                f"{mesh.role}: would make {ranks} {kind} on {host.address}, whose {_count(host.num_cores, 'core')} carry "
+                f"at most {_RANKS_PER_CORE * host.num_cores}; lower the parallel degrees or generator.num_replicas")
+
+    def _note(self, mesh: MeshSize, place: Place, size: int) -> None:
+        self._places[mesh.role] = place
+        for index, devices in zip(place.hosts, place.devices, strict=True):
+            for device in filter(None, devices.split(",")):
+                self._users[index][device] += 1
+            if mesh.replica:
+                self._replica_ranks[index] += size
+                self._next_replica = (index + 1) % len(self.hosts)
+
+
+def check_fits(config: RunConfig, hosts: list[Host]) -> None:
+    """Places every mesh of a run, on paper. Raises ValueError, with the numbers, for a config that these hosts cannot
+    carry: too few hosts, GPUs or cores, ranks that hosts do not divide, more threads than cores."""
+    devices = Devices(hosts)
+    for mesh in meshes(config):
+        devices.take(mesh)
+    smallest = min(hosts, key=lambda host: host.num_cores)
+    asked = {"trainer" if role == "policy" else f"roles.{role}.trainer": trainer.num_threads
+             for role, (trainer, _) in config.trainers().items()} | {"generator": config.generator.num_threads}
+    for where, threads in asked.items():
+        if not 0 <= threads <= smallest.num_cores:
+            raise ValueError(f"{where}.num_threads={threads}: {smallest.address} has {_count(smallest.num_cores, 'core')}; use at most "
+                             f"{smallest.num_cores}, or 0 to share the cores among the ranks")
+
+
+def _count(what: int | list, noun: str) -> str:
+    number = what if isinstance(what, int) else len(what)
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+def _addresses(hosts: list[Host]) -> str:
+    return ", ".join(host.address for host in hosts)

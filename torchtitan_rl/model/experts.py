@@ -1,0 +1,73 @@
+"""Mixture-of-experts parts that compute alike in trainer and generator, in fp32 as in bf16, on a CPU as on a GPU.
+
+torchtitan's experts multiply in bf16 whatever the model's dtype, and its router asks autocast for fp32, which a CPU
+does not give. With `Experts` and `Gate` in their place fp32 is fp32, and both sides choose their experts in fp32.
+Shape letters: R rows routed to the experts held here, D model size, F inner size, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+__all__ = ["Experts", "Gate", "ExpertLayer", "Qwen3Adapter"]
+
+
+class Experts(GroupedExperts):
+    """All experts held here in three grouped matrix products, in the dtype of their input."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        offsets_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+
+        def multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            if isinstance(weight, DTensor):  # rows differ in number from rank to rank, which a DTensor cannot say
+                weight = weight.to_local()
+            return self._grouped_mm(A=rows, B_t=weight.to(rows.dtype).transpose(-2, -1), offs=offsets_E)
+
+        h_RF = F.silu(multiply(x_RD, self.w1_EFD)) * multiply(x_RD, self.w3_EFD)
+        return multiply(h_RF, self.w2_EDF)
+
+
+class Gate(Linear):
+    """The router's scores before softmax, in fp32: in bf16 near-ties would choose other experts on other devices."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input.float(), self.weight.float())
+
+
+class ExpertLayer(MoE):
+    """torchtitan's layer: router, experts, and the weighted sum of what they return."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        pass
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        # Under sequence parallelism x comes from an all-gather that is still under way. torch 2.13's local_map waits
+        # for it outside of autograd, and the experts' gradient for x would be lost without a word. A copy is complete.
+        return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)
+
+
+class Qwen3Adapter(Qwen3StateDictAdapter):
+    """torchtitan's adapter, and a name for the load-balancing bias, which Hugging Face's Qwen3 does not have.
+
+    The name is DeepSeek-V3's. Other programs ignore the tensor; ours find it again.
+    """
+
+    def __init__(self, model_config, hf_assets_path: str | None):
+        super().__init__(model_config, hf_assets_path)
+        self.from_hf_map["model.layers.{}.mlp.gate.e_score_correction_bias"] = "layers.{}.moe.expert_bias_E"

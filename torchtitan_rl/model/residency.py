@@ -1,0 +1,74 @@
+"""Moving tensors between the device and host memory in place: whoever refers to them keeps doing so.
+
+A tensor keeps its identity, shape and views; only its storage is emptied and filled again. FSDP's flat
+parameters, an optimizer's state and accumulated gradients can thus leave the device and come back without
+anyone noticing. On a CPU the bytes go from one place in memory to another, which proves the mechanism and frees nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Part", "model_tensors", "gradient_tensors", "optimizer_tensors", "device_bytes"]
+
+
+class Part:
+    """A named set of tensors (model, optimizer, gradients) that is on the device or in host memory as a whole."""
+
+    def __init__(self) -> None:
+        self._host: list[tuple[torch.UntypedStorage, torch.Tensor]] | None = None
+
+    @property
+    def on_device(self) -> bool:
+        return self._host is None
+
+    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copies the tensors' storages to host memory and empties them. A second time changes nothing."""
+        if not self.on_device:
+            return
+        self._host = []
+        for storage in _storages(tensors):
+            device_bytes_N = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            host_bytes_N = torch.empty_like(device_bytes_N, device="cpu", pin_memory=storage.device.type == "cuda")
+            host_bytes_N.copy_(device_bytes_N)
+            storage.resize_(0)
+            self._host.append((storage, host_bytes_N))
+
+    def onload(self) -> None:
+        """Brings back what `offload` took. A second time changes nothing."""
+        for storage, host_bytes_N in self._host or []:
+            storage.resize_(host_bytes_N.numel())
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host_bytes_N)
+        self._host = None
+
+
+def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """A model's (sharded) parameters; buffers are small and stay."""
+    return list(model.parameters())
+
+
+def gradient_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def optimizer_tensors(optimizers) -> list[torch.Tensor]:
+    return [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
+            if isinstance(value, torch.Tensor)]
+
+
+def device_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes these tensors' storages hold now; 0 once offloaded."""
+    return sum(storage.nbytes() for storage in _storages(tensors))
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage
+    return list(found.values())

@@ -1,0 +1,270 @@
+"""A run on several hosts under torchrun, which starts this once on each: `torchrun ... -m torchtitan_rl.torchrun CONFIG`.
+
+Each process starts its host's Monarch worker; rank 0 also starts the controller (`torchtitan-rl train CONFIG --hosts ...`)
+once all workers' addresses have arrived through torchrun's store. Then all watch: their own children, and each other by
+heartbeats in the store. The first that ends, or falls silent, ends the run everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+__all__ = ["main"]
+
+_JOIN_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
+"""For all hosts to be there."""
+_BEAT_S = 0.5
+_SILENT_S = 10.0
+"""A host not heard of for so long is lost."""
+_LAST_WORDS_S = 10.0
+"""For the controller to say what went wrong, and for the others to hear that the run is over."""
+_PR_SET_PDEATHSIG = 1
+_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+             "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the run's exit status on rank 0; elsewhere 0, or 1 when the run failed."""
+    _end_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    children: list[subprocess.Popen] = []
+    try:
+        return _run(arguments, children)
+    except (RuntimeError, ValueError) as error:
+        return _fail(str(error))
+    except _Interrupted as interrupt:
+        return _interrupted(interrupt, children)
+    finally:
+        _end(children)
+
+
+class _Interrupted(BaseException):
+    """A signal to end; raised wherever the main thread is."""
+
+
+def _interrupt(number: int, _frame) -> None:
+    raise _Interrupted(number)
+
+
+def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
+    store, rank, size = _join()
+    own = _own_address()
+    worker = f"tcp://{own}:{_free_port(own)}"
+    children.append(_start("torchtitan_rl.worker", worker))
+    store.set(f"beat/{rank}", "0")
+    store.set(f"worker/{rank}", worker)
+    workers = _gather(store, size)
+    print(f"host {rank} of {size}: worker {worker}", file=sys.stderr)
+    watch = _Watch(store, rank, workers)
+    watch.start()
+    if rank == 0:
+        children.append(_start("torchtitan_rl.cli", "train", *arguments, "--hosts", ",".join(workers)))
+        return _lead(watch, *children)
+    return _follow(watch, *children)
+
+
+def _join() -> tuple[dist.Store, int, int]:
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise ValueError(f"nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}: torchrun is to start one process per host; its "
+                         "ranks are started by the run itself, as the config says")
+    if "RANK" not in os.environ:
+        raise ValueError("RANK: is not set; start this through torchrun, as scripts/train_torchrun.sh does")
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_S)))
+
+
+def _gather(store: dist.Store, size: int) -> list[str]:
+    """Every host's worker, by rank. Raises RuntimeError naming the ranks that have not come in time."""
+    end = time.monotonic() + _JOIN_S
+    while missing := [rank for rank in range(size) if not store.check([f"worker/{rank}"])]:
+        if time.monotonic() > end:
+            raise RuntimeError(f"NNODES={size}: no host has come as rank {missing} within {_JOIN_S:g} s; start the script there "
+                               "with the same MASTER_ADDR, MASTER_PORT and NNODES")
+        time.sleep(_BEAT_S)
+    return [store.get(f"worker/{rank}").decode() for rank in range(size)]
+
+
+def _own_address() -> str:
+    """The address to bind: the one given, or the one that leads to the first host."""
+    from torchtitan_rl.hosts import address_towards
+
+    return os.environ.get("TORCHTITAN_RL_HOST_ADDRESS") or address_towards(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise ValueError(f"TORCHTITAN_RL_HOST_ADDRESS={address!r}: cannot be bound ({error.strerror}); give an address of "
+                             "this host") from None
+        return probe.getsockname()[1]
+
+
+class _Watch(threading.Thread):
+    """Beats for this host and listens to the others: rank 0 to all, the rest to rank 0. Only this thread uses the store,
+    so that whatever holds it up cannot hold up the main thread, which then sees that nothing was heard."""
+
+    def __init__(self, store: dist.Store, rank: int, workers: list[str]):
+        super().__init__(daemon=True)
+        self.rank, self.workers = rank, workers
+        self.outcome: str | None = None
+        """What rank 0 announced as the run's exit status."""
+        self.failures: dict[int, str] = {}
+        """What other hosts announced as the end of them."""
+        self.gone: set[int] = set()
+        """Hosts that have heard the outcome."""
+        self._store, self._announcements = store, {}
+        self._lock = threading.Lock()
+        self._heard = {peer: (b"", time.monotonic()) for peer in (range(1, len(workers)) if rank == 0 else [0])}
+
+    def run(self) -> None:
+        for beat in range(1, sys.maxsize):
+            try:
+                self._exchange(beat)
+            except (RuntimeError, ValueError):
+                return  # the store is gone, and with it rank 0's host: soon silent
+            time.sleep(_BEAT_S)
+
+    def _exchange(self, beat: int) -> None:
+        with self._lock:
+            announcements, self._announcements = self._announcements, {}
+        for name, text in announcements.items():
+            self._store.set(name, text)
+        self._store.set(f"beat/{self.rank}", str(beat))
+        for peer, (last, _) in self._heard.items():
+            if (now := self._store.get(f"beat/{peer}")) != last:
+                self._heard[peer] = now, time.monotonic()
+            if self._store.check([f"failed/{peer}"]):
+                self.failures[peer] = self._store.get(f"failed/{peer}").decode()
+            if self._store.check([f"gone/{peer}"]):
+                self.gone.add(peer)
+        if self._store.check(["outcome"]):
+            self.outcome = self._store.get("outcome").decode()
+
+    def address(self, rank: int) -> str:
+        """What errors call a host."""
+        return self.workers[rank].removeprefix("tcp://")
+
+    def announce(self, name: str, text: str) -> None:
+        """Sets a key of the store at the next beat."""
+        with self._lock:
+            self._announcements[name] = text
+
+    def trouble(self) -> str | None:
+        """What is wrong with another host, if anything is."""
+        for peer, failure in self.failures.items():
+            return f"host {self.address(peer)}: {failure}"
+        for peer, (_, at) in self._heard.items():
+            if peer not in self.gone and time.monotonic() - at > _SILENT_S:
+                return f"host {self.address(peer)}: has not been heard of for {_SILENT_S:g} s"
+        return None
+
+
+def _lead(watch: _Watch, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
+    """Rank 0: waits for the controller; a host that fails gives it a moment to say so itself, and ends it."""
+    deadline = None
+    while (status := controller.poll()) is None:
+        trouble = watch.trouble() or _ended(worker, watch.address(0))
+        if trouble and deadline is None:
+            deadline = time.monotonic() + _LAST_WORDS_S
+            print(f"error: {trouble}", file=sys.stderr)
+        if deadline is not None and time.monotonic() > deadline:
+            status = 1
+            break
+        time.sleep(_BEAT_S)
+    if status < 0:
+        print(f"error: the controller was ended by signal {-status}", file=sys.stderr)
+        status = 128 - status
+    watch.announce("outcome", str(status))
+    others = set(range(1, len(watch.workers)))
+    end = time.monotonic() + _LAST_WORDS_S
+    while not others <= watch.gone | watch.failures.keys() and time.monotonic() < end:
+        time.sleep(_BEAT_S)
+    if status == 0 and (trouble := watch.trouble()):
+        return _fail(f"{trouble}; the run itself had ended well")
+    return status
+
+
+def _follow(watch: _Watch, worker: subprocess.Popen) -> int:
+    """Other ranks: wait until rank 0 says how the run ended."""
+    while watch.outcome is None:
+        if failure := _ended(worker, watch.address(watch.rank)):
+            watch.announce(f"failed/{watch.rank}", failure.split(": ", 1)[1])
+            time.sleep(4 * _BEAT_S)  # to be heard
+            return _fail(failure)
+        if trouble := watch.trouble():
+            return _fail(f"{trouble}; it leads the run, which ends here too")
+        time.sleep(_BEAT_S)
+    watch.announce(f"gone/{watch.rank}", "")
+    time.sleep(2 * _BEAT_S)
+    if watch.outcome != "0":
+        return _fail(f"the run failed with exit status {watch.outcome}; see the output of host {watch.address(0)}")
+    return 0
+
+
+def _ended(worker: subprocess.Popen, address: str) -> str | None:
+    status = worker.poll()
+    if status is None:
+        return None
+    return f"host {address}: its worker ended " + (f"by signal {-status}" if status < 0 else f"with exit status {status}")
+
+
+def _start(module: str, *arguments: str) -> subprocess.Popen:
+    # Without torchrun's settings: a trainer mesh that inherited them would look for its process group at torchrun.
+    env = {name: value for name, value in os.environ.items() if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")}
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], env=env, preexec_fn=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """Whoever is left without a parent, by whatever death, is ended by the kernel."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _interrupted(interrupt: _Interrupted, children: list[subprocess.Popen]) -> int:
+    """A terminal's Ctrl-C has reached the controller too: it says where the run was."""
+    if len(children) == 2:
+        try:
+            children[1].wait(_LAST_WORDS_S / 2)
+        except subprocess.TimeoutExpired:
+            pass
+    return 128 + interrupt.args[0]
+
+
+def _end(children: list[subprocess.Popen]) -> None:
+    """Kills what is left, actors and all, and waits until it is gone."""
+    processes = []
+    for child in children:
+        try:
+            processes += [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            pass  # its own children ended with it
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(processes, timeout=_LAST_WORDS_S)
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # the watching thread may be waiting for a store that is gone

@@ -1,0 +1,33 @@
+"""Adapters as a directory that Hugging Face's PEFT loads: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from torchtitan_rl.actors.config import LoRAConfig
+from torchtitan_rl.model.lora import Adapters
+
+__all__ = ["write_peft_dir"]
+
+
+def write_peft_dir(adapters: Adapters, hf_adapter, lora: LoRAConfig, directory: Path, *, base: str | None) -> None:
+    """Writes unsharded adapters by Hugging Face's names.
+
+    `hf_adapter` is torchtitan's state-dict adapter of the model, `base` the directory of the weights that the adapters
+    change (None: PEFT's user has to know). PEFT too scales by alpha / rank.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, (a, b, _) in hf_adapter.to_hf(adapters).items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{layer}.lora_A.weight"] = a.cpu().contiguous().clone()  # query, key and value share one A
+        tensors[f"{layer}.lora_B.weight"] = b.cpu().contiguous().clone()
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }, indent=1))

@@ -1,0 +1,27 @@
+"""A host's Monarch worker: `python -m torchtitan_rl.worker tcp://HOST:PORT` serves a controller until it is ended.
+
+Whoever can connect to that port can run code here: there is no authentication. Bind it to a private interface.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from torchtitan_rl.hosts import prepare_environment, use_interface_of
+
+__all__ = ["main"]
+
+
+def main(address: str) -> None:
+    """Runs until the process is ended. Actors it starts inherit its environment, and end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller to answer
+    prepare_environment()
+    use_interface_of(address.removeprefix("tcp://").rpartition(":")[0])
+    from monarch.actor import run_worker_loop_forever
+
+    run_worker_loop_forever(ca="trust_all_connections", address=address)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
