@@ -120,10 +120,13 @@ def adapt_torchtitan() -> None:
 
 
 def adapt_parallel_model(model: torch.nn.Module) -> None:
-    """After `parallelize`: gloo has no pre-multiplied sum, so FSDP must reduce with a plain one."""
+    """After `parallelize`: gloo has no pre-multiplied sum, so FSDP must reduce with a plain one. And attention on a CPU
+    depends on how documents fall into buckets: torchtitan's whole-block compile would give up at the ninth pattern."""
+    from torch._dynamo import config as dynamo
     from torch.distributed.fsdp import FSDPModule
 
     if device_type() == "cpu":
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 2**16
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)

@@ -36,7 +36,8 @@ def memory_estimate(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
         per_layer = 2 * shape.dim
     activations = tokens * shape.n_layers * per_layer * compute // parallel.tensor_parallel_degree
     # In the compute dtype, in float32, and their exponentials.
-    logits = 3 * min(tokens * shape.vocab_size * 4 // parallel.tensor_parallel_degree, config.trainer.logprob_chunk_mib * 2**20)
+    all_logits = tokens * shape.vocab_size * 4 // parallel.tensor_parallel_degree
+    logits = 3 * min(all_logits, config.trainer.logprob_chunk_mib * 2**20)
     held = trained = shape.num_parameters
     if config.trainer.lora is not None:
         trained = _num_adapter_parameters(config.trainer.lora, shape)

@@ -40,7 +40,8 @@ async def _two_steps(config):
         scored = await asyncio.gather(*(
             controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in data))
         sampled = await asyncio.gather(*(
-            controller.generator.sample(prompt, SamplingParams(max_tokens=5 + i, seed=i)) for i, prompt in enumerate(PROMPTS)))
+            controller.generator.sample(prompt, SamplingParams(max_tokens=5 + i, seed=i))
+            for i, prompt in enumerate(PROMPTS)))
         again = await controller.trainer.forward([_as_datum(p, c) for p, c in zip(PROMPTS, sampled)])
         both = (torch.cat([torch.tensor(c.logprobs) for c in sampled]),
                 torch.cat([row[-len(c.tokens):] for row, c in zip(again.policy_logprobs, sampled)]))

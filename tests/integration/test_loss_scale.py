@@ -1,4 +1,4 @@
-"""`loss_weight` scales before the backward pass, `grad_scale` what has accumulated: the same, up to the edge of range."""
+"""`loss_weight` scales before the backward pass, `grad_scale` what has accumulated: the same, up to the edges."""
 
 import pytest
 import torch

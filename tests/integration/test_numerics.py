@@ -101,3 +101,20 @@ def test_a_compiled_model_has_the_same_gradient(loop, one_rank, tp):
         check_gradient(loop, mesh, one_rank[0], 7, 15, 0, EVERYTHING, 1, importance_sampling)
     finally:
         stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiling_does_not_give_up_on_ragged_data(loop):
+    async def run(trainer):
+        for index in range(13):  # the ninth pattern of attention's buckets comes with the last
+            num, max_len = [1, 3, 6, 10, 16, 24][index % 6], [3, 10, 20, 40, 60][index % 5]
+            data = random_datums(num, seed=index, min_len=1, max_len=max_len)
+            await trainer.forward_backward(data, importance_sampling)
+            assert not (await trainer.optim_step(OptimParams(lr=0.0))).skipped
+
+    mesh, stop = started(loop, trainer_config(compile__enable=True))
+    try:
+        loop.run_until_complete(run(client(mesh)))
+    finally:
+        stop()
