@@ -1,4 +1,4 @@
-"""Two hosts by torchrun on two loopback addresses: a mesh over both trains, a host that dies is named, nothing is left."""
+"""Two hosts by torchrun on two loopback addresses: a mesh over both trains, a host that dies is named."""
 
 import json
 import os
@@ -123,7 +123,7 @@ def test_a_host_that_dies_is_named_within_fifteen_seconds(launch, victim):
     run = launch("--supervised.num-steps", "5000")
     run.wait_for_metrics()
     processes = run.descendants()
-    (worker,) = [p for p in processes if f"tcp://{ADDRESSES[1]}:" in " ".join(p.cmdline()) and "torchtitan_rl.worker" in p.cmdline()]
+    (worker,) = [p for p in processes if "torchtitan_rl.worker" in p.cmdline() and ADDRESSES[1] in p.cmdline()[-1]]
     start = time.monotonic()
     if victim == "worker":
         worker.kill()
@@ -147,7 +147,7 @@ def test_a_host_that_does_not_come_ends_the_wait(launch):
 
 
 def test_more_hosts_than_the_launch_has_are_refused_with_the_numbers(launch):
-    run = launch("--trainer.num-hosts", "3", "--trainer.parallelism.data-parallel-shard-degree", "3", ranks=(0,), num_nodes=1)
+    run = launch("--trainer.num-hosts", "3", ranks=(0,), num_nodes=1)
     assert run.wait(120) == [1]
     assert "error: trainer.num_hosts=3 (policy): the launch has 1 host (127.0.0.1:" in run.text()
 
@@ -172,20 +172,21 @@ def test_a_dry_run_refuses_what_does_not_fit(arguments, expected):
 ])
 def test_addresses_of_another_form_are_refused(hosts, expected):
     result = subprocess.run(
-        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--hosts", hosts], cwd=ROOT, capture_output=True,
-        text=True, timeout=120)
+        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--hosts", hosts], cwd=ROOT,
+        capture_output=True, text=True, timeout=120)
     assert result.returncode == 1 and expected in result.stderr, result.stderr
 
 
 def test_a_slurm_job_is_printed_and_not_submitted(tmp_path):
     result = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "train_job.sh"), "slurm", QUICKSTART, "--num-hosts", "2", "--gpus-per-host", "4",
-         "--time-limit", "01:00:00", "--dry-run", "--trainer.num-hosts", "2",
+        ["bash", str(ROOT / "scripts" / "train_job.sh"), "slurm", QUICKSTART, "--num-hosts", "2",
+         "--gpus-per-host", "4", "--time-limit", "01:00:00", "--dry-run", "--trainer.num-hosts", "2",
          "--trainer.parallelism.data-parallel-shard-degree", "2"],
         cwd=tmp_path, env=os.environ | {"TORCHTITAN_RL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=01:00:00"):
         assert line in result.stdout.splitlines()
-    assert f"torchtitan_rl.cli train {QUICKSTART} --trainer.num-hosts 2" in result.stdout and "--hosts job" in result.stdout
+    assert f"torchtitan_rl.cli train {QUICKSTART} --trainer.num-hosts 2" in result.stdout
+    assert "--hosts job" in result.stdout
     assert "validated by --dry-run only" in result.stderr and list(tmp_path.iterdir()) == []
