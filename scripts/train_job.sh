@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Trains a config as a Slurm or Kubernetes job: scripts/train_job.sh slurm|kubernetes CONFIG --num-hosts N [--dry-run] ...
+# Trains a config as a job: scripts/train_job.sh slurm|kubernetes CONFIG --num-hosts N [--dry-run] [--field.path value].
 # Validated by --dry-run only, which prints what would be submitted. --help lists the options.
 set -euo pipefail
 python=${TORCHTITAN_RL_PYTHON:-$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python}
-[[ -x $python ]] || { echo "error: $python: is not there; run scripts/setup.sh, or set TORCHTITAN_RL_PYTHON" >&2; exit 1; }
+if [[ ! -x $python ]]; then
+  echo "error: $python: is not there; run scripts/setup.sh, or set TORCHTITAN_RL_PYTHON" >&2
+  exit 1
+fi
 exec "$python" -m torchtitan_rl.jobs "$@"

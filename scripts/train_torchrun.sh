@@ -11,7 +11,10 @@
 # reaches the ports of a run can run code on its hosts. Bind private interfaces; see docs/scaling.md.
 set -euo pipefail
 python=${TORCHTITAN_RL_PYTHON:-$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python}
-[[ -x $python ]] || { echo "error: $python: is not there; run scripts/setup.sh, or set TORCHTITAN_RL_PYTHON" >&2; exit 1; }
+if [[ ! -x $python ]]; then
+  echo "error: $python: is not there; run scripts/setup.sh, or set TORCHTITAN_RL_PYTHON" >&2
+  exit 1
+fi
 exec "$python" -m torch.distributed.run --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node 1 \
   --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
   --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts 0 -m torchtitan_rl.torchrun "$@"

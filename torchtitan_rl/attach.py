@@ -46,8 +46,8 @@ def this_host() -> Hosts:
 
 
 async def attach(workers: list[str], *, timeout_s: float) -> Hosts:
-    """The hosts whose workers listen at these addresses, tcp://HOST:PORT; `["job"]`: those of the job that this is part of
-    (see `torchtitan_rl.jobs`). Call before anything else uses Monarch.
+    """The hosts whose workers listen at these addresses, tcp://HOST:PORT; `["job"]`: those of the job that this is part
+    of (see `torchtitan_rl.jobs`). Call before anything else uses Monarch.
 
     Raises ValueError for an address of another form, RuntimeError naming a worker that cannot be reached in time.
     """
@@ -97,8 +97,8 @@ async def _listening(worker: str, timeout_s: float) -> None:
     end = asyncio.get_running_loop().time() + timeout_s
     while error := await _unreachable(worker):
         if asyncio.get_running_loop().time() > end:
-            raise RuntimeError(f"hosts: no worker answers at {worker} within {timeout_s:g} s ({error}); start it there with "
-                               f"`python -m torchtitan_rl.worker {worker}`, or look at its output")
+            raise RuntimeError(f"hosts: no worker answers at {worker} within {timeout_s:g} s ({error}); start it there "
+                               f"with `python -m torchtitan_rl.worker {worker}`, or look at its output")
         await asyncio.sleep(0.2)
 
 

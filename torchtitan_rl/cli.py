@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
         if verb in ("train", "eval"):
             sub.add_argument("--hosts", type=lambda text: text.split(","), default=[], metavar="tcp://HOST:PORT,...",
-                             help="workers to run on (python -m torchtitan_rl.worker), or job; without it, this machine")
+                             help="workers to run on (python -m torchtitan_rl.worker), or job; default: this machine")
         if verb in ("eval", "sample"):
             sub.add_argument("--checkpoint", required=True, help="a run's checkpoints/step-N, or a Hugging Face directory")
         if verb == "eval":

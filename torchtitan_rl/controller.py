@@ -77,8 +77,8 @@ class Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
         With `hf_weights` only generators start, holding the weights of that Hugging Face directory: enough to
-        sample and evaluate. `hosts` are those `attach.attach` has connected to; without them, this machine alone. Raises
-        ValueError for what `validate` and `check_fits` refuse, before anything starts.
+        sample and evaluate. `hosts` are those `attach.attach` has connected to; without them, this machine alone.
+        Raises ValueError for what `validate` and `check_fits` refuse, before anything starts.
         """
         validate(config)
         hosts = hosts or this_host()
@@ -99,6 +99,8 @@ class Controller:
                 await controller._start(hf_weights)
             except asyncio.CancelledError:
                 launcher.kill()  # an interrupt does not wait
+                if hosts.attached:  # where kill has no say
+                    await launcher.stop()
                 raise
             except Exception:
                 await launcher.stop()

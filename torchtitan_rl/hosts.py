@@ -70,8 +70,8 @@ def address_towards(host: str, port: int) -> str:
             probe.connect(address)
             return probe.getsockname()[0]
     except OSError as error:
-        raise ValueError(f"host={host!r}: cannot be resolved or routed to ({error}); give another address, or this host's "
-                         "own in TORCHTITAN_RL_HOST_ADDRESS") from None
+        raise ValueError(f"host={host!r}: cannot be resolved or routed to ({error}); give another address, or this "
+                         "host's own in TORCHTITAN_RL_HOST_ADDRESS") from None
 
 
 def use_interface_of(host: str) -> None:
@@ -190,8 +190,8 @@ class Devices:
         if not host.devices and ranks > _RANKS_PER_CORE * host.num_cores:
             kind = "generator ranks" if mesh.replica else f"ranks of {mesh.role}"
             raise ValueError(
-                f"{mesh.role}: would make {ranks} {kind} on {host.address}, whose {_count(host.num_cores, 'core')} carry "
-                f"at most {_RANKS_PER_CORE * host.num_cores}; lower the parallel degrees or generator.num_replicas")
+                f"{mesh.role}: would make {ranks} {kind} on {host.address}, whose {_count(host.num_cores, 'core')} "
+                f"carry at most {_RANKS_PER_CORE * host.num_cores}; lower the degrees or generator.num_replicas")
 
     def _note(self, mesh: MeshSize, place: Place, size: int) -> None:
         self._places[mesh.role] = place
@@ -214,8 +214,9 @@ def check_fits(config: RunConfig, hosts: list[Host]) -> None:
              for role, (trainer, _) in config.trainers().items()} | {"generator": config.generator.num_threads}
     for where, threads in asked.items():
         if not 0 <= threads <= smallest.num_cores:
-            raise ValueError(f"{where}.num_threads={threads}: {smallest.address} has {_count(smallest.num_cores, 'core')}; use at most "
-                             f"{smallest.num_cores}, or 0 to share the cores among the ranks")
+            raise ValueError(f"{where}.num_threads={threads}: {smallest.address} has "
+                             f"{_count(smallest.num_cores, 'core')}; use at most {smallest.num_cores}, or 0 to share the "
+                             "cores among the ranks")
 
 
 def _count(what: int | list, noun: str) -> str:

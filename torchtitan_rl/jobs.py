@@ -1,7 +1,7 @@
-"""A run as a Slurm or Kubernetes job, through monarch.job: `python -m torchtitan_rl.jobs slurm CONFIG --num-hosts 2 --dry-run`.
+"""A run as a Slurm or Kubernetes job, through monarch.job (see scripts/train_job.sh).
 
-Validated by --dry-run only: what would be submitted was looked at, no scheduler has ever been given it. The dry run hands
-the job to a stand-in for the scheduler, so that what it prints is what Monarch would have sent.
+Validated by --dry-run only: what would be submitted was looked at, no scheduler has ever been given it. The dry run
+hands the job to a stand-in for the scheduler, so that what it prints is what Monarch would have sent.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("scheduler", choices=["slurm", "kubernetes"])
     parser.add_argument("config", help="a Python file with a config() function")
     parser.add_argument("--num-hosts", type=int, default=1)
-    parser.add_argument("--gpus-per-host", type=int, default=0, help="0: hosts without GPUs, with as many cores as this one")
+    parser.add_argument(
+        "--gpus-per-host", type=int, default=0, help="0: hosts without GPUs, with as many cores as this one")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, submit nothing")
     parser.add_argument("--time-limit", help="slurm: HH:MM:SS")
     parser.add_argument("--partition", help="slurm")
     parser.add_argument("--account", help="slurm")
     parser.add_argument("--namespace", default="default", help="kubernetes")
-    parser.add_argument("--image", help="kubernetes: with this package installed; the operator of MonarchMesh must be there")
+    parser.add_argument(
+        "--image", help="kubernetes: with this package installed; the operator of MonarchMesh must be there")
     return parser
 
 
@@ -112,16 +114,18 @@ def _stand_in_sbatch():
 def _kubernetes(args: argparse.Namespace, train: list[str]) -> int:
     """Pods run the workers; the controller runs here, which must be inside the cluster."""
     try:
-        from monarch._src.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob  # monarch.job does not export it
+        from monarch.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
     except RuntimeError:
-        raise ValueError("scheduler=kubernetes: the kubernetes package is missing; run scripts/setup.sh kubernetes") from None
+        raise ValueError(
+            "scheduler=kubernetes: the kubernetes package is missing; run scripts/setup.sh kubernetes") from None
     if not args.image:
         raise ValueError("image=None: pods need an image with this package installed; give --image")
 
     def new_job(config: KubeConfig | None) -> KubernetesJob:
         job = KubernetesJob(namespace=args.namespace, timeout=1800, kubeconfig=config)
         resources = {"nvidia.com/gpu": args.gpus_per_host} if args.gpus_per_host else None
-        job.add_mesh("hosts", args.num_hosts, image_spec=ImageSpec(args.image, resources=resources, shared_memory_size="16Gi"))
+        image = ImageSpec(args.image, resources=resources, shared_memory_size="16Gi")
+        job.add_mesh("hosts", args.num_hosts, image_spec=image)
         return job
 
     if args.dry_run:

@@ -1,8 +1,8 @@
-"""A run on several hosts under torchrun, which starts this once on each: `torchrun ... -m torchtitan_rl.torchrun CONFIG`.
+"""A run on several hosts under torchrun, which starts this once on each (see scripts/train_torchrun.sh).
 
-Each process starts its host's Monarch worker; rank 0 also starts the controller (`torchtitan-rl train CONFIG --hosts ...`)
-once all workers' addresses have arrived through torchrun's store. Then all watch: their own children, and each other by
-heartbeats in the store. The first that ends, or falls silent, ends the run everywhere.
+Each process starts its host's Monarch worker; rank 0 also starts the controller (`torchtitan-rl train CONFIG --hosts
+...`) once all workers' addresses have arrived through torchrun's store. Then all watch: their own children, and each
+other by heartbeats in the store. The first that ends, or falls silent, ends the run everywhere.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
 
 def _join() -> tuple[dist.Store, int, int]:
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
-        raise ValueError(f"nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}: torchrun is to start one process per host; its "
+        raise ValueError(f"nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}: torchrun is to start one process per host; "
                          "ranks are started by the run itself, as the config says")
     if "RANK" not in os.environ:
         raise ValueError("RANK: is not set; start this through torchrun, as scripts/train_torchrun.sh does")
@@ -89,8 +89,8 @@ def _gather(store: dist.Store, size: int) -> list[str]:
     end = time.monotonic() + _JOIN_S
     while missing := [rank for rank in range(size) if not store.check([f"worker/{rank}"])]:
         if time.monotonic() > end:
-            raise RuntimeError(f"NNODES={size}: no host has come as rank {missing} within {_JOIN_S:g} s; start the script there "
-                               "with the same MASTER_ADDR, MASTER_PORT and NNODES")
+            raise RuntimeError(f"NNODES={size}: no host has come as rank {missing} within {_JOIN_S:g} s; start the "
+                               "script there with the same MASTER_ADDR, MASTER_PORT and NNODES")
         time.sleep(_BEAT_S)
     return [store.get(f"worker/{rank}").decode() for rank in range(size)]
 
@@ -108,14 +108,14 @@ def _free_port(address: str) -> int:
         try:
             probe.bind((address, 0))
         except OSError as error:
-            raise ValueError(f"TORCHTITAN_RL_HOST_ADDRESS={address!r}: cannot be bound ({error.strerror}); give an address of "
-                             "this host") from None
+            raise ValueError(f"TORCHTITAN_RL_HOST_ADDRESS={address!r}: cannot be bound ({error.strerror}); give an "
+                             "address of this host") from None
         return probe.getsockname()[1]
 
 
 class _Watch(threading.Thread):
-    """Beats for this host and listens to the others: rank 0 to all, the rest to rank 0. Only this thread uses the store,
-    so that whatever holds it up cannot hold up the main thread, which then sees that nothing was heard."""
+    """Beats for this host and listens to the others: rank 0 to all, the rest to rank 0. Only this thread uses the
+    store, so that whatever holds it up cannot hold up the main thread, which then sees that nothing was heard."""
 
     def __init__(self, store: dist.Store, rank: int, workers: list[str]):
         super().__init__(daemon=True)
@@ -219,12 +219,14 @@ def _ended(worker: subprocess.Popen, address: str) -> str | None:
     status = worker.poll()
     if status is None:
         return None
-    return f"host {address}: its worker ended " + (f"by signal {-status}" if status < 0 else f"with exit status {status}")
+    how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
+    return f"host {address}: its worker ended {how}"
 
 
 def _start(module: str, *arguments: str) -> subprocess.Popen:
     # Without torchrun's settings: a trainer mesh that inherited them would look for its process group at torchrun.
-    env = {name: value for name, value in os.environ.items() if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")}
+    env = {name: value for name, value in os.environ.items()
+           if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")}
     return subprocess.Popen([sys.executable, "-m", module, *arguments], env=env, preexec_fn=_end_with_parent)
 
 

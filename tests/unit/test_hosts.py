@@ -13,7 +13,8 @@ def cpu_hosts(num, num_cores=2):
 
 
 def gpu_hosts(num, num_gpus, num_cores=8):
-    return [Host(address=f"10.0.0.{i}", num_cores=num_cores, devices=[str(d) for d in range(num_gpus)]) for i in range(num)]
+    devices = [str(device) for device in range(num_gpus)]
+    return [Host(address=f"10.0.0.{i}", num_cores=num_cores, devices=list(devices)) for i in range(num)]
 
 
 def run_config(*, dp=1, num_hosts=1, generator_tp=1, num_replicas=1):
@@ -54,7 +55,8 @@ def test_gpus_are_taken_in_order_and_replicas_skip_hosts_without_free_ones():
 def test_a_mesh_over_hosts_gets_neighbours():
     hosts = gpu_hosts(4, 2)
     hosts[1].devices = ["0"]
-    assert Devices(hosts).take(MeshSize(role="policy", num_ranks=4, num_hosts=2)) == Place(hosts=[2, 3], devices=["0,1", "0,1"])
+    taken = Devices(hosts).take(MeshSize(role="policy", num_ranks=4, num_hosts=2))
+    assert taken == Place(hosts=[2, 3], devices=["0,1", "0,1"])
 
 
 def test_gpus_are_not_shared_unless_asked():
@@ -62,7 +64,8 @@ def test_gpus_are_not_shared_unless_asked():
     assert message.startswith("generator-0: needs 1 GPU on 1 host; free GPUs: 0 of 2 on 10.0.0.0")
     devices = Devices(gpu_hosts(1, 2))
     devices.take(MeshSize(role="policy", num_ranks=2))
-    shared = [devices.take(MeshSize(role=f"generator-{i}", num_ranks=1, replica=True, share_with="policy")) for i in range(2)]
+    shared = [devices.take(MeshSize(role=f"generator-{i}", num_ranks=1, replica=True, share_with="policy"))
+              for i in range(2)]
     assert [place.devices for place in shared] == [["0"], ["1"]]  # least used first
     with pytest.raises(ValueError, match="reference: needs 3 GPUs on 1 host; GPUs of policy to share: 2 of 2"):
         devices.take(MeshSize(role="reference", num_ranks=3, share_with="policy"))

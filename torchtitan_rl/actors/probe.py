@@ -17,7 +17,7 @@ class HostProbe(Actor):
 
     @endpoint
     async def host(self, address: str | None) -> Host:
-        """Cores and GPUs of the host this runs on; without an address it is called by its name and its worker's port."""
+        """Cores and GPUs of the host this runs on, which without an address is called by name and worker's port."""
         return local_host(address or f"{socket.getfqdn()}:{_worker_port()}")
 
 

@@ -30,7 +30,7 @@ def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log
 
 
 def _leave() -> None:
-    """A stopped actor's process ends here: taking the interpreter apart costs seconds, and packages complain of leaks."""
+    """A stopped actor's process ends here: taking the interpreter apart takes long, and packages complain of leaks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -160,12 +160,13 @@ class RoleMesh:
         return f"{self.role}-{rank}.{endpoint}" + (f" on {self.hosts[rank]}" if self.hosts else "")
 
     async def _culprit(self, endpoint: str, first: BaseException) -> BaseException:
-        """What to raise when a call has failed: a host that is gone before a process that died before what came first."""
+        """What to raise for a failed call: a host that is gone, else a process that died, else what came first."""
         if self._lost_hosts is not None and (lost := await self._lost_hosts()):
-            return ProcessDied(f"{self.role}.{endpoint}: host {', '.join(lost)} is gone: its worker does not answer ({first})")
+            return ProcessDied(
+                f"{self.role}.{endpoint}: host {', '.join(lost)} is gone: its worker does not answer ({first})")
         if isinstance(first, ProcessDied):
             return first
-        # Whoever died may have answered this call before. A rank that is busy, or waits for it, does not answer in time.
+        # Whoever died may have answered this call before. Ranks that are busy, or wait for it, do not answer in time.
         asked = await asyncio.gather(*(
             deadline(worker.where.call_one(), _BLAME_S, self._name(rank, endpoint))
             for rank, worker in enumerate(self._workers)), return_exceptions=True)
