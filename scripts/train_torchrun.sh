@@ -17,4 +17,4 @@ if [[ ! -x $python ]]; then
 fi
 exec "$python" -m torch.distributed.run --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node 1 \
   --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
-  --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts 0 -m torchtitan_rl.torchrun "$@"
+  --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts 0 -m torchtitan_rl.hosts.torchrun "$@"

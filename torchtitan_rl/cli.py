@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
         if verb in ("train", "eval"):
             sub.add_argument("--hosts", type=lambda text: text.split(","), default=[], metavar="tcp://HOST:PORT,...",
-                             help="workers to run on (python -m torchtitan_rl.worker), or job; default: this machine")
+                             help="workers to run on (python -m torchtitan_rl.hosts.worker), or job; default: this machine")
         if verb in ("eval", "sample"):
             sub.add_argument("--checkpoint", required=True, help="a run's checkpoints/step-N, or a Hugging Face directory")
         if verb == "eval":
@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.verb == "eval":
         return asyncio_run(_evaluate(args, config), "eval")
     if args.dry_run:
-        from torchtitan_rl.hosts import check_fits, local_host
+        from torchtitan_rl.hosts.inventory import check_fits, local_host
         from torchtitan_rl.model.config import missing_weights
 
         # Of other hosts nothing is known without a visit: taken to be like this one.
@@ -127,7 +127,7 @@ async def _guarded(args, start, body) -> int:
     try:
         hosts = None
         if args.hosts:
-            from torchtitan_rl.attach import attach
+            from torchtitan_rl.hosts.attach import attach
 
             hosts = await attach(args.hosts, timeout_s=_ATTACH_S)
         controller = await start(hosts=hosts)

@@ -18,14 +18,14 @@ from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.schedules import lr_factor
-from torchtitan_rl.attach import Hosts, this_host
+from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.config import RunConfig, resolved
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.evaluation import Evaluation, evaluate
-from torchtitan_rl.hosts import check_fits
+from torchtitan_rl.hosts.inventory import check_fits
 from torchtitan_rl.launch import Launcher
 from torchtitan_rl.model.config import assets_dir, missing_weights, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress

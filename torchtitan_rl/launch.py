@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.attach import Hosts, this_host  # first: it sets what Monarch reads when it is imported
+from torchtitan_rl.hosts.attach import Hosts, this_host  # first: it sets what Monarch reads when it is imported
 
 import monarch.actor
 from monarch.actor import current_rank
@@ -23,7 +23,7 @@ from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig
 from torchtitan_rl.actors.generator import Generator
 from torchtitan_rl.actors.trainer import PolicyTrainer
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, deadline
-from torchtitan_rl.hosts import Devices, MeshSize, Place, prepare_environment
+from torchtitan_rl.hosts.inventory import Devices, MeshSize, Place, prepare_environment
 from torchtitan_rl.model.config import ModelConfig
 
 __all__ = ["Launcher"]

@@ -139,7 +139,7 @@ def test_what_dies_is_named_with_its_host_within_fifteen_seconds(launch, tmp_pat
     run = launch("--supervised.num-steps", "5000")
     run.wait_for_metrics()
     processes = run.descendants()
-    (worker,) = [p for p in processes if "torchtitan_rl.worker" in p.cmdline() and ADDRESSES[1] in p.cmdline()[-1]]
+    (worker,) = [p for p in processes if "torchtitan_rl.hosts.worker" in p.cmdline() and ADDRESSES[1] in p.cmdline()[-1]]
     start = time.monotonic()
     if victim == "worker":
         worker.kill()

@@ -7,7 +7,7 @@ import socket
 
 from monarch.actor import Actor, endpoint
 
-from torchtitan_rl.hosts import Host, local_host
+from torchtitan_rl.hosts.inventory import Host, local_host
 
 __all__ = ["HostProbe"]
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_rl.hosts import Host, address_towards, local_host, prepare_environment
+from torchtitan_rl.hosts.inventory import Host, address_towards, local_host, prepare_environment
 
 prepare_environment()
 
@@ -47,7 +47,7 @@ def this_host() -> Hosts:
 
 async def attach(workers: list[str], *, timeout_s: float) -> Hosts:
     """The hosts whose workers listen at these addresses, tcp://HOST:PORT; `["job"]`: those of the job that this is part
-    of (see `torchtitan_rl.jobs`). Call before anything else uses Monarch.
+    of (see `torchtitan_rl.hosts.jobs`). Call before anything else uses Monarch.
 
     Raises ValueError for an address of another form, RuntimeError naming a worker that cannot be reached in time.
     """
@@ -66,7 +66,7 @@ def _job_mesh() -> Any:
     try:
         return job_load().state().hosts
     except FileNotFoundError:
-        raise ValueError(f"hosts=job: there is no {DEFAULT_JOB_PATH} here; torchtitan_rl.jobs makes it") from None
+        raise ValueError(f"hosts=job: there is no {DEFAULT_JOB_PATH} here; torchtitan_rl.hosts.jobs makes it") from None
 
 
 async def _attached(workers: list[str], timeout_s: float) -> Any:
@@ -98,7 +98,7 @@ async def _listening(worker: str, timeout_s: float) -> None:
     while error := await _unreachable(worker):
         if asyncio.get_running_loop().time() > end:
             raise RuntimeError(f"hosts: no worker answers at {worker} within {timeout_s:g} s ({error}); start it there "
-                               f"with `python -m torchtitan_rl.worker {worker}`, or look at its output")
+                               f"with `python -m torchtitan_rl.hosts.worker {worker}`, or look at its output")
         await asyncio.sleep(0.2)
 
 

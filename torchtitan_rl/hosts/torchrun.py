@@ -62,7 +62,7 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
     store, rank, size = _join()
     own = _own_address()
     worker = f"tcp://{own}:{_free_port(own)}"
-    children.append(_start("torchtitan_rl.worker", worker))
+    children.append(_start("torchtitan_rl.hosts.worker", worker))
     store.set(f"beat/{rank}", "0")
     store.set(f"worker/{rank}", worker)
     workers = _gather(store, size)
@@ -97,7 +97,7 @@ def _gather(store: dist.Store, size: int) -> list[str]:
 
 def _own_address() -> str:
     """The address to bind: the one given, or the one that leads to the first host."""
-    from torchtitan_rl.hosts import address_towards
+    from torchtitan_rl.hosts.inventory import address_towards
 
     return os.environ.get("TORCHTITAN_RL_HOST_ADDRESS") or address_towards(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_rl.config import RunConfig
-from torchtitan_rl.hosts import Devices, Host, MeshSize, Place, address_towards, check_fits, meshes
+from torchtitan_rl.hosts.inventory import Devices, Host, MeshSize, Place, address_towards, check_fits, meshes
 from torchtitan_rl.model.config import ModelConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
 

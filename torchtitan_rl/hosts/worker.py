@@ -1,4 +1,4 @@
-"""A host's Monarch worker: `python -m torchtitan_rl.worker tcp://HOST:PORT` serves a controller until it is ended.
+"""A host's Monarch worker: `python -m torchtitan_rl.hosts.worker tcp://HOST:PORT` serves a controller until it is ended.
 
 Whoever can connect to that port can run code here: there is no authentication. Bind it to a private interface.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from torchtitan_rl.hosts import prepare_environment, use_interface_of
+from torchtitan_rl.hosts.inventory import prepare_environment, use_interface_of
 
 __all__ = ["main"]
 

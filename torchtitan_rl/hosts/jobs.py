@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from torchtitan_rl.hosts import Host, check_fits, local_host, prepare_environment
+from torchtitan_rl.hosts.inventory import Host, check_fits, local_host, prepare_environment
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_rl.jobs", allow_abbrev=False,
+        prog="python -m torchtitan_rl.hosts.jobs", allow_abbrev=False,
         description=f"Trains a config as a job of a scheduler, through monarch.job ({_WARNING}).",
         epilog="Any field of the config is set by --field.path value.")
     parser.add_argument("scheduler", choices=["slurm", "kubernetes"])
