@@ -92,7 +92,8 @@ class RolesConfig:
     """Models beside the policy, and who shares devices with whom."""
 
     reference: RoleConfig | None = None
-    """A frozen or now and then refreshed copy of the policy; `policy/reference_kl` says how far the policy is from it."""
+    """The policy as reinforcement starts, frozen or refreshed now and then (or another `model`); `policy/reference_kl`
+    says how far the policy is from it."""
     critic: RoleConfig | None = None
     """The same model family with a value head; with one, advantages come from GAE."""
     teacher: RoleConfig | None = None

@@ -183,6 +183,9 @@ class Controller:
                 bar.advance(text=f"loss {output.loss:.3f}")
         await self.trainer.reset_optimizer()
         await self.publish()
+        reference = self.config.roles.reference
+        if reference is not None and reference.model is None:  # it is the policy that reinforcement starts from
+            await self.refresh_reference()
 
     async def reinforce(self) -> None:
         """The reinforcement phase."""

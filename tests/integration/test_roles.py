@@ -52,6 +52,9 @@ def config(tmp_path: Path, colocation: str):
 async def run(controller):
     """A warm start, two batches of two minibatches (three groups and one), and what is left afterwards."""
     await controller.supervise()
+    policy, reference = await asyncio.gather(
+        controller.trainer.parameters(), controller.role("reference").parameters())
+    assert torch.equal(flat(policy), flat(reference))  # reinforcement starts at the reference
     await controller.reinforce()
     lines = [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"]
     return lines, await controller.trainer.parameters(), await controller.role("critic").parameters()
