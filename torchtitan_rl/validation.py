@@ -148,9 +148,9 @@ def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
 
 def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
     where = f"controller.eval_sets.{name}"
-    if name in ("warm start", "validation", "test") or "-" in name or not name:
-        raise ValueError(f"{where}: the run's own evaluations have the names warm start, validation and test, and a hyphen "
-                         "cannot be written in an override; use another name")
+    if name in ("validation", "test") or not name.isidentifier():
+        raise ValueError(f"{where}: the run's own evaluations are validation and test, and overrides contain the name; use "
+                         "another Python identifier")
     if dataclasses.is_dataclass(eval_set.task):
         dataclasses.replace(eval_set.task)  # its own checks
     _positive(f"{where}.num_tasks", eval_set.num_tasks)

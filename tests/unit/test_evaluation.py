@@ -113,7 +113,7 @@ def test_a_set_that_cannot_be_evaluated_or_told_apart_is_refused():
 
 
 @pytest.mark.parametrize("fields, message", [
-    ({"name": "validation"}, "controller.eval_sets.validation: the run's own evaluations have the names"),
+    ({"name": "validation"}, "controller.eval_sets.validation: the run's own evaluations are validation and test"),
     ({"name": "a-b"}, "controller.eval_sets.a-b: "),
     ({"num_tasks": 0}, "controller.eval_sets.held_out.num_tasks=0: must be at least 1"),
     ({"split": "dev"}, "controller.eval_sets.held_out.split='dev': is not a split"),

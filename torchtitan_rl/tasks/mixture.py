@@ -38,8 +38,10 @@ class Mixture:
             if not self.tasks:
                 raise ValueError("mixture.tasks={}: is empty; name at least one, such as {'sort': LetterSort.Config()}")
             for name, task in self.tasks.items():
-                if "/" in name or not name:
-                    raise ValueError(f"mixture.tasks[{name!r}]: task ids begin with it; use a name without a slash")
+                if not name.isidentifier():
+                    raise ValueError(
+                        f"mixture.tasks[{name!r}]: task ids begin with it and overrides contain it; use a Python identifier"
+                    )
                 if dataclasses.is_dataclass(task):
                     dataclasses.replace(task)  # its own checks: overrides may have changed its fields
             for name, weight in self.weights.items():

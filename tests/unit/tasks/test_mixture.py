@@ -128,7 +128,7 @@ def test_an_error_names_the_function_and_not_the_mixture():
 
 @pytest.mark.parametrize("tasks, weights, message", [
     ({}, {}, r"mixture.tasks={}: is empty"),
-    ({"a/b": Numbers(1)}, {}, r"mixture.tasks\['a/b'\]: task ids begin with it; use a name without a slash"),
+    ({"a/b": Numbers(1)}, {}, r"mixture.tasks\['a/b'\]: task ids begin with it and overrides contain it; use a"),
     ({"a": Numbers(1)}, {"b": 1.0}, r"mixture.weights\['b'\]=1.0: there is no such task; use a"),
     ({"a": Numbers(1)}, {"a": 0.0}, r"mixture.weights\['a'\]=0.0: must be positive and finite"),
     ({"a": Numbers(1)}, {"a": float("inf")}, r"mixture.weights\['a'\]=inf: must be positive and finite"),
