@@ -5,13 +5,15 @@ import asyncio
 import pytest
 
 from tests.unit.test_config import run_config
+from torchtitan_rl import cli
 from torchtitan_rl.config import EvalSetConfig
 from torchtitan_rl.controller import Controller
+from torchtitan_rl.launch import Launcher
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture, MixtureSource
-from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter, write_pass_rates
+from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter, read_pass_rates, write_pass_rates
 from torchtitan_rl.types import Completion
 
 
@@ -79,3 +81,38 @@ def test_a_measured_family_can_be_filtered_and_mixed_in_the_next_run(config, tmp
     lengths = {(task.id.split("/")[0], len(task.answer)) for task in second.source.next(60)}
     assert lengths == {("hard", 5), ("long", 6)}  # words of four letters were passed
     assert 0.2 < measured.accuracy < 0.8
+
+
+def run_eval(config, tmp_path, monkeypatch, *flags):
+    """The exit status of `torchtitan-rl eval` on a checkpoint, whose generators are the sampler."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+
+    async def launch(config, **kwargs):
+        controller = controller_of(config, tmp_path / "run")
+        controller.launcher = Launcher(log_dir=None, start_timeout_s=1.0, call_timeout_s=1.0)  # which started nothing
+        return controller
+
+    monkeypatch.setattr(Controller, "launch", launch)
+    args = cli._parser().parse_args(["eval", "a config", "--checkpoint", str(tmp_path), *flags])
+    return asyncio.run(cli._evaluate(args, config))
+
+
+def test_eval_writes_the_pass_rates_and_prints_every_set(config, tmp_path, monkeypatch, capsys):
+    rates = tmp_path / "rates"
+    flags = ["--split", "train", "--num-tasks", "4", "--pass-rates", str(rates)]
+    assert run_eval(config, tmp_path, monkeypatch, *flags) == 0
+    assert [(rate.split, rate.index, rate.num_correct, rate.num_samples) for rate in read_pass_rates(rates)] == [
+        ("train", i, 0, config.controller.pass_at_k) for i in range(4)]
+    assert capsys.readouterr().out == (
+        "train accuracy 0.0000\npairs validation accuracy 1.0000\nseen train accuracy 0.0000\n")
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--num-tasks", "0"], "--num-tasks=0: must be at least 1"),
+    (["--pass-rates", "nowhere/rates"], "--pass-rates=nowhere/rates: cannot be written"),
+])
+def test_mistakes_of_eval_are_refused_before_anything_starts(config, tmp_path, monkeypatch, flags, message):
+    with pytest.raises(ValueError, match=message):
+        run_eval(config, tmp_path, monkeypatch, *flags)
+    assert not (tmp_path / "run").exists()

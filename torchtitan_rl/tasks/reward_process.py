@@ -86,8 +86,9 @@ class RewardProcess:
         return self._ask("call", _pickled(args))
 
     def kill(self) -> None:
-        """Ends it whatever it does; a thread that waits for its answer goes on with an error."""
-        self.process.kill()
+        """Ends it and what it has started, whatever they do; a thread that waits for its answer goes on with an error."""
+        if self.alive:
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _ask(self, verb: str, pickled: bytes) -> Any:
         try:
@@ -95,7 +96,7 @@ class RewardProcess:
             self.process.stdin.flush()
             problem, answer = pickle.load(self.process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
-            self.process.kill()
+            self.kill()
             raise RewardProcessError(f"ended its process ({_ending(self.process.wait())})") from None
         if problem:
             error = RewardProcessError(problem)

@@ -130,6 +130,19 @@ def test_a_reward_that_never_ends_is_killed_at_the_deadline_and_its_process_repl
     assert rewards_of(right, ["2"]) == [1.0]
 
 
+@cpu_bound
+def runs_a_program(task, completions):
+    program = subprocess.Popen(["sleep", "1000"])
+    Path(completions[0]).write_text(str(program.pid))
+    return [float(program.wait())]
+
+
+def test_what_a_late_reward_has_started_is_killed_with_it(tmp_path):
+    rewards_of(right, ["2"])  # the process has started
+    assert "gave no answer" in refusal(runs_a_program, completions=[str(tmp_path / "pid")], timeout_s=1.0)[0]
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
 def test_a_reward_that_nobody_waits_for_any_more_is_killed(tmp_path):
     async def cancelled():
         waiting = asyncio.create_task(judge(never_ends, TASK, [str(tmp_path / "pid")], 60.0))
