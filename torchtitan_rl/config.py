@@ -25,8 +25,8 @@ from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSy
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.model.config import ModelConfig
 
-__all__ = ["RunConfig", "ControllerConfig", "EvalSetConfig", "SamplingConfig", "RoleConfig", "RolesConfig", "COLOCATION", "load_config",
-           "apply_overrides", "resolved", "flat", "function_name"]
+__all__ = ["RunConfig", "ControllerConfig", "EvalSetConfig", "SamplingConfig", "RoleConfig", "RolesConfig",
+           "COLOCATION", "load_config", "apply_overrides", "resolved", "flat", "function_name"]
 
 
 COLOCATION = {

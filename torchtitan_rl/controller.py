@@ -306,7 +306,8 @@ class Controller:
         shown = f"{name} " if name in self.eval_families else ""
         with self.progress.waiting(f"evaluating on {shown}{eval_set.split} tasks"):
             result = await evaluate(
-                self.policy, family, eval_set, name=name, label=label, seed=self.config.seed, config=self.config.controller)
+                self.policy, family, eval_set, name=name, label=label, seed=self.config.seed,
+                config=self.config.controller)
         self.run_dir.log_metrics({
             "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
         self.progress.line(f"step {self.step}: {shown}{result.summary()}")

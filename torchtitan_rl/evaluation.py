@@ -68,7 +68,7 @@ def eval_families(config: RunConfig, family: TaskFamily) -> dict[str, TaskFamily
     for name, eval_set in config.controller.eval_sets.items():
         if name == family.name:
             raise ValueError(
-                f"controller.eval_sets.{name}: is the name of the run's own evaluations in the metrics; use another name")
+                f"controller.eval_sets.{name}: is the name of the run's own evaluations in the metrics; use another")
         families[name] = family if eval_set.task is None else eval_set.task.build()
         source_of(families[name], eval_set.split, config.seed)  # refuses an empty split now, not in the run
     return families
@@ -84,7 +84,8 @@ async def evaluate(
     """
     split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
     size = family.num_tasks(split)
-    tasks = [family.task(split, i) for i in range(eval_set.num_tasks if size is None else min(eval_set.num_tasks, size))]
+    num_tasks = eval_set.num_tasks if size is None else min(eval_set.num_tasks, size)
+    tasks = [family.task(split, i) for i in range(num_tasks)]
 
     async def num_correct(n: int, at: float) -> list[int]:
         groups = await asyncio.gather(*(

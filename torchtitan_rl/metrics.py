@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "StepMetrics", "of_batch", "summary", "mean_std", "mean_interval",
-           "pass_at_k"]
+__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "StepMetrics", "of_batch", "summary", "mean_std",
+           "mean_interval", "pass_at_k"]
 
 SUPERVISED = (
     "loss/mean",  # loss per trained token

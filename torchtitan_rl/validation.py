@@ -149,8 +149,8 @@ def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
 def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
     where = f"controller.eval_sets.{name}"
     if name in ("validation", "test") or not name.isidentifier():
-        raise ValueError(f"{where}: the run's own evaluations are validation and test, and overrides contain the name; use "
-                         "another Python identifier")
+        raise ValueError(f"{where}: the run's own evaluations are validation and test, and overrides contain the name; "
+                         "use another Python identifier")
     if dataclasses.is_dataclass(eval_set.task):
         dataclasses.replace(eval_set.task)  # its own checks
     _positive(f"{where}.num_tasks", eval_set.num_tasks)
@@ -159,10 +159,11 @@ def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
     if eval_set.num_samples < 0:
         raise ValueError(f"{where}.num_samples={eval_set.num_samples}: must not be negative; use 0 or more")
     if not 0 <= eval_set.pass_at_k <= eval_set.num_samples:
-        raise ValueError(f"{where}.pass_at_k={eval_set.pass_at_k}: must be between 0 and num_samples={eval_set.num_samples}")
+        raise ValueError(f"{where}.pass_at_k={eval_set.pass_at_k}: must be between 0 and "
+                         f"num_samples={eval_set.num_samples}")
     if eval_set.num_samples and not eval_set.temperature > 0:
-        raise ValueError(f"{where}.temperature={eval_set.temperature}: samples of one task would all be the same; use a "
-                         "positive one")
+        raise ValueError(f"{where}.temperature={eval_set.temperature}: samples of one task would all be the same; use "
+                         "a positive one")
 
 
 def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape: Qwen3Shape) -> None:

@@ -1,4 +1,4 @@
-"""The evaluations a controller makes, with a sampler in place of its generators: what it logs, and what it can be used for."""
+"""The evaluations a controller makes, with a sampler in place of its generators."""
 
 import asyncio
 
@@ -58,10 +58,11 @@ def test_every_set_has_a_line_of_its_own(config, tmp_path):
     own, sets = asyncio.run(run())
     assert (own.accuracy, own.pass_at_k, list(sets)) == (0.0, 0.0, ["pairs", "seen"])
     lines = controller.run_dir.read_metrics()
-    assert [(line["eval/name"], line["eval/split"], line["eval/num_tasks"], line["eval/accuracy"]) for line in lines] == [
+    columns = ("eval/name", "eval/split", "eval/num_tasks", "eval/accuracy")
+    assert [tuple(line[column] for column in columns) for line in lines] == [
         ("letter_sort", "validation", 6, 0.0), ("pairs", "validation", 3, 1.0), ("seen", "train", 5, 0.0)]
     assert all(line["phase"] == "evaluation" and line["step"] == 0 for line in lines)
-    assert (lines[1]["eval/avg_at_2"], lines[1]["eval/pass_at_1"], lines[1]["eval/pass_at_1_ci95_low"]) == (1.0, 1.0, 1.0)
+    assert [lines[1][f"eval/{name}"] for name in ("avg_at_2", "pass_at_1", "pass_at_1_ci95_low")] == [1.0, 1.0, 1.0]
 
 
 def test_without_sets_nothing_more_is_evaluated(config, tmp_path):

@@ -40,7 +40,8 @@ class Mixture:
             for name, task in self.tasks.items():
                 if not name.isidentifier():
                     raise ValueError(
-                        f"mixture.tasks[{name!r}]: task ids begin with it and overrides contain it; use a Python identifier"
+                        f"mixture.tasks[{name!r}]: task ids begin with it and overrides contain it; use a Python "
+                        "identifier"
                     )
                 if dataclasses.is_dataclass(task):
                     dataclasses.replace(task)  # its own checks: overrides may have changed its fields
@@ -51,8 +52,8 @@ class Mixture:
                     )
                 if not 0 < weight < math.inf:
                     raise ValueError(
-                        f"mixture.weights[{name!r}]={weight}: must be positive and finite; leave out a task that is not "
-                        "to be drawn"
+                        f"mixture.weights[{name!r}]={weight}: must be positive and finite; leave out a task that "
+                        "is not to be drawn"
                     )
 
         def build(self) -> Mixture:
@@ -117,8 +118,8 @@ class MixtureSource:
         """Go on from a `state_dict()`. Raises ValueError if the mixture has other families now."""
         if state["sources"].keys() != self.sources.keys():
             raise ValueError(
-                f"task.tasks={list(self.sources)}: the state to resume from is of {list(state['sources'])}; resume with "
-                "the families the run started with"
+                f"task.tasks={list(self.sources)}: the state to resume from is of {list(state['sources'])}; resume "
+                "with the families the run started with"
             )
         self.cursor = state["cursor"]
         for name, source in self.sources.items():

@@ -20,7 +20,10 @@ __all__ = ["PassRate", "PassRateFilter", "read_pass_rates", "write_pass_rates"]
 
 @dataclass(kw_only=True, slots=True)
 class PassRate:
-    """What an evaluation saw of one task. Example: `PassRate(split="train", index=17, num_samples=8, num_correct=3, ...)`."""
+    """What an evaluation saw of one task.
+
+    Example: `PassRate(split="train", index=17, num_samples=8, num_correct=3, prompt_hash=prompt_hash(task))`.
+    """
 
     split: str
     index: int
@@ -73,8 +76,9 @@ class PassRateFilter:
         self._kept = [rate for rate in measured if config.min_pass_rate <= rate.value <= config.max_pass_rate]
         if not self._kept:
             raise ValueError(
-                f"pass_rate_filter.pass_rates={config.pass_rates!r}: none of its {len(measured)} train tasks has a pass "
-                f"rate from {config.min_pass_rate} to {config.max_pass_rate}; widen the bounds or measure more tasks"
+                f"pass_rate_filter.pass_rates={config.pass_rates!r}: none of its {len(measured)} train tasks has a "
+                f"pass rate from {config.min_pass_rate} to {config.max_pass_rate}; widen the bounds or "
+                "measure more tasks"
             )
 
     def num_tasks(self, split: str) -> int | None:
@@ -115,7 +119,7 @@ def write_pass_rates(path: str | Path, rates: Iterable[PassRate]) -> None:
     try:
         Path(path).write_text(text)
     except OSError as error:
-        raise ValueError(f"pass_rates={str(path)!r}: cannot be written ({error.strerror}); give another path") from error
+        raise ValueError(f"pass_rates={str(path)!r}: cannot be written ({error.strerror}); name another") from error
 
 
 def read_pass_rates(path: str | Path) -> list[PassRate]:
@@ -135,7 +139,8 @@ def read_pass_rates(path: str | Path) -> list[PassRate]:
             raise ValueError(f"pass_rates={str(path)!r}: line {number} is no measured task; measure them again")
         if (rate.split, rate.index) in seen:
             raise ValueError(
-                f"pass_rates={str(path)!r}: line {number} measures {rate.split} task {rate.index} a second time; keep one"
+                f"pass_rates={str(path)!r}: line {number} measures {rate.split} task {rate.index} a second time; "
+                "keep one"
             )
         seen.add((rate.split, rate.index))
         rates.append(rate)

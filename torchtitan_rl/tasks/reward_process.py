@@ -86,7 +86,7 @@ class RewardProcess:
         return self._ask("call", _pickled(args))
 
     def kill(self) -> None:
-        """Ends it and what it has started, whatever they do; a thread that waits for its answer goes on with an error."""
+        """Ends it and what it has started, whatever they do; who waits for its answer goes on with an error."""
         if self.alive:
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -16,7 +16,8 @@ def rewards_of(answer, *completions):
 
 
 @pytest.mark.parametrize("answer, right, wrong", [
-    ("72", ["So #### 72", "It is \\boxed{72}.", "The answer is $72.0$", "3 more than 69 are 72"], ["#### 71", "", "72 #### 5"]),
+    ("72", ["So #### 72", "It is \\boxed{72}.", "The answer is $72.0$", "3 more than 69 are 72"],
+     ["#### 71", "", "72 #### 5"]),
     ("1,000", ["#### 1000", "\\boxed{1,000}"], ["#### 1", "#### 100"]),
     ("-3", ["x = $-3$"], ["x = $3$"]),
     ("\\frac{1}{2}", ["\\boxed{0.5}", "the answer is 1/2", "$\\frac{2}{4}$"], ["\\boxed{2}", "#### 1"]),
@@ -35,7 +36,7 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_others_are_judged():
 
 def test_a_task_without_a_readable_answer_is_refused():
     pytest.importorskip("math_verify", reason="scripts/setup.sh math")
-    with pytest.raises(RuntimeError, match=r"math_equal: raised ValueError: task.answer='': is not mathematics .* 'm/0'"):
+    with pytest.raises(RuntimeError, match="math_equal: raised ValueError: task.answer='': is not mathematics .*'m/0'"):
         rewards_of("", "7")
 
 
@@ -45,5 +46,5 @@ def test_a_family_takes_it_for_its_own():
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(RuntimeError, match=r"math-verify cannot be imported .*; install it with bash scripts/setup.sh math"):
+    with pytest.raises(RuntimeError, match="math-verify cannot be imported .*; install it with .*setup.sh math"):
         math_equal(Task(id="m/0", prompt="", answer="7"), ["7"])

@@ -87,7 +87,7 @@ def test_a_mixture_within_a_mixture_resumes_too():
 
 def test_resuming_with_other_families_is_refused():
     state = source_of(mixture(a=7, b=3), "train", seed=0).state_dict()
-    with pytest.raises(ValueError, match=r"task.tasks=\['a', 'c'\]: the state to resume from is of \['a', 'b'\]; resume"):
+    with pytest.raises(ValueError, match=r"task.tasks=\['a', 'c'\]: the state to resume from is of \['a', 'b'\];"):
         source_of(mixture(a=7, c=3), "train", seed=0).load_state_dict(state)
 
 

@@ -8,7 +8,9 @@ import pytest
 from torchtitan_rl.tasks.family import TaskSource, judge
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
-from torchtitan_rl.tasks.pass_rate_filter import PassRate, PassRateFilter, prompt_hash, read_pass_rates, write_pass_rates
+from torchtitan_rl.tasks.pass_rate_filter import (
+    PassRate, PassRateFilter, prompt_hash, read_pass_rates, write_pass_rates,
+)
 
 FAMILY = LetterSort.Config().build()
 
@@ -27,6 +29,7 @@ def filtered(path, **kwargs):
 
 def test_tasks_within_the_bounds_are_kept(tmp_path):
     measured(tmp_path / "rates", [0, 1, 4, 7, 8])
+
     def kept(**bounds):
         family = filtered(tmp_path / "rates", **bounds).build()
         return [family.task("train", i).id for i in range(family.num_tasks("train"))]
@@ -58,14 +61,14 @@ def test_it_is_visited_in_epochs_and_can_be_mixed(tmp_path):
 
 def test_measurements_of_other_splits_do_not_count(tmp_path):
     path = measured(tmp_path / "rates", [4], split="validation")
-    with pytest.raises(ValueError, match="none of its 0 train tasks has a pass rate from 0.05 to 0.95; widen the bounds"):
+    with pytest.raises(ValueError, match="none of its 0 train tasks has a pass rate from 0.05 to 0.95; widen"):
         filtered(path).build()
 
 
 def test_data_that_have_changed_since_are_refused(tmp_path):
     path = measured(tmp_path / "rates", [4])
     family = PassRateFilter.Config(task=LetterSort.Config(seed=1), pass_rates=path).build()
-    with pytest.raises(ValueError, match="task 'letter_sort/train/0' has another prompt than the one that was measured"):
+    with pytest.raises(ValueError, match="task 'letter_sort/train/0' has another prompt than the one that was m"):
         family.task("train", 0)
 
 
@@ -77,7 +80,7 @@ def test_bounds_that_do_not_fit_are_refused(low, high):
 
 def test_files_that_are_missing_or_broken_are_refused_with_the_line(tmp_path):
     path = tmp_path / "rates"
-    with pytest.raises(ValueError, match=r"pass_rates='.*rates': cannot be read \(No such file or directory\); measure"):
+    with pytest.raises(ValueError, match=r"pass_rates='.*rates': cannot be read \(No such file or directory\); "):
         read_pass_rates(path)
     good = json.loads((tmp_path / measured(path, [4])).read_text())
     for bad in ("", "{", "[]", "{}", json.dumps({**good, "num_correct": 9}), json.dumps({**good, "num_samples": 0})):
