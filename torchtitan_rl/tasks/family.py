@@ -25,8 +25,8 @@ class TaskFamily(Protocol):
 
     name: str
 
-    # Two methods are optional. `source(split, seed)` gives an order of its own (see `source_of`), and
-    # `reward_for(task)` a reward function for each task (see `judging.reward_function`); `Mixture` has both.
+    # More methods are optional: `source(split, seed)` gives an order of its own (see `source_of`), and `reward_for(task)`
+    # a reward function for each task (see `judging.reward_function`); `Mixture` has both.
 
     def num_tasks(self, split: str) -> int | None:
         """Size of a split; None where tasks are made up as they are asked for, without end."""

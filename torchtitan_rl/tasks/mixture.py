@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_rl.tasks.family import check_index, check_split, source_of, stable_hash
+from torchtitan_rl.tasks.family import TaskFamily, check_index, check_split, source_of, stable_hash
 from torchtitan_rl.tasks.judging import reward_function
 from torchtitan_rl.types import Task
 
@@ -83,11 +83,21 @@ class Mixture:
 
     def reward_for(self, task: Task) -> Callable[[Task, list[str]], Sequence[float]]:
         """The reward function itself, so that it runs where it is marked to run and errors name it."""
-        name, _, own_id = task.id.partition("/")
-        return reward_function(self.families[name], dataclasses.replace(task, id=own_id))
+        return reward_function(*self._family_of(task))
+
+    def environment(self, task: Task) -> Any:
+        """What its family plays the task in; None where it is a task of one turn."""
+        family, own = self._family_of(task)
+        make = getattr(family, "environment", None)
+        return None if make is None else make(own)
 
     def source(self, split: str, seed: int) -> MixtureSource:
         return MixtureSource(self, split, seed)
+
+    def _family_of(self, task: Task) -> tuple[TaskFamily, Task]:
+        """And the task as the family knows it."""
+        name, _, own_id = task.id.partition("/")
+        return self.families[name], dataclasses.replace(task, id=own_id)
 
     @staticmethod
     def named(name: str, task: Task) -> Task:

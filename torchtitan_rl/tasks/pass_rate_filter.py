@@ -107,6 +107,11 @@ class PassRateFilter:
         """The family's reward function itself, so that it runs where it is marked to run and errors name it."""
         return reward_function(self.family, task)
 
+    def environment(self, task: Task) -> Any:
+        """What the family plays the task in; None where it is a task of one turn."""
+        make = getattr(self.family, "environment", None)
+        return None if make is None else make(task)
+
 
 def prompt_hash(task: Task) -> str:
     """16 hexadecimal digits."""

@@ -115,6 +115,17 @@ def test_each_task_is_judged_by_its_own_family():
         assert mixed.reward(tasks[name], ["x"]) == [reward]
 
 
+class Played(Numbers):
+    def environment(self, task):
+        return f"environment of {task.id}"
+
+
+def test_each_task_is_played_in_the_environment_of_its_own_family():
+    mixed = Mixture.Config(tasks={"in": Mixture.Config(tasks={"played": Played(3)}), "said": Numbers(3)}).build()
+    assert mixed.environment(mixed.task("train", 2)) == "environment of numbers/train/1"
+    assert mixed.environment(mixed.task("train", 3)) is None
+
+
 def bad_reward(task, completions):
     raise OSError("no score")
 

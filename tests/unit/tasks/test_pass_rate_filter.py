@@ -49,6 +49,13 @@ def test_other_splits_and_rewards_are_the_familys(tmp_path):
     assert family.reward(task, [task.answer]) == [1.0]
 
 
+def test_environments_are_the_familys(tmp_path):
+    family = filtered(measured(tmp_path / "rates", [4])).build()
+    assert family.environment(family.task("train", 0)) is None  # LetterSort has none
+    family.family.environment = lambda task: f"environment of {task.id}"
+    assert family.environment(family.task("train", 0)) == "environment of letter_sort/train/0"
+
+
 def test_it_is_visited_in_epochs_and_can_be_mixed(tmp_path):
     config = filtered(measured(tmp_path / "rates", [0, 1, 4, 7, 8]))
     source = TaskSource(config.build(), "train", seed=0)
