@@ -25,8 +25,8 @@ from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSy
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.model.config import ModelConfig
 
-__all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "RoleConfig", "RolesConfig", "COLOCATION", "load_config",
-           "apply_overrides", "resolved", "flat", "function_name"]
+__all__ = ["RunConfig", "ControllerConfig", "EvalSetConfig", "SamplingConfig", "RoleConfig", "RolesConfig",
+           "COLOCATION", "load_config", "apply_overrides", "resolved", "flat", "function_name"]
 
 
 COLOCATION = {
@@ -50,6 +50,23 @@ class SamplingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class EvalSetConfig:
+    """Tasks of another family, or of another part of the run's own, that the policy is evaluated on as well."""
+
+    task: Any = None
+    """A task family's Config; None: the run's own task."""
+    split: Literal["train", "validation", "test"] = "validation"
+    num_tasks: int = 256
+    """The first so many of the split."""
+    num_samples: int = 0
+    """Samples per task for avg@n, besides the greedy one; 0 leaves them out."""
+    pass_at_k: int = 0
+    """Report the chance that one of k samples is correct, estimated from num_samples of them; 0 leaves it out."""
+    temperature: float = 1.0
+    """Of those samples."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ControllerConfig:
     """The loop: how long, how often it evaluates, and how long it waits for anything."""
 
@@ -63,6 +80,8 @@ class ControllerConfig:
     """Test tasks, looked at once, at the end."""
     pass_at_k: int = 8
     """Samples per validation task for the pass@k reported after the warm start; 0 leaves it out."""
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """More evaluations by name, made whenever validation is."""
     correct_reward: float = 1.0
     """A completion counts as correct in accuracies when its reward is at least this."""
     max_skipped_steps: int = 3

@@ -19,19 +19,19 @@ from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.hosts.attach import Hosts, this_host
-from torchtitan_rl.config import RunConfig, resolved
+from torchtitan_rl.config import EvalSetConfig, RunConfig, resolved
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.evaluation import Evaluation, evaluate
+from torchtitan_rl.evaluation import Evaluation, eval_families, evaluate
 from torchtitan_rl.hosts.inventory import check_fits
 from torchtitan_rl.launch import Launcher
 from torchtitan_rl.model.config import assets_dir, missing_weights, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.stack import start_generators, start_stack
-from torchtitan_rl.tasks.family import TaskSource
+from torchtitan_rl.tasks.family import source_of
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
 from torchtitan_rl.validation import validate
 from torchtitan_rl.weights import checkpoint
@@ -54,9 +54,10 @@ class Controller:
         self.config, self.run_dir, self.progress, self.launcher = config, run_dir, progress, launcher
         self.tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(config.model)))
         self.family = config.task.build()
-        self.source = TaskSource(self.family, "train", config.seed)
+        self.source = source_of(self.family, "train", config.seed)
         for split in ("validation", "test"):
-            TaskSource(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
+            source_of(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
+        self.eval_families = eval_families(config, self.family)
         self.step = 0
         self.policy_version = 0
         self.phase, self.phase_step = "start-up", 0
@@ -153,16 +154,18 @@ class Controller:
         if warm:
             await self.supervise()
         report["warm start"] = await self.evaluate("validation", pass_at_k=config.controller.pass_at_k if warm else 0)
+        await self.evaluate_sets()
         await self.reinforce()
         await self.save_checkpoint()
         report["validation"] = await self.evaluate("validation")
+        report |= await self.evaluate_sets()
         report["test"] = await self.evaluate("test")
         return report
 
     async def supervise(self) -> None:
         """The supervised phase: cross-entropy on the task's demonstrations, then weights to the generators."""
         config, self.phase, self.phase_step = self.config.supervised, "supervised", 0
-        source = TaskSource(self.family, "train", self.config.seed)
+        source = source_of(self.family, "train", self.config.seed)
         with self.progress.phase("supervised", total=config.num_steps) as bar:
             for step in range(config.num_steps):
                 start = time.perf_counter()
@@ -209,6 +212,7 @@ class Controller:
                 bar.advance(self.step - first, text=f"reward {line['reward/mean']:.3f}")
                 if self._passed(every, first) and self.step < num_steps:
                     await self.evaluate("validation")
+                    await self.evaluate_sets()
 
     def _passed(self, every: int, before: int) -> bool:
         """Whether a cadence of `every` steps fell due since step `before`; 0 is never."""
@@ -289,14 +293,27 @@ class Controller:
         config = self.config.controller
         if num_tasks is None:
             num_tasks = config.test_tasks if split == "test" else config.eval_tasks
+        eval_set = EvalSetConfig(
+            split=split, num_tasks=num_tasks, num_samples=pass_at_k, pass_at_k=pass_at_k,
+            temperature=self.config.algorithm.temperature)
+        return await self._evaluate(self.family, self.family.name, eval_set, label=f"eval/{self.step}")
+
+    async def evaluate_sets(self) -> dict[str, Evaluation]:
+        """The evaluations of `controller.eval_sets`, by name; logged."""
+        return {
+            name: await self._evaluate(self.eval_families[name], name, eval_set, label=f"eval/{self.step}/{name}")
+            for name, eval_set in self.config.controller.eval_sets.items()}
+
+    async def _evaluate(self, family, name: str, eval_set: EvalSetConfig, *, label: str) -> Evaluation:
         start = time.perf_counter()
-        with self.progress.waiting(f"evaluating on {split} tasks"):
+        shown = f"{name} " if name in self.eval_families else ""
+        with self.progress.waiting(f"evaluating on {shown}{eval_set.split} tasks"):
             result = await evaluate(
-                self.policy, self.family, split, num_tasks, label=f"eval/{self.step}", seed=self.config.seed,
-                pass_at_k=pass_at_k, temperature=self.config.algorithm.temperature, config=config)
+                self.policy, family, eval_set, name=name, label=label, seed=self.config.seed,
+                config=self.config.controller)
         self.run_dir.log_metrics({
             "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
-        self.progress.line(f"step {self.step}: {result.summary()}")
+        self.progress.line(f"step {self.step}: {shown}{result.summary()}")
         return result
 
     # Parts of a step, for the notebook and for loops of your own.

@@ -10,7 +10,7 @@ from pathlib import Path
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.algorithm.config import AlgorithmConfig
-from torchtitan_rl.config import RolesConfig, RunConfig, function_name
+from torchtitan_rl.config import EvalSetConfig, RolesConfig, RunConfig, function_name
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
 from torchtitan_rl.model.converters import check_converters
 
@@ -61,6 +61,8 @@ def validate(config: RunConfig) -> None:
         if not 0 <= value < float("inf"):
             raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
     _check_minibatches(config.algorithm, config.controller.num_steps)
+    for name, eval_set in config.controller.eval_sets.items():
+        _check_eval_set(name, eval_set)
     _check_loss_config(config.algorithm)
     if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
@@ -142,6 +144,26 @@ def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
         below = num_steps - num_steps % per_batch
         raise ValueError(f"controller.num_steps={num_steps}: a batch is {per_batch} optimizer steps (algorithm.num_epochs x its "
                          f"minibatches); use a multiple, such as {below or per_batch} or {below + per_batch}")
+
+
+def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
+    where = f"controller.eval_sets.{name}"
+    if name in ("validation", "test") or not name.isidentifier():
+        raise ValueError(f"{where}: the run's own evaluations are validation and test, and overrides contain the name; "
+                         "use another Python identifier")
+    if dataclasses.is_dataclass(eval_set.task):
+        dataclasses.replace(eval_set.task)  # its own checks
+    _positive(f"{where}.num_tasks", eval_set.num_tasks)
+    if eval_set.split not in ("train", "validation", "test"):
+        raise ValueError(f"{where}.split={eval_set.split!r}: is not a split; use train, validation or test")
+    if eval_set.num_samples < 0:
+        raise ValueError(f"{where}.num_samples={eval_set.num_samples}: must not be negative; use 0 or more")
+    if not 0 <= eval_set.pass_at_k <= eval_set.num_samples:
+        raise ValueError(f"{where}.pass_at_k={eval_set.pass_at_k}: must be between 0 and "
+                         f"num_samples={eval_set.num_samples}")
+    if eval_set.num_samples and not eval_set.temperature > 0:
+        raise ValueError(f"{where}.temperature={eval_set.temperature}: samples of one task would all be the same; use "
+                         "a positive one")
 
 
 def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape: Qwen3Shape) -> None:

@@ -22,6 +22,7 @@ from torchtitan_rl.config import (
 from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.show import memory_estimate, show
 from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.validation import validate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -211,6 +212,17 @@ def test_an_optional_field(text, value):
 def test_an_entry_of_a_dict():
     config = overridden("--algorithm.loss-config.clip-low", "0.3")
     assert config.algorithm.loss_config == {"clip_low": 0.3, "clip_high": 0.28}
+
+
+def test_fields_of_the_families_of_a_mixture():
+    config = run_config()
+    config.task = Mixture.Config(tasks={"sort": LetterSort.Config()}, weights={"sort": 2.0})
+    apply_overrides(config, ["--task.tasks.sort.max-letters", "5", "--task.weights.sort", "3"])
+    assert config.task.tasks["sort"].max_letters == 5 and config.task.weights == {"sort": 3.0}
+    validate(config)
+    json.dumps(resolved(config))
+    config.task.tasks["sort"].min_letters = 9
+    assert refusal(validate, config).startswith("letter_sort.min_letters=9, max_letters=5: do not fit")
 
 
 def test_values_that_look_like_flags_or_hold_an_equals_sign():
