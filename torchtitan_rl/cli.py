@@ -98,13 +98,12 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dry_run:
         from torchtitan_rl.evaluation import eval_families
         from torchtitan_rl.hosts.inventory import check_fits, local_host
-        from torchtitan_rl.model.config import missing_weights
 
         # Of other hosts nothing is known without a visit: taken to be like this one.
         check_fits(config, [local_host(worker) for worker in args.hosts] or [local_host()])
         eval_families(config, config.task.build())
         print(f"{args.config}: valid; nothing was started")
-        if missing := missing_weights(config.model):
+        if missing := config.missing_weights():
             print(f"still needed: {missing}")
         return 0
     return asyncio_run(_train(args, config), "train")

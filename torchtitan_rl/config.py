@@ -23,7 +23,7 @@ import cloudpickle
 
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
-from torchtitan_rl.model.config import ModelConfig
+from torchtitan_rl.model.config import ModelConfig, missing_weights
 
 __all__ = ["RunConfig", "ControllerConfig", "EvalSetConfig", "SamplingConfig", "RoleConfig", "RolesConfig",
            "COLOCATION", "load_config", "apply_overrides", "resolved", "flat", "function_name"]
@@ -160,6 +160,10 @@ class RunConfig:
         """Layout and model of every role that is a trainer mesh, by name; the policy first."""
         others = {name: (role.trainer, role.model or self.model) for name, role in self.roles.configured().items()}
         return {"policy": (self.trainer, self.model), **others}
+
+    def missing_weights(self) -> str:
+        """Why a run cannot start although its config is valid; empty when it can."""
+        return next(filter(None, (missing_weights(model) for _, model in self.trainers().values())), "")
 
 
 def load_config(path: str) -> RunConfig:

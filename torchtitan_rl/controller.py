@@ -27,7 +27,7 @@ from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.evaluation import Evaluation, eval_families, evaluate
 from torchtitan_rl.hosts.inventory import check_fits
 from torchtitan_rl.launch import Launcher
-from torchtitan_rl.model.config import assets_dir, missing_weights, resolve_shape, write_model_dir
+from torchtitan_rl.model.config import assets_dir, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.stack import start_generators, start_stack
@@ -62,7 +62,7 @@ class Controller:
         self.policy_version = 0
         self.phase, self.phase_step = "start-up", 0
         self.started_at = time.perf_counter()
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = {"policy": 0, "critic": 0}
         self.roles: dict[str, TrainingClient] = {}
         self.generator: SamplingClient
         self.versions: PolicyVersions | None = None
@@ -83,8 +83,8 @@ class Controller:
         """
         validate(config)
         hosts = hosts or this_host()
-        check_fits(config, hosts.hosts)
-        if hf_weights is None and (missing := missing_weights(config.model)):
+        check_fits(config, hosts.hosts, generators_only=hf_weights is not None)
+        if hf_weights is None and (missing := config.missing_weights()):
             raise ValueError(missing)
         path = Path(config.output_dir or _default_dir(config.name))
         # Processes on other hosts may have another working directory.
@@ -229,16 +229,14 @@ class Controller:
         for _ in range(config.num_epochs):
             for minibatch in minibatches(data, config.tasks_per_minibatch, config.reduction):
                 if config.recompute_logprobs_per_minibatch:
-                    output = await self.trainer.forward(minibatch)
+                    output, score_s = await _timed(self.trainer.forward(minibatch))
                     minibatch = with_inputs(minibatch, old_logprobs=output.policy_logprobs)
-                critic = self._critic_step(minibatch, line) if "critic" in self.roles else None
+                    line.mean("time/score_s", score_s)
+                critic = self._critic_step(minibatch, line) if "critic" in self.roles else asyncio.sleep(0)
                 start = time.perf_counter()
-                forward_backward = self.trainer.forward_backward(minibatch, config.loss_fn, loss_config=config.loss_config)
-                optim_step = self.trainer.optim_step(self.optim_params())
-                if critic is not None:
-                    await critic
-                output, forward_backward_s = await _timed(forward_backward, start)
-                optim, step_s = await _timed(optim_step, start)
+                (output, forward_backward_s), (optim, step_s), _ = await asyncio.gather(
+                    _timed(self.trainer.forward_backward(minibatch, config.loss_fn, loss_config=config.loss_config), start),
+                    _timed(self.trainer.optim_step(self.optim_params()), start), critic)
                 line.add(output, optim)
                 line.mean("time/forward_backward_s", forward_backward_s)
                 line.mean("time/optim_s", step_s - forward_backward_s)
@@ -259,19 +257,25 @@ class Controller:
             line.mean("critic/loss", output.loss)
             line.mean("critic/grad_norm", optim.grad_norm)
             line.mean("critic/skipped", optim.skipped)
+            self._account(optim, "critic")
 
         return gather()
 
     async def scored(self, groups: list[RolloutGroup]) -> list[Datum]:
-        """Training data of judged groups, with what reference and critic say of them. Their forwards overlap."""
+        """Training data of judged groups, with what reference, teacher and critic say of them. Their forwards overlap.
+
+        With a critic, advantages are its own and per token; the groups then have none.
+        """
         data = to_datums(groups, self.config.algorithm)
-        waits = {role: self.roles[role].forward(data) for role in ("reference", "critic") if role in self.roles}
+        waits = {role: client.forward(data) for role, client in self.roles.items() if role != "policy"}
         outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
-        if "reference" in outputs:
-            data = with_inputs(data, reference_logprobs=outputs["reference"].policy_logprobs)
+        for role in outputs.keys() & {"reference", "teacher"}:
+            data = with_inputs(data, **{f"{role}_logprobs": outputs[role].policy_logprobs})
         if "critic" in outputs:
             rewards = [rollout.reward for group in groups for rollout in group.rollouts for _ in rollout.turns]
             data = with_gae(data, rewards, outputs["critic"].values, self.config.algorithm)
+            for group in groups:
+                group.advantages = None
         return data
 
     async def refresh_reference(self) -> None:
@@ -367,12 +371,12 @@ class Controller:
         pad = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad is None else pad
 
-    def _account(self, optim: OptimStepOutput) -> None:
+    def _account(self, optim: OptimStepOutput, role: str = "policy") -> None:
         """Counts skipped steps in a row; too many mean that the run has diverged."""
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if optim.skipped else 0
-        if self._skipped_in_a_row >= self.config.controller.max_skipped_steps:
+        skipped = self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if optim.skipped else 0
+        if skipped >= self.config.controller.max_skipped_steps:
             raise RuntimeError(
-                f"optim/grad_norm={optim.grad_norm}: {self._skipped_in_a_row} optimizer steps in a row were skipped; "
+                f"optim/grad_norm={optim.grad_norm}: {skipped} optimizer steps of the {role} in a row were skipped; "
                 "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts")
 
 

@@ -49,8 +49,8 @@ REINFORCEMENT = (
 """Of every batch of the reinforcement phase; `step` is the number of optimizer steps after it.
 
 More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `critic/loss`,
-`critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `optim/num_steps` and `optim/skipped` of the batch,
-`time/score_s` (forward passes before the first step).
+`critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of the batch,
+`time/score_s` (forward passes that only score).
 """
 
 EVALUATION = (
@@ -97,13 +97,13 @@ class StepMetrics:
         for name, values in self._values.items():
             if name.endswith("_max"):
                 line[name] = max(value for value, _ in values)
-            elif name.startswith(("time/", "tokens/")) or name == "optim/skipped":
+            elif name.startswith(("time/", "tokens/")) or name.endswith("/skipped"):
                 line[name] = sum(value for value, _ in values)
             elif len(values) == 1:
                 line[name] = values[0][0]
             else:
                 line[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
-        for name in ("optim/skipped", "tokens/trained"):
+        for name in ("optim/skipped", "critic/skipped", "tokens/trained"):
             if name in line:
                 line[name] = int(line[name])
         return line | {"optim/num_steps": self._steps}

@@ -23,7 +23,6 @@ def validate(config: RunConfig) -> None:
         dataclasses.replace(config.task)  # overrides set fields one by one; its own checks look at all of them
     if config.trainer.lora is not None:
         dataclasses.replace(config.trainer.lora)
-    check_converters(config.trainer.converters)
     shape = resolve_shape(config.model)
     tokenizer_vocab = _tokenizer_size(assets_dir(config.model))
     if tokenizer_vocab > shape.vocab_size:
@@ -43,7 +42,7 @@ def validate(config: RunConfig) -> None:
                                  "qkv_proj and o_proj")
     _check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     _check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
-    _check_roles(config.roles, shape)
+    _check_roles(config.roles, shape, config.trainer.training.dtype)
     for where, value in (("algorithm.group_size", config.algorithm.group_size),
                          ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
                          ("sampling.max_tokens", config.sampling.max_tokens),
@@ -57,13 +56,17 @@ def validate(config: RunConfig) -> None:
         _positive(where, value)
     for where, value in (("controller.num_steps", config.controller.num_steps),
                          ("supervised.num_steps", config.supervised.num_steps),
-                         ("trainer.optimizer.lr", config.trainer.optimizer.lr), ("supervised.lr", config.supervised.lr)):
+                         ("supervised.lr", config.supervised.lr)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
     _check_minibatches(config.algorithm, config.controller.num_steps)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)
-    _check_loss_config(config.algorithm)
+    for name in ("loss", "critic_loss"):
+        _check_loss_config(name, config.algorithm)
+    for name in ("gae_gamma", "gae_lambda"):
+        if not 0 <= getattr(config.algorithm, name) <= 1:
+            raise ValueError(f"algorithm.{name}={getattr(config.algorithm, name)}: must be between 0 and 1")
     if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
@@ -72,6 +75,9 @@ def validate(config: RunConfig) -> None:
 
 def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longest: int) -> None:
     """The layout of one trainer mesh against its model and the longest sequence of the run."""
+    check_converters(trainer.converters, f"{where}.converters")
+    if not 0 <= trainer.optimizer.lr < float("inf"):
+        raise ValueError(f"{where}.optimizer.lr={trainer.optimizer.lr}: must not be negative; use 0 or more")
     parallel, shape = trainer.parallelism, resolve_shape(model)
     _check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
     tp = parallel.tensor_parallel_degree
@@ -110,22 +116,24 @@ def _check_context(where: str, limit: int, shape, longest: int) -> None:
                          "raise it or lower one of them")
 
 
-def _check_roles(roles: RolesConfig, shape) -> None:
+def _check_roles(roles: RolesConfig, shape: Qwen3Shape, dtype: str) -> None:
     for name, role in roles.configured().items():
         if role.trainer.lora is not None:
             raise ValueError(f"roles.{name}.trainer.lora.rank={role.trainer.lora.rank}: adapters are the policy's (a critic's "
                              "head must train, a reference or teacher does not train); use None")
-    reference = roles.reference
-    if roles.refresh_reference_every and reference is not None and reference.model is not None:
-        if resolve_shape(reference.model) != shape:
-            raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: the reference has another shape "
-                             "than the policy, whose weights it would take; use 0, or leave roles.reference.model unset")
-    if roles.teacher is not None:
-        if roles.teacher.model is None:
-            raise ValueError("roles.teacher.model=None: a teacher is another model than the policy; name it")
-        if (size := resolve_shape(roles.teacher.model).vocab_size) != shape.vocab_size:
-            raise ValueError(f"roles.teacher.model: has a vocabulary of {size} tokens, the policy has {shape.vocab_size}; "
+        if role.model is not None and (size := resolve_shape(role.model).vocab_size) != shape.vocab_size:
+            raise ValueError(f"roles.{name}.model: has a vocabulary of {size} tokens, the policy has {shape.vocab_size}; "
                              "use models with the same tokenizer")
+    reference, every = roles.reference, roles.refresh_reference_every
+    if reference is not None and (every or reference.model is None):  # it takes over the policy's weights
+        if reference.model is not None and resolve_shape(reference.model) != shape:
+            raise ValueError(f"roles.refresh_reference_every={every}: the reference has another shape than the policy, whose "
+                             "weights it would take; use 0, or leave roles.reference.model unset")
+        if reference.trainer.training.dtype != dtype:
+            raise ValueError(f"roles.reference.trainer.training.dtype={reference.trainer.training.dtype!r}: the policy's, whose "
+                             f"weights it takes over, is {dtype!r}; use the same")
+    if roles.teacher is not None and roles.teacher.model is None:
+        raise ValueError("roles.teacher.model=None: a teacher is another model than the policy; name it")
     if roles.refresh_reference_every < 0:
         raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: must not be negative; use 0 or more")
     if roles.refresh_reference_every and roles.reference is None:
@@ -210,14 +218,15 @@ def _check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) 
         raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
 
 
-def _check_loss_config(algorithm: AlgorithmConfig) -> None:
-    parameters = inspect.signature(algorithm.loss_fn).parameters
+def _check_loss_config(which: str, algorithm: AlgorithmConfig) -> None:
+    function, given = getattr(algorithm, f"{which}_fn"), getattr(algorithm, f"{which}_config")
+    parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     known = list(parameters)[1:]
-    for name, value in algorithm.loss_config.items():
+    for name, value in given.items():
         if name not in known:
-            raise ValueError(f"algorithm.loss_config.{name}={value}: {function_name(algorithm.loss_fn)} has no such "
+            raise ValueError(f"algorithm.{which}_config.{name}={value}: {function_name(function)} has no such "
                              f"argument; it takes {', '.join(known) or 'none'}")
 
 

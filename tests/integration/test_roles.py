@@ -222,6 +222,30 @@ def test_init_model_starts_from_a_checkpoint_with_a_fresh_optimizer(loop, apart)
     assert [rank["optimizer"] for rank in residency] == [0, 0]
 
 
+def test_saving_before_the_first_step_does_not_change_it(loop, apart, tmp_path):
+    controller, _ = apart
+    client = controller.trainer
+
+    async def first_step(save: bool):
+        await client.init_model(tmp_path / "start")
+        if save:
+            await client.save_checkpoint(tmp_path / "fresh")
+        await client.forward_backward(random_datums(4), importance_sampling)
+        await client.optim_step(OptimParams(lr=1e-2))
+        return flat(await client.parameters())
+
+    async def all_ways():
+        await client.save_checkpoint(tmp_path / "start")
+        plain, saved = await first_step(False), await first_step(True)
+        await client.load_checkpoint(tmp_path / "fresh")
+        await client.forward_backward(random_datums(4), importance_sampling)
+        await client.optim_step(OptimParams(lr=1e-2))
+        return plain, saved, flat(await client.parameters())
+
+    plain, saved, resumed = loop.run_until_complete(all_ways())
+    assert torch.equal(plain, saved) and torch.equal(plain, resumed)
+
+
 def test_sharing_every_device_changes_no_number_and_loses_no_gradient(loop, apart, tmp_path):
     from torchtitan_rl.controller import Controller
 

@@ -647,3 +647,30 @@ def test_a_minibatch_larger_than_the_batch_is_refused():
     config.algorithm.tasks_per_minibatch = 17
     with pytest.raises(ValueError, match=r"algorithm.tasks_per_minibatch=17: must be between 0 .* and .*tasks_per_step=16"):
         validate(config)
+
+
+def test_a_role_of_another_vocabulary_or_dtype_is_refused():
+    config = run_config()
+    config.roles.critic = role(ModelConfig(assets="chars", shape=shape(vocab_size=80)))
+    with pytest.raises(ValueError, match="roles.critic.model: has a vocabulary of 80 tokens, the policy has 64"):
+        validate(config)
+    config.roles.critic, config.roles.reference = None, role()
+    config.roles.reference.trainer.training.dtype = "bfloat16"
+    with pytest.raises(ValueError, match="roles.reference.trainer.training.dtype='bfloat16': the policy's, .* is 'float32'"):
+        validate(config)
+
+
+def test_what_a_critic_is_trained_by_is_checked_before_the_start():
+    config = run_config()
+    config.algorithm.critic_loss_config = {"clipp": 0.2}
+    with pytest.raises(ValueError, match="algorithm.critic_loss_config.clipp=0.2: .*:value_loss has no such argument"):
+        validate(config)
+    config.algorithm.critic_loss_config, config.algorithm.gae_lambda = {}, 1.5
+    with pytest.raises(ValueError, match="algorithm.gae_lambda=1.5: must be between 0 and 1"):
+        validate(config)
+
+
+def test_every_role_that_must_have_weights_is_looked_at():
+    config = run_config()
+    config.roles.teacher = role(ModelConfig(assets="chars", shape=shape(n_layers=3), pretrained=True))
+    assert "has no safetensors" in config.missing_weights()
