@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable
 from datetime import datetime
 from pathlib import Path
 
 from torchtitan_rl import metrics
+from torchtitan_rl.algorithm.batch import Batch, fill_batch
 from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
+from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.hosts.attach import Hosts, this_host
@@ -191,9 +194,9 @@ class Controller:
         with self.progress.phase("reinforcement", total=num_steps) as bar:
             while self.step < num_steps:
                 start, first = time.perf_counter(), self.step
-                groups, generate_s = await _timed(self.rollouts(self.source.next(config.algorithm.tasks_per_step)))
-                version = self.policy_version
-                line = metrics.of_batch(groups, version, self.generator.health()) | await self.train_on(groups)
+                batch, generate_s = await _timed(self.next_batch())
+                line = metrics.of_batch(batch.sampled, self.policy_version, self.generator.health()) | batch.metrics
+                line |= await self.train_on(batch.groups)
                 _, sync_s = await _timed(self.publish())
                 if self._passed(config.roles.refresh_reference_every, first):
                     await self.refresh_reference()
@@ -201,7 +204,7 @@ class Controller:
                 line["tokens/trained_per_s"] = line["tokens/trained"] / line["time/step_s"]
                 line["tokens/generated_per_s"] = line["tokens/generated"] / generate_s
                 self.run_dir.log_metrics(line)
-                self.run_dir.log_rollouts(self.step, "reinforcement", groups)
+                self.run_dir.log_rollouts(self.step, "reinforcement", batch.groups + batch.left_out)
                 self.progress.line(metrics.summary(line, num_steps))
                 bar.advance(self.step - first, text=f"reward {line['reward/mean']:.3f}")
                 if self._passed(every, first) and self.step < num_steps:
@@ -257,14 +260,18 @@ class Controller:
 
     async def scored(self, groups: list[RolloutGroup]) -> list[Datum]:
         """Training data of judged groups, with what reference and critic say of them. Their forwards overlap."""
-        data = to_datums(groups, self.config.algorithm)
+        data = to_datums(groups, self.config.algorithm, oldest_version=self.policy_version)
+        if not data:
+            raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
         waits = {role: self.roles[role].forward(data) for role in ("reference", "critic") if role in self.roles}
         outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
         if "reference" in outputs:
             data = with_inputs(data, reference_logprobs=outputs["reference"].policy_logprobs)
         if "critic" in outputs:
-            rewards = [rollout.reward for group in groups for rollout in group.rollouts for _ in rollout.turns]
-            data = with_gae(data, rewards, outputs["critic"].values, self.config.algorithm)
+            rewards = [reward for group in groups for reward in group.rewards]
+            data = with_gae(
+                data, [rewards[datum.rollout] for datum in data], outputs["critic"].values, self.config.algorithm,
+                keep_groups={index for index, group in enumerate(groups) if group.precomputed})
         return data
 
     async def refresh_reference(self) -> None:
@@ -272,14 +279,31 @@ class Controller:
         assert self.versions is not None
         await self.versions.copy(self.trainer, self.role("reference"))
 
-    async def rollouts(self, tasks: list[Task]) -> list[RolloutGroup]:
-        """A group of rollouts of each task, with rewards, from the newest policy."""
+    async def next_batch(self) -> Batch:
+        """Rollouts of the next tasks that pass `algorithm.filters`; when none does RuntimeError, after a checkpoint."""
+        async def roll_out(num_tasks: int, first: int, counts: Counter) -> list[RolloutGroup]:
+            return await self.rollouts(self.source.next(num_tasks), first=first, counts=counts)
+
+        batch = await fill_batch(roll_out, self.config.algorithm, max_tokens=self.config.sampling.max_tokens,
+                                 oldest_version=self.policy_version)
+        if batch.stalled:
+            self.run_dir.log_rollouts(self.step, "reinforcement", batch.left_out)
+            await self.save_checkpoint()
+            raise RuntimeError(batch.stalled)
+        return batch
+
+    async def rollouts(self, tasks: list[Task], *, first: int = 0, counts: Counter | None = None) -> list[RolloutGroup]:
+        """`group_size` rollouts of each task, with rewards, from the newest policy, grouped as the algorithm says.
+
+        `first` numbers the tasks of one step from there on; `counts` is given what grouping leaves out.
+        """
         config = self.config
         policy = self.policy(config.algorithm.temperature)
-        return list(await asyncio.gather(*(
+        played = await asyncio.gather(*(
             run_group(single_turn, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
                       seed=config.seed, reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
-            for i, task in enumerate(tasks))))
+            for i, task in enumerate(tasks, start=first)))
+        return form_groups([rollout for group in played for rollout in group.rollouts], config.algorithm, counts)
 
     async def evaluate(self, split: str, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is right; logged."""
