@@ -49,7 +49,7 @@ REINFORCEMENT = (
 
 More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `critic/loss`,
 `critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `optim/num_steps` and `optim/skipped` of the batch,
-`time/score_s` (forward passes before the first step).
+`time/score_s` (forward passes before the first step), `filter/...` where filters are on (docs/grouping.md).
 """
 
 EVALUATION = (
