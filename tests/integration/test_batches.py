@@ -116,3 +116,8 @@ def test_a_run_with_nothing_to_train_on_ends_with_an_explanation(loop, controlle
             one_batch(loop, controller)
     assert (controller.step, controller.policy_version) == (step, version)
     assert (controller.run_dir.checkpoint_path(step) / "hf").is_dir()
+
+
+def test_groups_without_a_turn_are_refused_before_the_trainer(loop, controller):
+    with pytest.raises(ValueError, match="^groups: 0 of them hold no turn to train on"):
+        loop.run_until_complete(controller.train_on([]))
