@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
+from torchtitan_rl.algorithm.batch_checks import check_batches
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.config import RolesConfig, RunConfig, function_name
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
@@ -62,8 +63,7 @@ def validate(config: RunConfig) -> None:
             raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
     _check_minibatches(config.algorithm, config.controller.num_steps)
     _check_loss_config(config.algorithm)
-    _check_filters(config)
-    _check_grouping(config.algorithm)
+    check_batches(config)
     if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
@@ -188,52 +188,6 @@ def _check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) 
                              f"kernel needs with {field}={dtype!r}; use a multiple")
     if missing := platform.missing_grouped_mm(dtype):
         raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
-
-
-def _check_filters(config: RunConfig) -> None:
-    """A filter that nothing can pass, and a setting that no filter reads."""
-    algorithm, filters, where = config.algorithm, config.algorithm.filters, "algorithm.filters"
-    _positive(f"{where}.max_stalled_rounds", filters.max_stalled_rounds)
-    if filters.max_resamples < 0:
-        raise ValueError(f"{where}.max_resamples={filters.max_resamples}: must not be negative; use 0 or more")
-    if filters.max_resamples and not filters.drops:
-        raise ValueError(f"{where}.max_resamples={filters.max_resamples}: has no effect, as no filter leaves groups "
-                         f"out; set {where}.zero_variance or {where}.overlong='drop', or use 0")
-    compared = algorithm.trajectory_grouping_hook is None and algorithm.precomputed_advantages != "require"
-    if filters.zero_variance and algorithm.group_size == 1 and compared:
-        raise ValueError(f"{where}.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward "
-                         "is equal to itself; raise group_size or use False")
-    if filters.overlong not in ("keep", "drop", "mask", "penalty"):
-        raise ValueError(
-            f"{where}.overlong={filters.overlong!r}: is not known; use 'keep', 'drop', 'mask' or 'penalty'")
-    if filters.overlong != "penalty":
-        if filters.overlong_buffer:
-            raise ValueError(f"{where}.overlong_buffer={filters.overlong_buffer}: has no effect with "
-                             f"overlong={filters.overlong!r}; use overlong='penalty' or 0")
-        return
-    if not 0 <= filters.overlong_buffer <= config.sampling.max_tokens:
-        raise ValueError(f"{where}.overlong_buffer={filters.overlong_buffer}: must be between 0 and "
-                         f"sampling.max_tokens={config.sampling.max_tokens}")
-    if not 0 < filters.overlong_penalty < float("inf"):
-        raise ValueError(f"{where}.overlong_penalty={filters.overlong_penalty}: is what a completion loses; use a "
-                         "positive number, or overlong='keep'")
-
-
-def _check_grouping(algorithm: AlgorithmConfig) -> None:
-    if algorithm.precomputed_advantages not in ("auto", "require", "ignore"):
-        raise ValueError(f"algorithm.precomputed_advantages={algorithm.precomputed_advantages!r}: is not known; use "
-                         "'auto', 'require' or 'ignore'")
-    hook = algorithm.trajectory_grouping_hook
-    if hook is None:
-        return
-    if not callable(hook) or inspect.iscoroutinefunction(hook):
-        raise ValueError(f"algorithm.trajectory_grouping_hook={hook!r}: is not a plain function; give a function "
-                         "(rollouts, config) -> list[RolloutGroup]")
-    try:
-        inspect.signature(hook).bind([], algorithm)
-    except TypeError as error:
-        raise ValueError(f"algorithm.trajectory_grouping_hook={function_name(hook)}: cannot be called with (rollouts, "
-                         f"config): {error}; give it these two parameters") from None
 
 
 def _check_loss_config(algorithm: AlgorithmConfig) -> None:
