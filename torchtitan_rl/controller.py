@@ -17,6 +17,7 @@ from pathlib import Path
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.config import RunConfig, resolved
@@ -217,6 +218,7 @@ class Controller:
         Weights are not published. `mismatch/*` are those of the batch's first minibatch, before its step.
         """
         config, line = self.config.algorithm, metrics.StepMetrics()
+        objective = policy_objective(config)
         data, score_s = await _timed(self.scored(groups))
         line.mean("time/score_s", score_s)
         for _ in range(config.num_epochs):
@@ -226,7 +228,7 @@ class Controller:
                     minibatch = with_inputs(minibatch, old_logprobs=output.policy_logprobs)
                 critic = self._critic_step(minibatch, line) if "critic" in self.roles else None
                 start = time.perf_counter()
-                forward_backward = self.trainer.forward_backward(minibatch, config.loss_fn, loss_config=config.loss_config)
+                forward_backward = self.trainer.forward_backward(minibatch, objective)
                 optim_step = self.trainer.optim_step(self.optim_params())
                 if critic is not None:
                     await critic
@@ -265,7 +267,7 @@ class Controller:
         if "critic" in outputs:
             rewards = [rollout.reward for group in groups for rollout in group.rollouts for _ in rollout.turns]
             data = with_gae(data, rewards, outputs["critic"].values, self.config.algorithm)
-        return data
+        return with_kl_reward(data, self.config.algorithm)
 
     async def refresh_reference(self) -> None:
         """The reference takes over the policy's weights, exactly as they are, through the store."""

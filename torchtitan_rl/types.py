@@ -99,6 +99,8 @@ class Rollout:
     reward: float = 0.0
     text: str = ""
     """What the policy said, decoded, for records and people."""
+    role: str = "policy"
+    """Who the policy played; rollouts of different roles are not compared with each other."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from torchtitan_rl.algorithm.advantages import batch_advantages
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.gae import gae
 from torchtitan_rl.types import Datum, Rollout, RolloutGroup
@@ -20,8 +21,8 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
     Raises ValueError when the estimator gives anything but one finite advantage per rollout.
     """
     parts, group_of = [], []
-    for index, group in enumerate(groups):
-        group.advantages = _advantages(group, config)
+    for index, (group, advantages) in enumerate(zip(groups, batch_advantages(groups, config), strict=True)):
+        group.advantages = advantages
         for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
             for part in _turns(rollout, advantage):
                 parts.append(part)
@@ -66,18 +67,6 @@ def with_gae(data: list[Datum], rewards: list[float], values: list[torch.Tensor]
     ]
     return with_inputs(
         data, values=values, advantages=[advantages for advantages, _ in pairs], returns=[returns for _, returns in pairs])
-
-
-def _advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[float]:
-    advantages_G = config.advantage_fn(torch.tensor(group.rewards, dtype=torch.float64))
-    right_shape = isinstance(advantages_G, torch.Tensor) and advantages_G.shape == (len(group.rollouts),)
-    if not right_shape or not torch.isfinite(advantages_G).all():
-        given = advantages_G.tolist() if isinstance(advantages_G, torch.Tensor) else advantages_G
-        name = getattr(config.advantage_fn, "__name__", repr(config.advantage_fn))
-        raise ValueError(
-            f"algorithm.advantage_fn={name}: gave {given} for rewards {group.rewards} of group {group.id}; "
-            "return a tensor of one finite number per rollout")
-    return advantages_G.tolist()
 
 
 def _turns(rollout: Rollout, advantage: float):
