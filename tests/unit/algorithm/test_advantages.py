@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,3 +189,13 @@ def test_a_batch_estimator_of_the_users_own_with_arguments():
 
     with pytest.raises(ValueError, match="=forgetful: gave 1 tensors for 2 groups; return one per group, in order"):
         of_batch(forgetful, [0.0, 1.0], [5.0])
+
+
+def test_the_documents_example_of_an_estimator_of_ones_own():
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    (code,) = re.findall(r"```python\n(def maxrl.*?)```", page, re.DOTALL)
+    scope = {}
+    exec(code, scope)
+    # One success of four: mean 1/4, so 3 for it and -1 for the others. No success, or only successes: nothing.
+    given_ = of_batch(scope["maxrl"], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0], [1.0, 1.0])
+    assert given_ == [[-1.0, 3.0, -1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
