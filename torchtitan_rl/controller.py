@@ -20,6 +20,7 @@ from torchtitan_rl.algorithm.batch import Batch, fill_batch
 from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.config import RunConfig, resolved
@@ -220,6 +221,7 @@ class Controller:
         Weights are not published. `mismatch/*` are those of the batch's first minibatch, before its step.
         """
         config, line = self.config.algorithm, metrics.StepMetrics()
+        objective = policy_objective(config)
         data, score_s = await _timed(self.scored(groups))
         line.mean("time/score_s", score_s)
         for _ in range(config.num_epochs):
@@ -229,7 +231,7 @@ class Controller:
                     minibatch = with_inputs(minibatch, old_logprobs=output.policy_logprobs)
                 critic = self._critic_step(minibatch, line) if "critic" in self.roles else None
                 start = time.perf_counter()
-                forward_backward = self.trainer.forward_backward(minibatch, config.loss_fn, loss_config=config.loss_config)
+                forward_backward = self.trainer.forward_backward(minibatch, objective)
                 optim_step = self.trainer.optim_step(self.optim_params())
                 if critic is not None:
                     await critic
@@ -272,7 +274,7 @@ class Controller:
             data = with_gae(
                 data, [rewards[datum.rollout] for datum in data], outputs["critic"].values, self.config.algorithm,
                 keep_groups={index for index, group in enumerate(groups) if group.precomputed})
-        return data
+        return with_kl_reward(data, self.config.algorithm)
 
     async def refresh_reference(self) -> None:
         """The reference takes over the policy's weights, exactly as they are, through the store."""

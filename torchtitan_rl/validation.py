@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from pathlib import Path
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.algorithm.batch_checks import check_batches
+from torchtitan_rl.algorithm.checks import check_algorithm
 from torchtitan_rl.algorithm.config import AlgorithmConfig
-from torchtitan_rl.config import RolesConfig, RunConfig, function_name
+from torchtitan_rl.config import RolesConfig, RunConfig
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
 from torchtitan_rl.model.converters import check_converters
 
@@ -62,7 +62,7 @@ def validate(config: RunConfig) -> None:
         if not 0 <= value < float("inf"):
             raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
     _check_minibatches(config.algorithm, config.controller.num_steps)
-    _check_loss_config(config.algorithm)
+    check_algorithm(config)
     check_batches(config)
     if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
@@ -188,17 +188,6 @@ def _check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) 
                              f"kernel needs with {field}={dtype!r}; use a multiple")
     if missing := platform.missing_grouped_mm(dtype):
         raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
-
-
-def _check_loss_config(algorithm: AlgorithmConfig) -> None:
-    parameters = inspect.signature(algorithm.loss_fn).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
-    known = list(parameters)[1:]
-    for name, value in algorithm.loss_config.items():
-        if name not in known:
-            raise ValueError(f"algorithm.loss_config.{name}={value}: {function_name(algorithm.loss_fn)} has no such "
-                             f"argument; it takes {', '.join(known) or 'none'}")
 
 
 def _positive(where: str, value: int) -> None:

@@ -37,8 +37,9 @@ class AlgorithmConfig:
     against the generator."""
     temperature: float = 1.0
     """Of sampling and, so that log-probabilities agree, of the trainer's logits."""
-    advantage_fn: Callable = field(default_factory=lambda: _default("advantages", "group_centered"))
-    """`(rewards_G) -> advantages_G`; see algorithm/advantages.py."""
+    advantage_fn: Callable | dict[str, Callable] = field(
+        default_factory=lambda: _default("advantages", "group_centered"))
+    """`(rewards_G) -> advantages_G`, or one for each role of a workflow by its name; see algorithm/advantages.py."""
     precomputed_advantages: Literal["auto", "require", "ignore"] = "auto"
     """Advantages that turns carry: use them where a whole group has sound ones, insist on them, or do not look."""
     trajectory_grouping_hook: Callable | None = None
@@ -55,6 +56,19 @@ class AlgorithmConfig:
     """Keyword arguments of `loss_fn`, such as `clip_low`."""
     reduction: Callable = field(default_factory=lambda: _default("reductions", "token_mean"))
     """`(masks, groups) -> weights`; see algorithm/reductions.py."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference role; 0: none."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """See algorithm/kl.py."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL counts: as a term of the loss, or taken off each token's advantage."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; 0: none."""
+    correction_fn: Callable | None = None
+    """`(LossInputs, **correction_config) -> (factor_T, metric sums)`: how much a token counts when the generator that
+    sampled it differs from the trainer; see algorithm/corrections.py. Needs `recompute_logprobs_per_minibatch`."""
+    correction_config: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of `correction_fn`, such as `cap`."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the run; its peak is `trainer.optimizer.lr`."""
     gae_gamma: float = 1.0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from torchtitan_rl.algorithm.advantages import batch_advantages
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.gae import gae
 from torchtitan_rl.algorithm.precomputed import precomputed_advantages
@@ -89,7 +90,7 @@ def _weigh(groups: list[RolloutGroup], config: AlgorithmConfig, oldest_version: 
         _check_rewards(group)
     # An estimator has no word on groups that bring their own, nor on empty ones.
     estimated = [group for group in groups if group.rollouts and not group.precomputed]
-    for group, advantages in zip(estimated, [_advantages(group, config) for group in estimated], strict=True):
+    for group, advantages in zip(estimated, batch_advantages(estimated, config), strict=True):
         group.advantages = advantages
     for index, group in enumerate(groups):
         if group.precomputed:
@@ -106,18 +107,6 @@ def _check_rewards(group: RolloutGroup) -> None:
         if rollout.reward is None and not group.precomputed or not math.isfinite(rollout.reward or 0.0):
             raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} is not a finite number; "
                              "judge every rollout, or group them with algorithm.grouping.form_groups")
-
-
-def _advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[float]:
-    advantages_G = config.advantage_fn(torch.tensor(group.rewards, dtype=torch.float64))
-    right_shape = isinstance(advantages_G, torch.Tensor) and advantages_G.shape == (len(group.rollouts),)
-    if not right_shape or not torch.isfinite(advantages_G).all():
-        given = advantages_G.tolist() if isinstance(advantages_G, torch.Tensor) else advantages_G
-        name = getattr(config.advantage_fn, "__name__", repr(config.advantage_fn))
-        raise ValueError(
-            f"algorithm.advantage_fn={name}: gave {given} for rewards {group.rewards} of group {group.id}; "
-            "return a tensor of one finite number per rollout")
-    return advantages_G.tolist()
 
 
 def _mean(numbers: list[float]) -> float:
