@@ -31,8 +31,8 @@ class Task:
     """Text, or chat messages for the tokenizer's chat template."""
     answer: Any = None
     """Whatever the reward needs to judge a completion; never shown to the policy."""
-    demonstration: str | None = None
-    """A completion to imitate in the supervised phase."""
+    demonstration: str | list[str] | None = None
+    """A completion to imitate in the supervised phase; a list is played in the task's environment, a turn each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +87,8 @@ class Turn:
 
     prompt_tokens: list[int]
     completion: Completion
+    reward: float | None = None
+    """What an environment gave for it; None where only the whole rollout is judged."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,7 +100,9 @@ class Rollout:
     turns: list[Turn]
     reward: float = 0.0
     text: str = ""
-    """What the policy said, decoded, for records and people."""
+    """What the policy said, decoded, for records and people; of several turns, observations too."""
+    end_reason: str = ""
+    """What ended a rollout in an environment: `"done"`, or the limit `"turns"`, `"tokens"` or `"time"`."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -42,6 +42,9 @@ class AlgorithmConfig:
     """Keyword arguments of `loss_fn`, such as `clip_low`."""
     reduction: Callable = field(default_factory=lambda: _default("reductions", "token_mean"))
     """`(masks, groups) -> weights`; see algorithm/reductions.py."""
+    workflow: Callable | None = None
+    """`async (task, policy, *, rollout_id, seed) -> Rollout`, in place of one turn, or of the turns of the family's
+    environments; see workflows/. Evaluations use it too."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the run; its peak is `trainer.optimizer.lr`."""
     gae_gamma: float = 1.0
