@@ -39,9 +39,10 @@ from torchtitan_rl.tasks.family import TaskSource
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
 from torchtitan_rl.validation import validate
 from torchtitan_rl.weights import checkpoint
-from torchtitan_rl.workflows.group import run_group
+from torchtitan_rl.workflows.demonstrate import demonstrate
+from torchtitan_rl.workflows.group import run_group, workflow_of
+from torchtitan_rl.workflows.multi_turn import Limits
 from torchtitan_rl.workflows.policy import Policy
-from torchtitan_rl.workflows.single_turn import single_turn
 
 __all__ = ["Controller"]
 
@@ -61,6 +62,10 @@ class Controller:
         self.source = TaskSource(self.family, "train", config.seed)
         for split in ("validation", "test"):
             TaskSource(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
+        self.workflow = config.algorithm.workflow or workflow_of(self.family, Limits(
+            max_turns=config.sampling.max_turns, timeout_s=config.sampling.rollout_timeout_s,
+            max_tokens=config.sampling.max_rollout_tokens or config.sampling.max_prompt_tokens + config.sampling.max_tokens,
+            step_timeout_s=config.controller.reward_timeout_s))
         self.step = 0
         self.policy_version = 0
         self.phase, self.phase_step = "start-up", 0
@@ -171,7 +176,7 @@ class Controller:
             for step in range(config.num_steps):
                 start = time.perf_counter()
                 data = demonstration_datums(
-                    [self.demonstration_tokens(task) for task in source.next(config.batch_size)], self.config.algorithm)
+                    await self.demonstrations(source.next(config.batch_size)), self.config.algorithm)
                 lr = config.lr * lr_factor(config.schedule, step, config.num_steps)
                 forward_backward = self.trainer.forward_backward(data, cross_entropy, temperature=1.0)
                 optim_step = self.trainer.optim_step(OptimParams(lr=lr, betas=config.betas))
@@ -302,7 +307,7 @@ class Controller:
         config = self.config
         policy = self.policy(config.algorithm.temperature)
         played = await asyncio.gather(*(
-            run_group(single_turn, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
+            run_group(self.workflow, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
                       seed=config.seed, reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
             for i, task in enumerate(tasks, start=first)))
         return form_groups([rollout for group in played for rollout in group.rollouts], config.algorithm, counts)
@@ -316,7 +321,7 @@ class Controller:
         with self.progress.waiting(f"evaluating on {split} tasks"):
             result = await evaluate(
                 self.policy, self.family, split, num_tasks, label=f"eval/{self.step}", seed=self.config.seed,
-                pass_at_k=pass_at_k, temperature=self.config.algorithm.temperature, config=config)
+                pass_at_k=pass_at_k, temperature=self.config.algorithm.temperature, config=config, workflow=self.workflow)
         self.run_dir.log_metrics({
             "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
         self.progress.line(f"step {self.step}: {result.summary()}")
@@ -336,7 +341,7 @@ class Controller:
         sampling = self.config.sampling
         return Policy(
             sampler=self.generator, tokenizer=self.tokenizer, temperature=temperature, max_tokens=sampling.max_tokens,
-            max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids)
+            max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids, stop=sampling.stop)
 
     def optim_params(self, role: str = "policy") -> OptimParams:
         """Optimizer parameters of the current step: the role's peak learning rate times the schedule's factor."""
@@ -344,12 +349,11 @@ class Controller:
         trainer = self.config.trainer if role == "policy" else self.config.roles.configured()[role].trainer
         return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
-    def demonstration_tokens(self, task: Task) -> tuple[list[int], list[int]]:
-        """(prompt tokens, completion tokens with the end-of-sequence token). Raises ValueError without one."""
-        if task.demonstration is None:
-            raise ValueError(f"task={task.id!r}: has no demonstration; set supervised.num_steps=0 or give the task one")
-        completion = self.tokenizer.encode(task.demonstration, add_special_tokens=False)
-        return self.policy(1.0).prompt_tokens(task), [*completion, self.tokenizer.eos_token_id]
+    async def demonstrations(self, tasks: list[Task]) -> list[tuple[list[int], list[int]]]:
+        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError without one."""
+        policy = self.policy(1.0)
+        pairs = await asyncio.gather(*(demonstrate(self.workflow, task, policy) for task in tasks))
+        return [pair for turns in pairs for pair in turns]
 
     async def save_checkpoint(self) -> Path:
         """Everything a later run needs, marker last. Returns its directory."""

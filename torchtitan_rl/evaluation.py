@@ -44,18 +44,19 @@ class Evaluation:
 
 async def evaluate(
     policy: Callable[[float], Policy], family: TaskFamily, split: str, num_tasks: int, *, label: str, seed: int,
-    pass_at_k: int, temperature: float, config: ControllerConfig,
+    pass_at_k: int, temperature: float, config: ControllerConfig, workflow: Callable = single_turn,
 ) -> Evaluation:
     """Attempts the first `num_tasks` tasks of a split greedily, and with `pass_at_k` that often at `temperature`.
 
-    `policy(temperature)` gives the policy; `label` tells the sampling streams of one evaluation from another's.
+    `policy(temperature)` gives the policy; `label` tells the sampling streams of one evaluation from another's;
+    `workflow` makes an attempt.
     """
     size = family.num_tasks(split)
     tasks = [family.task(split, i) for i in range(num_tasks if size is None else min(num_tasks, size))]
 
     async def attempts(n: int, at: float) -> list[list[bool]]:
         groups = await asyncio.gather(*(
-            run_group(single_turn, task, policy(at), n, group_id=f"{label}/{task.id}", seed=seed, reward=family,
+            run_group(workflow, task, policy(at), n, group_id=f"{label}/{task.id}", seed=seed, reward=family,
                       reward_timeout_s=config.reward_timeout_s) for task in tasks))
         return [[reward >= config.correct_reward for reward in group.rewards] for group in groups]
 

@@ -31,8 +31,8 @@ class Task:
     """Text, or chat messages for the tokenizer's chat template."""
     answer: Any = None
     """Whatever the reward needs to judge a completion; never shown to the policy."""
-    demonstration: str | None = None
-    """A completion to imitate in the supervised phase."""
+    demonstration: str | list[str] | None = None
+    """A completion to imitate in the supervised phase; a list is played in the task's environment, a turn each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,11 +105,13 @@ class Rollout:
     reward: float | None = None
     """Of the whole attempt; None: what its last turn earned, see `algorithm.grouping.fill_rewards`."""
     text: str = ""
-    """What the policy said, decoded, for records and people."""
+    """What the policy said, decoded, for records and people; of several turns, observations too."""
     role: str = "policy"
     """Who the policy played; rollouts of different roles are not compared with each other."""
     masked: bool = False
     """Its reward counts among its siblings', its tokens do not train."""
+    end_reason: str = ""
+    """What ended a rollout in an environment: `"done"`, or the limit `"turns"`, `"tokens"` or `"time"`."""
 
 
 @dataclass(kw_only=True, slots=True)

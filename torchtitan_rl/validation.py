@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_rl import platform
@@ -42,6 +43,7 @@ def validate(config: RunConfig) -> None:
             if target in ("gate_proj", "up_proj", "down_proj"):
                 raise ValueError(f"trainer.lora.target_modules={target!r}: experts of a mixture have no adapters; use "
                                  "qkv_proj and o_proj")
+    _check_rollouts(config)
     _check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     _check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
     _check_roles(config.roles, shape)
@@ -49,6 +51,7 @@ def validate(config: RunConfig) -> None:
                          ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
                          ("sampling.max_tokens", config.sampling.max_tokens),
                          ("sampling.max_prompt_tokens", config.sampling.max_prompt_tokens),
+                         ("sampling.max_turns", config.sampling.max_turns),
                          ("algorithm.num_epochs", config.algorithm.num_epochs),
                          ("generator.num_replicas", config.generator.num_replicas),
                          ("generator.max_num_seqs", config.generator.max_num_seqs),
@@ -64,6 +67,7 @@ def validate(config: RunConfig) -> None:
     _check_minibatches(config.algorithm, config.controller.num_steps)
     check_algorithm(config)
     check_batches(config)
+    _check_workflow(config.algorithm.workflow)
     if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
@@ -108,6 +112,22 @@ def _check_context(where: str, limit: int, shape, longest: int) -> None:
     if longest > limit:
         raise ValueError(f"{where}={limit}: is shorter than sampling.max_prompt_tokens + max_tokens = {longest}; "
                          "raise it or lower one of them")
+
+
+def _check_rollouts(config: RunConfig) -> None:
+    sampling, limit = config.sampling, config.sampling.max_rollout_tokens
+    if limit and limit <= sampling.max_prompt_tokens:
+        raise ValueError(f"sampling.max_rollout_tokens={limit}: leaves nothing after a prompt of sampling.max_prompt_tokens="
+                         f"{sampling.max_prompt_tokens}; raise it, or use 0 for max_prompt_tokens + max_tokens")
+    contexts = {f"{'trainer' if role == 'policy' else f'roles.{role}.trainer'}.training.seq_len": trainer.training.seq_len
+                for role, (trainer, _) in config.trainers().items()}
+    for where, context in {**contexts, "generator.max_model_len": config.generator.max_model_len}.items():
+        if limit > context:
+            raise ValueError(f"sampling.max_rollout_tokens={limit}: exceeds {where}={context}; lower it or raise that one")
+    if not 0 < sampling.rollout_timeout_s < float("inf"):
+        raise ValueError(f"sampling.rollout_timeout_s={sampling.rollout_timeout_s}: must be positive; use seconds")
+    if "" in sampling.stop:
+        raise ValueError(f"sampling.stop={sampling.stop}: an empty text ends every completion at once; leave it out")
 
 
 def _check_roles(roles: RolesConfig, shape) -> None:
@@ -188,6 +208,16 @@ def _check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) 
                              f"kernel needs with {field}={dtype!r}; use a multiple")
     if missing := platform.missing_grouped_mm(dtype):
         raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
+
+
+def _check_workflow(workflow: Callable | None) -> None:
+    if workflow is None:
+        return
+    try:
+        inspect.signature(workflow).bind(None, None, rollout_id="", seed=0)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"algorithm.workflow={function_name(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
+                         f"({error}); give it that signature") from error
 
 
 def _positive(where: str, value: int) -> None:

@@ -69,6 +69,9 @@ class AlgorithmConfig:
     sampled it differs from the trainer; see algorithm/corrections.py. Needs `recompute_logprobs_per_minibatch`."""
     correction_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `correction_fn`, such as `cap`."""
+    workflow: Callable | None = None
+    """`async (task, policy, *, rollout_id, seed) -> Rollout`, in place of one turn, or of the turns of the family's
+    environments; see workflows/. Evaluations use it too."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the run; its peak is `trainer.optimizer.lr`."""
     gae_gamma: float = 1.0
