@@ -2,12 +2,14 @@
 
 import asyncio
 import importlib.util
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.workflows.scripted import CHARS, policy
 from torchtitan_rl.algorithm.config import AlgorithmConfig
@@ -168,6 +170,34 @@ def test_a_chatml_template_of_others_that_leaves_the_last_turn_open():
     assert tokens == tokenizer.apply_chat_template(messages, return_dict=False) + tokenizer.encode("<|im_end|>")
     said = tokenizer.decode([token for token, policys in zip(tokens, mask) if policys])
     assert said == "the answer<|im_end|>408<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory):
+    """A real tokenizer: the sentencepiece model of Mistral's instruction models, which comes with vLLM's requirements."""
+    folder = tmp_path_factory.mktemp("mistral")
+    data = Path(importlib.util.find_spec("mistral_common").origin).parent / "data"
+    shutil.copy(data / "mistral_instruct_tokenizer_240323.model.v3", folder / "tokenizer.model")
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
+        "chat_template": "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+                         "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
+                         "{% else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% endfor %}"}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_mistrals_tokenizer(mistral):
+    assert len(mistral) == 32768
+    said = [mistral.encode(f" {text}</s>", add_special_tokens=False) for text in ("Compute 12*34, please.", "It is 408.")]
+    policy_ = policy(*said, tokenizer=mistral, max_prompt_tokens=256)
+    heard = [{"role": "tool", "content": "408, a café"}]
+    rollout = play(Talk([USER], heard), policy_)
+    messages = [USER, {"role": "assistant", "content": "Compute 12*34, please."}, *heard,
+                {"role": "assistant", "content": "It is 408."}]
+    whole, targets = trained_tokens(rollout)
+    assert whole == mistral.apply_chat_template(messages, return_dict=False)
+    assert targets == said[0] + said[1]
+    assert mistral.convert_ids_to_tokens(whole)[:3] == ["<s>", "[INST]", "▁"]  # its digits are tokens of their own
 
 
 def test_a_template_that_marks_no_end_of_a_turn():
