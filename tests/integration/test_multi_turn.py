@@ -24,7 +24,7 @@ def test_the_calculator(tmp_path, monkeypatch):
     config.controller.num_steps, config.controller.eval_tasks, config.controller.pass_at_k = 2, 16, 0
     config.controller.call_timeout_s = config.controller.sample_timeout_s = 120
     batches = []
-    monkeypatch.setattr(module, "to_datums", lambda groups, *args: batches.append((groups, data := to_datums(groups, *args))) or data)
+    monkeypatch.setattr(module, "to_datums", lambda *args, **kwargs: batches.append((args[0], data := to_datums(*args, **kwargs))) or data)
 
     async def run():
         async with await Controller.launch(config) as controller:
