@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.algorithm.batch_checks import check_batches
 from torchtitan_rl.algorithm.checks import check_algorithm
 from torchtitan_rl.algorithm.config import AlgorithmConfig
-from torchtitan_rl.config import RolesConfig, RunConfig
+from torchtitan_rl.config import RolesConfig, RunConfig, function_name
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
 from torchtitan_rl.model.converters import check_converters
 

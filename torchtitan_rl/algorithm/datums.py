@@ -104,7 +104,8 @@ def _weigh(groups: list[RolloutGroup], config: AlgorithmConfig, oldest_version: 
 def _check_rewards(group: RolloutGroup) -> None:
     """Some estimators turn even an infinite reward into a finite advantage."""
     for rollout in group.rollouts:
-        if rollout.reward is None and not group.precomputed or not math.isfinite(rollout.reward or 0.0):
+        unneeded = rollout.reward is None and group.precomputed
+        if not unneeded and (rollout.reward is None or not math.isfinite(rollout.reward)):
             raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} is not a finite number; "
                              "judge every rollout, or group them with algorithm.grouping.form_groups")
 

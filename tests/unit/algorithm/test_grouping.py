@@ -3,7 +3,10 @@
 import copy
 import dataclasses
 import math
+import re
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,21 +100,19 @@ def test_advantages_without_any_reward_are_enough():
 # The hook.
 
 
-def turn_by_turn(rollouts, config):
-    """The worked example of docs/grouping.md."""
-    groups = {}
-    for rollout in rollouts:
-        for i, turn in enumerate(rollout.turns):
-            part = dataclasses.replace(rollout, id=f"{rollout.id}#{i}", turns=[turn], reward=turn.reward)
-            groups.setdefault((rollout.task.id, i), []).append(part)
-    return [RolloutGroup(id=f"{task}#{i}", rollouts=parts) for (task, i), parts in groups.items()]
+def worked_example():
+    """The config that the code of docs/grouping.md leaves behind."""
+    (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs" / "grouping.md").read_text(), re.DOTALL)
+    config = SimpleNamespace(algorithm=AlgorithmConfig())
+    exec(code, {"config": config})
+    return config.algorithm
 
 
 def test_the_worked_example_compares_turns_with_turns():
     rollouts = [
         rollout("0/0/0", turn([1], [2], reward=1.0), turn([1, 2, 3], [4], reward=0.0), reward=1.0),
         rollout("0/0/1", turn([1], [5], reward=0.0), turn([1, 5, 3], [6], reward=4.0), reward=4.0)]
-    groups = form_groups(rollouts, AlgorithmConfig(trajectory_grouping_hook=turn_by_turn))
+    groups = form_groups(rollouts, worked_example())
     assert ids(groups) == {"t#0": ["0/0/0#0", "0/0/1#0"], "t#1": ["0/0/0#1", "0/0/1#1"]}
     data = to_datums(groups, AlgorithmConfig())
     assert [datum.tokens.tolist() for datum in data] == [[1], [1], [1, 2, 3], [1, 5, 3]]
