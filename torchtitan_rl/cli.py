@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = _parser().parse_known_args(argv)
     if args.verb in ("doctor", "sample") and overrides:
         return _fail(f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help")
+    # Of settings in the user's config; Python shows deprecations of __main__ only.
+    warnings.filterwarnings("default", category=DeprecationWarning, module="torchtitan_rl")
     try:
         return _run(args, overrides)
     except KeyboardInterrupt:

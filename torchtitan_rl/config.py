@@ -47,6 +47,14 @@ class SamplingConfig:
     """Longest completion."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Besides the tokenizer's end-of-sequence token."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion; they stay part of it."""
+    max_turns: int = 8
+    """Most completions of a rollout. Of task families with environments only, as are the next two."""
+    max_rollout_tokens: int = 0
+    """Longest rollout: first prompt, completions and observations. 0: max_prompt_tokens + max_tokens."""
+    rollout_timeout_s: float = 600.0
+    """A rollout that has not ended by then ends with the turns it has."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,7 +101,7 @@ class ControllerConfig:
     sample_timeout_s: float = 600.0
     """For one batch of completions."""
     reward_timeout_s: float = 30.0
-    """For the rewards of one group."""
+    """For the rewards of one group, or one answer of an environment."""
 
 
 @dataclass(kw_only=True, slots=True)

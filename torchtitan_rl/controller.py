@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable
 from datetime import datetime
 from pathlib import Path
 
 from torchtitan_rl import metrics
+from torchtitan_rl.algorithm.batch import Batch, fill_batch
 from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
+from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.config import EvalSetConfig, RunConfig, resolved
@@ -35,9 +39,10 @@ from torchtitan_rl.tasks.family import source_of
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
 from torchtitan_rl.validation import validate
 from torchtitan_rl.weights import checkpoint
-from torchtitan_rl.workflows.group import run_group
+from torchtitan_rl.workflows.demonstrate import demonstrate
+from torchtitan_rl.workflows.group import run_group, workflow_of
+from torchtitan_rl.workflows.multi_turn import Limits
 from torchtitan_rl.workflows.policy import Policy
-from torchtitan_rl.workflows.single_turn import single_turn
 
 __all__ = ["Controller"]
 
@@ -58,6 +63,10 @@ class Controller:
         for split in ("validation", "test"):
             source_of(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
         self.eval_families = eval_families(config, self.family)
+        self.workflow = config.algorithm.workflow or workflow_of(self.family, Limits(
+            max_turns=config.sampling.max_turns, timeout_s=config.sampling.rollout_timeout_s,
+            max_tokens=config.sampling.max_rollout_tokens or config.sampling.max_prompt_tokens + config.sampling.max_tokens,
+            step_timeout_s=config.controller.reward_timeout_s))
         self.step = 0
         self.policy_version = 0
         self.phase, self.phase_step = "start-up", 0
@@ -170,7 +179,7 @@ class Controller:
             for step in range(config.num_steps):
                 start = time.perf_counter()
                 data = demonstration_datums(
-                    [self.demonstration_tokens(task) for task in source.next(config.batch_size)], self.config.algorithm)
+                    await self.demonstrations(source.next(config.batch_size)), self.config.algorithm)
                 lr = config.lr * lr_factor(config.schedule, step, config.num_steps)
                 forward_backward = self.trainer.forward_backward(data, cross_entropy, temperature=1.0)
                 optim_step = self.trainer.optim_step(OptimParams(lr=lr, betas=config.betas))
@@ -197,9 +206,9 @@ class Controller:
         with self.progress.phase("reinforcement", total=num_steps) as bar:
             while self.step < num_steps:
                 start, first = time.perf_counter(), self.step
-                groups, generate_s = await _timed(self.rollouts(self.source.next(config.algorithm.tasks_per_step)))
-                version = self.policy_version
-                line = metrics.of_batch(groups, version, self.generator.health()) | await self.train_on(groups)
+                batch, generate_s = await _timed(self.next_batch())
+                line = metrics.of_batch(batch.sampled, self.policy_version, self.generator.health()) | batch.metrics
+                line |= await self.train_on(batch.groups)
                 _, sync_s = await _timed(self.publish())
                 if self._passed(config.roles.refresh_reference_every, first):
                     await self.refresh_reference()
@@ -207,7 +216,7 @@ class Controller:
                 line["tokens/trained_per_s"] = line["tokens/trained"] / line["time/step_s"]
                 line["tokens/generated_per_s"] = line["tokens/generated"] / generate_s
                 self.run_dir.log_metrics(line)
-                self.run_dir.log_rollouts(self.step, "reinforcement", groups)
+                self.run_dir.log_rollouts(self.step, "reinforcement", batch.groups + batch.left_out)
                 self.progress.line(metrics.summary(line, num_steps))
                 bar.advance(self.step - first, text=f"reward {line['reward/mean']:.3f}")
                 if self._passed(every, first) and self.step < num_steps:
@@ -224,6 +233,7 @@ class Controller:
         Weights are not published. `mismatch/*` are those of the batch's first minibatch, before its step.
         """
         config, line = self.config.algorithm, metrics.StepMetrics()
+        objective = policy_objective(config)
         data, score_s = await _timed(self.scored(groups))
         line.mean("time/score_s", score_s)
         for _ in range(config.num_epochs):
@@ -235,7 +245,7 @@ class Controller:
                 critic = self._critic_step(minibatch, line) if "critic" in self.roles else asyncio.sleep(0)
                 start = time.perf_counter()
                 (output, forward_backward_s), (optim, step_s), _ = await asyncio.gather(
-                    _timed(self.trainer.forward_backward(minibatch, config.loss_fn, loss_config=config.loss_config), start),
+                    _timed(self.trainer.forward_backward(minibatch, objective), start),
                     _timed(self.trainer.optim_step(self.optim_params()), start), critic)
                 line.add(output, optim)
                 line.mean("time/forward_backward_s", forward_backward_s)
@@ -264,33 +274,55 @@ class Controller:
     async def scored(self, groups: list[RolloutGroup]) -> list[Datum]:
         """Training data of judged groups, with what reference, teacher and critic say of them. Their forwards overlap.
 
-        With a critic, advantages are its own and per token; the groups then have none.
+        With a critic, advantages are its own and per token; the groups then have none, unless they brought theirs.
         """
-        data = to_datums(groups, self.config.algorithm)
+        data = to_datums(groups, self.config.algorithm, oldest_version=self.policy_version)
+        if not data:
+            raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
         waits = {role: client.forward(data) for role, client in self.roles.items() if role != "policy"}
         outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
         for role in outputs.keys() & {"reference", "teacher"}:
             data = with_inputs(data, **{f"{role}_logprobs": outputs[role].policy_logprobs})
         if "critic" in outputs:
-            rewards = [rollout.reward for group in groups for rollout in group.rollouts for _ in rollout.turns]
-            data = with_gae(data, rewards, outputs["critic"].values, self.config.algorithm)
+            rewards = [reward for group in groups for reward in group.rewards]
+            data = with_gae(
+                data, [rewards[datum.rollout] for datum in data], outputs["critic"].values, self.config.algorithm,
+                keep_groups={index for index, group in enumerate(groups) if group.precomputed})
             for group in groups:
-                group.advantages = None
-        return data
+                if not group.precomputed:
+                    group.advantages = None
+        return with_kl_reward(data, self.config.algorithm)
 
     async def refresh_reference(self) -> None:
         """The reference takes over the policy's weights, exactly as they are, through the store."""
         assert self.versions is not None
         await self.versions.copy(self.trainer, self.role("reference"))
 
-    async def rollouts(self, tasks: list[Task]) -> list[RolloutGroup]:
-        """A group of rollouts of each task, with rewards, from the newest policy."""
+    async def next_batch(self) -> Batch:
+        """Rollouts of the next tasks that pass `algorithm.filters`; when none does RuntimeError, after a checkpoint."""
+        async def roll_out(num_tasks: int, first: int, counts: Counter) -> list[RolloutGroup]:
+            return await self.rollouts(self.source.next(num_tasks), first=first, counts=counts)
+
+        batch = await fill_batch(roll_out, self.config.algorithm, max_tokens=self.config.sampling.max_tokens,
+                                 oldest_version=self.policy_version)
+        if batch.stalled:
+            self.run_dir.log_rollouts(self.step, "reinforcement", batch.left_out)
+            await self.save_checkpoint()
+            raise RuntimeError(batch.stalled)
+        return batch
+
+    async def rollouts(self, tasks: list[Task], *, first: int = 0, counts: Counter | None = None) -> list[RolloutGroup]:
+        """`group_size` rollouts of each task, with rewards, from the newest policy, grouped as the algorithm says.
+
+        `first` numbers the tasks of one step from there on; `counts` is given what grouping leaves out.
+        """
         config = self.config
         policy = self.policy(config.algorithm.temperature)
-        return list(await asyncio.gather(*(
-            run_group(single_turn, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
+        played = await asyncio.gather(*(
+            run_group(self.workflow, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
                       seed=config.seed, reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
-            for i, task in enumerate(tasks))))
+            for i, task in enumerate(tasks, start=first)))
+        return form_groups([rollout for group in played for rollout in group.rollouts], config.algorithm, counts)
 
     async def evaluate(self, split: str, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is right; logged."""
@@ -314,7 +346,7 @@ class Controller:
         with self.progress.waiting(f"evaluating on {shown}{eval_set.split} tasks"):
             result = await evaluate(
                 self.policy, family, eval_set, name=name, label=label, seed=self.config.seed,
-                config=self.config.controller)
+                config=self.config.controller, workflow=self.workflow)
         self.run_dir.log_metrics({
             "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
         self.progress.line(f"step {self.step}: {shown}{result.summary()}")
@@ -334,7 +366,7 @@ class Controller:
         sampling = self.config.sampling
         return Policy(
             sampler=self.generator, tokenizer=self.tokenizer, temperature=temperature, max_tokens=sampling.max_tokens,
-            max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids)
+            max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids, stop=sampling.stop)
 
     def optim_params(self, role: str = "policy") -> OptimParams:
         """Optimizer parameters of the current step: the role's peak learning rate times the schedule's factor."""
@@ -342,12 +374,11 @@ class Controller:
         trainer = self.config.trainer if role == "policy" else self.config.roles.configured()[role].trainer
         return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
-    def demonstration_tokens(self, task: Task) -> tuple[list[int], list[int]]:
-        """(prompt tokens, completion tokens with the end-of-sequence token). Raises ValueError without one."""
-        if task.demonstration is None:
-            raise ValueError(f"task={task.id!r}: has no demonstration; set supervised.num_steps=0 or give the task one")
-        completion = self.tokenizer.encode(task.demonstration, add_special_tokens=False)
-        return self.policy(1.0).prompt_tokens(task), [*completion, self.tokenizer.eos_token_id]
+    async def demonstrations(self, tasks: list[Task]) -> list[tuple[list[int], list[int]]]:
+        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError without one."""
+        policy = self.policy(1.0)
+        pairs = await asyncio.gather(*(demonstrate(self.workflow, task, policy) for task in tasks))
+        return [pair for turns in pairs for pair in turns]
 
     async def save_checkpoint(self) -> Path:
         """Everything a later run needs, marker last. Returns its directory."""

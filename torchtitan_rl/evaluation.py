@@ -76,11 +76,12 @@ def eval_families(config: RunConfig, family: TaskFamily) -> dict[str, TaskFamily
 
 async def evaluate(
     policy: Callable[[float], Policy], family: TaskFamily, eval_set: EvalSetConfig, *, name: str, label: str, seed: int,
-    config: ControllerConfig,
+    config: ControllerConfig, workflow: Callable = single_turn,
 ) -> Evaluation:
     """Attempts the set's tasks, which are of `family`, greedily and then `num_samples` times each.
 
-    `policy(temperature)` gives the policy; `label` tells the sampling streams of one evaluation from another's.
+    `policy(temperature)` gives the policy; `label` tells the sampling streams of one evaluation from another's;
+    `workflow` makes an attempt.
     """
     split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
     size = family.num_tasks(split)
@@ -89,7 +90,7 @@ async def evaluate(
 
     async def num_correct(n: int, at: float) -> list[int]:
         groups = await asyncio.gather(*(
-            run_group(single_turn, task, policy(at), n, group_id=f"{label}/{task.id}", seed=seed, reward=family,
+            run_group(workflow, task, policy(at), n, group_id=f"{label}/{task.id}", seed=seed, reward=family,
                       reward_timeout_s=config.reward_timeout_s) for task in tasks))
         return [sum(reward >= config.correct_reward for reward in group.rewards) for group in groups]
 

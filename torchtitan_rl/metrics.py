@@ -48,9 +48,11 @@ REINFORCEMENT = (
 )
 """Of every batch of the reinforcement phase; `step` is the number of optimizer steps after it.
 
-More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `critic/loss`,
-`critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of the batch,
-`time/score_s` (forward passes that only score).
+More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `correction/weight_mean` (of an
+off-policy correction's factors), `correction/changed_frac` (tokens it truncated or masked), `critic/loss`,
+`critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of
+the batch, `time/score_s` (forward passes that only score), `filter/...` where filters are on (docs/grouping.md). In
+environments `rollout/turns_mean` and `rollout/limit_frac` (ended by a limit of turns, tokens or time).
 """
 
 EVALUATION = (
@@ -123,6 +125,10 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
         "completion/truncated_frac": mean(c.truncated for c in completions),
         "tokens/generated": sum(len(c.tokens) for c in completions),
     }
+    played = [rollout for group in groups for rollout in group.rollouts if rollout.end_reason]
+    if played:
+        line["rollout/turns_mean"] = mean(len(rollout.turns) for rollout in played)
+        line["rollout/limit_frac"] = mean(rollout.end_reason != "done" for rollout in played)
     if len(health) > 1:
         line["generator/healthy_replicas"] = list(health.values()).count("healthy")
     return line

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
+from torchtitan_rl.algorithm.batch_checks import check_batches
+from torchtitan_rl.algorithm.checks import check_algorithm
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.config import EvalSetConfig, RolesConfig, RunConfig, function_name
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
@@ -40,6 +43,7 @@ def validate(config: RunConfig) -> None:
             if target in ("gate_proj", "up_proj", "down_proj"):
                 raise ValueError(f"trainer.lora.target_modules={target!r}: experts of a mixture have no adapters; use "
                                  "qkv_proj and o_proj")
+    _check_rollouts(config)
     _check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     _check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
     _check_roles(config.roles, shape, config.trainer.training.dtype)
@@ -47,6 +51,7 @@ def validate(config: RunConfig) -> None:
                          ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
                          ("sampling.max_tokens", config.sampling.max_tokens),
                          ("sampling.max_prompt_tokens", config.sampling.max_prompt_tokens),
+                         ("sampling.max_turns", config.sampling.max_turns),
                          ("algorithm.num_epochs", config.algorithm.num_epochs),
                          ("generator.num_replicas", config.generator.num_replicas),
                          ("generator.max_num_seqs", config.generator.max_num_seqs),
@@ -62,11 +67,9 @@ def validate(config: RunConfig) -> None:
     _check_minibatches(config.algorithm, config.controller.num_steps)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)
-    for name in ("loss", "critic_loss"):
-        _check_loss_config(name, config.algorithm)
-    for name in ("gae_gamma", "gae_lambda"):
-        if not 0 <= getattr(config.algorithm, name) <= 1:
-            raise ValueError(f"algorithm.{name}={getattr(config.algorithm, name)}: must be between 0 and 1")
+    check_algorithm(config)
+    check_batches(config)
+    _check_workflow(config.algorithm.workflow)
     if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
@@ -114,6 +117,22 @@ def _check_context(where: str, limit: int, shape, longest: int) -> None:
     if longest > limit:
         raise ValueError(f"{where}={limit}: is shorter than sampling.max_prompt_tokens + max_tokens = {longest}; "
                          "raise it or lower one of them")
+
+
+def _check_rollouts(config: RunConfig) -> None:
+    sampling, limit = config.sampling, config.sampling.max_rollout_tokens
+    if limit and limit <= sampling.max_prompt_tokens:
+        raise ValueError(f"sampling.max_rollout_tokens={limit}: leaves nothing after a prompt of sampling.max_prompt_tokens="
+                         f"{sampling.max_prompt_tokens}; raise it, or use 0 for max_prompt_tokens + max_tokens")
+    contexts = {f"{'trainer' if role == 'policy' else f'roles.{role}.trainer'}.training.seq_len": trainer.training.seq_len
+                for role, (trainer, _) in config.trainers().items()}
+    for where, context in {**contexts, "generator.max_model_len": config.generator.max_model_len}.items():
+        if limit > context:
+            raise ValueError(f"sampling.max_rollout_tokens={limit}: exceeds {where}={context}; lower it or raise that one")
+    if not 0 < sampling.rollout_timeout_s < float("inf"):
+        raise ValueError(f"sampling.rollout_timeout_s={sampling.rollout_timeout_s}: must be positive; use seconds")
+    if "" in sampling.stop:
+        raise ValueError(f"sampling.stop={sampling.stop}: an empty text ends every completion at once; leave it out")
 
 
 def _check_roles(roles: RolesConfig, shape: Qwen3Shape, dtype: str) -> None:
@@ -218,16 +237,14 @@ def _check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) 
         raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
 
 
-def _check_loss_config(which: str, algorithm: AlgorithmConfig) -> None:
-    function, given = getattr(algorithm, f"{which}_fn"), getattr(algorithm, f"{which}_config")
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+def _check_workflow(workflow: Callable | None) -> None:
+    if workflow is None:
         return
-    known = list(parameters)[1:]
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"algorithm.{which}_config.{name}={value}: {function_name(function)} has no such "
-                             f"argument; it takes {', '.join(known) or 'none'}")
+    try:
+        inspect.signature(workflow).bind(None, None, rollout_id="", seed=0)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"algorithm.workflow={function_name(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
+                         f"({error}); give it that signature") from error
 
 
 def _positive(where: str, value: int) -> None:

@@ -400,6 +400,31 @@ def test_contexts_are_bounded_by_the_model_and_by_what_is_sampled(where):
         validate(config)
 
 
+def test_limits_of_rollouts():
+    config = run_config()
+    config.sampling.max_rollout_tokens = config.sampling.max_prompt_tokens + 1
+    validate(config)
+    assert invalid("sampling", "max_rollout_tokens", value=config.sampling.max_prompt_tokens).startswith(
+        f"sampling.max_rollout_tokens={config.sampling.max_prompt_tokens}: leaves nothing after a prompt")
+    assert invalid("sampling", "max_rollout_tokens", value=10_000).startswith(
+        f"sampling.max_rollout_tokens=10000: exceeds trainer.training.seq_len={config.trainer.training.seq_len}; lower it")
+    assert invalid("sampling", "max_turns", value=0) == "sampling.max_turns=0: must be at least 1"
+    for value in (0.0, float("inf"), float("nan")):
+        assert invalid("sampling", "rollout_timeout_s", value=value).startswith(f"sampling.rollout_timeout_s={value}: must be pos")
+    assert invalid("sampling", "stop", value=["a", ""]).startswith("sampling.stop=['a', '']: an empty text")
+
+
+def test_a_workflow_takes_what_it_is_given():
+    async def right(task, policy, *, rollout_id, seed): ...
+    async def wrong(task, policy): ...
+
+    config = run_config()
+    config.algorithm.workflow = right
+    validate(config)
+    message = invalid("algorithm", "workflow", value=wrong)
+    assert message.startswith("algorithm.workflow=") and "wrong: cannot be called as (task, policy, rollout_id=, seed=)" in message
+
+
 @pytest.mark.parametrize("where", [
     ("algorithm", "group_size"), ("algorithm", "tasks_per_step"), ("sampling", "max_tokens"),
     ("generator", "num_replicas"), ("supervised", "batch_size"),
