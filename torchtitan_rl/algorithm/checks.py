@@ -7,12 +7,12 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
 from torchtitan_rl.algorithm.config import AlgorithmConfig
-from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.probe import (
     probe_advantages, probe_correction, probe_loss, probe_reduction, reads_advantages,
 )
@@ -88,7 +88,8 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     _check_arguments("loss", algorithm.loss_fn, algorithm.loss_config)
     probe_loss(f"algorithm.loss_fn={function_name(algorithm.loss_fn)}", algorithm.loss_fn, algorithm.loss_config,
                output="policy_logprobs", columns=columns)
-    if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads_advantages(policy_objective(algorithm), columns):
+    loss = partial(algorithm.loss_fn, **algorithm.loss_config)
+    if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads_advantages(loss, columns):
         raise ValueError(f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
                          "the KL would not count; use 'loss'")
     if algorithm.correction_fn is not None:

@@ -56,6 +56,11 @@ def mean_by_tokens(inputs):
     return -(inputs.weights * inputs.policy_logprobs * inputs.advantages).sum() / inputs.loss_mask.sum(), {}
 
 
+def mean_with_the_value_zero(inputs):
+    change_T = inputs.policy_logprobs - inputs.policy_logprobs.detach()
+    return -(inputs.weights * change_T * inputs.advantages).sum() / inputs.num_datums, {}
+
+
 def unweighted(inputs):
     return -(inputs.loss_mask * inputs.policy_logprobs * inputs.advantages).sum(), {}
 
@@ -95,6 +100,7 @@ def misspelt(inputs):
 @pytest.mark.parametrize(("loss_fn", "message"), [
     (mean_by_tokens, "which is no token sum; return (inputs.weights * per_token).sum()"),
     (mean_loss, "which is no token sum"),
+    (mean_with_the_value_zero, "which is no token sum"),  # its gradient says so
     (unweighted, "with doubled weights, so the reduction would not count"),
     (twice_weighted, "with doubled weights, so the reduction would not count"),
     (trains_the_prompt, "where loss_mask and weights are 0"),

@@ -1,16 +1,21 @@
 """The loss with the terms a config adds, and the KL as a reward, by hand."""
 
 import math
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 import torch
+from torchtitan.config import ParallelismConfig
 
 from torchtitan_rl.algorithm.config import AlgorithmConfig
-from torchtitan_rl.algorithm.corrections import truncated_token
-from torchtitan_rl.algorithm.losses import importance_sampling, ppo
+from torchtitan_rl.algorithm.corrections import truncated_sequence, truncated_token
+from torchtitan_rl.algorithm.losses import gspo, importance_sampling, ppo
 from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
-from torchtitan_rl.types import Datum, LossInputs
+from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.model.spec import build_spec, training_spec
+from torchtitan_rl.model.train_step import accumulate_gradients
+from torchtitan_rl.types import Datum, LossInputs, Microbatch
 
 
 def inputs():
@@ -103,3 +108,42 @@ def test_no_kl_reward_unless_it_is_configured_as_one():
     data = [datum()]
     assert with_kl_reward(data, AlgorithmConfig(kl_coef=0.25)) is data
     assert with_kl_reward(data, AlgorithmConfig(kl_in="reward")) is data
+
+
+def test_every_term_at_once_does_not_depend_on_how_datums_are_packed():
+    """The gradient of a real model's parameters: three datums in one microbatch, or one in each."""
+    torch.manual_seed(0)
+    spec = build_spec(ModelConfig(shape=Qwen3Shape(
+        vocab_size=11, dim=16, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=8, hidden_dim=24, max_seq_len=16)))
+    view = SimpleNamespace(parallelism=ParallelismConfig(spmd_backend="partial_dtensor"))
+    model = training_spec(spec, view, attention="sdpa", chunk_bytes=1024).model.build()
+    model.init_weights()
+
+    def microbatch(length):
+        column = lambda: -3 + torch.rand(length)
+        mask_T = torch.tensor([0.0] + [1.0] * (length - 1))
+        return Microbatch(
+            tokens_T=torch.randint(11, (length,)), target_tokens_T=torch.randint(11, (length,)), lengths=[length],
+            loss_inputs={
+                "weights": mask_T * torch.rand(length), "loss_mask": mask_T, "advantages": mask_T * torch.randn(()),
+                "old_logprobs": column(), "sampling_logprobs": column(), "reference_logprobs": column()})
+
+    apart = [microbatch(length) for length in (4, 1, 6)]  # the second has nothing to train
+    together = [Microbatch(
+        tokens_T=torch.cat([b.tokens_T for b in apart]), target_tokens_T=torch.cat([b.target_tokens_T for b in apart]),
+        lengths=[4, 1, 6],
+        loss_inputs={name: torch.cat([b.loss_inputs[name] for b in apart]) for name in apart[0].loss_inputs})]
+    objective = policy_objective(AlgorithmConfig(
+        loss_fn=gspo, loss_config={"clip_low": 5.0, "clip_high": 5.0}, correction_fn=truncated_sequence, kl_coef=0.3,
+        entropy_coef=0.2))
+
+    def gradients(batches):
+        model.zero_grad()
+        result = accumulate_gradients(model, batches, objective, torch.device("cpu"))
+        return result, [parameter.grad.clone() for parameter in model.parameters()]
+
+    (one, one_grads), (other, other_grads) = gradients(together), gradients(apart)
+    assert one.loss == pytest.approx(other.loss, rel=1e-5) and one.sums == pytest.approx(other.sums, rel=1e-5)
+    for left, right in zip(one_grads, other_grads, strict=True):
+        assert left.abs().max() > 0
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
