@@ -687,8 +687,9 @@ def test_a_role_of_another_vocabulary_or_dtype_is_refused():
 
 def test_what_a_critic_is_trained_by_is_checked_before_the_start():
     config = run_config()
+    config.roles.critic = role()
     config.algorithm.critic_loss_config = {"clipp": 0.2}
-    with pytest.raises(ValueError, match="algorithm.critic_loss_config.clipp=0.2: .*:value_loss has no such argument"):
+    with pytest.raises(ValueError, match="algorithm.critic_loss_config.clipp=0.2: .*:value_loss has no such argument; did you mean clip"):
         validate(config)
     config.algorithm.critic_loss_config, config.algorithm.gae_lambda = {}, 1.5
     with pytest.raises(ValueError, match="algorithm.gae_lambda=1.5: must be between 0 and 1"):
