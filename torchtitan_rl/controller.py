@@ -58,9 +58,10 @@ class Controller:
         self.source = TaskSource(self.family, "train", config.seed)
         for split in ("validation", "test"):
             TaskSource(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
+        sampling = config.sampling
         self.workflow = config.algorithm.workflow or workflow_of(self.family, Limits(
-            max_turns=config.sampling.max_turns, timeout_s=config.sampling.rollout_timeout_s,
-            max_tokens=config.sampling.max_rollout_tokens or config.sampling.max_prompt_tokens + config.sampling.max_tokens,
+            max_turns=sampling.max_turns, timeout_s=sampling.rollout_timeout_s,
+            max_tokens=sampling.max_rollout_tokens or sampling.max_prompt_tokens + sampling.max_tokens,
             step_timeout_s=config.controller.reward_timeout_s))
         self.step = 0
         self.policy_version = 0
@@ -295,7 +296,8 @@ class Controller:
         with self.progress.waiting(f"evaluating on {split} tasks"):
             result = await evaluate(
                 self.policy, self.family, split, num_tasks, label=f"eval/{self.step}", seed=self.config.seed,
-                pass_at_k=pass_at_k, temperature=self.config.algorithm.temperature, config=config, workflow=self.workflow)
+                pass_at_k=pass_at_k, temperature=self.config.algorithm.temperature, config=config,
+                workflow=self.workflow)
         self.run_dir.log_metrics({
             "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
         self.progress.line(f"step {self.step}: {result.summary()}")
@@ -324,7 +326,7 @@ class Controller:
         return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
     async def demonstrations(self, tasks: list[Task]) -> list[tuple[list[int], list[int]]]:
-        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError without one."""
+        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. ValueError without one."""
         policy = self.policy(1.0)
         pairs = await asyncio.gather(*(demonstrate(self.workflow, task, policy) for task in tasks))
         return [pair for turns in pairs for pair in turns]

@@ -88,7 +88,7 @@ class Turn:
     prompt_tokens: list[int]
     completion: Completion
     reward: float | None = None
-    """What an environment gave for it; None where only the whole rollout is judged."""
+    """What this turn earned; None where only the whole rollout is judged."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,7 +98,8 @@ class Rollout:
     id: str
     task: Task
     turns: list[Turn]
-    reward: float = 0.0
+    reward: float | None = None
+    """Of the whole attempt; None until it has been judged."""
     text: str = ""
     """What the policy said, decoded, for records and people; of several turns, observations too."""
     end_reason: str = ""

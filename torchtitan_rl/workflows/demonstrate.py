@@ -27,8 +27,9 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
     rollout = await workflow(
         task, dataclasses.replace(policy, sampler=script, stop_token_ids=[]), rollout_id=task.id, seed=0)
     if len(rollout.turns) < len(task.demonstration):
-        raise ValueError(f"task={task.id!r}: its demonstration has {len(task.demonstration)} turns, its environment ended "
-                         f"({rollout.end_reason}) after {len(rollout.turns)}; give as many as are played")
+        raise ValueError(
+            f"task={task.id!r}: its demonstration has {len(task.demonstration)} turns, its environment ended "
+            f"({rollout.end_reason}) after {len(rollout.turns)}; give as many as are played")
     return [(turn.prompt_tokens, turn.completion.tokens) for turn in rollout.turns]
 
 
