@@ -32,8 +32,8 @@ class TaskFamily(Protocol):
 
     name: str
 
-    # Optional: `environment(task)` makes what the task is played in, over several turns (see `tasks/env.py`); None for a
-    # task of one turn.
+    # Optional: `environment(task)` makes what the task is played in, over several turns (see `tasks/env.py`); None for
+    # a task of one turn.
 
     def num_tasks(self, split: str) -> int | None:
         """Size of a split; None where tasks are made up as they are asked for, without end."""

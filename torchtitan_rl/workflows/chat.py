@@ -25,8 +25,8 @@ class Chat:
     def __init__(self, tokenizer, tools: list[dict] | None = None) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
-                "tokenizer.chat_template=None: the prompt is a list of messages and the tokenizer has no chat template; "
-                "set model.assets to one that has, or give prompts as text")
+                "tokenizer.chat_template=None: the prompt is a list of messages and the tokenizer has no chat "
+                "template; set model.assets to one that has, or give prompts as text")
         self.tokenizer, self.tools = tokenizer, tools
 
     def prompt(self, messages: list[Message]) -> list[int]:
@@ -64,7 +64,7 @@ class Chat:
         """Tokens of a whole conversation, and for each whether it is the policy's: the text of the assistant's messages
         and the ends of its turns. For conversations to imitate: a rollout that says the same has the same tokens.
 
-        Templates that rewrite earlier turns (such as leaving out old reasoning) render finished conversations otherwise.
+        Templates that rewrite earlier turns (leaving out old reasoning, say) render finished conversations otherwise.
         Raises ValueError when there is no assistant message.
         """
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -118,7 +118,7 @@ class Dialogue:
         """`tokens` becomes the next prompt."""
         if (kind := _kind(observation)) != self.kind:
             raise ValueError(
-                f"observation={repr(observation)[:80]}: is {kind} where the first one was {self.kind}; keep to one kind")
+                f"observation={repr(observation)[:80]}: is {kind} where the first was {self.kind}; keep to one kind")
         if self.kind == "messages":
             self.tokens = self.chat.extend(self.tokens, completion, self.messages, observation)
             said = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)

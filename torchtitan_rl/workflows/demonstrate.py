@@ -53,4 +53,5 @@ class _Script:
         if len(said) > params.max_tokens:
             raise ValueError(f"task={self.task.id!r}: turn {self.said} of its demonstration has {len(said)} tokens, "
                              f"{params.max_tokens} are left to it; raise sampling.max_tokens or max_rollout_tokens")
-        return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=[0] * len(said), finish_reason="stop")
+        return Completion(
+            tokens=said, logprobs=[0.0] * len(said), policy_versions=[0] * len(said), finish_reason="stop")

@@ -67,7 +67,7 @@ class Episode:
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
                 raise RuntimeError(f"{self.name}: {method} gave no answer for task {self.task.id!r} within "
-                                   f"{self.timeout_s:g} s; make it faster or raise controller.reward_timeout_s") from None
+                                   f"{self.timeout_s:g} s; speed it up or raise controller.reward_timeout_s") from None
             message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
             raise RuntimeError(f"{self.name}: {method} raised {message} for task {self.task.id!r}; mend it") from error
 
@@ -80,8 +80,8 @@ class Episode:
             if all(type(entry) is int for entry in observation):
                 return observation
         raise RuntimeError(
-            f"{self.name}: {method} gave {type(observation).__name__} {repr(observation)[:80]} for task {self.task.id!r}; "
-            "give text, a list of messages or a list of tokens")
+            f"{self.name}: {method} gave {type(observation).__name__} {repr(observation)[:80]} for task "
+            f"{self.task.id!r}; give text, a list of messages or a list of tokens")
 
 
 async def _in_thread(function: Callable, *args: Any) -> Any:

@@ -96,5 +96,5 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 
 def test_too_few_problems_for_a_split():
     # 81 problems of one digit each and one operator: about four are in validation.
-    with pytest.raises(ValueError, match="min_digits=1, max_digits=1: gives validation only . different tasks; lower num_validation"):
+    with pytest.raises(ValueError, match="max_digits=1: gives validation only . different tasks; lower num_validation"):
         Calculator.Config(min_digits=1, max_digits=1, operators="+", num_validation=50, num_test=1).build()
