@@ -129,6 +129,7 @@ class CalculatorEnv(Env):
         return self.task.prompt
 
     async def step(self, text: str) -> Step:
+        text = text.strip()
         if not text.endswith("]"):
             return Step(reward=1.0 - self.given if text == self.task.answer else 0.0, done=True)
         said = re.search(r"\[([^\[\]]*)\]$", text)

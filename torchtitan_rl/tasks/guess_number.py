@@ -103,7 +103,7 @@ class GuessNumberEnv(Env):
         return self.task.prompt
 
     async def step(self, text: str) -> Step:
-        guess = re.fullmatch(r"(\d{1,3})\.", text, re.ASCII)
+        guess = re.fullmatch(r"(\d{1,3})\.", text.strip(), re.ASCII)
         self.left -= 1
         if guess and int(guess[1]) == self.task.answer:
             return Step(reward=1.0, done=True)
