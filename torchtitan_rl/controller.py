@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from torchtitan_rl.model.config import assets_dir, resolve_shape, write_model_di
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.stack import start_generators, start_stack
-from torchtitan_rl.tasks.family import source_of
+from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
 from torchtitan_rl.validation import validate
 from torchtitan_rl.weights import checkpoint
@@ -63,10 +63,6 @@ class Controller:
         for split in ("validation", "test"):
             source_of(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
         self.eval_families = eval_families(config, self.family)
-        self.workflow = config.algorithm.workflow or workflow_of(self.family, Limits(
-            max_turns=config.sampling.max_turns, timeout_s=config.sampling.rollout_timeout_s,
-            max_tokens=config.sampling.max_rollout_tokens or config.sampling.max_prompt_tokens + config.sampling.max_tokens,
-            step_timeout_s=config.controller.reward_timeout_s))
         self.step = 0
         self.policy_version = 0
         self.phase, self.phase_step = "start-up", 0
@@ -317,9 +313,9 @@ class Controller:
         `first` numbers the tasks of one step from there on; `counts` is given what grouping leaves out.
         """
         config = self.config
-        policy = self.policy(config.algorithm.temperature)
+        policy, workflow = self.policy(config.algorithm.temperature), self.workflow(self.family)
         played = await asyncio.gather(*(
-            run_group(self.workflow, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
+            run_group(workflow, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
                       seed=config.seed, reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
             for i, task in enumerate(tasks, start=first)))
         return form_groups([rollout for group in played for rollout in group.rollouts], config.algorithm, counts)
@@ -346,7 +342,7 @@ class Controller:
         with self.progress.waiting(f"evaluating on {shown}{eval_set.split} tasks"):
             result = await evaluate(
                 self.policy, family, eval_set, name=name, label=label, seed=self.config.seed,
-                config=self.config.controller, workflow=self.workflow)
+                config=self.config.controller, workflow=self.workflow(family))
         self.run_dir.log_metrics({
             "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
         self.progress.line(f"step {self.step}: {shown}{result.summary()}")
@@ -368,6 +364,14 @@ class Controller:
             sampler=self.generator, tokenizer=self.tokenizer, temperature=temperature, max_tokens=sampling.max_tokens,
             max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids, stop=sampling.stop)
 
+    def workflow(self, family: TaskFamily) -> Callable:
+        """How a family's tasks are played in this run."""
+        config, sampling = self.config, self.config.sampling
+        return config.algorithm.workflow or workflow_of(family, Limits(
+            max_turns=sampling.max_turns, timeout_s=sampling.rollout_timeout_s,
+            max_tokens=sampling.max_rollout_tokens or sampling.max_prompt_tokens + sampling.max_tokens,
+            step_timeout_s=config.controller.reward_timeout_s))
+
     def optim_params(self, role: str = "policy") -> OptimParams:
         """Optimizer parameters of the current step: the role's peak learning rate times the schedule's factor."""
         factor = lr_factor(self.config.algorithm.schedule, self.step, self.config.controller.num_steps)
@@ -375,9 +379,9 @@ class Controller:
         return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
     async def demonstrations(self, tasks: list[Task]) -> list[tuple[list[int], list[int]]]:
-        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError without one."""
-        policy = self.policy(1.0)
-        pairs = await asyncio.gather(*(demonstrate(self.workflow, task, policy) for task in tasks))
+        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. ValueError without one."""
+        policy, workflow = self.policy(1.0), self.workflow(self.family)
+        pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
         return [pair for turns in pairs for pair in turns]
 
     async def save_checkpoint(self) -> Path:
