@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
@@ -25,7 +26,7 @@ from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.evaluation import Evaluation, evaluate
-from torchtitan_rl.hosts.inventory import check_fits
+from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
 from torchtitan_rl.launch import Launcher
 from torchtitan_rl.model.config import assets_dir, missing_weights, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress
@@ -33,11 +34,14 @@ from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.stack import start_generators, start_stack
 from torchtitan_rl.tasks.family import TaskSource
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
-from torchtitan_rl.validation import validate
+from torchtitan_rl.validation import check_local, validate
 from torchtitan_rl.weights import checkpoint
 from torchtitan_rl.workflows.group import run_group
 from torchtitan_rl.workflows.policy import Policy
 from torchtitan_rl.workflows.single_turn import single_turn
+
+if TYPE_CHECKING:
+    from torchtitan_rl.local_launch import LocalLauncher
 
 __all__ = ["Controller"]
 
@@ -48,7 +52,7 @@ class Controller:
     Made by `launch`. `step` counts optimizer steps of the reinforcement phase; `policy_version` those of all phases.
     """
 
-    def __init__(self, config: RunConfig, run_dir: RunDir, progress: Progress, launcher: Launcher):
+    def __init__(self, config: RunConfig, run_dir: RunDir, progress: Progress, launcher: Launcher | LocalLauncher):
         from transformers import AutoTokenizer
 
         self.config, self.run_dir, self.progress, self.launcher = config, run_dir, progress, launcher
@@ -72,26 +76,25 @@ class Controller:
     @classmethod
     async def launch(
         cls, config: RunConfig, *, progress: Progress | None = None, hf_weights: Path | None = None,
-        hosts: Hosts | None = None,
+        hosts: Hosts | None = None, backend: Literal["actors", "local"] = "actors",
     ) -> Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
         With `hf_weights` only generators start, holding the weights of that Hugging Face directory: enough to
         sample and evaluate. `hosts` are those `attach.attach` has connected to; without them, this machine alone.
-        Raises ValueError for what `validate` and `check_fits` refuse, before anything starts.
+        `backend="local"` starts nothing: everything is in this process, on one device, for a debugger.
+        Raises ValueError for what `validate`, `check_fits` and `check_local` refuse, before anything starts.
         """
         validate(config)
-        hosts = hosts or this_host()
-        check_fits(config, hosts.hosts)
+        hosts = _hosts_of(config, backend, hosts)
         if hf_weights is None and (missing := missing_weights(config.model)):
             raise ValueError(missing)
         path = Path(config.output_dir or _default_dir(config.name))
+        attached = hosts is not None and hosts.attached
         # Processes on other hosts may have another working directory.
-        run_dir = RunDir.create(path.absolute() if hosts.attached else path)
+        run_dir = RunDir.create(path.absolute() if attached else path)
         run_dir.write_config(resolved(config))
-        launcher = Launcher(
-            log_dir=str(run_dir.path / "logs"), start_timeout_s=config.controller.start_timeout_s,
-            call_timeout_s=config.controller.call_timeout_s, hosts=hosts)
+        launcher = _launcher(config, hosts, str(run_dir.path / "logs"))
         progress = progress or Progress(quiet=True)
         with progress.waiting("starting trainer, generators and store", expected_s=15):
             try:
@@ -99,7 +102,7 @@ class Controller:
                 await controller._start(hf_weights)
             except asyncio.CancelledError:
                 launcher.kill()  # an interrupt does not wait
-                if hosts.attached:  # where kill has no say
+                if attached:  # where kill has no say
                     await launcher.stop()
                 raise
             except Exception:
@@ -354,6 +357,32 @@ class Controller:
             raise RuntimeError(
                 f"optim/grad_norm={optim.grad_norm}: {self._skipped_in_a_row} optimizer steps in a row were skipped; "
                 "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts")
+
+
+def _hosts_of(config: RunConfig, backend: str, hosts: Hosts | None) -> Hosts | None:
+    """Where the actors go; None for the local backend. Raises ValueError for a config that does not fit there."""
+    if backend == "actors":
+        hosts = hosts or this_host()
+        check_fits(config, hosts.hosts)
+        return hosts
+    if backend != "local":
+        raise ValueError(f"backend={backend!r}: is not known; use 'actors' or 'local'")
+    if hosts is not None:
+        raise ValueError(f"backend='local': is this process alone, and {len(hosts.hosts)} hosts are attached; leave one "
+                         "of them out")
+    check_local(config)
+    here = local_host()
+    check_fits(config, [Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])])
+    return None
+
+
+def _launcher(config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher | LocalLauncher:
+    start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
+    if hosts is not None:
+        return Launcher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)
+    from torchtitan_rl.local_launch import LocalLauncher  # imports torchstore, which otherwise only actors need at once
+
+    return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s)
 
 
 def _default_dir(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.launch import Launcher
+
+if TYPE_CHECKING:
+    from torchtitan_rl.local_launch import LocalLauncher
 
 __all__ = ["Stack", "start_stack", "start_generators"]
 
@@ -29,7 +33,7 @@ class Stack:
     placement: Placement
 
 
-async def start_stack(config: RunConfig, launcher: Launcher, model_dir: Path) -> Stack:
+async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
     """Starts every mesh: all at once, or one after the other where they share devices."""
     placement, wanted = Placement(config.roles.colocation), config.trainers()
     meshes: dict[str, list] = {}
@@ -75,13 +79,13 @@ async def start_stack(config: RunConfig, launcher: Launcher, model_dir: Path) ->
                  generator=_sampling_client(config, meshes["generator"], versions, placement))
 
 
-async def start_generators(config: RunConfig, launcher: Launcher, model_dir: Path) -> SamplingClient:
+async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> SamplingClient:
     """Generators alone, which hold no weights yet."""
     meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
     return _sampling_client(config, meshes, None, Placement())
 
 
-def _generators(config: RunConfig, launcher: Launcher, model_dir: Path, share_with: str | None) -> list:
+def _generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path, share_with: str | None) -> list:
     return [
         launcher.start_generator(
             config.generator, model_dir, role=f"generator-{i}", seed=config.seed, share_with=share_with)
