@@ -1,13 +1,19 @@
 """The same seed gives the same run, whether its parts are actors or all in one process."""
 
+import copy
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
+from tests.integration.conftest import small_config
 from tests.integration.test_command_line import COMMAND, QUICKSTART, ROOT, SHORT, lines, run
+from torchtitan_rl.config import RoleConfig
+from torchtitan_rl.controller import Controller
 
 
 def unclocked(line: dict) -> dict:
@@ -86,3 +92,42 @@ def config():
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("(True, True)") == 2
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
+
+
+def test_roles_share_one_process_and_runs_may_follow_each_other_in_it(loop, tmp_path):
+    async def train(colocation):
+        config = small_config(tmp_path / colocation, roles__colocation=colocation, roles__refresh_reference_every=1)
+        config.roles.reference = RoleConfig(trainer=copy.deepcopy(config.trainer))
+        config.roles.critic = RoleConfig(trainer=copy.deepcopy(config.trainer))
+        async with await Controller.launch(config, backend="local") as controller:
+            await controller.supervise()
+            await controller.reinforce()
+            moves = list(controller.placement.history)
+        return [unclocked(line) for line in lines(tmp_path / colocation)], moves
+
+    (apart, none), (sharing, moves) = (loop.run_until_complete(train(colocation)) for colocation in ("none", "all"))
+    assert none == [] and ("generator", "offload", "weights") in moves and ("policy", "load", "optimizer") in moves
+    assert apart == sharing and {"critic/loss", "policy/reference_kl"} <= apart[-1].keys()
+
+
+def test_a_checkpoint_is_evaluated_locally(runs, tmp_path):
+    checkpoint = str(runs["actors"] / "checkpoints" / "step-2")
+    answers = [
+        run("eval", QUICKSTART, *SHORT, "--quiet", "--backend", backend, "--checkpoint", checkpoint,
+            "--output-dir", str(tmp_path / backend)) for backend in ("actors", "local")]
+    assert [answer.returncode for answer in answers] == [0, 0], answers
+    assert answers[0].stdout == answers[1].stdout and "validation accuracy" in answers[1].stdout
+
+
+def test_ctrl_c_ends_a_local_run(tmp_path):
+    path = tmp_path / "run"
+    process = subprocess.Popen(
+        [*COMMAND, "train", QUICKSTART, "--quiet", "--backend", "local", "--output-dir", str(path)], cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not (path / "metrics.jsonl").exists() or len(lines(path)) < 3:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130 and "interrupted in the supervised phase" in stderr
