@@ -24,6 +24,8 @@ class Worker:
     async def wait(self, seconds):
         self.log.append(f"wait {seconds}")
         await asyncio.sleep(seconds)
+        for _ in range(5):  # an answer of the engine takes some rounds of the loop to come through
+            await asyncio.sleep(0)
         self.log.append(f"waited {seconds}")
         return seconds
 
