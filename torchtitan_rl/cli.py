@@ -37,6 +37,8 @@ def _parser() -> argparse.ArgumentParser:
         if verb == "train":
             sub.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
         if verb in ("train", "eval"):
+            sub.add_argument("--backend", choices=["actors", "local"], default="actors",
+                             help="actors: processes of their own; local: all in this one, on one device, for a debugger")
             sub.add_argument("--hosts", type=lambda text: text.split(","), default=[], metavar="tcp://HOST:PORT,...",
                              help="workers to run on (python -m torchtitan_rl.hosts.worker), or job; default: this machine")
         if verb in ("eval", "sample"):
@@ -86,7 +88,7 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.verb == "sample":
         return asyncio_run(_sample(args), "sample")
     from torchtitan_rl.config import apply_overrides, load_config
-    from torchtitan_rl.validation import validate
+    from torchtitan_rl.validation import check_local, validate
 
     config = load_config(args.config)
     apply_overrides(config, overrides)
@@ -96,6 +98,11 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
         show(config)
         return 0
     validate(config)
+    if args.backend == "local":
+        if args.hosts:
+            raise ValueError(f"--hosts={','.join(args.hosts)}: --backend local is this process alone; leave one of them "
+                             "out")
+        check_local(config)
     if args.verb == "eval":
         return asyncio_run(_evaluate(args, config), "eval")
     if args.dry_run:
@@ -127,7 +134,7 @@ def asyncio_run(main_coroutine, verb: str) -> int:
 async def _guarded(args, start, body) -> int:
     """Starts a controller on the hosts it was given, runs `body(controller)`, and always leaves with no process behind.
 
-    `start(hosts)` is `Controller.launch` but for its hosts.
+    `start(hosts, backend)` is `Controller.launch` but for these two.
     """
     controller = None
     try:
@@ -136,7 +143,7 @@ async def _guarded(args, start, body) -> int:
             from torchtitan_rl.hosts.attach import attach
 
             hosts = await attach(args.hosts, timeout_s=_ATTACH_S)
-        controller = await start(hosts=hosts)
+        controller = await start(hosts=hosts, backend=args.backend)
         await body(controller)
         return 0
     except asyncio.CancelledError:

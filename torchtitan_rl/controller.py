@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.batch import Batch, fill_batch
@@ -22,19 +23,18 @@ from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.algorithm.schedules import lr_factor
-from torchtitan_rl.hosts.attach import Hosts, this_host
+from torchtitan_rl.hosts.attach import Hosts
 from torchtitan_rl.config import EvalSetConfig, RunConfig, resolved
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.evaluation import Evaluation, eval_families, evaluate
-from torchtitan_rl.hosts.inventory import check_fits
 from torchtitan_rl.launch import Launcher
 from torchtitan_rl.model.config import assets_dir, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.stack import start_generators, start_stack
+from torchtitan_rl.stack import hosts_for, launcher_for, start_generators, start_stack
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
 from torchtitan_rl.validation import validate
@@ -43,6 +43,9 @@ from torchtitan_rl.workflows.demonstrate import demonstrate
 from torchtitan_rl.workflows.group import run_group, workflow_of
 from torchtitan_rl.workflows.multi_turn import Limits
 from torchtitan_rl.workflows.policy import Policy
+
+if TYPE_CHECKING:
+    from torchtitan_rl.local_launch import LocalLauncher
 
 __all__ = ["Controller"]
 
@@ -53,7 +56,7 @@ class Controller:
     Made by `launch`. `step` counts optimizer steps of the reinforcement phase; `policy_version` those of all phases.
     """
 
-    def __init__(self, config: RunConfig, run_dir: RunDir, progress: Progress, launcher: Launcher):
+    def __init__(self, config: RunConfig, run_dir: RunDir, progress: Progress, launcher: Launcher | LocalLauncher):
         from transformers import AutoTokenizer
 
         self.config, self.run_dir, self.progress, self.launcher = config, run_dir, progress, launcher
@@ -78,26 +81,25 @@ class Controller:
     @classmethod
     async def launch(
         cls, config: RunConfig, *, progress: Progress | None = None, hf_weights: Path | None = None,
-        hosts: Hosts | None = None,
+        hosts: Hosts | None = None, backend: Literal["actors", "local"] = "actors",
     ) -> Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
         With `hf_weights` only generators start, holding the weights of that Hugging Face directory: enough to
         sample and evaluate. `hosts` are those `attach.attach` has connected to; without them, this machine alone.
-        Raises ValueError for what `validate` and `check_fits` refuse, before anything starts.
+        `backend="local"` starts nothing: everything is in this process, on one device, for a debugger.
+        Raises ValueError for what `validate`, `check_fits` and `check_local` refuse, before anything starts.
         """
         validate(config)
-        hosts = hosts or this_host()
-        check_fits(config, hosts.hosts, generators_only=hf_weights is not None)
+        hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
         if hf_weights is None and (missing := config.missing_weights()):
             raise ValueError(missing)
         path = Path(config.output_dir or _default_dir(config.name))
+        attached = hosts is not None and hosts.attached
         # Processes on other hosts may have another working directory.
-        run_dir = RunDir.create(path.absolute() if hosts.attached else path)
+        run_dir = RunDir.create(path.absolute() if attached else path)
         run_dir.write_config(resolved(config))
-        launcher = Launcher(
-            log_dir=str(run_dir.path / "logs"), start_timeout_s=config.controller.start_timeout_s,
-            call_timeout_s=config.controller.call_timeout_s, hosts=hosts)
+        launcher = launcher_for(config, hosts, str(run_dir.path / "logs"))
         progress = progress or Progress(quiet=True)
         with progress.waiting("starting trainer, generators and store", expected_s=15):
             try:
@@ -105,7 +107,7 @@ class Controller:
                 await controller._start(hf_weights)
             except asyncio.CancelledError:
                 launcher.kill()  # an interrupt does not wait
-                if hosts.attached:  # where kill has no say
+                if attached:  # where kill has no say
                     await launcher.stop()
                 raise
             except Exception:

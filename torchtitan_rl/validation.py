@@ -17,7 +17,7 @@ from torchtitan_rl.config import EvalSetConfig, RolesConfig, RunConfig, function
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
 from torchtitan_rl.model.converters import check_converters
 
-__all__ = ["validate"]
+__all__ = ["validate", "check_local"]
 
 
 def validate(config: RunConfig) -> None:
@@ -74,6 +74,21 @@ def validate(config: RunConfig) -> None:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
         raise ValueError(f"seed={config.seed}: must not be negative; use 0 or more")
+
+
+def check_local(config: RunConfig) -> None:
+    """What one process on one device can run. Raises ValueError, with the numbers, for any other layout."""
+    for role, (trainer, _) in config.trainers().items():
+        if trainer.num_ranks != 1:
+            where, parallel = "trainer" if role == "policy" else f"roles.{role}.trainer", trainer.parallelism
+            raise ValueError(
+                f"{where}.parallelism: replicate x shard x tensor = {parallel.data_parallel_replicate_degree} x "
+                f"{parallel.data_parallel_shard_degree} x {parallel.tensor_parallel_degree} = {trainer.num_ranks} ranks; "
+                "backend='local' has one; set every degree to 1 or use backend='actors'")
+    for name in ("tensor_parallel_degree", "num_replicas"):
+        if (value := getattr(config.generator, name)) != 1:
+            raise ValueError(f"generator.{name}={value}: backend='local' has one engine on one device; use 1 or "
+                             "backend='actors'")
 
 
 def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longest: int) -> None:

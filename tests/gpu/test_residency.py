@@ -23,6 +23,7 @@ def rank(tmp_path_factory):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     from torchtitan_rl.actors.trainer_rank import TrainerRank
+    from torchtitan_rl.weights.store import MemoryStore
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -32,17 +33,17 @@ def rank(tmp_path_factory):
     config = TrainerConfig()
     config.training.mixed_precision_param = "bfloat16"
     shape = Qwen3Shape(vocab_size=4096, dim=768, n_layers=12, n_heads=12, n_kv_heads=4, head_dim=64, hidden_dim=2048)
-    yield TrainerRank(config, ModelConfig(assets="chars", shape=shape), "policy", 0, torch.device("cuda", 0), "none",
+    yield TrainerRank(config, ModelConfig(assets="chars", shape=shape), "policy", 0, torch.device("cuda", 0), MemoryStore(),
                       str(tmp_path_factory.mktemp("dump")))
     dist.destroy_process_group()
 
 
 def test_offloaded_parts_leave_the_device_and_come_back_unchanged(rank):
     batch = pack(random_datums(16, max_len=60))
-    rank.accumulate([batch], importance_sampling, temperature=1.0)
+    rank.forward_backward([batch], importance_sampling, 1.0, 1.0)
     rank.optim_step(OptimParams(lr=1e-4), 1.0)
-    rank.accumulate([batch], importance_sampling, temperature=1.0)
-    expected = rank.accumulate([batch], None, temperature=1.0).rows
+    rank.forward_backward([batch], importance_sampling, 1.0, 1.0)
+    expected = rank.forward([batch], 1.0).rows
     gradients = rank.gradients()
     held = rank.residency()
     before = torch.cuda.memory_allocated()
@@ -54,6 +55,6 @@ def test_offloaded_parts_leave_the_device_and_come_back_unchanged(rank):
         rank.optim_step(OptimParams(), 1.0)
     rank.onload(["model", "gradients", "optimizer"])
     assert rank.residency() == held
-    assert all(torch.equal(a, b) for a, b in zip(rank.accumulate([batch], None, temperature=1.0).rows, expected))
+    assert all(torch.equal(a, b) for a, b in zip(rank.forward([batch], 1.0).rows, expected))
     assert all(torch.equal(gradients[name], gradient) for name, gradient in rank.gradients().items())
     assert not rank.optim_step(OptimParams(lr=1e-4), 1.0).skipped

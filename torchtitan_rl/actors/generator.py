@@ -1,11 +1,9 @@
-"""The generator actor: a vLLM engine's doorway. vLLM is imported in the actor's process only."""
+"""The generator actor: endpoints as doorways to a `GeneratorRank`, which is imported in the actor's process only."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from pathlib import Path
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint
@@ -17,14 +15,9 @@ from torchtitan_rl.types import Completion, Request
 
 __all__ = ["Generator"]
 
-logger = logging.getLogger(__name__)
-
 
 class Generator(Actor):
-    """Owns an engine. Calls overlap: requests of all callers are batched continuously.
-
-    With tensor parallelism only rank 0 is asked to sample or score; `fetch` goes to every rank.
-    """
+    """One rank of a replica; see `GeneratorRank`. Calls overlap."""
 
     Config = GeneratorConfig
 
@@ -46,81 +39,44 @@ class Generator(Actor):
         platform.local_device(int(os.environ.get("LOCAL_RANK", rank)))
         platform.prepare_vllm(eager=self.config.enforce_eager)
         with heavy_imports():
-            from torchtitan_rl.model.vllm_engine import Engine
+            from torchtitan_rl.actors.generator_rank import GeneratorRank
+            from torchtitan_rl.weights.store import WeightStore
 
-        self.engine = Engine(self.config, self.model_dir, self.seed, rank, sleeps=self.sleeps)
-        self.engine.start()
-        await asyncio.wrap_future(self.engine.ready)
-        platform.set_threads(threads)  # vLLM's worker sets its own number
-        logger.info("engine ready: %s, threads %d", type(self.engine.model).__name__, torch.get_num_threads())
+        self.rank = GeneratorRank(
+            self.config, self.model_dir, self.seed, rank, WeightStore(self.store_name), sleeps=self.sleeps)
+        await self.rank.start(threads)
 
     @concurrent_endpoint
     async def sample(self, requests: list[Request]) -> list[Completion | list[float] | ValueError]:
-        """Completions (or log-probabilities, where `params` is None) in the order of the requests.
-
-        A request that is itself at fault gets its ValueError in its place; anything wrong with the engine is raised.
-        """
-        futures = [asyncio.wrap_future(future) for future in self.engine.submit(requests)]
-        answers = await asyncio.gather(*futures, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
-                raise answer
-        return answers
+        return await self.rank.sample(requests)
 
     @concurrent_endpoint
     async def fetch(self, version: int, verify: bool) -> None:
-        """Gets a version from the store and checks that it is what this model takes."""
-        from torchtitan_rl.weights import packing
-        from torchtitan_rl.weights.store import WeightStore
-
-        manifest, payload = await WeightStore(self.store_name).fetch(version, verify=verify)
-        difference = packing.explain_difference(manifest.entries, self.engine.held())
-        if difference:
-            raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
-        self.engine.stage(version, packing.read(payload, manifest))
-
-    @concurrent_endpoint
-    async def load(self, version: int) -> int:
-        """Between two iterations, copies the fetched version into the model and resets the prefix cache."""
-        return await asyncio.wrap_future(self.engine.load(version))
-
-    @concurrent_endpoint
-    async def sleep(self) -> None:
-        """Takes weights and KV cache off the device."""
-        await asyncio.wrap_future(self.engine.sleep())
-
-    @concurrent_endpoint
-    async def wake(self, part: str) -> None:
-        """Brings `"weights"` or `"kv_cache"` back."""
-        await asyncio.wrap_future(self.engine.wake(part))
+        await self.rank.fetch(version, verify)
 
     @concurrent_endpoint
     async def fetch_hf(self, directory: str, version: int) -> None:
-        """Stages weights from a Hugging Face directory instead of the store."""
-        from safetensors import safe_open
+        await self.rank.fetch_hf(directory, version)
 
-        tensors = {}
-        for file in sorted(Path(directory).glob("*.safetensors")):
-            with safe_open(file, "pt") as weights:
-                tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
-        from torchtitan_rl.weights import packing
+    @concurrent_endpoint
+    async def load(self, version: int) -> int:
+        return await self.rank.load(version)
 
-        state, held = self.engine.from_hf(tensors), self.engine.held()
-        offered = {name: packing.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
-                   for name, tensor in state.items()}
-        if difference := packing.explain_difference(offered, held):
-            raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
-        self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
+    @concurrent_endpoint
+    async def sleep(self) -> None:
+        await self.rank.sleep()
+
+    @concurrent_endpoint
+    async def wake(self, part: str) -> None:
+        await self.rank.wake(part)
 
     @concurrent_endpoint
     async def weights(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters under torchtitan's names, for tests and debugging of small models."""
-        return {name: tensor.clone() for name, tensor in self.engine.model.canonical_state().items()}
+        return await self.rank.weights()
 
     @concurrent_endpoint
     async def modules(self) -> list[str]:
-        """Qualified class names of the model's modules, for tests."""
-        return [f"{type(m).__module__}.{type(m).__qualname__}" for m in self.engine.model.modules()]
+        return await self.rank.modules()
 
     @concurrent_endpoint
     async def where(self) -> int:

@@ -46,22 +46,21 @@ class PolicyTrainer(Actor):
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
         with heavy_imports():
             from torchtitan_rl.actors.trainer_rank import TrainerRank
+            from torchtitan_rl.weights.store import WeightStore
 
         device = platform.local_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(
             platform.distributed_backend(), timeout=timedelta(seconds=self.config.comm.init_timeout_seconds))
         self.rank = TrainerRank(
-            self.config, self.model, self.role, self.seed, device, self.store_name, self.log_dir or "")
+            self.config, self.model, self.role, self.seed, device, WeightStore(self.store_name), self.log_dir or "")
 
     @endpoint
     async def forward(self, batches: list, temperature: float):
-        """Log-probabilities (a critic: values) only; see `TrainerRank.accumulate`."""
-        return self.rank.accumulate(batches, None, temperature=temperature)
+        return self.rank.forward(batches, temperature)
 
     @endpoint
     async def forward_backward(self, batches: list, loss_fn, temperature: float, loss_weight: float):
-        """Adds microbatches to the gradient; see `TrainerRank.accumulate`."""
-        return self.rank.accumulate(batches, loss_fn, temperature=temperature, loss_weight=loss_weight)
+        return self.rank.forward_backward(batches, loss_fn, temperature, loss_weight)
 
     @endpoint
     async def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:

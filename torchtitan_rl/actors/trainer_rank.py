@@ -47,12 +47,12 @@ class TrainerRank:
     """
 
     def __init__(
-        self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, device: torch.device, store_name: str,
+        self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, device: torch.device, store: WeightStore,
         dump_dir: str,
     ):
         self.config, self.model_config, self.role, self.seed, self.device = config, model, role, seed, device
         self.parts = {"model": Part(), "optimizer": Part(), "gradients": Part()}
-        self.store, self.buffers = WeightStore(store_name), SharedBuffers()
+        self.store, self.buffers = store, SharedBuffers()
         self.policy_version = 0
         self._base_fingerprint: str | None = None
         self._train_timeout_set = False
@@ -67,11 +67,19 @@ class TrainerRank:
             self.optimizers = build_optimizers(config, built.spec, self.model, self.parallel_dims)
         logger.info("model: %s, %d parameters, degrees %s", self.shape, self.shape.num_parameters, self.parallel_dims)
 
-    def accumulate(
-        self, batches: list[Microbatch], loss_fn: LossFunction | None, *, temperature: float, loss_weight: float = 1.0,
+    def forward(self, batches: list[Microbatch], temperature: float) -> Accumulated:
+        """Log-probabilities (a critic: values) of this rank's microbatches, in order."""
+        self._require("forward", "model")
+        return self._accumulate(batches, None, temperature, 1.0)
+
+    def forward_backward(
+        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float,
     ) -> Accumulated:
-        """Adds this rank's microbatches to the gradient, in order; without a loss only scores them."""
-        self._require("forward" if loss_fn is None else "forward_backward", "model", *([] if loss_fn is None else ["gradients"]))
+        """Adds this rank's microbatches to the gradient, in order."""
+        self._require("forward_backward", "model", "gradients")
+        return self._accumulate(batches, loss_fn, temperature, loss_weight)
+
+    def _accumulate(self, batches, loss_fn: LossFunction | None, temperature: float, loss_weight: float) -> Accumulated:
         # Sequence parallelism cuts the packed tokens into one equal part per TP rank.
         return accumulate_gradients(
             self.model, batches, loss_fn, self.device, temperature=temperature, loss_weight=loss_weight,

@@ -8,7 +8,7 @@ from typing import Any
 
 from monarch.actor import ActorError
 
-__all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline"]
+__all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe"]
 
 _WATCH_EVERY_S = 1.0
 # A rank that dies takes others down with it, and they may be heard first. Monarch notices a death within a second.
@@ -32,7 +32,7 @@ async def deadline(call, timeout_s: float, what: str) -> Any:
             f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
         ) from None
     except ActorError as error:
-        raise RuntimeError(f"{what}: {_root_cause(error)}") from error
+        raise RuntimeError(f"{what}: {describe(getattr(error, 'exception', None) or error)}") from error
     except Exception as error:
         if type(error).__name__ == "SupervisionError":
             raise ProcessDied(f"{what}: its process died ({_reason(error)}); see its log") from error
@@ -43,15 +43,10 @@ async def _awaited(call):
     return await call
 
 
-def _root_cause(error: ActorError) -> str:
-    """The remote exception in one line; its traceback stays in the cause."""
-    inner = getattr(error, "exception", None) or error
-    return f"{type(inner).__name__}: {_first_line(inner)}"
-
-
-def _first_line(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """A worker's exception in one line; its traceback stays in the cause."""
     text = str(error).strip()
-    return text.splitlines()[0][:500] if text else type(error).__name__
+    return f"{type(error).__name__}: {text.splitlines()[0][:500] if text else type(error).__name__}"
 
 
 def _reason(error: BaseException) -> str:

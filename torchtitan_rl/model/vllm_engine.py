@@ -37,6 +37,7 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 60.0
 _IDLE_WAIT_S = 0.5  # an idle rank 0 speaks to its followers this often, well within the collective's time limit
 
 
@@ -105,6 +106,7 @@ class Engine:
         self._failure: BaseException | None = None
         self.policy_version, self._num_loads = -1, 0
         self.ready: Future = Future()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -145,6 +147,14 @@ class Engine:
         self._send(_Command(wake=part), [future])
         return future
 
+    def close(self) -> None:
+        """Ends the thread and frees what the engine held, the process groups of this process included. Calls that wait
+        are failed. Raises RuntimeError when the thread does not end."""
+        self._closing = True
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the engine did not end within {_CLOSE_S:g} s; end this process")
+
     def held(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every whole parameter the model takes, by torchtitan's name."""
         return self._held
@@ -166,8 +176,11 @@ class Engine:
         try:
             self._engine = self._build()
             self.ready.set_result(None)
-            while True:
+            while not self._closing:
                 self._iterate()
+            self._failure = RuntimeError("it was closed")
+            self._fail_waiting()
+            self._engine.engine_core.shutdown()
         except BaseException as error:  # whatever it was, nobody may wait for this thread any more
             logger.exception("the engine thread failed")
             self._failure = error

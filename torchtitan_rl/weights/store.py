@@ -12,6 +12,7 @@ import mmap
 import os
 import socket
 import warnings
+from typing import Any
 
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")  # torchstore warns and sets it otherwise
 
@@ -22,7 +23,7 @@ from torchstore.controller import Controller as _StoreController  # noqa: E402
 
 from torchtitan_rl.weights.packing import Manifest, checksum  # noqa: E402
 
-__all__ = ["adapt_torchstore", "SharedBuffers", "WeightStore"]
+__all__ = ["adapt_torchstore", "SharedBuffers", "WeightStore", "MemoryStore"]
 
 
 def adapt_torchstore() -> None:
@@ -75,6 +76,13 @@ class SharedBuffers:
         if slot is not None:
             self._free.append(slot)
 
+    def close(self) -> None:
+        """Gives all segments back, for a publisher whose process lives on."""
+        for fd, _ in [*self._free, *self._used.values()]:
+            os.close(fd)
+        self._free.clear()
+        self._used.clear()
+
 
 def _map(fd: int, nbytes: int, *, write: bool = True) -> torch.Tensor:
     """A uint8 tensor over a file's pages."""
@@ -102,21 +110,21 @@ class WeightStore:
         manifest.checksum = checksum(payload) if verify else ""
         manifest.handle, manifest.host = handle, _host() if handle else ""
         if not handle:
-            await torchstore.put(_key(manifest.version, "payload"), payload, store_name=self.name)
-        await torchstore.put(_key(manifest.version, "manifest"), manifest, store_name=self.name)
+            await self._put(_key(manifest.version, "payload"), payload)
+        await self._put(_key(manifest.version, "manifest"), manifest)
 
     async def fetch(self, version: int | str, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
         """(manifest, payload) of a published version. Raises RuntimeError when it is not there or arrives damaged."""
-        if not await torchstore.exists(_key(version, "manifest"), store_name=self.name):
+        if not await self._exists(_key(version, "manifest")):
             raise RuntimeError(
                 f"policy_version={version}: is not in the store (it holds {await self.versions()}); "
                 "pin a version to keep it, or pull the newest"
             )
-        manifest: Manifest = await torchstore.get(_key(version, "manifest"), store_name=self.name)
+        manifest: Manifest = await self._get(_key(version, "manifest"))
         if manifest.handle:
             payload = _open_shared(manifest)
         else:
-            payload = await torchstore.get(_key(version, "payload"), store_name=self.name)
+            payload = await self._get(_key(version, "payload"))
         if verify and manifest.checksum and checksum(payload) != manifest.checksum:
             raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
         return manifest, payload
@@ -125,8 +133,8 @@ class WeightStore:
         """Forgets a version; its manifest goes first."""
         async def delete() -> None:
             for part in ("manifest", "payload"):
-                if await torchstore.exists(_key(version, part), store_name=self.name):
-                    await torchstore.delete(_key(version, part), store_name=self.name)
+                if await self._exists(_key(version, part)):
+                    await self._delete(_key(version, part))
 
         try:
             await asyncio.wait_for(delete(), self.timeout_s)
@@ -135,9 +143,51 @@ class WeightStore:
 
     async def versions(self) -> list[int]:
         """Policy versions whose manifest is there."""
-        keys = await (await torchstore.client(self.name)).keys()
-        names = [key.split("/")[1] for key in keys if key.endswith("/manifest")]
+        names = [key.split("/")[1] for key in await self._keys() if key.endswith("/manifest")]
         return sorted(int(name) for name in names if name.isdigit())
+
+    # What is asked of whatever holds keys and values.
+
+    async def _put(self, key: str, value: Any) -> None:
+        await torchstore.put(key, value, store_name=self.name)
+
+    async def _get(self, key: str) -> Any:
+        return await torchstore.get(key, store_name=self.name)
+
+    async def _exists(self, key: str) -> bool:
+        return await torchstore.exists(key, store_name=self.name)
+
+    async def _delete(self, key: str) -> None:
+        await torchstore.delete(key, store_name=self.name)
+
+    async def _keys(self) -> list[str]:
+        return await (await torchstore.client(self.name)).keys()
+
+
+class MemoryStore(WeightStore):
+    """The same versions in a dict, for publisher and generator in one process."""
+
+    def __init__(self) -> None:
+        super().__init__("memory")
+        self._held: dict[str, Any] = {}
+
+    async def stop(self) -> None:
+        self._held.clear()
+
+    async def _put(self, key: str, value: Any) -> None:
+        self._held[key] = value
+
+    async def _get(self, key: str) -> Any:
+        return self._held[key]
+
+    async def _exists(self, key: str) -> bool:
+        return key in self._held
+
+    async def _delete(self, key: str) -> None:
+        del self._held[key]
+
+    async def _keys(self) -> list[str]:
+        return list(self._held)
 
 
 def _key(version: int | str, part: str) -> str:

@@ -1,0 +1,213 @@
+"""What any backend must do, asked of each: actors in processes of their own, and everything in this process.
+
+`docs/backend_protocol.md` describes the contract; a new backend gets a line in `BACKENDS`.
+"""
+
+import asyncio
+
+import pytest
+import torch
+
+from tests.integration.conftest import small_config
+from tests.integration.helpers import flat, random_datums, relative_l2
+from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling
+from torchtitan_rl.controller import Controller
+from torchtitan_rl.types import OptimParams, SamplingParams
+
+BACKENDS = ["actors", "local"]
+PROMPT = [20, 31, 27, 44, 14]
+SEQUENCE = PROMPT + [20, 27, 31, 44, 1]
+
+
+@pytest.fixture(scope="module")
+def local(loop, tmp_path_factory):
+    config = small_config(tmp_path_factory.mktemp("local") / "run")
+    controller = loop.run_until_complete(Controller.launch(config, backend="local"))
+    yield controller
+    loop.run_until_complete(controller.close())
+
+
+@pytest.fixture(params=BACKENDS)
+def running(request):
+    return request.getfixturevalue({"actors": "controller", "local": "local"}[request.param])
+
+
+async def _step(controller, *, seed=0, lr=1e-2):
+    await controller.trainer.forward_backward(random_datums(6, seed=seed), cross_entropy)
+    return await controller.trainer.optim_step(OptimParams(lr=lr))
+
+
+def test_outputs_come_back_in_input_order_whatever_the_microbatches(loop, running):
+    data = random_datums(9)
+
+    async def run():
+        whole = await running.trainer.forward(data)
+        alone = [(await running.trainer.forward([datum])).policy_logprobs[0] for datum in data]
+        return whole, alone
+
+    whole, alone = loop.run_until_complete(run())
+    assert [len(row) for row in whole.policy_logprobs] == [len(datum) for datum in data]
+    for row, expected in zip(whole.policy_logprobs, alone, strict=True):
+        assert torch.allclose(row, expected, atol=1e-5)
+
+
+def test_gradients_accumulate_over_calls_and_a_step_takes_them(loop, running):
+    data = random_datums(8)
+
+    async def gradient(calls):
+        for part in calls:
+            await running.trainer.forward_backward(part, importance_sampling)
+        gradients = flat(await running.trainer.gradients())
+        return gradients, await running.trainer.optim_step(OptimParams(lr=0.0))
+
+    async def run():
+        whole, parts = await gradient([data]), await gradient([data[:3], data[3:]])
+        return whole, parts, await running.trainer.optim_step(OptimParams(lr=0.0))
+
+    (whole, first), (parts, second), empty = loop.run_until_complete(run())
+    assert relative_l2(parts, whole) <= 1e-5
+    assert first.grad_norm == pytest.approx(float(whole.norm()), rel=1e-4) and empty.grad_norm == 0.0
+    assert second.policy_version == first.policy_version + 1
+
+
+def test_an_answer_does_not_change_afterwards(loop, running):
+    async def run():
+        before = await running.trainer.parameters()
+        kept = {name: tensor.clone() for name, tensor in before.items()}
+        await _step(running)
+        return before, kept, await running.trainer.parameters()
+
+    before, kept, after = loop.run_until_complete(run())
+    assert all(torch.equal(before[name], kept[name]) for name in kept)
+    assert any(not torch.equal(before[name], after[name]) for name in kept)
+
+
+def test_both_may_be_submitted_before_either_is_awaited(loop, running):
+    async def run():
+        trained = running.trainer.forward_backward(random_datums(4), cross_entropy)
+        stepped = running.trainer.optim_step(OptimParams(lr=0.0))
+        again = running.trainer.optim_step(OptimParams(lr=0.0))
+        return (await again).grad_norm, (await stepped).grad_norm, (await trained).loss
+
+    empty, full, loss = loop.run_until_complete(run())
+    assert empty == 0.0 and full > 0 and loss > 0
+
+
+def test_generators_sample_from_what_was_published_and_from_nothing_else(loop, running):
+    async def run():
+        version = await running.publish()
+        before = await running.generator.score(SEQUENCE)
+        stepped = await _step(running)
+        still = await running.generator.score(SEQUENCE)
+        assert await running.publish() == stepped.policy_version == version + 1
+        after = await running.generator.score(SEQUENCE)
+        sequence = torch.tensor(SEQUENCE)
+        from torchtitan_rl.types import Datum
+
+        datum = Datum(tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={})
+        return before, still, after, (await running.trainer.forward([datum], temperature=1.0)).policy_logprobs[0]
+
+    before, still, after, trained = loop.run_until_complete(run())
+    assert before == still and max(abs(a - b) for a, b in zip(before, after)) > 1e-2
+    assert torch.allclose(torch.tensor(after), trained, atol=1e-5)
+
+
+def test_a_pinned_version_can_be_sampled_and_scored_until_it_is_released(loop, running):
+    async def run():
+        old = await running.publish()
+        running.versions.pin(old, "teacher")
+        as_old = await running.generator.score(SEQUENCE)
+        await _step(running, seed=3)
+        new = await running.publish()
+        as_new = await running.generator.score(SEQUENCE)
+        scores = await asyncio.gather(*(
+            running.generator.score(SEQUENCE, policy_version=version) for version in (old, None, new)))
+        sampled = await running.generator.sample(PROMPT, SamplingParams(max_tokens=4, seed=0), policy_version=old)
+        await running.generator.score(SEQUENCE)  # back to the newest
+        stored = await running.launcher.store.versions()
+        await running.versions.release(old, "teacher")
+        with pytest.raises(ValueError, match=f"policy_version={old}: is not published"):
+            await running.generator.score(SEQUENCE, policy_version=old)
+        return old, new, as_old, as_new, scores, sampled, stored, await running.launcher.store.versions()
+
+    old, new, as_old, as_new, scores, sampled, stored, left = loop.run_until_complete(run())
+    assert scores == [as_old, as_new, as_new] and as_old != as_new
+    assert set(sampled.policy_versions) == {old} and stored == [old, new] and left == [new]
+
+
+def test_tokens_sampled_across_a_pull_carry_both_versions(loop, running):
+    async def run():
+        params = SamplingParams(max_tokens=50, ignore_eos=True, seed=0)
+        old = await running.publish()
+        flying = [asyncio.ensure_future(running.generator.sample(PROMPT, params)) for _ in range(32)]
+        await _step(running, seed=4, lr=1e-3)
+        return old, await running.publish(), await asyncio.gather(*flying)
+
+    old, new, completions = loop.run_until_complete(run())
+    for completion in completions:
+        assert len(completion.policy_versions) == len(completion.tokens) == 50
+        assert completion.policy_versions == sorted(completion.policy_versions)
+        assert completion.policy_versions[0] == old and set(completion.policy_versions) <= {old, new}
+
+
+def test_the_same_requests_give_the_same_tokens_and_bits(loop, running):
+    async def sample():
+        return await asyncio.gather(*(
+            running.generator.sample(PROMPT[: 2 + i % 4], SamplingParams(max_tokens=8, seed=i)) for i in range(24)))
+
+    first, second = loop.run_until_complete(sample()), loop.run_until_complete(sample())
+    assert [(c.tokens, c.logprobs) for c in first] == [(c.tokens, c.logprobs) for c in second]
+
+
+def test_a_checkpoint_continues_bit_for_bit(loop, running, tmp_path):
+    async def run():
+        await _step(running, seed=6, lr=1e-3)
+        await running.trainer.save_checkpoint(tmp_path)
+        version = (await _step(running, seed=6, lr=1e-3)).policy_version
+        expected = await running.trainer.parameters()
+        await _step(running, seed=7)  # somewhere else entirely
+        await running.trainer.load_checkpoint(tmp_path, policy_version=version - 1)
+        again = await _step(running, seed=6, lr=1e-3)
+        return version, again.policy_version, expected, await running.trainer.parameters()
+
+    version, again, expected, reached = loop.run_until_complete(run())
+    assert again == version
+    assert all(torch.equal(expected[name], reached[name]) for name in expected)
+    loop.run_until_complete(running.publish())
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_says_so(loop, running):
+    async def run():
+        before = await running.trainer.parameters()
+        await running.trainer.forward_backward(random_datums(3), cross_entropy, loss_weight=float("nan"))
+        return before, await running.trainer.optim_step(OptimParams(lr=1.0)), await running.trainer.parameters()
+
+    before, output, after = loop.run_until_complete(run())
+    assert output.skipped and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bad_input_is_refused_alike(loop, running, tmp_path):
+    def broken(inputs):
+        raise KeyError("no such thing")
+
+    async def run():
+        with pytest.raises(RuntimeError, match=r"^policy-0\.forward_backward: KeyError: 'no such thing'$"):
+            await running.trainer.forward_backward(random_datums(2), broken)
+        await running.trainer.optim_step(OptimParams(lr=0.0))
+        with pytest.raises(RuntimeError, match=r"^policy-0\.save_adapter: ValueError: trainer\.lora=None"):
+            await running.trainer.save_adapter(tmp_path / "adapter")
+        with pytest.raises(ValueError, match="prompt of 5 tokens"):  # the engine's own refusal
+            await running.generator.sample(PROMPT, SamplingParams(max_tokens=4, top_p=2.0))
+        return await running.generator.sample(PROMPT, SamplingParams(max_tokens=4, seed=0))
+
+    assert len(loop.run_until_complete(run()).tokens) <= 4
+    with pytest.raises(ValueError, match=r"forward_backward\.data=\[\]: no datums"):
+        running.trainer.forward_backward([], cross_entropy)
+    with pytest.raises(ValueError, match="policy_version=99: is not published"):
+        loop.run_until_complete(running.generator.score(PROMPT, policy_version=99))
+
+
+def test_a_second_local_run_in_the_process_is_refused_while_the_first_is_open(loop, local, tmp_path):
+    with pytest.raises(RuntimeError, match="backend='local': this process has a torch.distributed process group"):
+        loop.run_until_complete(Controller.launch(small_config(tmp_path / "second"), backend="local"))
+    assert len(loop.run_until_complete(local.generator.score(PROMPT))) == 4, "the first goes on"

@@ -1,0 +1,96 @@
+"""What one generator rank holds and does, without actors: an engine, and the weights on their way into it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from torchtitan_rl import platform
+from torchtitan_rl.actors.config import GeneratorConfig
+from torchtitan_rl.model.vllm_engine import Engine
+from torchtitan_rl.types import Completion, Request
+from torchtitan_rl.weights import packing
+from torchtitan_rl.weights.store import WeightStore
+
+__all__ = ["GeneratorRank"]
+
+logger = logging.getLogger(__name__)
+
+
+class GeneratorRank:
+    """A vLLM engine on its thread. Calls overlap: requests of all callers are batched continuously.
+
+    With tensor parallelism only rank 0 is asked to sample or score; `fetch` goes to every rank.
+    """
+
+    def __init__(
+        self, config: GeneratorConfig, model_dir: str, seed: int, rank: int, store: WeightStore, *,
+        sleeps: bool = False,
+    ):
+        """`sleeps`: it shares its devices with trainers, and gives them up when told to."""
+        self.store = store
+        self.engine = Engine(config, model_dir, seed, rank, sleeps=sleeps)
+
+    async def start(self, num_threads: int) -> None:
+        """Builds the engine; it holds random weights until the first `load`."""
+        self.engine.start()
+        await asyncio.wrap_future(self.engine.ready)
+        platform.set_threads(num_threads)  # vLLM's worker sets its own number
+        logger.info("engine ready: %s, threads %d", type(self.engine.model).__name__, torch.get_num_threads())
+
+    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | ValueError]:
+        """Completions (or log-probabilities, where `params` is None) in the order of the requests.
+
+        A request that is itself at fault gets its ValueError in its place; anything wrong with the engine is raised.
+        """
+        futures = [asyncio.wrap_future(future) for future in self.engine.submit(requests)]
+        answers = await asyncio.gather(*futures, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
+                raise answer
+        return answers
+
+    async def fetch(self, version: int, verify: bool) -> None:
+        """Gets a version from the store and checks that it is what this model takes."""
+        manifest, payload = await self.store.fetch(version, verify=verify)
+        difference = packing.explain_difference(manifest.entries, self.engine.held())
+        if difference:
+            raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
+        self.engine.stage(version, packing.read(payload, manifest))
+
+    async def fetch_hf(self, directory: str, version: int) -> None:
+        """Stages weights from a Hugging Face directory instead of the store."""
+        tensors = {}
+        for file in sorted(Path(directory).glob("*.safetensors")):
+            with safe_open(file, "pt") as weights:
+                tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
+        state, held = self.engine.from_hf(tensors), self.engine.held()
+        offered = {name: packing.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
+                   for name, tensor in state.items()}
+        if difference := packing.explain_difference(offered, held):
+            raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
+        self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
+
+    async def load(self, version: int) -> int:
+        """Between two iterations, copies the fetched version into the model and resets the prefix cache."""
+        return await asyncio.wrap_future(self.engine.load(version))
+
+    async def sleep(self) -> None:
+        """Takes weights and KV cache off the device."""
+        await asyncio.wrap_future(self.engine.sleep())
+
+    async def wake(self, part: str) -> None:
+        """Brings `"weights"` or `"kv_cache"` back."""
+        await asyncio.wrap_future(self.engine.wake(part))
+
+    async def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters under torchtitan's names, for tests and debugging of small models."""
+        return {name: tensor.clone() for name, tensor in self.engine.model.canonical_state().items()}
+
+    async def modules(self) -> list[str]:
+        """Qualified class names of the model's modules, for tests."""
+        return [f"{type(m).__module__}.{type(m).__qualname__}" for m in self.engine.model.modules()]

@@ -1,0 +1,88 @@
+"""A worker in this process, called the way `RoleMesh` calls workers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Awaitable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe
+
+__all__ = ["LocalMesh"]
+
+_TICK_S = 1.0
+
+
+class LocalMesh:
+    """One rank without an actor. Methods of `worker` are its endpoints; they run on the event loop's thread.
+
+    `in_order`: calls run one at a time in the order they were made, as a trainer's do; a generator's overlap. Answers
+    are copies, as if they had travelled. A plain function runs to its end, so its deadline is the user's Ctrl-C.
+    """
+
+    num_ranks = data_parallel_size = 1
+
+    def __init__(self, role: str, worker: Any, *, timeout_s: float, in_order: bool):
+        self.role, self.timeout_s = role, timeout_s
+        self._worker = worker
+        self._turn = asyncio.Lock() if in_order else nullcontext()
+
+    def call_split(self, endpoint: str, shards: Sequence[Any], *args) -> asyncio.Future:
+        """Shards of the one data-parallel rank; answers in a list. Raises ValueError for another number of shards."""
+        if len(shards) != 1:
+            raise ValueError(f"{self.role}.{endpoint}: {len(shards)} shards for 1 data-parallel ranks")
+        return self.call_each(endpoint, shards[0], *args)
+
+    def call_each(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
+        """The one answer, in a list."""
+        call = self.call_all(endpoint, *args, timeout_s=timeout_s)
+
+        async def listed() -> list:
+            return [await call]
+
+        return asyncio.ensure_future(listed())
+
+    def call_all(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
+        """The one answer. The call takes its place in the order of calls before this returns."""
+        return asyncio.ensure_future(self._call(endpoint, args, timeout_s or self.timeout_s))
+
+    def call_rank(self, rank: int, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
+        """`call_all`, of rank 0."""
+        assert rank == 0, f"a local mesh has one rank, not {rank}"
+        return self.call_all(endpoint, *args, timeout_s=timeout_s)
+
+    def call_leader(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
+        """`call_all`: the one rank leads."""
+        return self.call_all(endpoint, *args, timeout_s=timeout_s)
+
+    async def _call(self, endpoint: str, args: tuple, timeout_s: float) -> Any:
+        name = f"{self.role}-0.{endpoint}"
+        try:
+            async with self._turn:
+                answer = getattr(self._worker, endpoint)(*args)
+                if inspect.isawaitable(answer):
+                    answer = await _within(answer, timeout_s, name)
+                return copy.deepcopy(answer)  # in its turn: the next call may change what it refers to
+        except WorkerLost:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{name}: {describe(error)}") from error
+
+
+async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
+    """The result of a call, or WorkerLost. The clock runs while the event loop does: a breakpoint stops both.
+
+    A call that is given up on is not cancelled: the engine's thread would answer it all the same.
+    """
+    task, left = asyncio.ensure_future(call), timeout_s
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: asyncio need not report it
+    while left > 0:
+        done, _ = await asyncio.wait([task], timeout=min(_TICK_S, left))
+        if done:
+            return task.result()
+        left -= _TICK_S
+    raise WorkerLost(f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in "
+                     "controller.*_timeout_s")
