@@ -193,9 +193,9 @@ class Controller:
                 bar.advance(text=f"loss {output.loss:.3f}")
         await self.trainer.reset_optimizer()
         await self.publish()
-        reference = self.config.roles.reference
-        if reference is not None and reference.model is None:  # it is the policy that reinforcement starts from
-            await self.refresh_reference()
+        for name, role in self.config.roles.configured().items():
+            if name in ("reference", "critic") and role.model is None:  # reinforcement starts here for them too
+                await self.versions.copy(self.trainer, self.role(name))
 
     async def reinforce(self) -> None:
         """The reinforcement phase."""

@@ -161,6 +161,10 @@ def _check_roles(roles: RolesConfig, shape: Qwen3Shape, dtype: str) -> None:
         if role.model is not None and (size := resolve_shape(role.model).vocab_size) != shape.vocab_size:
             raise ValueError(f"roles.{name}.model: has a vocabulary of {size} tokens, the policy has {shape.vocab_size}; "
                              "use models with the same tokenizer")
+    critic = roles.critic
+    if critic is not None and critic.model is None and critic.trainer.training.dtype != dtype:
+        raise ValueError(f"roles.critic.trainer.training.dtype={critic.trainer.training.dtype!r}: the policy's, whose weights "
+                         f"it takes over after a warm start, is {dtype!r}; use the same")
     reference, every = roles.reference, roles.refresh_reference_every
     if reference is not None and (every or reference.model is None):  # it takes over the policy's weights
         if reference.model is not None and resolve_shape(reference.model) != shape:

@@ -52,9 +52,11 @@ def config(tmp_path: Path, colocation: str):
 async def run(controller):
     """A warm start, two batches of two minibatches (three groups and one), and what is left afterwards."""
     await controller.supervise()
-    policy, reference = await asyncio.gather(
-        controller.trainer.parameters(), controller.role("reference").parameters())
+    policy, reference, critic = await asyncio.gather(
+        *(controller.role(name).parameters() for name in ("policy", "reference", "critic")))
     assert torch.equal(flat(policy), flat(reference))  # reinforcement starts at the reference
+    assert critic.pop("lm_head.weight").count_nonzero() == 0 < policy.pop("lm_head.weight").count_nonzero()
+    assert torch.equal(flat(policy), flat(critic))
     await controller.reinforce()
     lines = [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"]
     return lines, await controller.trainer.parameters(), await controller.role("critic").parameters()

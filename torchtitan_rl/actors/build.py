@@ -97,9 +97,9 @@ def build_optimizers(config: TrainerConfig, spec: ModelSpec, model: torch.nn.Mod
 
 
 def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Each rank keeps its part of whole tensors that every rank has; adapters stay as they are."""
+    """Each rank keeps its part of whole tensors that every rank has; what `state` does not name stays as it is."""
     held = model.state_dict()
-    model.load_state_dict(lora.adapter_state(held) | {
+    model.load_state_dict(held | {
         name: distribute_tensor(tensor.to(device), held[name].device_mesh, held[name].placements, src_data_rank=None)
         if isinstance(held[name], DTensor) else tensor.to(device)
         for name, tensor in state.items()

@@ -168,13 +168,17 @@ class TrainerRank:
         await self._publish(COPY, None, transport, True)
 
     async def pull_copy(self) -> None:
-        """Takes over the weights that another role has published by `push_copy`, whatever the two layouts."""
+        """Takes over the weights that another role has published by `push_copy`, whatever the two layouts; a critic all
+        but the head."""
         self._require("pull_copy", "model")
         manifest, payload = await self.store.fetch(COPY, verify=True)
-        held = {name: (tuple(t.shape), t.dtype) for name, t in self.model.state_dict().items()}
-        if difference := packing.explain_difference(manifest.entries, held):
+        own = {"lm_head.weight"} if self.role == "critic" else set()
+        held = {name: (tuple(t.shape), t.dtype) for name, t in self.model.state_dict().items() if name not in own}
+        offered = {name: entry for name, entry in manifest.entries.items() if name not in own}
+        if difference := packing.explain_difference(offered, held):
             raise RuntimeError(f"{self.role}.pull_copy: the published weights do not fit this model: {difference}")
-        load_whole(self.model, packing.read(payload, manifest), self.device)
+        load_whole(
+            self.model, {n: t for n, t in packing.read(payload, manifest).items() if n not in own}, self.device)
 
     async def _publish(self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool) -> None:
         self._require("push_weights", "model")
