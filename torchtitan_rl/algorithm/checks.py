@@ -6,7 +6,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
@@ -38,7 +40,19 @@ def check_algorithm(config: RunConfig) -> None:
     for name, module in functions.items():
         _check_function(f"algorithm.{name}", getattr(algorithm, name), module)
     _check_terms(algorithm, roles)
-    _probe(algorithm, roles)
+    with _no_breakpoints():
+        _probe(algorithm, roles)
+
+
+@contextmanager
+def _no_breakpoints():
+    """A `breakpoint()` in a user's function is meant for the run, not for made-up numbers before it."""
+    hook = sys.breakpointhook
+    sys.breakpointhook = lambda *args, **keywords: None
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook
 
 
 def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
