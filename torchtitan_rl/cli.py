@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +44,10 @@ def _parser() -> argparse.ArgumentParser:
         if verb in ("eval", "sample"):
             sub.add_argument("--checkpoint", required=True, help="a run's checkpoints/step-N, or a Hugging Face directory")
         if verb == "eval":
-            sub.add_argument("--split", default="validation", choices=["validation", "test"])
+            sub.add_argument("--split", default="validation", choices=["train", "validation", "test"])
+            sub.add_argument("--num-tasks", type=int, help="the first so many of the split; default: the config's")
+            sub.add_argument("--pass-rates", metavar="FILE", help="write how often each task was passed, which "
+                             "tasks.pass_rate_filter reads")
         if verb == "sample":
             sub.add_argument("--prompt", required=True)
             sub.add_argument("--max-tokens", type=int, default=64)
@@ -58,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = _parser().parse_known_args(argv)
     if args.verb in ("doctor", "sample") and overrides:
         return _fail(f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help")
+    # Of settings in the user's config; Python shows deprecations of __main__ only.
+    warnings.filterwarnings("default", category=DeprecationWarning, module="torchtitan_rl")
     try:
         return _run(args, overrides)
     except KeyboardInterrupt:
@@ -100,14 +106,14 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.verb == "eval":
         return asyncio_run(_evaluate(args, config), "eval")
     if args.dry_run:
+        from torchtitan_rl.evaluation import eval_families
         from torchtitan_rl.hosts.inventory import check_fits, local_host
-        from torchtitan_rl.model.config import missing_weights
 
         # Of other hosts nothing is known without a visit: taken to be like this one.
         check_fits(config, [local_host(worker) for worker in args.hosts] or [local_host()])
-        config.task.build()
+        eval_families(config, config.task.build())
         print(f"{args.config}: valid; nothing was started")
-        if missing := missing_weights(config.model):
+        if missing := config.missing_weights():
             print(f"still needed: {missing}")
         return 0
     return asyncio_run(_train(args, config), "train")
@@ -172,6 +178,8 @@ async def _train(args: argparse.Namespace, config) -> int:
             ("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}"),
             *([(f"pass@{k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}")] if warm.pass_at_k is not None else []),
             ("greedy accuracy after reinforcement (validation)", f"{report['validation'].accuracy:.3f}"),
+            *((f"greedy accuracy after reinforcement ({name})", f"{report[name].accuracy:.3f}")
+              for name in config.controller.eval_sets),
             ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
             ("curve", str(curve)),
             ("checkpoint", str(controller.run_dir.checkpoint_path(controller.step))),
@@ -183,13 +191,23 @@ async def _train(args: argparse.Namespace, config) -> int:
 async def _evaluate(args: argparse.Namespace, config) -> int:
     from torchtitan_rl.controller import Controller
     from torchtitan_rl.observability.progress import Progress
+    from torchtitan_rl.tasks.pass_rate_filter import write_pass_rates
     from torchtitan_rl.weights.checkpoint import hf_weights
 
     weights = hf_weights(Path(args.checkpoint))
+    if args.num_tasks is not None and args.num_tasks < 1:
+        raise ValueError(f"--num-tasks={args.num_tasks}: must be at least 1")
+    if args.pass_rates is not None and not os.access(Path(args.pass_rates).absolute().parent, os.W_OK):
+        raise ValueError(f"--pass-rates={args.pass_rates}: cannot be written; give a file in a directory that can")
 
     async def body(controller: Controller) -> None:
-        result = await controller.evaluate(args.split, pass_at_k=config.controller.pass_at_k)
+        result = await controller.evaluate(
+            args.split, num_tasks=args.num_tasks, pass_at_k=config.controller.pass_at_k)
         print(f"{args.split} accuracy {result.accuracy:.4f}")
+        if args.pass_rates is not None:
+            write_pass_rates(args.pass_rates, result.pass_rates)
+        for name, result in (await controller.evaluate_sets()).items():
+            print(f"{name} {result.split} accuracy {result.accuracy:.4f}")
 
     return await _guarded(
         args, partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights), body)

@@ -23,10 +23,10 @@ import cloudpickle
 
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
-from torchtitan_rl.model.config import ModelConfig
+from torchtitan_rl.model.config import ModelConfig, missing_weights
 
-__all__ = ["RunConfig", "ControllerConfig", "SamplingConfig", "RoleConfig", "RolesConfig", "COLOCATION", "load_config",
-           "apply_overrides", "resolved", "flat", "function_name"]
+__all__ = ["RunConfig", "ControllerConfig", "EvalSetConfig", "SamplingConfig", "RoleConfig", "RolesConfig",
+           "COLOCATION", "load_config", "apply_overrides", "resolved", "flat", "function_name"]
 
 
 COLOCATION = {
@@ -47,6 +47,31 @@ class SamplingConfig:
     """Longest completion."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Besides the tokenizer's end-of-sequence token."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion; they stay part of it."""
+    max_turns: int = 8
+    """Most completions of a rollout. Of task families with environments only, as are the next two."""
+    max_rollout_tokens: int = 0
+    """Longest rollout: first prompt, completions and observations. 0: max_prompt_tokens + max_tokens."""
+    rollout_timeout_s: float = 600.0
+    """A rollout that has not ended by then ends with the turns it has."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalSetConfig:
+    """Tasks of another family, or of another part of the run's own, that the policy is evaluated on as well."""
+
+    task: Any = None
+    """A task family's Config; None: the run's own task."""
+    split: Literal["train", "validation", "test"] = "validation"
+    num_tasks: int = 256
+    """The first so many of the split."""
+    num_samples: int = 0
+    """Samples per task for avg@n, besides the greedy one; 0 leaves them out."""
+    pass_at_k: int = 0
+    """Report the chance that one of k samples is correct, estimated from num_samples of them; 0 leaves it out."""
+    temperature: float = 1.0
+    """Of those samples."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,6 +88,8 @@ class ControllerConfig:
     """Test tasks, looked at once, at the end."""
     pass_at_k: int = 8
     """Samples per validation task for the pass@k reported after the warm start; 0 leaves it out."""
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """More evaluations by name, made whenever validation is."""
     correct_reward: float = 1.0
     """A completion counts as correct in accuracies when its reward is at least this."""
     max_skipped_steps: int = 3
@@ -74,7 +101,7 @@ class ControllerConfig:
     sample_timeout_s: float = 600.0
     """For one batch of completions."""
     reward_timeout_s: float = 30.0
-    """For the rewards of one group."""
+    """For the rewards of one group, or one answer of an environment."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,7 +119,8 @@ class RolesConfig:
     """Models beside the policy, and who shares devices with whom."""
 
     reference: RoleConfig | None = None
-    """A frozen or now and then refreshed copy of the policy; `policy/reference_kl` says how far the policy is from it."""
+    """The policy as reinforcement starts, frozen or refreshed now and then (or another `model`); `policy/reference_kl`
+    says how far the policy is from it."""
     critic: RoleConfig | None = None
     """The same model family with a value head; with one, advantages come from GAE."""
     teacher: RoleConfig | None = None
@@ -140,6 +168,10 @@ class RunConfig:
         """Layout and model of every role that is a trainer mesh, by name; the policy first."""
         others = {name: (role.trainer, role.model or self.model) for name, role in self.roles.configured().items()}
         return {"policy": (self.trainer, self.model), **others}
+
+    def missing_weights(self) -> str:
+        """Why a run cannot start although its config is valid; empty when it can."""
+        return next(filter(None, (missing_weights(model) for _, model in self.trainers().values())), "")
 
 
 def load_config(path: str) -> RunConfig:

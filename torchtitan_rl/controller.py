@@ -10,35 +10,40 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torchtitan_rl import metrics
+from torchtitan_rl.algorithm.batch import Batch, fill_batch
 from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
+from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.hosts.attach import Hosts, this_host
-from torchtitan_rl.config import RunConfig, resolved
+from torchtitan_rl.config import EvalSetConfig, RunConfig, resolved
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.evaluation import Evaluation, evaluate
+from torchtitan_rl.evaluation import Evaluation, eval_families, evaluate
 from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
 from torchtitan_rl.launch import Launcher
-from torchtitan_rl.model.config import assets_dir, missing_weights, resolve_shape, write_model_dir
+from torchtitan_rl.model.config import assets_dir, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.stack import start_generators, start_stack
-from torchtitan_rl.tasks.family import TaskSource
+from torchtitan_rl.tasks.family import source_of
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
 from torchtitan_rl.validation import check_local, validate
 from torchtitan_rl.weights import checkpoint
-from torchtitan_rl.workflows.group import run_group
+from torchtitan_rl.workflows.demonstrate import demonstrate
+from torchtitan_rl.workflows.group import run_group, workflow_of
+from torchtitan_rl.workflows.multi_turn import Limits
 from torchtitan_rl.workflows.policy import Policy
-from torchtitan_rl.workflows.single_turn import single_turn
 
 if TYPE_CHECKING:
     from torchtitan_rl.local_launch import LocalLauncher
@@ -58,14 +63,19 @@ class Controller:
         self.config, self.run_dir, self.progress, self.launcher = config, run_dir, progress, launcher
         self.tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(config.model)))
         self.family = config.task.build()
-        self.source = TaskSource(self.family, "train", config.seed)
+        self.source = source_of(self.family, "train", config.seed)
         for split in ("validation", "test"):
-            TaskSource(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
+            source_of(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
+        self.eval_families = eval_families(config, self.family)
+        self.workflow = config.algorithm.workflow or workflow_of(self.family, Limits(
+            max_turns=config.sampling.max_turns, timeout_s=config.sampling.rollout_timeout_s,
+            max_tokens=config.sampling.max_rollout_tokens or config.sampling.max_prompt_tokens + config.sampling.max_tokens,
+            step_timeout_s=config.controller.reward_timeout_s))
         self.step = 0
         self.policy_version = 0
         self.phase, self.phase_step = "start-up", 0
         self.started_at = time.perf_counter()
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = {"policy": 0, "critic": 0}
         self.roles: dict[str, TrainingClient] = {}
         self.generator: SamplingClient
         self.versions: PolicyVersions | None = None
@@ -86,8 +96,8 @@ class Controller:
         Raises ValueError for what `validate`, `check_fits` and `check_local` refuse, before anything starts.
         """
         validate(config)
-        hosts = _hosts_of(config, backend, hosts)
-        if hf_weights is None and (missing := missing_weights(config.model)):
+        hosts = _hosts_of(config, backend, hosts, generators_only=hf_weights is not None)
+        if hf_weights is None and (missing := config.missing_weights()):
             raise ValueError(missing)
         path = Path(config.output_dir or _default_dir(config.name))
         attached = hosts is not None and hosts.attached
@@ -156,21 +166,23 @@ class Controller:
         if warm:
             await self.supervise()
         report["warm start"] = await self.evaluate("validation", pass_at_k=config.controller.pass_at_k if warm else 0)
+        await self.evaluate_sets()
         await self.reinforce()
         await self.save_checkpoint()
         report["validation"] = await self.evaluate("validation")
+        report |= await self.evaluate_sets()
         report["test"] = await self.evaluate("test")
         return report
 
     async def supervise(self) -> None:
         """The supervised phase: cross-entropy on the task's demonstrations, then weights to the generators."""
         config, self.phase, self.phase_step = self.config.supervised, "supervised", 0
-        source = TaskSource(self.family, "train", self.config.seed)
+        source = source_of(self.family, "train", self.config.seed)
         with self.progress.phase("supervised", total=config.num_steps) as bar:
             for step in range(config.num_steps):
                 start = time.perf_counter()
                 data = demonstration_datums(
-                    [self.demonstration_tokens(task) for task in source.next(config.batch_size)], self.config.algorithm)
+                    await self.demonstrations(source.next(config.batch_size)), self.config.algorithm)
                 lr = config.lr * lr_factor(config.schedule, step, config.num_steps)
                 forward_backward = self.trainer.forward_backward(data, cross_entropy, temperature=1.0)
                 optim_step = self.trainer.optim_step(OptimParams(lr=lr, betas=config.betas))
@@ -186,6 +198,9 @@ class Controller:
                 bar.advance(text=f"loss {output.loss:.3f}")
         await self.trainer.reset_optimizer()
         await self.publish()
+        reference = self.config.roles.reference
+        if reference is not None and reference.model is None:  # it is the policy that reinforcement starts from
+            await self.refresh_reference()
 
     async def reinforce(self) -> None:
         """The reinforcement phase."""
@@ -194,9 +209,9 @@ class Controller:
         with self.progress.phase("reinforcement", total=num_steps) as bar:
             while self.step < num_steps:
                 start, first = time.perf_counter(), self.step
-                groups, generate_s = await _timed(self.rollouts(self.source.next(config.algorithm.tasks_per_step)))
-                version = self.policy_version
-                line = metrics.of_batch(groups, version, self.generator.health()) | await self.train_on(groups)
+                batch, generate_s = await _timed(self.next_batch())
+                line = metrics.of_batch(batch.sampled, self.policy_version, self.generator.health()) | batch.metrics
+                line |= await self.train_on(batch.groups)
                 _, sync_s = await _timed(self.publish())
                 if self._passed(config.roles.refresh_reference_every, first):
                     await self.refresh_reference()
@@ -204,11 +219,12 @@ class Controller:
                 line["tokens/trained_per_s"] = line["tokens/trained"] / line["time/step_s"]
                 line["tokens/generated_per_s"] = line["tokens/generated"] / generate_s
                 self.run_dir.log_metrics(line)
-                self.run_dir.log_rollouts(self.step, "reinforcement", groups)
+                self.run_dir.log_rollouts(self.step, "reinforcement", batch.groups + batch.left_out)
                 self.progress.line(metrics.summary(line, num_steps))
                 bar.advance(self.step - first, text=f"reward {line['reward/mean']:.3f}")
                 if self._passed(every, first) and self.step < num_steps:
                     await self.evaluate("validation")
+                    await self.evaluate_sets()
 
     def _passed(self, every: int, before: int) -> bool:
         """Whether a cadence of `every` steps fell due since step `before`; 0 is never."""
@@ -220,21 +236,20 @@ class Controller:
         Weights are not published. `mismatch/*` are those of the batch's first minibatch, before its step.
         """
         config, line = self.config.algorithm, metrics.StepMetrics()
+        objective = policy_objective(config)
         data, score_s = await _timed(self.scored(groups))
         line.mean("time/score_s", score_s)
         for _ in range(config.num_epochs):
             for minibatch in minibatches(data, config.tasks_per_minibatch, config.reduction):
                 if config.recompute_logprobs_per_minibatch:
-                    output = await self.trainer.forward(minibatch)
+                    output, score_s = await _timed(self.trainer.forward(minibatch))
                     minibatch = with_inputs(minibatch, old_logprobs=output.policy_logprobs)
-                critic = self._critic_step(minibatch, line) if "critic" in self.roles else None
+                    line.mean("time/score_s", score_s)
+                critic = self._critic_step(minibatch, line) if "critic" in self.roles else asyncio.sleep(0)
                 start = time.perf_counter()
-                forward_backward = self.trainer.forward_backward(minibatch, config.loss_fn, loss_config=config.loss_config)
-                optim_step = self.trainer.optim_step(self.optim_params())
-                if critic is not None:
-                    await critic
-                output, forward_backward_s = await _timed(forward_backward, start)
-                optim, step_s = await _timed(optim_step, start)
+                (output, forward_backward_s), (optim, step_s), _ = await asyncio.gather(
+                    _timed(self.trainer.forward_backward(minibatch, objective), start),
+                    _timed(self.trainer.optim_step(self.optim_params()), start), critic)
                 line.add(output, optim)
                 line.mean("time/forward_backward_s", forward_backward_s)
                 line.mean("time/optim_s", step_s - forward_backward_s)
@@ -255,48 +270,89 @@ class Controller:
             line.mean("critic/loss", output.loss)
             line.mean("critic/grad_norm", optim.grad_norm)
             line.mean("critic/skipped", optim.skipped)
+            self._account(optim, "critic")
 
         return gather()
 
     async def scored(self, groups: list[RolloutGroup]) -> list[Datum]:
-        """Training data of judged groups, with what reference and critic say of them. Their forwards overlap."""
-        data = to_datums(groups, self.config.algorithm)
-        waits = {role: self.roles[role].forward(data) for role in ("reference", "critic") if role in self.roles}
+        """Training data of judged groups, with what reference, teacher and critic say of them. Their forwards overlap.
+
+        With a critic, advantages are its own and per token; the groups then have none, unless they brought theirs.
+        """
+        data = to_datums(groups, self.config.algorithm, oldest_version=self.policy_version)
+        if not data:
+            raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
+        waits = {role: client.forward(data) for role, client in self.roles.items() if role != "policy"}
         outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
-        if "reference" in outputs:
-            data = with_inputs(data, reference_logprobs=outputs["reference"].policy_logprobs)
+        for role in outputs.keys() & {"reference", "teacher"}:
+            data = with_inputs(data, **{f"{role}_logprobs": outputs[role].policy_logprobs})
         if "critic" in outputs:
-            rewards = [rollout.reward for group in groups for rollout in group.rollouts for _ in rollout.turns]
-            data = with_gae(data, rewards, outputs["critic"].values, self.config.algorithm)
-        return data
+            rewards = [reward for group in groups for reward in group.rewards]
+            data = with_gae(
+                data, [rewards[datum.rollout] for datum in data], outputs["critic"].values, self.config.algorithm,
+                keep_groups={index for index, group in enumerate(groups) if group.precomputed})
+            for group in groups:
+                if not group.precomputed:
+                    group.advantages = None
+        return with_kl_reward(data, self.config.algorithm)
 
     async def refresh_reference(self) -> None:
         """The reference takes over the policy's weights, exactly as they are, through the store."""
         assert self.versions is not None
         await self.versions.copy(self.trainer, self.role("reference"))
 
-    async def rollouts(self, tasks: list[Task]) -> list[RolloutGroup]:
-        """A group of rollouts of each task, with rewards, from the newest policy."""
+    async def next_batch(self) -> Batch:
+        """Rollouts of the next tasks that pass `algorithm.filters`; when none does RuntimeError, after a checkpoint."""
+        async def roll_out(num_tasks: int, first: int, counts: Counter) -> list[RolloutGroup]:
+            return await self.rollouts(self.source.next(num_tasks), first=first, counts=counts)
+
+        batch = await fill_batch(roll_out, self.config.algorithm, max_tokens=self.config.sampling.max_tokens,
+                                 oldest_version=self.policy_version)
+        if batch.stalled:
+            self.run_dir.log_rollouts(self.step, "reinforcement", batch.left_out)
+            await self.save_checkpoint()
+            raise RuntimeError(batch.stalled)
+        return batch
+
+    async def rollouts(self, tasks: list[Task], *, first: int = 0, counts: Counter | None = None) -> list[RolloutGroup]:
+        """`group_size` rollouts of each task, with rewards, from the newest policy, grouped as the algorithm says.
+
+        `first` numbers the tasks of one step from there on; `counts` is given what grouping leaves out.
+        """
         config = self.config
         policy = self.policy(config.algorithm.temperature)
-        return list(await asyncio.gather(*(
-            run_group(single_turn, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
+        played = await asyncio.gather(*(
+            run_group(self.workflow, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
                       seed=config.seed, reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
-            for i, task in enumerate(tasks))))
+            for i, task in enumerate(tasks, start=first)))
+        return form_groups([rollout for group in played for rollout in group.rollouts], config.algorithm, counts)
 
     async def evaluate(self, split: str, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is right; logged."""
         config = self.config.controller
         if num_tasks is None:
             num_tasks = config.test_tasks if split == "test" else config.eval_tasks
+        eval_set = EvalSetConfig(
+            split=split, num_tasks=num_tasks, num_samples=pass_at_k, pass_at_k=pass_at_k,
+            temperature=self.config.algorithm.temperature)
+        return await self._evaluate(self.family, self.family.name, eval_set, label=f"eval/{self.step}")
+
+    async def evaluate_sets(self) -> dict[str, Evaluation]:
+        """The evaluations of `controller.eval_sets`, by name; logged."""
+        return {
+            name: await self._evaluate(self.eval_families[name], name, eval_set, label=f"eval/{self.step}/{name}")
+            for name, eval_set in self.config.controller.eval_sets.items()}
+
+    async def _evaluate(self, family, name: str, eval_set: EvalSetConfig, *, label: str) -> Evaluation:
         start = time.perf_counter()
-        with self.progress.waiting(f"evaluating on {split} tasks"):
+        shown = f"{name} " if name in self.eval_families else ""
+        with self.progress.waiting(f"evaluating on {shown}{eval_set.split} tasks"):
             result = await evaluate(
-                self.policy, self.family, split, num_tasks, label=f"eval/{self.step}", seed=self.config.seed,
-                pass_at_k=pass_at_k, temperature=self.config.algorithm.temperature, config=config)
+                self.policy, family, eval_set, name=name, label=label, seed=self.config.seed,
+                config=self.config.controller, workflow=self.workflow)
         self.run_dir.log_metrics({
             "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
-        self.progress.line(f"step {self.step}: {result.summary()}")
+        self.progress.line(f"step {self.step}: {shown}{result.summary()}")
         return result
 
     # Parts of a step, for the notebook and for loops of your own.
@@ -313,7 +369,7 @@ class Controller:
         sampling = self.config.sampling
         return Policy(
             sampler=self.generator, tokenizer=self.tokenizer, temperature=temperature, max_tokens=sampling.max_tokens,
-            max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids)
+            max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids, stop=sampling.stop)
 
     def optim_params(self, role: str = "policy") -> OptimParams:
         """Optimizer parameters of the current step: the role's peak learning rate times the schedule's factor."""
@@ -321,12 +377,11 @@ class Controller:
         trainer = self.config.trainer if role == "policy" else self.config.roles.configured()[role].trainer
         return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
-    def demonstration_tokens(self, task: Task) -> tuple[list[int], list[int]]:
-        """(prompt tokens, completion tokens with the end-of-sequence token). Raises ValueError without one."""
-        if task.demonstration is None:
-            raise ValueError(f"task={task.id!r}: has no demonstration; set supervised.num_steps=0 or give the task one")
-        completion = self.tokenizer.encode(task.demonstration, add_special_tokens=False)
-        return self.policy(1.0).prompt_tokens(task), [*completion, self.tokenizer.eos_token_id]
+    async def demonstrations(self, tasks: list[Task]) -> list[tuple[list[int], list[int]]]:
+        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError without one."""
+        policy = self.policy(1.0)
+        pairs = await asyncio.gather(*(demonstrate(self.workflow, task, policy) for task in tasks))
+        return [pair for turns in pairs for pair in turns]
 
     async def save_checkpoint(self) -> Path:
         """Everything a later run needs, marker last. Returns its directory."""
@@ -350,20 +405,20 @@ class Controller:
         pad = self.tokenizer.pad_token_id
         return self.tokenizer.eos_token_id if pad is None else pad
 
-    def _account(self, optim: OptimStepOutput) -> None:
+    def _account(self, optim: OptimStepOutput, role: str = "policy") -> None:
         """Counts skipped steps in a row; too many mean that the run has diverged."""
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if optim.skipped else 0
-        if self._skipped_in_a_row >= self.config.controller.max_skipped_steps:
+        skipped = self._skipped_in_a_row[role] = self._skipped_in_a_row[role] + 1 if optim.skipped else 0
+        if skipped >= self.config.controller.max_skipped_steps:
             raise RuntimeError(
-                f"optim/grad_norm={optim.grad_norm}: {self._skipped_in_a_row} optimizer steps in a row were skipped; "
+                f"optim/grad_norm={optim.grad_norm}: {skipped} optimizer steps of the {role} in a row were skipped; "
                 "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts")
 
 
-def _hosts_of(config: RunConfig, backend: str, hosts: Hosts | None) -> Hosts | None:
+def _hosts_of(config: RunConfig, backend: str, hosts: Hosts | None, *, generators_only: bool) -> Hosts | None:
     """Where the actors go; None for the local backend. Raises ValueError for a config that does not fit there."""
     if backend == "actors":
         hosts = hosts or this_host()
-        check_fits(config, hosts.hosts)
+        check_fits(config, hosts.hosts, generators_only=generators_only)
         return hosts
     if backend != "local":
         raise ValueError(f"backend={backend!r}: is not known; use 'actors' or 'local'")
@@ -372,7 +427,8 @@ def _hosts_of(config: RunConfig, backend: str, hosts: Hosts | None) -> Hosts | N
                          "of them out")
     check_local(config)
     here = local_host()
-    check_fits(config, [Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])])
+    one_device = Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])
+    check_fits(config, [one_device], generators_only=generators_only)
     return None
 
 

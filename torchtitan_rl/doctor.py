@@ -45,7 +45,8 @@ def report() -> int:
         print("device      cpu (this is a CUDA build of torch, but no GPU answers)")
     else:
         print("device      cpu")
-    print(f"backends    {platform.distributed_backend()} between ranks, {platform.attention_backend()} attention in training, "
+    print(f"backends    {platform.distributed_backend()} between ranks, "
+          f"{platform.attention_backend('bfloat16')} attention in bfloat16 training, "
           "vLLM in the generator, shared memory for weights on one host")
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)

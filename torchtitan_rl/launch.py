@@ -16,14 +16,14 @@ from typing import Any
 from torchtitan_rl.hosts.attach import Hosts, this_host  # first: it sets what Monarch reads when it is imported
 
 import monarch.actor
-from monarch.actor import current_rank
 from monarch.spmd import SPMDActor, setup_torch_elastic_env_async
 
 from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig
 from torchtitan_rl.actors.generator import Generator
 from torchtitan_rl.actors.trainer import PolicyTrainer
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, deadline
-from torchtitan_rl.hosts.inventory import Devices, MeshSize, Place, prepare_environment
+from torchtitan_rl.hosts.bootstrap import prepare_process
+from torchtitan_rl.hosts.inventory import Devices, MeshSize, Place, default_environment
 from torchtitan_rl.model.config import ModelConfig
 
 __all__ = ["Launcher"]
@@ -98,7 +98,7 @@ class Launcher:
     async def _spawn(self, role: str, num_ranks: int, place: Place):
         # A worker's environment need not be ours; without one, processes inherit what we have.
         needed = self.hosts.attached or any(place.devices)
-        bootstrap = partial(_prepare_process, place.devices) if needed else None
+        bootstrap = partial(prepare_process, place.devices, default_environment()) if needed else None
         mesh = self.hosts.mesh
         if self.hosts.attached:
             first, *rest = place.hosts
@@ -175,14 +175,6 @@ class Launcher:
             except ProcessLookupError:
                 pass
         self.pids.clear()
-
-
-def _prepare_process(devices: list[str]) -> None:
-    """Runs in each process of a mesh before its actors: environment, and the GPUs that the mesh has on this host."""
-    prepare_environment()
-    mine = devices[dict(current_rank()).get("hosts", 0)]
-    if mine:
-        os.environ["CUDA_VISIBLE_DEVICES"] = mine
 
 
 async def _awaited(call):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "StepMetrics", "of_batch", "summary", "mean_std", "pass_at_k"]
+__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "StepMetrics", "of_batch", "summary", "mean_std",
+           "mean_interval", "pass_at_k"]
 
 SUPERVISED = (
     "loss/mean",  # loss per trained token
@@ -47,9 +48,11 @@ REINFORCEMENT = (
 )
 """Of every batch of the reinforcement phase; `step` is the number of optimizer steps after it.
 
-More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `critic/loss`,
-`critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `optim/num_steps` and `optim/skipped` of the batch,
-`time/score_s` (forward passes before the first step).
+More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `correction/weight_mean` (of an
+off-policy correction's factors), `correction/changed_frac` (tokens it truncated or masked), `critic/loss`,
+`critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of
+the batch, `time/score_s` (forward passes that only score), `filter/...` where filters are on (docs/grouping.md). In
+environments `rollout/turns_mean` and `rollout/limit_frac` (ended by a limit of turns, tokens or time).
 """
 
 EVALUATION = (
@@ -57,7 +60,12 @@ EVALUATION = (
     "eval/split",
     "eval/accuracy",  # fraction of greedy completions that are correct
 )
-"""Of every evaluation; more where they exist. `step` counts the reinforcement phase: 0 is before its first step."""
+"""Of every evaluation. `step` counts the reinforcement phase: 0 is before its first step.
+
+More where they exist: `eval/num_tasks`; with n samples of each task `eval/avg_at_N` (fraction that is correct) and
+`eval/pass_at_K`. Of each of them and of the accuracy, with two tasks or more, NAME_ci95_low and NAME_ci95_high: see
+`mean_interval`.
+"""
 
 
 class StepMetrics:
@@ -91,13 +99,13 @@ class StepMetrics:
         for name, values in self._values.items():
             if name.endswith("_max"):
                 line[name] = max(value for value, _ in values)
-            elif name.startswith(("time/", "tokens/")) or name == "optim/skipped":
+            elif name.startswith(("time/", "tokens/")) or name.endswith("/skipped"):
                 line[name] = sum(value for value, _ in values)
             elif len(values) == 1:
                 line[name] = values[0][0]
             else:
                 line[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
-        for name in ("optim/skipped", "tokens/trained"):
+        for name in ("optim/skipped", "critic/skipped", "tokens/trained"):
             if name in line:
                 line[name] = int(line[name])
         return line | {"optim/num_steps": self._steps}
@@ -117,6 +125,10 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
         "completion/truncated_frac": mean(c.truncated for c in completions),
         "tokens/generated": sum(len(c.tokens) for c in completions),
     }
+    played = [rollout for group in groups for rollout in group.rollouts if rollout.end_reason]
+    if played:
+        line["rollout/turns_mean"] = mean(len(rollout.turns) for rollout in played)
+        line["rollout/limit_frac"] = mean(rollout.end_reason != "done" for rollout in played)
     if len(health) > 1:
         line["generator/healthy_replicas"] = list(health.values()).count("healthy")
     return line
@@ -136,6 +148,23 @@ def mean_std(values: Iterable[float]) -> tuple[float, float]:
         raise ValueError("values=[]: have no mean; give at least one")
     average = math.fsum(values) / len(values)
     return average, math.sqrt(math.fsum((value - average) ** 2 for value in values) / len(values))
+
+
+def mean_interval(values: Iterable[float], z: float = 1.96) -> tuple[float, float] | None:
+    """Normal confidence interval of a mean over tasks, 95% by default: mean -+ z * s / sqrt(n), cut off at 0 and 1.
+
+    s^2 = sum (x_i - mean)^2 / (n - 1), where x_i in [0, 1] is the score of task i, itself a mean over its samples:
+    tasks are what is drawn independently, samples of one task are not. Miller 2024, "Adding Error Bars to Evals",
+    https://arxiv.org/abs/2411.00640, section 2. Too narrow for few tasks or a mean near 0 or 1; of width 0 where all
+    scores are equal, which says that these tasks did not differ, not that others would not. None for one value.
+    Raises ValueError on no values.
+    """
+    values = [float(value) for value in values]
+    average, deviation = mean_std(values)
+    if len(values) == 1:
+        return None
+    half = z * deviation / math.sqrt(len(values) - 1)  # mean_std divides by n
+    return max(0.0, average - half), min(1.0, average + half)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

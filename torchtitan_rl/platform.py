@@ -13,6 +13,9 @@ __all__ = ["device_type", "local_device", "distributed_backend", "attention_back
            "grouped_mm_multiple", "missing_grouped_mm", "prepare_vllm", "adapt_torchtitan", "adapt_parallel_model",
            "set_threads", "num_cores", "to_device"]
 
+# Asking whether there is a GPU must not start the driver: it would fix the visible devices before a process has its own.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
 
 
@@ -33,9 +36,10 @@ def distributed_backend() -> str:
     return "nccl" if device_type() == "cuda" else "gloo"
 
 
-def attention_backend() -> Literal["sdpa", "varlen"]:
-    """Training attention over packed documents: FlashAttention's variable-length kernel exists on CUDA only."""
-    return "varlen" if device_type() == "cuda" else "sdpa"
+def attention_backend(compute_dtype: str) -> Literal["sdpa", "varlen"]:
+    """Training attention over packed documents: FlashAttention's variable-length kernel exists on CUDA only, and
+    torchtitan gives it bfloat16 whatever the model computes in."""
+    return "varlen" if device_type() == "cuda" and compute_dtype == "bfloat16" else "sdpa"
 
 
 def can_sleep() -> bool:

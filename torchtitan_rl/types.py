@@ -6,7 +6,7 @@ a group, B batch, L sequence length, V vocabulary, D hidden size, N heads, H hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,8 @@ class Task:
     """Text, or chat messages for the tokenizer's chat template."""
     answer: Any = None
     """Whatever the reward needs to judge a completion; never shown to the policy."""
-    demonstration: str | None = None
-    """A completion to imitate in the supervised phase."""
+    demonstration: str | list[str] | None = None
+    """A completion to imitate in the supervised phase; a list is played in the task's environment, a turn each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +87,12 @@ class Turn:
 
     prompt_tokens: list[int]
     completion: Completion
+    reward: float | None = None
+    """What this turn earned; the last turn's counts for the rollout where the rollout itself has none."""
+    advantages: float | Sequence[float] | None = None
+    """Precomputed: one number, or one per sampled token (list, tuple, array, tensor); see algorithm/precomputed.py."""
+    advantages_version: int | None = None
+    """The policy version `advantages` were computed for; None: the newest that sampled this turn."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,19 +102,28 @@ class Rollout:
     id: str
     task: Task
     turns: list[Turn]
-    reward: float = 0.0
+    reward: float | None = None
+    """Of the whole attempt; None: what its last turn earned, see `algorithm.grouping.fill_rewards`."""
     text: str = ""
-    """What the policy said, decoded, for records and people."""
+    """What the policy said, decoded, for records and people; of several turns, observations too."""
+    role: str = "policy"
+    """Who the policy played; rollouts of different roles are not compared with each other."""
+    masked: bool = False
+    """Its reward counts among its siblings', its tokens do not train."""
+    end_reason: str = ""
+    """What ended a rollout in an environment: `"done"`, or the limit `"turns"`, `"tokens"` or `"time"`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutGroup:
-    """Siblings: rollouts of one task whose rewards are compared with each other."""
+    """Siblings: rollouts whose rewards are compared with each other, of one task and role unless a hook groups them."""
 
     id: str
     rollouts: list[Rollout]
     advantages: list[float] | None = None
-    """One per rollout once an estimator has run."""
+    """One per rollout once an estimator has run; the mean over its tokens where they were precomputed."""
+    precomputed: bool = False
+    """Whether `advantages` came with the turns and no estimator has run."""
 
     @property
     def rewards(self) -> list[float]:
@@ -137,6 +152,8 @@ class Datum:
     loss_inputs: dict[str, torch.Tensor]
     group: int = 0
     """Which group of the batch it came from: minibatches keep groups whole, and some reductions average over them."""
+    rollout: int = 0
+    """Which rollout of the batch it came from; one whose turns do not extend each other gives several datums."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

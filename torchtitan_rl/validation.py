@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.config import TrainerConfig
+from torchtitan_rl.algorithm.batch_checks import check_batches
+from torchtitan_rl.algorithm.checks import check_algorithm
 from torchtitan_rl.algorithm.config import AlgorithmConfig
-from torchtitan_rl.config import RolesConfig, RunConfig, function_name
+from torchtitan_rl.config import EvalSetConfig, RolesConfig, RunConfig, function_name
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
 from torchtitan_rl.model.converters import check_converters
 
@@ -23,7 +26,6 @@ def validate(config: RunConfig) -> None:
         dataclasses.replace(config.task)  # overrides set fields one by one; its own checks look at all of them
     if config.trainer.lora is not None:
         dataclasses.replace(config.trainer.lora)
-    check_converters(config.trainer.converters)
     shape = resolve_shape(config.model)
     tokenizer_vocab = _tokenizer_size(assets_dir(config.model))
     if tokenizer_vocab > shape.vocab_size:
@@ -41,13 +43,15 @@ def validate(config: RunConfig) -> None:
             if target in ("gate_proj", "up_proj", "down_proj"):
                 raise ValueError(f"trainer.lora.target_modules={target!r}: experts of a mixture have no adapters; use "
                                  "qkv_proj and o_proj")
+    _check_rollouts(config)
     _check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     _check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
-    _check_roles(config.roles, shape)
+    _check_roles(config.roles, shape, config.trainer.training.dtype)
     for where, value in (("algorithm.group_size", config.algorithm.group_size),
                          ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
                          ("sampling.max_tokens", config.sampling.max_tokens),
                          ("sampling.max_prompt_tokens", config.sampling.max_prompt_tokens),
+                         ("sampling.max_turns", config.sampling.max_turns),
                          ("algorithm.num_epochs", config.algorithm.num_epochs),
                          ("generator.num_replicas", config.generator.num_replicas),
                          ("generator.max_num_seqs", config.generator.max_num_seqs),
@@ -57,11 +61,15 @@ def validate(config: RunConfig) -> None:
         _positive(where, value)
     for where, value in (("controller.num_steps", config.controller.num_steps),
                          ("supervised.num_steps", config.supervised.num_steps),
-                         ("trainer.optimizer.lr", config.trainer.optimizer.lr), ("supervised.lr", config.supervised.lr)):
+                         ("supervised.lr", config.supervised.lr)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
     _check_minibatches(config.algorithm, config.controller.num_steps)
-    _check_loss_config(config.algorithm)
+    for name, eval_set in config.controller.eval_sets.items():
+        _check_eval_set(name, eval_set)
+    check_algorithm(config)
+    check_batches(config)
+    _check_workflow(config.algorithm.workflow)
     if not config.algorithm.temperature > 0:
         raise ValueError(f"algorithm.temperature={config.algorithm.temperature}: training samples need a positive one")
     if config.seed < 0:
@@ -85,6 +93,9 @@ def check_local(config: RunConfig) -> None:
 
 def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longest: int) -> None:
     """The layout of one trainer mesh against its model and the longest sequence of the run."""
+    check_converters(trainer.converters, f"{where}.converters")
+    if not 0 <= trainer.optimizer.lr < float("inf"):
+        raise ValueError(f"{where}.optimizer.lr={trainer.optimizer.lr}: must not be negative; use 0 or more")
     parallel, shape = trainer.parallelism, resolve_shape(model)
     _check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
     tp = parallel.tensor_parallel_degree
@@ -123,22 +134,40 @@ def _check_context(where: str, limit: int, shape, longest: int) -> None:
                          "raise it or lower one of them")
 
 
-def _check_roles(roles: RolesConfig, shape) -> None:
+def _check_rollouts(config: RunConfig) -> None:
+    sampling, limit = config.sampling, config.sampling.max_rollout_tokens
+    if limit and limit <= sampling.max_prompt_tokens:
+        raise ValueError(f"sampling.max_rollout_tokens={limit}: leaves nothing after a prompt of sampling.max_prompt_tokens="
+                         f"{sampling.max_prompt_tokens}; raise it, or use 0 for max_prompt_tokens + max_tokens")
+    contexts = {f"{'trainer' if role == 'policy' else f'roles.{role}.trainer'}.training.seq_len": trainer.training.seq_len
+                for role, (trainer, _) in config.trainers().items()}
+    for where, context in {**contexts, "generator.max_model_len": config.generator.max_model_len}.items():
+        if limit > context:
+            raise ValueError(f"sampling.max_rollout_tokens={limit}: exceeds {where}={context}; lower it or raise that one")
+    if not 0 < sampling.rollout_timeout_s < float("inf"):
+        raise ValueError(f"sampling.rollout_timeout_s={sampling.rollout_timeout_s}: must be positive; use seconds")
+    if "" in sampling.stop:
+        raise ValueError(f"sampling.stop={sampling.stop}: an empty text ends every completion at once; leave it out")
+
+
+def _check_roles(roles: RolesConfig, shape: Qwen3Shape, dtype: str) -> None:
     for name, role in roles.configured().items():
         if role.trainer.lora is not None:
             raise ValueError(f"roles.{name}.trainer.lora.rank={role.trainer.lora.rank}: adapters are the policy's (a critic's "
                              "head must train, a reference or teacher does not train); use None")
-    reference = roles.reference
-    if roles.refresh_reference_every and reference is not None and reference.model is not None:
-        if resolve_shape(reference.model) != shape:
-            raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: the reference has another shape "
-                             "than the policy, whose weights it would take; use 0, or leave roles.reference.model unset")
-    if roles.teacher is not None:
-        if roles.teacher.model is None:
-            raise ValueError("roles.teacher.model=None: a teacher is another model than the policy; name it")
-        if (size := resolve_shape(roles.teacher.model).vocab_size) != shape.vocab_size:
-            raise ValueError(f"roles.teacher.model: has a vocabulary of {size} tokens, the policy has {shape.vocab_size}; "
+        if role.model is not None and (size := resolve_shape(role.model).vocab_size) != shape.vocab_size:
+            raise ValueError(f"roles.{name}.model: has a vocabulary of {size} tokens, the policy has {shape.vocab_size}; "
                              "use models with the same tokenizer")
+    reference, every = roles.reference, roles.refresh_reference_every
+    if reference is not None and (every or reference.model is None):  # it takes over the policy's weights
+        if reference.model is not None and resolve_shape(reference.model) != shape:
+            raise ValueError(f"roles.refresh_reference_every={every}: the reference has another shape than the policy, whose "
+                             "weights it would take; use 0, or leave roles.reference.model unset")
+        if reference.trainer.training.dtype != dtype:
+            raise ValueError(f"roles.reference.trainer.training.dtype={reference.trainer.training.dtype!r}: the policy's, whose "
+                             f"weights it takes over, is {dtype!r}; use the same")
+    if roles.teacher is not None and roles.teacher.model is None:
+        raise ValueError("roles.teacher.model=None: a teacher is another model than the policy; name it")
     if roles.refresh_reference_every < 0:
         raise ValueError(f"roles.refresh_reference_every={roles.refresh_reference_every}: must not be negative; use 0 or more")
     if roles.refresh_reference_every and roles.reference is None:
@@ -157,6 +186,26 @@ def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
         below = num_steps - num_steps % per_batch
         raise ValueError(f"controller.num_steps={num_steps}: a batch is {per_batch} optimizer steps (algorithm.num_epochs x its "
                          f"minibatches); use a multiple, such as {below or per_batch} or {below + per_batch}")
+
+
+def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
+    where = f"controller.eval_sets.{name}"
+    if name in ("validation", "test") or not name.isidentifier():
+        raise ValueError(f"{where}: the run's own evaluations are validation and test, and overrides contain the name; "
+                         "use another Python identifier")
+    if dataclasses.is_dataclass(eval_set.task):
+        dataclasses.replace(eval_set.task)  # its own checks
+    _positive(f"{where}.num_tasks", eval_set.num_tasks)
+    if eval_set.split not in ("train", "validation", "test"):
+        raise ValueError(f"{where}.split={eval_set.split!r}: is not a split; use train, validation or test")
+    if eval_set.num_samples < 0:
+        raise ValueError(f"{where}.num_samples={eval_set.num_samples}: must not be negative; use 0 or more")
+    if not 0 <= eval_set.pass_at_k <= eval_set.num_samples:
+        raise ValueError(f"{where}.pass_at_k={eval_set.pass_at_k}: must be between 0 and "
+                         f"num_samples={eval_set.num_samples}")
+    if eval_set.num_samples and not eval_set.temperature > 0:
+        raise ValueError(f"{where}.temperature={eval_set.temperature}: samples of one task would all be the same; use "
+                         "a positive one")
 
 
 def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape: Qwen3Shape) -> None:
@@ -203,15 +252,14 @@ def _check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) 
         raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
 
 
-def _check_loss_config(algorithm: AlgorithmConfig) -> None:
-    parameters = inspect.signature(algorithm.loss_fn).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+def _check_workflow(workflow: Callable | None) -> None:
+    if workflow is None:
         return
-    known = list(parameters)[1:]
-    for name, value in algorithm.loss_config.items():
-        if name not in known:
-            raise ValueError(f"algorithm.loss_config.{name}={value}: {function_name(algorithm.loss_fn)} has no such "
-                             f"argument; it takes {', '.join(known) or 'none'}")
+    try:
+        inspect.signature(workflow).bind(None, None, rollout_id="", seed=0)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"algorithm.workflow={function_name(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
+                         f"({error}); give it that signature") from error
 
 
 def _positive(where: str, value: int) -> None:

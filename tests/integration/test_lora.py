@@ -179,3 +179,17 @@ def test_another_layout_continues_from_the_checkpoint(loop, trained, tmp_path, d
     for name, tensor in split(expected)[1].items():
         assert not torch.equal(tensor, loaded[name])
         assert torch.allclose(stepped[name], tensor, atol=1e-4), name
+
+
+def test_weights_that_were_saved_merged_are_not_merged_twice(loop, trained, tmp_path):
+    """Last in this file: it leaves the stack with other weights."""
+    controller = trained.controller
+
+    async def reload():
+        before = await controller.trainer.forward(DATA)
+        await controller.trainer.save_hf_model(tmp_path / "merged", eos=1, pad=0)
+        await controller.trainer.init_model(tmp_path / "merged")
+        return before, await controller.trainer.forward(DATA)
+
+    before, after = (torch.cat(output.policy_logprobs) for output in loop.run_until_complete(reload()))
+    assert (before - after).abs().max() <= 1e-5

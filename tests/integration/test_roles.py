@@ -52,6 +52,9 @@ def config(tmp_path: Path, colocation: str):
 async def run(controller):
     """A warm start, two batches of two minibatches (three groups and one), and what is left afterwards."""
     await controller.supervise()
+    policy, reference = await asyncio.gather(
+        controller.trainer.parameters(), controller.role("reference").parameters())
+    assert torch.equal(flat(policy), flat(reference))  # reinforcement starts at the reference
     await controller.reinforce()
     lines = [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"]
     return lines, await controller.trainer.parameters(), await controller.role("critic").parameters()
@@ -217,6 +220,30 @@ def test_init_model_starts_from_a_checkpoint_with_a_fresh_optimizer(loop, apart)
     assert not torch.equal(flat(saved), flat(moved))
     assert all(torch.equal(flat(saved), flat(result)) for result in results)
     assert [rank["optimizer"] for rank in residency] == [0, 0]
+
+
+def test_saving_before_the_first_step_does_not_change_it(loop, apart, tmp_path):
+    controller, _ = apart
+    client = controller.trainer
+
+    async def first_step(save: bool):
+        await client.init_model(tmp_path / "start")
+        if save:
+            await client.save_checkpoint(tmp_path / "fresh")
+        await client.forward_backward(random_datums(4), importance_sampling)
+        await client.optim_step(OptimParams(lr=1e-2))
+        return flat(await client.parameters())
+
+    async def all_ways():
+        await client.save_checkpoint(tmp_path / "start")
+        plain, saved = await first_step(False), await first_step(True)
+        await client.load_checkpoint(tmp_path / "fresh")
+        await client.forward_backward(random_datums(4), importance_sampling)
+        await client.optim_step(OptimParams(lr=1e-2))
+        return plain, saved, flat(await client.parameters())
+
+    plain, saved, resumed = loop.run_until_complete(all_ways())
+    assert torch.equal(plain, saved) and torch.equal(plain, resumed)
 
 
 def test_sharing_every_device_changes_no_number_and_loses_no_gradient(loop, apart, tmp_path):

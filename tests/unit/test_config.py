@@ -22,6 +22,7 @@ from torchtitan_rl.config import (
 from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.show import memory_estimate, show
 from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.validation import validate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -213,6 +214,17 @@ def test_an_entry_of_a_dict():
     assert config.algorithm.loss_config == {"clip_low": 0.3, "clip_high": 0.28}
 
 
+def test_fields_of_the_families_of_a_mixture():
+    config = run_config()
+    config.task = Mixture.Config(tasks={"sort": LetterSort.Config()}, weights={"sort": 2.0})
+    apply_overrides(config, ["--task.tasks.sort.max-letters", "5", "--task.weights.sort", "3"])
+    assert config.task.tasks["sort"].max_letters == 5 and config.task.weights == {"sort": 3.0}
+    validate(config)
+    json.dumps(resolved(config))
+    config.task.tasks["sort"].min_letters = 9
+    assert refusal(validate, config).startswith("letter_sort.min_letters=9, max_letters=5: do not fit")
+
+
 def test_values_that_look_like_flags_or_hold_an_equals_sign():
     assert overridden("--seed", "-3").seed == -3  # for validate to refuse
     assert overridden("--output-dir=--x").output_dir == "--x"
@@ -386,6 +398,31 @@ def test_contexts_are_bounded_by_the_model_and_by_what_is_sampled(where):
         config = run_config()
         apply_overrides(config, [f"--{shown}", str(fits)])
         validate(config)
+
+
+def test_limits_of_rollouts():
+    config = run_config()
+    config.sampling.max_rollout_tokens = config.sampling.max_prompt_tokens + 1
+    validate(config)
+    assert invalid("sampling", "max_rollout_tokens", value=config.sampling.max_prompt_tokens).startswith(
+        f"sampling.max_rollout_tokens={config.sampling.max_prompt_tokens}: leaves nothing after a prompt")
+    assert invalid("sampling", "max_rollout_tokens", value=10_000).startswith(
+        f"sampling.max_rollout_tokens=10000: exceeds trainer.training.seq_len={config.trainer.training.seq_len}; lower it")
+    assert invalid("sampling", "max_turns", value=0) == "sampling.max_turns=0: must be at least 1"
+    for value in (0.0, float("inf"), float("nan")):
+        assert invalid("sampling", "rollout_timeout_s", value=value).startswith(f"sampling.rollout_timeout_s={value}: must be pos")
+    assert invalid("sampling", "stop", value=["a", ""]).startswith("sampling.stop=['a', '']: an empty text")
+
+
+def test_a_workflow_takes_what_it_is_given():
+    async def right(task, policy, *, rollout_id, seed): ...
+    async def wrong(task, policy): ...
+
+    config = run_config()
+    config.algorithm.workflow = right
+    validate(config)
+    message = invalid("algorithm", "workflow", value=wrong)
+    assert message.startswith("algorithm.workflow=") and "wrong: cannot be called as (task, policy, rollout_id=, seed=)" in message
 
 
 @pytest.mark.parametrize("where", [
@@ -635,3 +672,31 @@ def test_a_minibatch_larger_than_the_batch_is_refused():
     config.algorithm.tasks_per_minibatch = 17
     with pytest.raises(ValueError, match=r"algorithm.tasks_per_minibatch=17: must be between 0 .* and .*tasks_per_step=16"):
         validate(config)
+
+
+def test_a_role_of_another_vocabulary_or_dtype_is_refused():
+    config = run_config()
+    config.roles.critic = role(ModelConfig(assets="chars", shape=shape(vocab_size=80)))
+    with pytest.raises(ValueError, match="roles.critic.model: has a vocabulary of 80 tokens, the policy has 64"):
+        validate(config)
+    config.roles.critic, config.roles.reference = None, role()
+    config.roles.reference.trainer.training.dtype = "bfloat16"
+    with pytest.raises(ValueError, match="roles.reference.trainer.training.dtype='bfloat16': the policy's, .* is 'float32'"):
+        validate(config)
+
+
+def test_what_a_critic_is_trained_by_is_checked_before_the_start():
+    config = run_config()
+    config.roles.critic = role()
+    config.algorithm.critic_loss_config = {"clipp": 0.2}
+    with pytest.raises(ValueError, match="algorithm.critic_loss_config.clipp=0.2: .*:value_loss has no such argument; did you mean clip"):
+        validate(config)
+    config.algorithm.critic_loss_config, config.algorithm.gae_lambda = {}, 1.5
+    with pytest.raises(ValueError, match="algorithm.gae_lambda=1.5: must be between 0 and 1"):
+        validate(config)
+
+
+def test_every_role_that_must_have_weights_is_looked_at():
+    config = run_config()
+    config.roles.teacher = role(ModelConfig(assets="chars", shape=shape(n_layers=3), pretrained=True))
+    assert "has no safetensors" in config.missing_weights()

@@ -1,6 +1,7 @@
-"""Names of metrics and the two reductions."""
+"""Names of metrics, means and their intervals."""
 
 import math
+import random
 
 import pytest
 
@@ -28,6 +29,29 @@ def test_mean_std_shows_what_is_not_finite():
 def test_mean_std_of_nothing():
     with pytest.raises(ValueError, match=r"values=\[\]: have no mean"):
         metrics.mean_std([])
+
+
+def test_mean_interval_is_of_the_mean_over_tasks():
+    # s^2 = 8 * 0.25 / 7, so 1.96 * sqrt(s^2 / 8) = 1.96 * 0.188982
+    assert metrics.mean_interval([0, 1] * 4) == pytest.approx((0.5 - 0.370405, 0.5 + 0.370405), abs=1e-6)
+    assert metrics.mean_interval([0.25, 0.75], z=1.0) == pytest.approx((0.25, 0.75))  # s = 0.3536, s / sqrt(2) = 0.25
+
+
+def test_mean_interval_is_cut_off_at_0_and_1_and_needs_two_tasks():
+    assert metrics.mean_interval([0, 1]) == (0.0, 1.0)
+    assert metrics.mean_interval([1, 1, 1]) == (1.0, 1.0)
+    assert metrics.mean_interval([0.5]) is None
+    with pytest.raises(ValueError, match=r"values=\[\]: have no mean"):
+        metrics.mean_interval([])
+
+
+def test_about_95_of_100_intervals_hold_the_true_mean():
+    rng = random.Random(0)
+    held = 0
+    for _ in range(2000):
+        low, high = metrics.mean_interval([rng.random() < 0.6 for _ in range(200)])
+        held += low <= 0.6 <= high
+    assert 0.93 < held / 2000 < 0.97
 
 
 @pytest.mark.parametrize("n, c, k, expected", [

@@ -53,7 +53,8 @@ def build_model(
         spec = critic_spec(spec)
     spec = training_spec(
         spec, SimpleNamespace(parallelism=config.parallelism),
-        attention=platform.attention_backend() if config.attention == "auto" else config.attention,
+        attention=platform.attention_backend(config.training.mixed_precision_param)
+        if config.attention == "auto" else config.attention,
         chunk_bytes=config.logprob_chunk_mib * 2**20)
     base = spec.model
     if config.lora is not None:

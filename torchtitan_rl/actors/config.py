@@ -85,7 +85,8 @@ class TrainerConfig:
     comm: CommConfig = field(default_factory=CommConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
-    """auto: variable-length FlashAttention on CUDA, per-document scaled-dot-product elsewhere."""
+    """auto: variable-length FlashAttention on CUDA when computing in bfloat16 (all it knows), per-document
+    scaled-dot-product elsewhere."""
     logprob_chunk_mib: int = 128
     """Memory that one chunk's float32 logits may take, per rank; log-probabilities are computed a chunk at a time."""
     num_threads: int = 0

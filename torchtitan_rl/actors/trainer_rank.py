@@ -50,7 +50,7 @@ class TrainerRank:
         self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, device: torch.device, store: WeightStore,
         dump_dir: str,
     ):
-        self.config, self.model_config, self.role, self.device = config, model, role, device
+        self.config, self.model_config, self.role, self.seed, self.device = config, model, role, seed, device
         self.parts = {"model": Part(), "optimizer": Part(), "gradients": Part()}
         self.store, self.buffers = store, SharedBuffers()
         self.policy_version = 0
@@ -150,6 +150,8 @@ class TrainerRank:
         self._require("init_model", "model", "optimizer")
         if (Path(path) / "config.json").exists():
             hf.load_hf_weights(self.model, self.adapter, Path(path), head=self.role != "critic")
+            if self.config.lora is not None:  # what was learned is in those weights, if it was saved from here
+                lora.draw_adapters(self.model, self.seed)
             self.policy_version, self._base_fingerprint = 0, None
         else:
             self.load_checkpoint(path, 0, optimizer=False)
@@ -226,7 +228,11 @@ class TrainerRank:
             checkpoint.write_lora(Path(path), record)
         state = {"model": self._trained_state()}
         if self.optimizers is not None:
+            fresh = not any(optimizer.state for optimizer in self.optimizers)
             state["optimizer"] = self.optimizers.state_dict()
+            if fresh:  # torch has made the state by a step of size zero, which must not count as one
+                for tensor in (s["step"] for optimizer in self.optimizers for s in optimizer.state.values()):
+                    tensor.zero_()
         dcp.save(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
 
     def load_checkpoint(self, path: str, policy_version: int, optimizer: bool) -> None:

@@ -1,10 +1,32 @@
-"""Advantage estimators: functions from a group's rewards to one advantage per rollout."""
+"""Advantage estimators: functions from a group's rewards to one advantage per rollout.
+
+`(rewards_G) -> advantages_G`, both float64 of shape (G,). One that needs the whole batch is marked with
+`@batch_estimator` and maps a list of groups' rewards to a list of their advantages. A group of one and a group whose
+rewards are all equal get 0 from every estimator here that has a baseline: there is nothing to compare.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
+from collections.abc import Callable
+
 import torch
 
-__all__ = ["group_centered", "grpo"]
+from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.types import RolloutGroup
+
+__all__ = ["batch_advantages", "batch_estimator", "estimator_for", "group_centered", "grpo", "reinforce",
+           "reinforce_pp_baseline", "rloo"]
+
+
+_STDS = ("none", "population", "unbiased")
+
+
+def batch_estimator(function: Callable) -> Callable:
+    """Marks an estimator that sees the whole batch: `(list of rewards_G) -> list of advantages_G`."""
+    function.sees_batch = True
+    return function
 
 
 def group_centered(rewards_G: torch.Tensor) -> torch.Tensor:
@@ -12,8 +34,101 @@ def group_centered(rewards_G: torch.Tensor) -> torch.Tensor:
     return rewards_G - rewards_G.mean()
 
 
-def grpo(rewards_G: torch.Tensor) -> torch.Tensor:
-    """Centred and divided by the group's standard deviation (GRPO, arXiv:2402.03300); equal rewards give 0."""
+def grpo(rewards_G: torch.Tensor, *, std: str = "population") -> torch.Tensor:
+    """Centred and divided by the group's standard deviation (GRPO, arXiv:2402.03300); equal rewards give 0.
+
+    `std`: "population" divides squares by G, "unbiased" by G - 1, "none" does not divide the advantage at all.
+    """
+    if std not in _STDS:
+        raise ValueError(f"std={std!r}: is not a kind of standard deviation; use one of {', '.join(map(repr, _STDS))}")
     if (rewards_G == rewards_G[0]).all():  # rounding of their mean would leave a tiny difference to divide by
         return torch.zeros_like(rewards_G)
-    return group_centered(rewards_G) / rewards_G.std(correction=0)
+    centered_G = group_centered(rewards_G)
+    return centered_G if std == "none" else _divided(centered_G, rewards_G.std(correction=int(std == "unbiased")))
+
+
+def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
+    """Reward minus the mean of the *other* rollouts' (leave-one-out, Ahmadian et al., arXiv:2402.14740)."""
+    others = len(rewards_G) - 1
+    if others == 0:
+        return torch.zeros_like(rewards_G)
+    return rewards_G - (rewards_G.sum() - rewards_G) / others
+
+
+def reinforce(rewards_G: torch.Tensor) -> torch.Tensor:
+    """The reward itself, without a baseline (Williams 1992): a group of one and equal rewards train too."""
+    return rewards_G.clone()
+
+
+@batch_estimator
+def reinforce_pp_baseline(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
+    """REINFORCE++ with baseline (arXiv:2501.03262): minus the group's mean, then whitened over the batch.
+
+    The centred rewards of the batch have mean 0 already, so what is left is their population standard deviation over
+    rollouts. A batch in which every group's rewards are equal gets 0.
+    """
+    centered = [grpo(rewards_G, std="none") for rewards_G in rewards]
+    std = torch.cat(centered).square().mean().sqrt()
+    return [_divided(centered_G, std) for centered_G in centered]
+
+
+def _divided(centered_G: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
+    # Squares of differences below some 1e-160 underflow: a standard deviation of 0 beside rewards that are not equal.
+    return torch.zeros_like(centered_G) if std == 0 else centered_G / std
+
+
+def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
+    """The estimator of the rollouts of a role. Raises ValueError when `advantage_fn` names roles and not this one."""
+    chosen = config.advantage_fn
+    if not isinstance(chosen, dict):
+        return chosen
+    if role not in chosen:
+        near = difflib.get_close_matches(role, chosen, 1)
+        hint = f"did you mean {near[0]!r}, or add it" if near else "add it"
+        raise ValueError(
+            f"algorithm.advantage_fn: has no estimator for role {role!r}, only for {', '.join(chosen)}; {hint}")
+    return chosen[role]
+
+
+def batch_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[list[float]]:
+    """One advantage per rollout of each group, by the estimator of the group's role (that of its first rollout).
+
+    A batch estimator sees all groups of its role. Raises ValueError when an estimator gives anything but one finite
+    number per rollout.
+    """
+    by_role: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        by_role.setdefault(group.rollouts[0].role, []).append(index)
+    advantages: list[list[float]] = [[] for _ in groups]
+    for role, members in by_role.items():
+        given = _estimate(estimator_for(config, role), [groups[i] for i in members])
+        for index, of_group in zip(members, given, strict=True):
+            advantages[index] = of_group
+    return advantages
+
+
+def _estimate(advantage_fn: Callable, groups: list[RolloutGroup]) -> list[list[float]]:
+    rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
+    if _sees_batch(advantage_fn):
+        given = list(advantage_fn(rewards))
+    else:
+        given = [advantage_fn(rewards_G) for rewards_G in rewards]
+    called = f"algorithm.advantage_fn={getattr(advantage_fn, '__name__', repr(advantage_fn))}"
+    if len(given) != len(groups):
+        raise ValueError(
+            f"{called}: gave {len(given)} tensors for {len(groups)} groups; return one per group, in order")
+    for advantages_G, group in zip(given, groups, strict=True):
+        is_tensor = isinstance(advantages_G, torch.Tensor)
+        right_shape = is_tensor and advantages_G.shape == (len(group.rollouts),)
+        if not right_shape or not torch.isfinite(advantages_G).all():
+            shown = advantages_G.tolist() if is_tensor else advantages_G
+            raise ValueError(f"{called}: gave {shown} for rewards {group.rewards} of group {group.id}; "
+                             "return a tensor of one finite number per rollout")
+    return [advantages_G.tolist() for advantages_G in given]
+
+
+def _sees_batch(advantage_fn: Callable) -> bool:
+    while isinstance(advantage_fn, functools.partial):
+        advantage_fn = advantage_fn.func
+    return getattr(advantage_fn, "sees_batch", False)
+

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
+from torchtitan_rl.algorithm.filters import FilterConfig
 from torchtitan_rl.algorithm.schedules import ScheduleConfig
 
 __all__ = ["AlgorithmConfig", "SupervisedConfig"]
@@ -34,14 +37,41 @@ class AlgorithmConfig:
     against the generator."""
     temperature: float = 1.0
     """Of sampling and, so that log-probabilities agree, of the trainer's logits."""
-    advantage_fn: Callable = field(default_factory=lambda: _default("advantages", "group_centered"))
-    """`(rewards_G) -> advantages_G`; see algorithm/advantages.py."""
+    advantage_fn: Callable | dict[str, Callable] = field(
+        default_factory=lambda: _default("advantages", "group_centered"))
+    """`(rewards_G) -> advantages_G`, or one for each role of a workflow by its name; see algorithm/advantages.py."""
+    precomputed_advantages: Literal["auto", "require", "ignore"] = "auto"
+    """Advantages that turns carry: use them where a whole group has sound ones, insist on them, or do not look."""
+    trajectory_grouping_hook: Callable | None = None
+    """`(rollouts, config) -> list[RolloutGroup]`: which rollouts are compared, and with what rewards; None: those of
+    one task and role. See docs/grouping.md."""
+    stepwise_mode: Literal["broadcast", "per_step"] = "broadcast"
+    """Every turn has the advantage of its rollout. `"per_step"` is no more: it warns and becomes `"broadcast"`; a
+    `trajectory_grouping_hook` does what it did."""
+    filters: FilterConfig = field(default_factory=FilterConfig)
+    """What does not train; see algorithm/filters.py."""
     loss_fn: Callable = field(default_factory=lambda: _default("losses", "ppo"))
     """`(LossInputs, **loss_config) -> (token sum, metric sums)`; see algorithm/losses.py."""
     loss_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `loss_fn`, such as `clip_low`."""
     reduction: Callable = field(default_factory=lambda: _default("reductions", "token_mean"))
     """`(masks, groups) -> weights`; see algorithm/reductions.py."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference role; 0: none."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """See algorithm/kl.py."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL counts: as a term of the loss, or taken off each token's advantage."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; 0: none."""
+    correction_fn: Callable | None = None
+    """`(LossInputs, **correction_config) -> (factor_T, metric sums)`: how much a token counts when the generator that
+    sampled it differs from the trainer; see algorithm/corrections.py. Needs `recompute_logprobs_per_minibatch`."""
+    correction_config: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of `correction_fn`, such as `cap`."""
+    workflow: Callable | None = None
+    """`async (task, policy, *, rollout_id, seed) -> Rollout`, in place of one turn, or of the turns of the family's
+    environments; see workflows/. Evaluations use it too."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the run; its peak is `trainer.optimizer.lr`."""
     gae_gamma: float = 1.0
@@ -51,6 +81,17 @@ class AlgorithmConfig:
     critic_loss_fn: Callable = field(default_factory=lambda: _default("losses", "value_loss"))
     """Like `loss_fn`, of `predicted_values`, `values` and `returns`."""
     critic_loss_config: dict[str, float] = field(default_factory=dict)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Here, not in validation: a consumer that looks before or without it must see the same mode.
+        if name == "stepwise_mode" and value != "broadcast":
+            if value != "per_step":
+                raise ValueError(f"algorithm.stepwise_mode={value!r}: is not a mode; use 'broadcast'")
+            warnings.warn(
+                "algorithm.stepwise_mode='per_step': is deprecated and now means 'broadcast'; to weigh turns one by "
+                "one set algorithm.trajectory_grouping_hook (docs/grouping.md)", DeprecationWarning, stacklevel=3)
+            value = "broadcast"
+        object.__setattr__(self, name, value)
 
     @property
     def steps_per_batch(self) -> int:

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
+from torchtitan_rl.algorithm.advantages import batch_advantages
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.gae import gae
-from torchtitan_rl.types import Datum, Rollout, RolloutGroup
+from torchtitan_rl.algorithm.precomputed import precomputed_advantages
+from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
 
 __all__ = ["to_datums", "demonstration_datums", "with_inputs", "minibatches", "with_gae"]
 
 
-def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum]:
-    """One datum per rollout turn, in order, weighed by `config.reduction`; fills `group.advantages` on the way.
+def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig, *, oldest_version: int = 0) -> list[Datum]:
+    """One datum per run of turns that extend each other, in order, weighed by `config.reduction`.
 
-    Raises ValueError when the estimator gives anything but one finite advantage per rollout.
+    Fills `group.advantages` on the way: with those the turns carry, unless they were computed for a policy version
+    before `oldest_version` or do not hold up (algorithm/precomputed.py), else with the estimator's.
+    Raises ValueError for a reward that is not finite, or when the estimator gives anything but one finite advantage per
+    rollout.
     """
-    parts, group_of = [], []
-    for index, group in enumerate(groups):
-        group.advantages = _advantages(group, config)
-        for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
-            for part in _turns(rollout, advantage):
+    parts, origins, num_rollouts = [], [], 0
+    for index, (group, given) in enumerate(zip(groups, _weigh(groups, config, oldest_version), strict=True)):
+        for rollout, advantages in zip(group.rollouts, given, strict=True):
+            for part in _sequences(rollout, advantages):
                 parts.append(part)
-                group_of.append(index)
-    weights = config.reduction([part["loss_mask"] for _, _, part in parts], group_of)
+                origins.append((index, num_rollouts))
+            num_rollouts += 1
+    weights = config.reduction([part["loss_mask"] for _, _, part in parts], [group for group, _ in origins])
     return [
-        Datum(tokens=tokens, target_tokens=targets, loss_inputs={**inputs, "weights": weight}, group=group)
-        for (tokens, targets, inputs), weight, group in zip(parts, weights, group_of, strict=True)
+        Datum(tokens=tokens, target_tokens=targets, loss_inputs={**inputs, "weights": weight}, group=group,
+              rollout=rollout)
+        for (tokens, targets, inputs), weight, (group, rollout) in zip(parts, weights, origins, strict=True)
     ]
 
 
 def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]:
     """New datums with more loss inputs (or others in their place): one (T,) tensor per datum and name."""
     return [
-        Datum(tokens=datum.tokens, target_tokens=datum.target_tokens, group=datum.group,
-              loss_inputs={**datum.loss_inputs, **{name: rows[i] for name, rows in columns.items()}})
+        dataclasses.replace(
+            datum, loss_inputs={**datum.loss_inputs, **{name: rows[i] for name, rows in columns.items()}})
         for i, datum in enumerate(data)
     ]
 
@@ -58,48 +65,96 @@ def minibatches(data: list[Datum], tasks_per_minibatch: int, reduction: Callable
     return parts
 
 
-def with_gae(data: list[Datum], rewards: list[float], values: list[torch.Tensor], config: AlgorithmConfig) -> list[Datum]:
-    """Advantages, returns and values by GAE, for one reward and a critic's values per datum."""
+def with_gae(
+    data: list[Datum], rewards: list[float], values: list[torch.Tensor], config: AlgorithmConfig, *,
+    keep_groups: Collection[int] = (),
+) -> list[Datum]:
+    """Advantages, returns and values by GAE, for one reward and a critic's values per datum.
+
+    The datums of `keep_groups` keep their advantages, which were precomputed; the critic learns from them all.
+    """
     pairs = [
         gae(values_T, datum.loss_inputs["loss_mask"], reward, gamma=config.gae_gamma, lam=config.gae_lambda)
         for datum, reward, values_T in zip(data, rewards, values, strict=True)
     ]
-    return with_inputs(
-        data, values=values, advantages=[advantages for advantages, _ in pairs], returns=[returns for _, returns in pairs])
+    advantages = [datum.loss_inputs["advantages"] if datum.group in keep_groups else advantages_T
+                  for datum, (advantages_T, _) in zip(data, pairs, strict=True)]
+    return with_inputs(data, values=values, advantages=advantages, returns=[returns for _, returns in pairs])
 
 
-def _advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[float]:
-    advantages_G = config.advantage_fn(torch.tensor(group.rewards, dtype=torch.float64))
-    right_shape = isinstance(advantages_G, torch.Tensor) and advantages_G.shape == (len(group.rollouts),)
-    if not right_shape or not torch.isfinite(advantages_G).all():
-        given = advantages_G.tolist() if isinstance(advantages_G, torch.Tensor) else advantages_G
-        name = getattr(config.advantage_fn, "__name__", repr(config.advantage_fn))
-        raise ValueError(
-            f"algorithm.advantage_fn={name}: gave {given} for rewards {group.rewards} of group {group.id}; "
-            "return a tensor of one finite number per rollout")
-    return advantages_G.tolist()
+def _weigh(groups: list[RolloutGroup], config: AlgorithmConfig, oldest_version: int) -> list[list[list[list[float]]]]:
+    """One advantage per sampled token, `[group][rollout][turn][token]`; fills `advantages` and `precomputed`."""
+    given = [precomputed_advantages(group, config, oldest_version=oldest_version) for group in groups]
+    for group, own in zip(groups, given, strict=True):
+        group.precomputed, group.advantages = own is not None, []
+        _check_rewards(group)
+    # An estimator has no word on groups that bring their own, nor on empty ones.
+    estimated = [group for group in groups if group.rollouts and not group.precomputed]
+    for group, advantages in zip(estimated, batch_advantages(estimated, config), strict=True):
+        group.advantages = advantages
+    for index, group in enumerate(groups):
+        if group.precomputed:
+            group.advantages = [_mean([number for turn in turns for number in turn]) for turns in given[index]]
+        else:
+            given[index] = [[[advantage] * len(turn.completion.tokens) for turn in rollout.turns]
+                            for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)]
+    return given
 
 
-def _turns(rollout: Rollout, advantage: float):
-    """(tokens, targets, loss inputs) of each turn. A token sampled with log-probability -inf does not train.
+def _check_rewards(group: RolloutGroup) -> None:
+    """Some estimators turn even an infinite reward into a finite advantage."""
+    for rollout in group.rollouts:
+        unneeded = rollout.reward is None and group.precomputed
+        if not unneeded and (rollout.reward is None or not math.isfinite(rollout.reward)):
+            raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} is not a finite number; "
+                             "judge every rollout, or group them with algorithm.grouping.form_groups")
 
-    Raises RuntimeError for NaN: a generator that computes NaN must not look like one that has nothing to learn from.
+
+def _mean(numbers: list[float]) -> float:
+    return math.fsum(numbers) / max(1, len(numbers))
+
+
+def _sequences(rollout: Rollout, advantages: list[list[float]]):
+    """(tokens, targets, loss inputs) of each run of turns that extend each other; `advantages` are per turn and token.
+
+    A turn whose prompt begins with all tokens so far continues the sequence: what lies between, an observation, is read
+    but not trained on. Any other turn begins a new one. Tokens are those that were sampled, never text encoded again.
     """
-    for turn in rollout.turns:
-        logprobs = turn.completion.logprobs
-        if turn.completion.filtered:
-            raise ValueError(f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
-                             "of the policy, sample training rollouts without")
-        if any(map(math.isnan, logprobs)):
-            raise RuntimeError(
-                f"rollout={rollout.id}: token {[math.isnan(x) for x in logprobs].index(True)} was sampled with "
-                "log-probability NaN; the generator's weights or numerics are broken, look at optim/grad_norm before it")
-        sequence = torch.tensor(turn.prompt_tokens + turn.completion.tokens)
-        before = [0.0] * (len(turn.prompt_tokens) - 1)  # then the completion's first token is the target
-        mask_T = torch.tensor(before + [float(math.isfinite(x)) for x in logprobs])
-        sampling_T = torch.tensor(before + [x if math.isfinite(x) else 0.0 for x in logprobs])
-        yield sequence[:-1], sequence[1:], {
-            "loss_mask": mask_T, "advantages": mask_T * advantage, "sampling_logprobs": sampling_T}
+    tokens, mask, sampling, weighed = [], [], [], []
+    for turn, advantages_of_turn in zip(rollout.turns, advantages, strict=True):
+        _check_turn(rollout, turn)
+        if tokens and turn.prompt_tokens[:len(tokens)] != tokens:
+            yield _part(tokens, mask, sampling, weighed)
+            tokens, mask, sampling, weighed = [], [], [], []
+        unseen, logprobs = turn.prompt_tokens[len(tokens):], turn.completion.logprobs
+        before = [0.0] * len(unseen)
+        tokens += unseen + turn.completion.tokens
+        # A token sampled with log-probability -inf does not train.
+        mask += before + [float(math.isfinite(x) and not rollout.masked) for x in logprobs]
+        sampling += before + [x if math.isfinite(x) else 0.0 for x in logprobs]
+        weighed += before + advantages_of_turn
+    if tokens:
+        yield _part(tokens, mask, sampling, weighed)
+
+
+def _part(tokens: list[int], mask: list[float], sampling: list[float], weighed: list[float]):
+    """The token before is what predicts a token, so what is said of the first is left out."""
+    sequence, mask_T = torch.tensor(tokens), torch.tensor(mask[1:])
+    return sequence[:-1], sequence[1:], {
+        "loss_mask": mask_T, "advantages": mask_T * torch.tensor(weighed[1:]),
+        "sampling_logprobs": torch.tensor(sampling[1:])}
+
+
+def _check_turn(rollout: Rollout, turn: Turn) -> None:
+    """Raises RuntimeError for NaN: a generator that computes it must not look like one with nothing to learn from."""
+    logprobs = turn.completion.logprobs
+    if turn.completion.filtered:
+        raise ValueError(f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
+                         "of the policy, sample training rollouts without")
+    if any(map(math.isnan, logprobs)):
+        raise RuntimeError(
+            f"rollout={rollout.id}: token {[math.isnan(x) for x in logprobs].index(True)} was sampled with "
+            "log-probability NaN; the generator's weights or numerics are broken, look at optim/grad_norm before it")
 
 
 def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: AlgorithmConfig) -> list[Datum]:

@@ -3,6 +3,9 @@
 `weights` says how much each token counts; a reduction filled it once for the whole batch, so a loss never
 divides by anything and splitting a batch changes nothing. Metric sums are over tokens with a loss mask; a
 name ending in `_max` is a maximum. Hyperparameters are keyword arguments (`algorithm.loss_config`).
+
+The old policy of a ratio is the one that sampled (`sampling_logprobs`), or the trainer's own just before the step
+(`old_logprobs`, with `recompute_logprobs_per_minibatch`). Log-ratios are held within +-20: see docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -11,7 +14,11 @@ import torch
 
 from torchtitan_rl.types import LossInputs
 
-__all__ = ["cross_entropy", "importance_sampling", "ppo", "value_loss"]
+__all__ = ["LOG_RATIO_LIMIT", "cispo", "cross_entropy", "datum_sums", "dro", "gspo", "importance_sampling",
+           "masked_difference", "ppo", "value_loss"]
+
+LOG_RATIO_LIMIT = 20.0
+"""Nats. Beyond a factor of e^20 a ratio is held: exp would overflow, and its gradient poison even a clipped token."""
 
 
 def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -21,24 +28,63 @@ def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Ten
 
 def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy gradient with the importance ratio to the old policy: -sum weights x ratio x advantage."""
-    ratio_T = _ratio(inputs)
-    return -(inputs.weights * ratio_T * inputs.advantages).sum(), {}
+    return -(inputs.weights * _ratio(inputs) * inputs.advantages).sum(), {}
 
 
 def ppo(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2,
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = float("inf"),
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped surrogate of Schulman et al. 2017 (arXiv:1707.06347), with separate bounds as in DAPO (arXiv:2503.14476).
 
-    -sum weights x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), ratio against the old policy: the
-    one that sampled, or with `recompute_logprobs_per_minibatch` the trainer's own just before the step.
+    -sum weights x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A). With `dual_clip` = c > 1, what a
+    negative advantage can cost is bounded too: the objective is at least c x A there (Ye et al., arXiv:1912.09729).
     """
-    ratio_T = _ratio(inputs)
-    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
-    advantages_T = inputs.advantages
-    objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-    was_clipped_T = (clipped_T * advantages_T < ratio_T * advantages_T) & (inputs.loss_mask > 0)
-    return -(inputs.weights * objective_T).sum(), {"policy/clip_frac": was_clipped_T.sum()}
+    _check_clip(clip_low, clip_high)
+    if not dual_clip > 1:
+        raise ValueError(f"dual_clip={dual_clip}: must be above 1, or it would hold the ratio of an unchanged policy; "
+                         "use about 3, or leave it out")
+    return _clipped_surrogate(inputs, _ratio(inputs), clip_low, clip_high, dual_clip)
+
+
+def gspo(
+    inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's surrogate with one ratio per sequence: the geometric mean of its tokens' (Zheng et al., arXiv:2507.18071).
+
+    A sequence is a datum, and its length the number of its trained tokens. With the reduction `sequence_mean` this is
+    the paper's objective; the bounds are the paper's, and so much narrower than PPO's because the ratio is a mean.
+    """
+    _check_clip(clip_low, clip_high)
+    log_ratio_T = masked_difference(inputs, inputs.policy_logprobs, _old_logprobs(inputs))
+    lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(log_ratio_T.dtype)).clamp(min=1.0)
+    ratio_B = _held_exp(datum_sums(inputs, log_ratio_T) / lengths_B)
+    return _clipped_surrogate(inputs, ratio_B[inputs.datum], clip_low, clip_high, float("inf"))
+
+
+def cispo(
+    inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Policy gradient with a clipped ratio as a constant factor (CISPO, MiniMax-M1, arXiv:2506.13585).
+
+    -sum weights x stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) x A x logp: a clipped token still trains.
+    `clip_low=1` is no lower bound, as in the paper.
+    """
+    _check_clip(clip_low, clip_high)
+    ratio_T = _ratio(inputs).detach()
+    factor_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    loss = -(inputs.weights * factor_T * inputs.advantages * _trained_logprobs(inputs)).sum()
+    return loss, {"policy/clip_frac": ((factor_T != ratio_T) & (inputs.loss_mask > 0)).sum()}
+
+
+def dro(inputs: LossInputs, *, beta: float = 0.05) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Policy gradient held near the old policy by a square: -sum weights x (A x logp - beta / 2 x log-ratio^2).
+
+    Direct reward optimisation, Richemond et al. (arXiv:2405.19107), per token and with advantages for values.
+    """
+    if not 0 < beta < float("inf"):
+        raise ValueError(f"beta={beta}: must be positive, it is what keeps the policy near the old one; use 0.05")
+    square_T = _log_ratio(inputs).square()
+    return -(inputs.weights * (inputs.advantages * _trained_logprobs(inputs) - 0.5 * beta * square_T)).sum(), {}
 
 
 def value_loss(
@@ -46,6 +92,8 @@ def value_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A critic's half squared error against `returns`: sum weights x max of it and of that with the value held within
     `clip` of the value before the batch (the clipped value loss of the PPO authors' implementation)."""
+    if not clip > 0:
+        raise ValueError(f"clip={clip}: must be positive, or no value could move; leave it out for no clipping")
     error_T = (inputs.predicted_values - inputs.returns).square()
     held_T = inputs.values + (inputs.predicted_values - inputs.values).clamp(-clip, clip)
     loss_T = 0.5 * torch.maximum(error_T, (held_T - inputs.returns).square())
@@ -55,9 +103,57 @@ def value_loss(
         "critic/value_mean": (mask_T * inputs.predicted_values.detach()).sum()}
 
 
+# Parts, for losses of your own too.
+
+
+def masked_difference(inputs: LossInputs, left_T: torch.Tensor, right_T: torch.Tensor) -> torch.Tensor:
+    """left - right where there is a loss mask, else exactly 0, in value and in gradient.
+
+    The difference is replaced, not multiplied, by zero: exp of garbage times 0 may be NaN.
+    """
+    return torch.where(inputs.loss_mask > 0, left_T - right_T, 0.0)
+
+
+def datum_sums(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
+    """Sum over each datum's tokens, (num_datums,). A datum is never split over microbatches, so this is all of it."""
+    return values_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, values_T)
+
+
+def _clipped_surrogate(inputs: LossInputs, ratio_T, clip_low: float, clip_high: float, dual_clip: float):
+    advantages_T = inputs.advantages
+    # max(min(r A, clip(r) A), c A) for A < 0 is the plain surrogate of min(r, c).
+    held_T = torch.where(advantages_T < 0, ratio_T.clamp(max=dual_clip), ratio_T)
+    objective_T = torch.minimum(held_T * advantages_T, held_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T)
+    was_clipped_T = (objective_T != ratio_T * advantages_T) & (inputs.loss_mask > 0)
+    return -(inputs.weights * objective_T).sum(), {"policy/clip_frac": was_clipped_T.sum()}
+
+
+def _old_logprobs(inputs: LossInputs) -> torch.Tensor:
+    old_T = inputs.tensors.get("old_logprobs")
+    return inputs.sampling_logprobs if old_T is None else old_T
+
+
+def _log_ratio(inputs: LossInputs) -> torch.Tensor:
+    difference_T = masked_difference(inputs, inputs.policy_logprobs, _old_logprobs(inputs))
+    return difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
 def _ratio(inputs: LossInputs) -> torch.Tensor:
-    # Where nothing trains the difference is replaced, not multiplied, by zero: exp of garbage times 0 may be NaN.
-    # Beyond a factor of e^20 the ratio is held: exp would overflow, and its gradient poison even a clipped token.
-    old_T = inputs.tensors.get("old_logprobs", inputs.tensors.get("sampling_logprobs"))
-    difference_T = inputs.policy_logprobs - (inputs.sampling_logprobs if old_T is None else old_T)
-    return torch.where(inputs.loss_mask > 0, difference_T, 0.0).clamp(-20.0, 20.0).exp()
+    return _log_ratio(inputs).exp()
+
+
+def _held_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _trained_logprobs(inputs: LossInputs) -> torch.Tensor:
+    return torch.where(inputs.loss_mask > 0, inputs.policy_logprobs, 0.0)
+
+
+def _check_clip(clip_low: float, clip_high: float) -> None:
+    if not 1 - clip_low <= 1 + clip_high:
+        raise ValueError(f"clip_low={clip_low}: the bounds 1 - clip_low = {1 - clip_low:g} and 1 + clip_high = "
+                         f"{1 + clip_high:g} cross; use distances from 1, such as 0.2 and 0.28")
+    for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if not value >= 0:
+            raise ValueError(f"{name}={value}: must not be negative, it is a distance from a ratio of 1; use 0.2")

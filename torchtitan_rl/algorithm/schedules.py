@@ -17,17 +17,21 @@ class ScheduleConfig:
     """Shape after the warm-up, reaching `final_factor` on the last step."""
     warmup_steps: int = 0
     """Steps of linear warm-up; the first step already trains."""
+    warmup_ratio: float = 0.0
+    """Warm-up as a part of all steps, rounded up; instead of `warmup_steps`."""
     final_factor: float = 0.0
     """Factor of the peak at the end of a linear or cosine decay."""
 
 
 def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
     """Factor for optimizer step `step` (from 0) of `num_steps`; safe for one step in all and for warm-up only."""
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
+    # Rounded first: 0.07 x 100 is 7.000000000000001 in floating point, which is not eight steps.
+    warmup_steps = config.warmup_steps or math.ceil(round(config.warmup_ratio * num_steps, 9))
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
     if config.decay == "constant":
         return 1.0
-    remaining = num_steps - config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, remaining - 1))
+    remaining = num_steps - warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, remaining - 1))
     shape = 1 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return config.final_factor + (1 - config.final_factor) * shape

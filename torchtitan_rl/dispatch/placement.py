@@ -114,21 +114,23 @@ class Placement:
 
     @asynccontextmanager
     async def _turn(self, ticket: object, role: str, operation: str):
+        admitted = False
         try:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._queue[0] is ticket and self._admits(role))
+                self._queue.popleft()
                 self._active.append(role)
-        finally:
-            self._queue.remove(ticket)
-            await self._notify()
-        try:
+                admitted = True
+                self._changed.notify_all()
             async with self._moving:
                 await self._prepare(role, operation)
             yield
-        finally:
-            async with self._changed:
+        finally:  # nothing here may wait before the books are right: a cancellation would leave them wrong
+            if admitted:
                 self._active.remove(role)
-                self._changed.notify_all()
+            else:
+                self._queue.remove(ticket)
+            await asyncio.shield(self._notify())
 
     def _admits(self, role: str) -> bool:
         return not self._active or (role == "generator" and set(self._active) == {"generator"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 from functools import partial
 from pathlib import Path
 
@@ -78,7 +80,12 @@ class TrainingClient:
 
     def optim_step(self, params: OptimParams | None = None, *, grad_scale: float = 1.0) -> asyncio.Future[OptimStepOutput]:
         """Clips `grad_scale` x the accumulated gradient, takes one optimizer step, zeroes the gradient."""
-        return self._call("optim_step", params or OptimParams(), grad_scale)
+        answers = self._run("optim_step", lambda: self._mesh.call_each("optim_step", params or OptimParams(), grad_scale))
+
+        async def agreed() -> OptimStepOutput:
+            return _agreed(await answers, who=f"{self._mesh.role}.optim_step")
+
+        return asyncio.ensure_future(agreed())
 
     def reset_optimizer(self) -> asyncio.Future[None]:
         """Forgets the optimizer's moments and step count."""
@@ -137,6 +144,19 @@ class TrainingClient:
 
     def _run(self, operation: str, call) -> asyncio.Future:
         return self._placement.run(self._mesh.role, operation, call)
+
+
+def _agreed(answers: list[OptimStepOutput], *, who: str) -> OptimStepOutput:
+    """The first rank's answer. The norm is summed in another order on other ranks, so its last bits may differ.
+
+    Raises RuntimeError when anything else differs: the ranks no longer hold one model.
+    """
+    first = answers[0]
+    for answer in answers[1:]:
+        same_norm = math.isclose(answer.grad_norm, first.grad_norm, rel_tol=1e-4) or not math.isfinite(first.grad_norm)
+        if not same_norm or dataclasses.replace(answer, grad_norm=0.0) != dataclasses.replace(first, grad_norm=0.0):
+            raise RuntimeError(f"{who}: ranks disagree: {answers}")
+    return first
 
 
 def _merge(

@@ -53,7 +53,7 @@ async def attach(workers: list[str], *, timeout_s: float) -> Hosts:
     """
     configure(get_actor_state_max_idle=_NOTICE, get_proc_state_max_idle=_NOTICE)
     if workers == ["job"]:
-        mesh, addresses = await asyncio.to_thread(_job_mesh), None
+        mesh, addresses = await deadline(asyncio.to_thread(_job_mesh), timeout_s, "hosts=job: attach"), None
     else:
         mesh, addresses = await _attached(workers, timeout_s), [_address(worker) for worker in workers]
     await deadline(mesh.initialized, timeout_s, f"hosts={','.join(workers)}: attach")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import os
 import socket
@@ -16,7 +17,8 @@ from torchtitan_rl import platform
 if TYPE_CHECKING:
     from torchtitan_rl.config import RunConfig
 
-__all__ = ["Host", "local_host", "prepare_environment", "address_towards", "use_interface_of", "MeshSize", "meshes",
+__all__ = ["Host", "local_host", "default_environment", "prepare_environment",
+           "address_towards", "use_interface_of", "MeshSize", "meshes",
            "Place", "Devices", "check_fits"]
 
 _RANKS_PER_CORE = 2
@@ -42,8 +44,8 @@ def local_host(address: str = "this host") -> Host:
     return Host(address=address, num_cores=platform.num_cores(), devices=devices)
 
 
-def prepare_environment() -> None:
-    """Environment that actor processes inherit; call before Monarch is imported. What the user has set stays."""
+def default_environment() -> dict[str, str]:
+    """What every process of a run has in its environment, unless the user has set it."""
     defaults = {
         "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # notice a dead process within a second
         "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": "910737418240",  # torchstore sets it too, too late for a host's worker
@@ -58,7 +60,12 @@ def prepare_environment() -> None:
     }
     if platform.device_type() == "cuda":
         del defaults["OMP_WAIT_POLICY"]
-    for name, value in defaults.items():
+    return defaults
+
+
+def prepare_environment() -> None:
+    """Environment that actor processes inherit; call before Monarch is imported. What the user has set stays."""
+    for name, value in default_environment().items():
         os.environ.setdefault(name, value)
 
 
@@ -203,12 +210,18 @@ class Devices:
                 self._next_replica = (index + 1) % len(self.hosts)
 
 
-def check_fits(config: RunConfig, hosts: list[Host]) -> None:
+def check_fits(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> None:
     """Places every mesh of a run, on paper. Raises ValueError, with the numbers, for a config that these hosts cannot
-    carry: too few hosts, GPUs or cores, ranks that hosts do not divide, more threads than cores."""
+    carry: too few hosts, GPUs or cores, ranks that hosts do not divide, more threads than cores, hosts left idle."""
     devices = Devices(hosts)
+    used: set[int] = set()
     for mesh in meshes(config):
-        devices.take(mesh)
+        if mesh.replica or not generators_only:
+            used.update(devices.take(dataclasses.replace(mesh, share_with=None) if generators_only else mesh).hosts)
+    if idle := [host for index, host in enumerate(hosts) if index not in used]:
+        raise ValueError(
+            f"hosts={len(hosts)}: the config's meshes use {len(used)} of them, {_addresses(idle)} would be idle; raise "
+            "trainer.num_hosts or generator.num_replicas, or launch on fewer hosts")
     smallest = min(hosts, key=lambda host: host.num_cores)
     asked = {"trainer" if role == "policy" else f"roles.{role}.trainer": trainer.num_threads
              for role, (trainer, _) in config.trainers().items()} | {"generator": config.generator.num_threads}

@@ -7,7 +7,7 @@ from torchtitan_rl import platform
 __all__ = ["check_converters"]
 
 
-def check_converters(converters: list) -> None:
+def check_converters(converters: list, where: str = "trainer.converters") -> None:
     """Raises ValueError for a converter out of order, for hardware or a package that is missing, and for LoRA's."""
     if not converters:
         return  # torchtitan's converters take seconds to import; whoever lists one has imported them
@@ -15,15 +15,15 @@ def check_converters(converters: list) -> None:
     from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter
 
     for index, converter in enumerate(converters):
-        where = f"trainer.converters[{index}]={type(converter).__qualname__}"
+        which = f"{where}[{index}]={type(converter).__qualname__}"
         if isinstance(converter, LoRAConverter.Config):
-            raise ValueError(f"{where}: adapters belong to trainer.lora, which also checkpoints, merges and exports "
+            raise ValueError(f"{which}: adapters belong to trainer.lora, which also checkpoints, merges and exports "
                              "them; use trainer.lora=LoRAConfig(...)")
         float8 = isinstance(converter, (Float8LinearConverter.Config, Float8GroupedExpertsConverter.Config))
         if float8 and not getattr(converter, "emulate", False) and not platform.has_float8():
-            raise ValueError(f"{where}: this {platform.device_type()} device has no float8; use a GPU of compute "
+            raise ValueError(f"{which}: this {platform.device_type()} device has no float8; use a GPU of compute "
                              "capability 8.9 or later, or leave the converter out")
         try:
             converter.build()  # torchtitan's own checks of hardware and packages
         except (ValueError, ImportError) as error:
-            raise ValueError(f"{where}: {' '.join(str(error).split()).rstrip('.')}; or leave it out") from None
+            raise ValueError(f"{which}: {' '.join(str(error).split()).rstrip('.')}; or leave it out") from None

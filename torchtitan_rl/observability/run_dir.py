@@ -113,6 +113,7 @@ def _rollout_record(rollout: Rollout) -> dict[str, Any]:
         "task_id": rollout.task.id,
         "prompt": rollout.task.prompt,
         "text": rollout.text,
+        **({"end_reason": rollout.end_reason} if rollout.end_reason else {}),
         "reward": rollout.reward,
         "num_tokens": [len(completion.tokens) for completion in completions],  # per turn
         "finish_reason": completions[-1].finish_reason if completions else None,

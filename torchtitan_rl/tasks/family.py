@@ -1,27 +1,20 @@
-"""What a task family is, the order a run visits its tasks in, and how completions are judged."""
+"""What a task family is, and the order a run visits its tasks in."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import hashlib
-import inspect
-import math
-import numbers
 import random
-import threading
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
+from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import Task
 
-__all__ = ["SPLITS", "TaskFamily", "TaskSource", "judge", "check_index", "check_split", "stable_hash"]
+__all__ = [
+    "SPLITS", "TaskFamily", "TaskSource", "source_of", "judge", "check_index", "check_split", "stable_hash",
+]
 
 SPLITS = ("train", "validation", "test")
-
-Reward = Callable[[Task, list[str]], Sequence[float] | Awaitable[Sequence[float]]]
 
 
 class TaskFamily(Protocol):
@@ -31,6 +24,10 @@ class TaskFamily(Protocol):
     """
 
     name: str
+
+    # More methods are optional: `source(split, seed)` gives an order of its own (see `source_of`), `reward_for(task)` a
+    # reward function for each task (see `judging.reward_function`), and `environment(task)` makes what the task is played
+    # in, over several turns (see `tasks/env.py`; None for a task of one turn). `Mixture` has the first two.
 
     def num_tasks(self, split: str) -> int | None:
         """Size of a split; None where tasks are made up as they are asked for, without end."""
@@ -101,114 +98,10 @@ class TaskSource:
         return order
 
 
-async def judge(reward: TaskFamily | Reward, task: Task, completions: list[str], timeout_s: float) -> list[float]:
-    """Rewards of sibling completions: calls `reward` (or the family's), enforces the deadline, checks the answer.
-
-    Plain functions run in a daemon thread, so that one that never returns blocks neither the event loop nor the
-    end of the process; async functions are awaited on this event loop.
-    Raises RuntimeError, in one line that names function and task, when the reward function raises, gives no answer
-    within `timeout_s`, or gives anything but one finite number per completion.
-    """
-    function = reward if callable(reward) else reward.reward
-    name = f"reward={_function_name(function)}"
-    deadline = time.monotonic() + timeout_s
-    try:
-        if inspect.iscoroutinefunction(function):
-            outcome = _outcome(function, task, list(completions))
-        else:
-            outcome = _outcome_in_thread(function, task, list(completions))
-        value, error = await _until(outcome, deadline)
-        if inspect.isawaitable(value):  # such as a partial or an object whose __call__ is async
-            value, error = await _until(_outcome(lambda: value), deadline)
-    except TimeoutError:
-        raise RuntimeError(
-            f"{name}: gave no answer for task {task.id!r} within {timeout_s:g} s; make it faster or allow it more time"
-        ) from None
-    if error is not None:
-        message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
-        raise RuntimeError(f"{name}: raised {message} for task {task.id!r}; mend the reward function") from error
-    return _checked_rewards(value, len(completions), name, task)
-
-
-async def _until(outcome: Awaitable[tuple[Any, BaseException | None]], deadline: float) -> tuple:
-    """Like `asyncio.wait_for`, but goes on at the deadline even if what it waits for ignores its cancellation."""
-    future = asyncio.ensure_future(outcome)
-    try:
-        done, _ = await asyncio.wait([future], timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            raise TimeoutError
-        return future.result()
-    finally:
-        future.cancel()
-
-
-async def _outcome(function: Callable, *args: Any) -> tuple[Any, BaseException | None]:
-    """What an async function returned and raised. A cancellation from within must not pass for one of the run."""
-    try:
-        return await function(*args), None
-    except (Exception, asyncio.CancelledError) as error:
-        return None, error
-
-
-def _outcome_in_thread(function: Callable, *args: Any) -> asyncio.Future:
-    """The same for a plain function, called in a daemon thread of its own."""
-    outcome: Future = Future()
-    outcome.set_running_or_notify_cancel()  # from here on a cancellation leaves it alone, and set_result is legal
-
-    def call() -> None:
-        try:
-            value, error = function(*args), None
-        except BaseException as raised:  # SystemExit and StopIteration too: neither can travel through a future
-            value, error = None, raised
-        outcome.set_result((value, error))
-
-    threading.Thread(target=call, name="reward", daemon=True).start()
-    return asyncio.wrap_future(outcome)
-
-
-def _checked_rewards(value: Any, num_completions: int, name: str, task: Task) -> list[float]:
-    wanted = f"return a list of {num_completions} finite numbers, one per completion"
-    if hasattr(value, "tolist"):  # a numpy array or a tensor
-        value = value.tolist()
-    if not isinstance(value, (list, tuple)):
-        returned = "None" if value is None else f"{type(value).__name__} {_short(value)}"
-        raise RuntimeError(f"{name}: returned {returned} for task {task.id!r}; {wanted}")
-    if len(value) != num_completions:
-        raise RuntimeError(
-            f"{name}: returned {len(value)} rewards for the {num_completions} completions of task {task.id!r}; {wanted}"
-        )
-    return [_checked_reward(reward, i, name, task, wanted) for i, reward in enumerate(value)]
-
-
-def _checked_reward(value: Any, position: int, name: str, task: Task, wanted: str) -> float:
-    where = f"at position {position} for task {task.id!r}"
-    number = value
-    if getattr(value, "ndim", None) == 0:  # a numpy scalar or a tensor of one number
-        number = value.item()
-    if not isinstance(number, numbers.Real):
-        raise RuntimeError(f"{name}: returned {type(value).__name__} {_short(value)} {where}; {wanted}")
-    try:
-        number = float(number)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise RuntimeError(f"{name}: returned {number} {where}; {wanted}")
-    return number
-
-
-def _short(value: Any) -> str:
-    """One line of at most 80 characters."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _function_name(function: Callable) -> str:
-    """`module:qualname` of a function, a method, a partial or a callable object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not hasattr(function, "__qualname__"):
-        function = type(function)
-    return f"{function.__module__}:{function.__qualname__}"
+def source_of(family: TaskFamily, split: str, seed: int) -> Any:
+    """The family's own `source(split, seed)` where it has one, such as a mixture's, else a `TaskSource`."""
+    own = getattr(family, "source", None)
+    return own(split, seed) if own is not None else TaskSource(family, split, seed)
 
 
 def check_split(split: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from torchtitan_rl.tasks.env import Attempts
 from torchtitan_rl.tasks.family import SPLITS, check_index, check_split, stable_hash
 from torchtitan_rl.types import Task
 
@@ -42,11 +43,17 @@ class ReasoningGym:
         """Which tasks exist; each split of each data set derives its own seed from it."""
         answer_tags: bool = True
         """Ask for the answer between <answer> tags and judge only that; else the whole completion is the answer."""
+        num_attempts: int = 1
+        """More than 1 makes it multi-turn: a wrong answer is told so and may be mended."""
         reward: Callable | None = None
         """Use this function of (task, completions) instead of the family's own."""
 
         def build(self) -> ReasoningGym:
             return ReasoningGym(self)
+
+        def __post_init__(self) -> None:
+            if self.num_attempts < 1:
+                raise ValueError(f"reasoning_gym.num_attempts={self.num_attempts}: must be at least 1")
 
     name = "reasoning_gym"
 
@@ -88,6 +95,12 @@ class ReasoningGym:
             answers_G = [extract_answer(completion) for completion in completions]
         entry = task.answer["entry"]
         return [0.0 if answer is None else _score(dataset, answer, entry) for answer in answers_G]
+
+    def environment(self, task: Task) -> Attempts | None:
+        """None: it is played in one turn."""
+        if self.config.num_attempts == 1:
+            return None
+        return Attempts(task, self.reward, num_attempts=self.config.num_attempts)
 
     def _create(self, split: str, name: str) -> Any:
         factory = _import_factory()

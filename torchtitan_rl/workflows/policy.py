@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchtitan_rl.types import Completion, SamplingParams, Task
+from torchtitan_rl.workflows.chat import Chat
 
 __all__ = ["Policy", "Sampler"]
 
@@ -28,6 +30,7 @@ class Policy:
     max_prompt_tokens: int
     temperature: float = 1.0
     stop_token_ids: list[int] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)
     policy_version: int | None = None
     """None samples from the newest version."""
 
@@ -36,18 +39,28 @@ class Policy:
         if isinstance(task.prompt, str):
             tokens = self.tokenizer.encode(task.prompt, add_special_tokens=False)
         else:
-            tokens = list(self.tokenizer.apply_chat_template(
-                task.prompt, tokenize=True, add_generation_prompt=True, return_dict=False))
+            tokens = Chat(self.tokenizer).prompt(task.prompt)
+        self.check_prompt(task, tokens)
+        return tokens
+
+    def check_prompt(self, task: Task, tokens: list[int]) -> None:
+        """Raises ValueError when a first prompt is too long."""
         if len(tokens) > self.max_prompt_tokens:
             raise ValueError(
                 f"task={task.id!r}: its prompt has {len(tokens)} tokens, sampling.max_prompt_tokens="
                 f"{self.max_prompt_tokens}; raise it or filter the task out")
-        return tokens
 
-    async def complete(self, tokens: list[int], *, seed: int) -> Completion:
-        """One completion of a prompt; the same seed and version give the same tokens."""
+    async def complete(
+        self, tokens: list[int], *, seed: int, max_tokens: int | None = None, stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> Completion:
+        """One completion of a prompt; the same seed and version give the same tokens.
+
+        `max_tokens` takes the place of the policy's own, stops are added to its own.
+        """
         params = SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, seed=seed, stop_token_ids=self.stop_token_ids)
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens, temperature=self.temperature, seed=seed,
+            stop_token_ids=[*stop_token_ids, *self.stop_token_ids], stop=[*stop, *self.stop])
         return await self.sampler.sample(tokens, params, policy_version=self.policy_version)
 
     def text(self, completion: Completion) -> str:

@@ -1,11 +1,21 @@
 """Advantages of groups small enough to do in one's head."""
 
+import functools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from torchtitan_rl.algorithm.advantages import group_centered, grpo
+from tests.unit.algorithm import reference
+from torchtitan_rl.algorithm.advantages import (
+    batch_advantages, batch_estimator, estimator_for, group_centered, grpo, reinforce, reinforce_pp_baseline, rloo,
+)
+from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
 
 def advantages(estimator, *rewards):
@@ -44,3 +54,148 @@ def test_equal_rewards_teach_nothing_where_their_mean_is_rounded(group_size):
         rewards = [percent / 100] * group_size
         assert max(map(abs, advantages(group_centered, *rewards))) < 1e-15
         assert advantages(grpo, *rewards) == [0.0] * group_size, percent
+
+
+def of_batch(estimator, *groups, roles=None):
+    """Advantages of groups of rewards, through the function that training uses; `roles` by group."""
+    task, roles = Task(id="t", prompt=""), roles or {}
+    groups = [
+        RolloutGroup(id=f"0/{i}", rollouts=[
+            Rollout(id=f"0/{i}/{j}", task=task, turns=[], reward=reward, role=roles.get(i, "policy"))
+            for j, reward in enumerate(rewards)])
+        for i, rewards in enumerate(groups)]
+    return batch_advantages(groups, AlgorithmConfig(advantage_fn=estimator))
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    # The others of 3 are 0 and 1, of 0 they are 3 and 1, of 1 they are 3 and 0.
+    assert advantages(rloo, 3.0, 0.0, 1.0) == [2.5, -2.0, -0.5]
+
+
+def test_reinforce_is_the_reward():
+    assert advantages(reinforce, 3.0, 0.0, -1.0) == [3.0, 0.0, -1.0]
+    assert advantages(reinforce, 1.0, 1.0) == [1.0, 1.0]
+
+
+def test_the_batchs_standard_deviation_divides_every_group_alike():
+    # Centred: -1, 1 and -2, 2; squares 1, 1, 4, 4 with mean 2.5.
+    root = math.sqrt(2.5)
+    first, second = of_batch(reinforce_pp_baseline, [0.0, 2.0], [5.0, 9.0])
+    assert first == pytest.approx([-1 / root, 1 / root]) and second == pytest.approx([-2 / root, 2 / root])
+
+
+def test_kinds_of_standard_deviation():
+    assert advantages(functools.partial(grpo, std="none"), 0.0, 1.0) == [-0.5, 0.5]
+    # Squares 1/4 and 1/4: divided by 1 for the unbiased variance, 1/2.
+    root = math.sqrt(0.5)
+    assert advantages(functools.partial(grpo, std="unbiased"), 0.0, 1.0) == pytest.approx([-root, root])
+    with pytest.raises(ValueError, match="std='sample': .* use one of 'none', 'population', 'unbiased'"):
+        grpo(torch.tensor([0.0, 1.0]), std="sample")
+
+
+BASELINED = [group_centered, grpo, functools.partial(grpo, std="none"), functools.partial(grpo, std="unbiased"), rloo,
+             reinforce_pp_baseline]
+
+
+@pytest.mark.parametrize("estimator", BASELINED)
+def test_a_group_of_one_and_equal_rewards_teach_nothing(estimator):
+    assert of_batch(estimator, [0.7], [-3.0]) == [[0.0], [0.0]]
+    for row in of_batch(estimator, [0.5, 0.5, 0.5], [2.0, 2.0]):
+        assert row == [0.0] * len(row)
+
+
+@pytest.mark.parametrize("estimator", BASELINED)
+def test_rewards_too_close_to_have_a_standard_deviation_stay_finite(estimator):
+    for row in of_batch(estimator, [0.0, 1e-200, 0.0]):
+        assert max(map(abs, row)) < 2
+
+
+@pytest.mark.parametrize("estimator", [*BASELINED, reinforce])
+def test_a_reward_that_is_not_a_number_is_refused(estimator):
+    with pytest.raises(ValueError, match="return a tensor of one finite number per rollout"):
+        of_batch(estimator, [0.0, math.nan], [0.0, 1.0])
+
+
+rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=1, max_size=8)
+
+
+@settings(deadline=None, derandomize=True)
+@given(groups=st.lists(rewards, min_size=1, max_size=4))
+@example(groups=[[1.0]])
+@example(groups=[[0.1, 0.1, 0.1], [0.0, 1.0]])
+def test_estimators_equal_their_formulas(groups):
+    # Centring cancels: the error is relative to the rewards, and a division by their deviation magnifies it.
+    size = max(abs(reward) for group in groups for reward in group) + 1e-3
+    for estimator, formula in ((group_centered, reference.group_centered), (rloo, reference.rloo),
+                               (reinforce, reference.reinforce),
+                               (functools.partial(grpo, std="none"), lambda rewards: reference.grpo(rewards, "none"))):
+        for given_, group in zip(of_batch(estimator, *groups), groups, strict=True):
+            assert given_ == pytest.approx(formula(group), rel=1e-10, abs=1e-10 * size)
+    for kind in ("population", "unbiased"):
+        for given_, group in zip(of_batch(functools.partial(grpo, std=kind), *groups), groups, strict=True):
+            assert given_ == pytest.approx(reference.grpo(group, kind), rel=1e-10, abs=1e-10)
+    for given_, expected in zip(of_batch(reinforce_pp_baseline, *groups), reference.reinforce_pp_baseline(groups)):
+        assert given_ == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+@pytest.mark.parametrize("estimator", [*BASELINED, reinforce])
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(groups=st.lists(rewards, min_size=1, max_size=4), random=st.randoms(use_true_random=False))
+def test_the_order_of_rollouts_and_groups_changes_no_advantage(estimator, groups, random):
+    before = of_batch(estimator, *groups)
+    orders = [random.sample(range(len(group)), len(group)) for group in groups]
+    shuffled = of_batch(estimator, *([group[i] for i in order] for group, order in zip(groups, orders, strict=True)))
+    for row, order, was in zip(shuffled, orders, before, strict=True):
+        assert row == pytest.approx([was[i] for i in order], rel=1e-9, abs=1e-12)
+    for row, was in zip(of_batch(estimator, *reversed(groups)), reversed(before), strict=True):
+        assert row == pytest.approx(was, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", BASELINED)
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(groups=st.lists(rewards, min_size=1, max_size=4),
+       constants=st.lists(st.integers(-16, 16), min_size=4, max_size=4))
+def test_a_constant_added_to_a_groups_rewards_changes_no_centred_advantage(estimator, groups, constants):
+    moved = [[reward + c for reward in group] for group, c in zip(groups, constants)]
+    for row, was in zip(of_batch(estimator, *moved), of_batch(estimator, *groups), strict=True):
+        assert row == pytest.approx(was, rel=1e-9, abs=1e-9)
+
+
+def test_each_role_has_its_estimator():
+    config = {"solver": grpo, "judge": reinforce}
+    assert of_batch(config, [0.0, 1.0], [2.0, 3.0], roles={0: "solver", 1: "judge"}) == [[-1.0, 1.0], [2.0, 3.0]]
+    with pytest.raises(ValueError, match="no estimator for role 'solvr', only for solver, judge; did you mean 'solv"):
+        estimator_for(AlgorithmConfig(advantage_fn=config), "solvr")
+    assert estimator_for(AlgorithmConfig(advantage_fn=rloo), "anything") is rloo
+
+
+def test_a_batch_estimator_sees_the_groups_of_its_role_only():
+    config = {"solver": reinforce_pp_baseline, "judge": reinforce}
+    alone = of_batch(reinforce_pp_baseline, [0.0, 2.0], [5.0, 9.0])
+    mixed = of_batch(config, [0.0, 2.0], [100.0, 0.0], [5.0, 9.0], roles={0: "solver", 1: "judge", 2: "solver"})
+    assert mixed == [alone[0], [100.0, 0.0], alone[1]]
+
+
+def test_a_batch_estimator_of_the_users_own_with_arguments():
+    @batch_estimator
+    def above_the_batch(rewards, *, scale):
+        return [scale * (rewards_G - torch.cat(rewards).mean()) for rewards_G in rewards]
+
+    assert of_batch(functools.partial(above_the_batch, scale=2.0), [0.0, 1.0], [5.0]) == [[-4.0, -2.0], [6.0]]
+
+    @batch_estimator
+    def forgetful(rewards):
+        return rewards[:1]
+
+    with pytest.raises(ValueError, match="=forgetful: gave 1 tensors for 2 groups; return one per group, in order"):
+        of_batch(forgetful, [0.0, 1.0], [5.0])
+
+
+def test_the_documents_example_of_an_estimator_of_ones_own():
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    (code,) = re.findall(r"```python\n(def maxrl.*?)```", page, re.DOTALL)
+    scope = {}
+    exec(code, scope)
+    # One success of four: mean 1/4, so 3 for it and -1 for the others. No success, or only successes: nothing.
+    given_ = of_batch(scope["maxrl"], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0], [1.0, 1.0])
+    assert given_ == [[-1.0, 3.0, -1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]

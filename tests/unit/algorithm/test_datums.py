@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchtitan_rl.algorithm.advantages import group_centered
 from torchtitan_rl.algorithm.config import AlgorithmConfig
@@ -62,11 +64,46 @@ def test_a_prompt_of_one_token():
         "sampling_logprobs": [-0.5, -0.25], "weights": [0.5, 0.5]}
 
 
-def test_every_turn_is_a_datum_with_its_rollouts_advantage():
-    two_turns = rollout(3.0, turn([5], [8], [-1.0]), turn([5, 8, 6], [9], [-2.0]))
+def test_turns_that_extend_each_other_are_one_datum_with_observations_masked():
+    turns = [turn([5], [8], [-1.0]), turn([5, 8, 6, 6], [9, 4], [-2.0, -3.0]), turn([5, 8, 6, 6, 9, 4], [2], [-4.0])]
+    (first, second) = to_datums([group(rollout(3.0, *turns), rollout(1.0, turn([5], [7], [-3.0])))], AlgorithmConfig())
+    w = torch.tensor(1 / 5).item()
+    assert lists(first) == {
+        "tokens": [5, 8, 6, 6, 9, 4], "targets": [8, 6, 6, 9, 4, 2], "loss_mask": [1, 0, 0, 1, 1, 1],
+        "advantages": [1, 0, 0, 1, 1, 1], "sampling_logprobs": [-1, 0, 0, -2, -3, -4], "weights": [w, 0, 0, w, w, w]}
+    assert lists(second)["advantages"] == [-1.0]
+    assert [(datum.group, datum.rollout) for datum in (first, second)] == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("prompt", [[5, 6], [5], [4, 8, 9], [5, 8, 7]], ids=["other answer", "shorter", "other start", "cut"])
+def test_a_turn_that_does_not_extend_the_one_before_is_another_datum_of_its_rollout(prompt):
+    two_turns = rollout(3.0, turn([5], [8, 9], [-1.0, -1.0]), turn(prompt, [9], [-2.0]))
     data = to_datums([group(two_turns, rollout(1.0, turn([5], [7], [-3.0])))], AlgorithmConfig())
-    assert [datum.tokens.tolist() for datum in data] == [[5], [5, 8, 6], [5]]
-    assert [datum.loss_inputs["advantages"].tolist() for datum in data] == [[1.0], [0.0, 0.0, 1.0], [-1.0]]
+    assert [datum.tokens.tolist() for datum in data] == [[5, 8], prompt, [5]]
+    assert [datum.loss_inputs["advantages"].tolist()[-1] for datum in data] == [1.0, 1.0, -1.0]
+    assert [(datum.group, datum.rollout) for datum in data] == [(0, 0), (0, 0), (0, 1)]
+
+
+def test_after_a_turn_that_starts_anew_turns_are_merged_again():
+    turns = [turn([5], [8], [-1.0]), turn([3], [4], [-1.0]), turn([3, 4], [6], [-1.0])]
+    data = to_datums([group(rollout(3.0, *turns))], AlgorithmConfig())
+    assert [datum.tokens.tolist() for datum in data] == [[5], [3, 4]]
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=3),
+                          st.booleans()), min_size=1, max_size=6))
+def test_every_sampled_token_trains_once_after_the_tokens_it_was_sampled_after(drawn):
+    turns, so_far = [], []
+    for observation, sampled, starts_anew in drawn:
+        prompt = [9, *observation] if starts_anew or not so_far else so_far + observation
+        turns.append(turn(prompt, sampled, [-1.0] * len(sampled)))
+        so_far = prompt + sampled
+    seen = []
+    for datum in to_datums([group(rollout(1.0, *turns))], AlgorithmConfig()):
+        for t in datum.loss_inputs["loss_mask"].nonzero()[:, 0].tolist():
+            seen.append((datum.tokens[:t + 1].tolist(), int(datum.target_tokens[t])))
+    assert seen == [(each.prompt_tokens + each.completion.tokens[:i], token)
+                    for each in turns for i, token in enumerate(each.completion.tokens)]
 
 
 def test_advantages_are_a_groups_own_and_reductions_see_which_group_a_datum_is_of():

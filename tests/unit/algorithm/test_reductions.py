@@ -1,11 +1,14 @@
 """Weights of ragged batches: by hand, their sum, and that splitting a batch changes nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithm.reductions import prompt_mean, sequence_mean, token_mean
+from tests.unit.algorithm import reference
+from torchtitan_rl.algorithm.reductions import constant_length, prompt_mean, sequence_mean, token_mean
 
 MASKS = [torch.tensor([0.0, 1.0, 1.0]), torch.tensor([1.0]), torch.tensor([0.0, 1.0])]
 GROUPS = [0, 0, 1]
@@ -40,7 +43,7 @@ def test_a_sequence_without_trained_tokens_still_counts_as_a_sequence():
     assert [weight.tolist() for weight in weights] == [[0.25, 0.25], [0.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("reduction", [token_mean, sequence_mean, prompt_mean])
+@pytest.mark.parametrize("reduction", [token_mean, sequence_mean, prompt_mean, partial(constant_length, length=8)])
 def test_a_batch_that_trains_nothing_has_zero_weights(reduction):
     weights = reduction([torch.zeros(2), torch.zeros(1)], [0, 0])
     assert [weight.tolist() for weight in weights] == [[0.0, 0.0], [0.0]]
@@ -73,7 +76,7 @@ def test_splitting_a_batch_changes_nothing(ragged, cut, seed):
     assert sum(weighted[:cut]) + sum(weighted[cut:]) == pytest.approx(mean, abs=1e-6)
 
 
-@pytest.mark.parametrize("reduction", [token_mean, sequence_mean, prompt_mean])
+@pytest.mark.parametrize("reduction", [token_mean, sequence_mean, prompt_mean, partial(constant_length, length=8)])
 @settings(deadline=None, derandomize=True)
 @given(ragged=ragged_masks)
 def test_masked_tokens_weigh_exactly_nothing(reduction, ragged):
@@ -81,3 +84,32 @@ def test_masked_tokens_weigh_exactly_nothing(reduction, ragged):
     for mask, weight in zip(masks, reduction(masks, [0] * len(masks)), strict=True):
         assert weight.dtype == torch.float32 and weight.shape == mask.shape
         assert (weight[mask == 0] == 0).all() and (weight[mask == 1] > 0).all()
+
+
+def test_constant_length_counts_every_token_alike_whatever_the_batch_trains():
+    weights = constant_length(MASKS, GROUPS, length=8)
+    each = torch.tensor(1 / 24).item()
+    assert [weight.tolist() for weight in weights] == [[0.0, each, each], [each], [0.0, each]]
+
+
+@pytest.mark.parametrize("length", [0, -1, float("inf"), float("nan")])
+def test_a_length_that_cannot_divide_is_refused(length):
+    with pytest.raises(ValueError, match=f"length={length}: must be positive"):
+        constant_length(MASKS, GROUPS, length=length)
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "prompt_mean", "constant_length"])
+@settings(deadline=None, derandomize=True)
+@given(ragged=ragged_masks, num_groups=st.integers(1, 3), seed=st.integers(0, 2**32))
+def test_weighted_sums_are_the_means_of_their_formulas(name, ragged, num_groups, seed):
+    config = {"length": 5.0} if name == "constant_length" else {}
+    groups = [index % num_groups for index in range(len(ragged))]
+    generator = torch.Generator().manual_seed(seed)
+    losses = [torch.rand(len(mask), generator=generator, dtype=torch.float64) for mask in ragged]
+    expected = getattr(reference, name)([x.tolist() for x in losses], ragged, groups, **config)
+    function = {"token_mean": token_mean, "sequence_mean": sequence_mean, "prompt_mean": prompt_mean,
+                "constant_length": constant_length}[name]
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        weights = function([torch.tensor(mask, dtype=dtype) for mask in ragged], groups, **config)
+        ours = sum(float((w.double() * x).sum()) for w, x in zip(weights, losses, strict=True))
+        assert ours == pytest.approx(expected, rel=tolerance, abs=0)

@@ -1,6 +1,8 @@
 """The factor of every step of short schedules, by hand."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchtitan_rl.algorithm.schedules import ScheduleConfig, lr_factor
 
@@ -46,3 +48,27 @@ def test_steps_after_the_end_stay_at_the_final_factor():
     for decay in ("linear", "cosine"):
         schedule = ScheduleConfig(decay=decay, final_factor=0.1)
         assert lr_factor(schedule, 4, 5) == lr_factor(schedule, 9, 5) == pytest.approx(0.1)
+
+
+def test_warm_up_as_a_part_of_all_steps():
+    assert factors(6, warmup_ratio=0.5) == factors(6, warmup_steps=3) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert factors(5, warmup_ratio=0.3) == factors(5, warmup_steps=2)  # 1.5 steps, rounded up
+    assert factors(100, warmup_ratio=0.07) == factors(100, warmup_steps=7)  # 7.000000000000001 in floating point
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_a_warm_up_of_all_steps_never_divides_by_zero_and_always_trains(decay, num_steps):
+    expected = [(step + 1) / (num_steps + 1) for step in range(num_steps)]
+    assert factors(num_steps, decay=decay, warmup_ratio=1.0) == expected
+    assert factors(1, decay=decay, warmup_ratio=0.0) == [1.0]
+
+
+@settings(deadline=None, derandomize=True)
+@given(decay=st.sampled_from(["constant", "linear", "cosine"]), num_steps=st.integers(1, 50),
+       warmup_ratio=st.floats(0, 1), final_factor=st.floats(0, 1))
+def test_a_schedule_rises_to_the_peak_and_then_only_falls(decay, num_steps, warmup_ratio, final_factor):
+    given_ = factors(num_steps, decay=decay, warmup_ratio=warmup_ratio, final_factor=final_factor)
+    top = given_.index(max(given_))
+    assert given_[:top + 1] == sorted(given_[:top + 1]) and given_[top:] == sorted(given_[top:], reverse=True)
+    assert 0 < given_[0] <= 1 and min(given_) >= 0

@@ -185,3 +185,25 @@ def test_a_generator_that_died_takes_no_more_turns_and_the_last_one_is_an_error(
 def test_an_unknown_colocation_is_refused():
     with pytest.raises(ValueError, match="colocation='some': is not known; use one of none, policy_reference, all"):
         Placement("some")
+
+
+def test_a_call_cancelled_while_others_make_room_leaves_the_books_right():
+    async def run():
+        built, moving = placement("all", []), asyncio.Event()
+
+        async def slow(endpoint, parts):
+            moving.set()
+            await asyncio.sleep(60)
+
+        built._meshes["critic"][0].call_all = slow
+        first = built.run("policy", "forward", lambda: asyncio.ensure_future(asyncio.sleep(0)))
+        second = built.run("policy", "optim_step", lambda: asyncio.ensure_future(asyncio.sleep(0)))
+        await moving.wait()
+        first.cancel()
+        second.cancel()
+        built._meshes["critic"][0].call_all = Mesh("critic", []).call_all
+        async with asyncio.timeout(5):
+            async with built.turn("reference", "forward"):
+                assert built._active == ["reference"] and not built._queue
+
+    asyncio.run(run())

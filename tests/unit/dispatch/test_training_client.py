@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.dispatch.packing import plan_microbatches
-from torchtitan_rl.dispatch.training_client import TrainingClient, _merge
-from torchtitan_rl.types import Accumulated, Datum
+from torchtitan_rl.dispatch.training_client import TrainingClient, _agreed, _merge
+from torchtitan_rl.types import Accumulated, Datum, OptimStepOutput
 
 
 def datum(length, loss_mask=None):
@@ -88,3 +88,22 @@ def test_a_datum_longer_than_the_context_is_refused_by_its_position():
         client.forward([datum(4), datum(5)])
     assert str(caught.value) == (
         "forward.data[1]: 5 tokens, the trainer's context is trainer.training.seq_len=4; raise it or shorten the datum")
+
+
+def step(**changes):
+    return OptimStepOutput(**{"grad_norm": 1.0, "lr": 0.1, "policy_version": 3, "skipped": False, **changes})
+
+
+def test_ranks_may_round_the_norm_differently_and_nothing_else():
+    assert _agreed([step(), step(grad_norm=1.0 + 1e-7)], who="policy.optim_step") == step()
+    nan = step(grad_norm=float("nan"), skipped=True)
+    assert _agreed([nan, nan], who="policy.optim_step").skipped
+    for other in (step(grad_norm=1.1), step(policy_version=4), step(skipped=True), step(lr=0.2)):
+        with pytest.raises(RuntimeError, match="policy.optim_step: ranks disagree"):
+            _agreed([step(), other], who="policy.optim_step")
+
+
+def test_a_rank_that_answers_with_too_few_rows_is_named():
+    with pytest.raises(RuntimeError, match="policy.forward: data-parallel rank 1 answered with 0 rows for 1"):
+        _merge([Accumulated(rows=[torch.zeros(1)], loss=0.0, sums={}), Accumulated(rows=[], loss=0.0, sums={})],
+               [[[0]], [[1]]], [datum(1), datum(1)], who="policy.forward")

@@ -113,3 +113,16 @@ def test_the_address_that_leads_to_a_host():
     assert address_towards("127.0.0.1", 29500) == "127.0.0.1"
     with pytest.raises(ValueError, match="host='no.such.host.invalid': cannot be resolved"):
         address_towards("no.such.host.invalid", 29500)
+
+
+def test_a_host_that_no_mesh_uses_is_refused():
+    assert refusal(run_config(), cpu_hosts(2)) == (
+        "hosts=2: the config's meshes use 1 of them, 10.0.0.1 would be idle; raise trainer.num_hosts or "
+        "generator.num_replicas, or launch on fewer hosts")
+    check_fits(run_config(num_replicas=2), cpu_hosts(2))
+
+
+def test_generators_alone_need_no_room_for_the_trainer():
+    config = run_config(dp=8)
+    assert "policy: needs 8 GPUs" in refusal(config, gpu_hosts(1, 2))
+    check_fits(config, gpu_hosts(1, 2), generators_only=True)

@@ -1,0 +1,123 @@
+"""Grouping hook, precomputed advantages, filters and the stall guard in the loop of a real run."""
+
+import contextlib
+import json
+import math
+
+import pytest
+
+from torchtitan_rl.algorithm.filters import FilterConfig
+from torchtitan_rl.types import RolloutGroup
+
+
+@contextlib.contextmanager
+def algorithm(controller, **settings):
+    """Other settings for a while."""
+    config = controller.config.algorithm
+    before = {name: getattr(config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+@contextlib.contextmanager
+def rewards(controller, reward):
+    before, controller.family.reward = controller.family.reward, reward
+    try:
+        yield
+    finally:
+        controller.family.reward = before
+
+
+def one_batch(loop, controller):
+    """One batch by the loop itself. Returns its metrics line."""
+    controller.config.controller.num_steps = controller.step + 1
+    loop.run_until_complete(controller.reinforce())
+    return controller.run_dir.read_metrics()[-1]
+
+
+def records(controller, step):
+    file = controller.run_dir.path / "rollouts" / f"step-{step:06d}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def varied(task, completions):
+    return [float(i) for i in range(len(completions))]
+
+
+def test_without_settings_a_line_has_no_filter_and_no_grouping_in_it(loop, controller):
+    line = one_batch(loop, controller)
+    assert not [name for name in line if name.startswith("filter/")]
+    assert {record["group_id"] for record in records(controller, controller.step)} == {
+        f"{controller.step - 1}/{i}" for i in range(4)}
+
+
+def test_the_grouping_hook_is_honoured(loop, controller):
+    def everyone(rollouts, config):
+        for rollout in rollouts:
+            rollout.reward = float(rollout.id.endswith("/0"))
+        return [RolloutGroup(id="everyone", rollouts=rollouts)]
+
+    with algorithm(controller, trajectory_grouping_hook=everyone):
+        line = one_batch(loop, controller)
+    assert line["reward/mean"] == 0.25 and line["optim/grad_norm"] > 0
+    held = records(controller, controller.step)
+    assert {record["group_id"] for record in held} == {"everyone"}
+    # GRPO by hand: a quarter of the rewards is 1, so their mean is 1/4 and their standard deviation sqrt(3)/4.
+    assert [record["advantage"] for record in held] == pytest.approx([
+        (record["reward"] - 0.25) / (math.sqrt(3) / 4) for record in held])
+
+
+def test_precomputed_advantages_reach_the_trainer_and_nan_does_not(loop, controller, caplog):
+    def brought(value):
+        def hook(rollouts, config):
+            for rollout in rollouts:
+                rollout.turns[0].advantages = value
+            return [RolloutGroup(id="all", rollouts=rollouts)]
+
+        return hook
+
+    with algorithm(controller, trajectory_grouping_hook=brought(0.5)):
+        line = one_batch(loop, controller)
+    assert line["advantage/mean"] == line["advantage/abs_max"] == 0.5
+    with algorithm(controller, trajectory_grouping_hook=brought(math.nan)), rewards(controller, varied):
+        line = one_batch(loop, controller)
+    assert "NOT_FINITE: of 16 turns 16 carry advantages, 16 are not finite" in caplog.text
+    assert math.isfinite(line["optim/grad_norm"]) and line["optim/skipped"] == 0 and line["advantage/abs_max"] > 0.5
+
+
+def test_a_batch_is_filled_with_other_tasks(loop, controller):
+    seen = []
+
+    def every_second_task(task, completions):
+        seen.append(task.id)
+        return varied(task, completions) if len(seen) % 2 else [1.0] * len(completions)
+
+    filters = FilterConfig(zero_variance=True, max_resamples=8)
+    with algorithm(controller, filters=filters), rewards(controller, every_second_task):
+        line = one_batch(loop, controller)
+    assert line["filter/missing_tasks"] == 0 and line["filter/resampled_tasks"] == len(seen) - 4 > 0
+    assert line["filter/zero_variance_groups"] == len(seen) - 4
+    held = records(controller, controller.step)
+    assert len({record["rollout_id"] for record in held}) == len(held) == 4 * len(seen) == 4 * len(set(seen))
+    assert sum(record["advantage"] is not None for record in held) == 16
+
+
+def test_a_run_with_nothing_to_train_on_ends_with_an_explanation(loop, controller):
+    step, version = controller.step, controller.policy_version
+    filters = FilterConfig(zero_variance=True, max_stalled_rounds=2)
+    message = r"2 rounds with 8 groups left nothing to train on \(.*; rewards from 0.5 to 0.5\)"
+    with algorithm(controller, filters=filters), rewards(controller, lambda task, completions: [0.5] * len(completions)):
+        with pytest.raises(RuntimeError, match=message):
+            one_batch(loop, controller)
+    assert (controller.step, controller.policy_version) == (step, version)
+    assert (controller.run_dir.checkpoint_path(step) / "hf").is_dir()
+
+
+def test_groups_without_a_turn_are_refused_before_the_trainer(loop, controller):
+    with pytest.raises(ValueError, match="^groups: 0 of them hold no turn to train on"):
+        loop.run_until_complete(controller.train_on([]))

@@ -1,0 +1,165 @@
+"""The papers' formulas in plain Python and NumPy, double precision, one token or one rollout at a time.
+
+Written from the formulas, not from the package: nothing of it is imported here. A batch is a list of sequences, each a
+dict of equally long lists; `mask` is true where the policy produced the token, `weight` is the token's share of a mean.
+"""
+
+import math
+
+import numpy as np
+
+
+def mean(values):
+    return math.fsum(values) / len(values)
+
+
+def std(values, ddof=0):
+    return math.sqrt(math.fsum((value - mean(values)) ** 2 for value in values) / (len(values) - ddof))
+
+
+# Advantages of one group: lists of rewards in, lists out.
+
+
+def group_centered(rewards):
+    """Dr. GRPO: A_i = r_i - mean(r)."""
+    return [reward - mean(rewards) for reward in rewards]
+
+
+def grpo(rewards, kind="population"):
+    """GRPO: A_i = (r_i - mean(r)) / std(r); 0 where all rewards are equal."""
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    if kind == "none":
+        return group_centered(rewards)
+    return [a / std(rewards, ddof=1 if kind == "unbiased" else 0) for a in group_centered(rewards)]
+
+
+def rloo(rewards):
+    """RLOO: A_i = r_i - 1 / (G - 1) sum over j != i of r_j; 0 for a group of one."""
+    if len(rewards) == 1:
+        return [0.0]
+    return [reward - mean([other for j, other in enumerate(rewards) if j != i]) for i, reward in enumerate(rewards)]
+
+
+def reinforce(rewards):
+    return list(rewards)
+
+
+def reinforce_pp_baseline(groups):
+    """REINFORCE++ with baseline: A' = r - mean of the group; A = (A' - mean of all A') / std of all A'."""
+    if all(len(set(rewards)) == 1 for rewards in groups):
+        return [[0.0] * len(rewards) for rewards in groups]
+    centered = [group_centered(rewards) for rewards in groups]
+    everything = [a for group in centered for a in group]
+    return [[(a - mean(everything)) / std(everything) for a in group] for group in centered]
+
+
+# Losses of a batch of sequences: `weight`, `mask`, `policy`, `old`, `advantage` per token.
+
+
+def token_loss(sequences, term):
+    """-sum over trained tokens of weight x term(ratio, advantage, policy logprob)."""
+    return -math.fsum(
+        sequence["weight"][t] * term(math.exp(sequence["policy"][t] - sequence["old"][t]), sequence["advantage"][t],
+                                     sequence["policy"][t])
+        for sequence in sequences for t in range(len(sequence["mask"])) if sequence["mask"][t])
+
+
+def cross_entropy(sequences):
+    return token_loss(sequences, lambda ratio, advantage, logprob: logprob)
+
+
+def importance_sampling(sequences):
+    return token_loss(sequences, lambda ratio, advantage, logprob: ratio * advantage)
+
+
+def surrogate(ratio, advantage, low, high, dual=math.inf):
+    """PPO's min of the plain and the clipped objective; for A < 0 at least dual x A."""
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    objective = min(ratio * advantage, clipped * advantage)
+    return max(objective, dual * advantage) if advantage < 0 else objective
+
+
+def ppo(sequences, clip_low=0.2, clip_high=0.2, dual_clip=math.inf):
+    return token_loss(
+        sequences, lambda ratio, advantage, logprob: surrogate(ratio, advantage, clip_low, clip_high, dual_clip))
+
+
+def cispo(sequences, clip_low=1.0, clip_high=0.28):
+    return token_loss(sequences, lambda ratio, advantage, logprob: min(max(ratio, 1 - clip_low), 1 + clip_high)
+                      * advantage * logprob)
+
+
+def dro(sequences, beta=0.05):
+    return token_loss(
+        sequences, lambda ratio, advantage, logprob: advantage * logprob - beta / 2 * math.log(ratio) ** 2)
+
+
+def gspo(sequences, clip_low=3e-4, clip_high=4e-4):
+    """GSPO: s = (pi(y) / pi_old(y)) ^ (1 / |y|), one ratio for every token of a sequence."""
+    terms = []
+    for sequence in sequences:
+        trained = [t for t in range(len(sequence["mask"])) if sequence["mask"][t]]
+        if trained:
+            s = math.exp(math.fsum(sequence["policy"][t] - sequence["old"][t] for t in trained) / len(trained))
+            terms += [
+                sequence["weight"][t] * surrogate(s, sequence["advantage"][t], clip_low, clip_high) for t in trained]
+    return -math.fsum(terms)
+
+
+# KL(policy || reference) of one token, d = log policy - log reference; r = reference / policy.
+
+
+def k1(d):
+    """-log r."""
+    return d
+
+
+def k2(d):
+    return d * d / 2
+
+
+def k3(d):
+    """r - 1 - log r. Where that would cancel, its series in d."""
+    if abs(d) < 1e-2:
+        return math.fsum((-d) ** n / math.factorial(n) for n in range(2, 12))
+    return math.exp(-d) - 1 + d
+
+
+# Importance weights trainer / generator, per token, for every kind of correction.
+
+
+def correction(sequences, kind, level, low=0.0, high=math.inf):
+    factors = []
+    for sequence in sequences:
+        rhos = [math.exp(old - sampling) if mask else 1.0
+                for old, sampling, mask in zip(sequence["old"], sequence["sampling"], sequence["mask"])]
+        if level == "sequence":
+            rhos = [float(np.prod(rhos))] * len(rhos)
+        factors.append([min(rho, high) if kind == "truncated" else rho if low <= rho <= high else 0.0 for rho in rhos])
+    return factors
+
+
+# Reductions: the mean a loss becomes, from one number per token.
+
+
+def token_mean(losses, masks, groups):
+    trained = [x for loss, mask in zip(losses, masks) for x, m in zip(loss, mask) if m]
+    return math.fsum(trained) / max(1, len(trained))
+
+
+def sequence_mean(losses, masks, groups):
+    of_sequence = [token_mean([loss], [mask], [0]) for loss, mask in zip(losses, masks)]
+    return mean(of_sequence)
+
+
+def prompt_mean(losses, masks, groups):
+    return mean([
+        token_mean([loss for loss, g in zip(losses, groups) if g == group],
+                   [mask for mask, g in zip(masks, groups) if g == group], [])
+        for group in sorted(set(groups))])
+
+
+def constant_length(losses, masks, groups, length):
+    """Dr. GRPO: the sum over a sequence's tokens divided by a constant, and the mean of that over sequences."""
+    return mean([math.fsum(x for x, m in zip(loss, mask) if m) / length for loss, mask in zip(losses, masks)])

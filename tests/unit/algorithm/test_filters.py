@@ -1,0 +1,204 @@
+"""What does not train, how a batch is filled, and when a run gives up."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.algorithm.made import attempts, group, rollout, turn
+from torchtitan_rl.algorithm.batch import fill_batch
+from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.algorithm.datums import to_datums
+from torchtitan_rl.algorithm.filters import FilterConfig, filtered, overlong_penalty
+from torchtitan_rl.algorithm.grouping import form_groups
+from torchtitan_rl.algorithm.reductions import sequence_mean
+
+
+def config(tasks_per_step=2, precomputed_advantages="auto", **filters):
+    return AlgorithmConfig(tasks_per_step=tasks_per_step, filters=FilterConfig(**filters),
+                           precomputed_advantages=precomputed_advantages)
+
+
+def sized(length, reward, *, i=0, truncated=False):
+    return rollout(f"0/0/{i}", turn([1], [2] * length, truncated=truncated), reward=reward)
+
+
+def ids(groups):
+    return [[each.id for each in group.rollouts] for group in groups]
+
+
+# Filters.
+
+
+def test_without_filters_everything_passes_untouched():
+    groups = [group(*attempts(0, [1.0, 1.0])), group(sized(8, 0.0, truncated=True))]
+    kept, left_out = filtered(groups, config(), max_tokens=8)
+    assert kept == groups and kept[0] is groups[0] and left_out == []
+    assert groups[1].rewards == [0.0] and not groups[1].rollouts[0].masked
+
+
+def test_groups_whose_rewards_are_all_equal_are_left_out():
+    right, mixed, wrong = (group(*attempts(0, rewards)) for rewards in ([1.0, 1.0], [1.0, 0.0], [0.0, 0.0]))
+    kept, left_out = filtered([right, mixed, wrong], config(zero_variance=True), max_tokens=8)
+    assert kept == [mixed] and left_out == [right, wrong]
+
+
+def test_a_group_that_weighs_itself_needs_no_variance():
+    own = group(rollout("0/0/0", turn([1], [2], advantages=0.5)))
+    assert filtered([own], config(zero_variance=True), max_tokens=8) == ([own], [])
+    assert filtered([own], config(zero_variance=True), max_tokens=8, oldest_version=1) == ([], [own])
+    ignored = config(zero_variance=True, precomputed_advantages="ignore")
+    assert filtered([own], ignored, max_tokens=8) == ([], [own])
+
+
+def test_dropped_rollouts_leave_their_group():
+    rollouts = [sized(2, 1.0), sized(8, 5.0, i=1, truncated=True), sized(2, 0.0, i=2)]
+    (kept,), (out,) = filtered([group(*rollouts)], config(overlong="drop"), max_tokens=8)
+    assert ids([kept, out]) == [["0/0/0", "0/0/2"], ["0/0/1"]] and kept.id == out.id == "0/0"
+    assert [d.loss_inputs["advantages"].tolist() for d in to_datums([kept], config())] == [[0.5, 0.5], [-0.5, -0.5]]
+    assert filtered([group(rollouts[1])], config(overlong="drop"), max_tokens=8)[0] == []
+
+
+def test_dropping_may_leave_equal_rewards():
+    made = group(sized(2, 1.0), sized(8, 0.0, i=1, truncated=True))
+    kept, left_out = filtered([made], config(overlong="drop", zero_variance=True), max_tokens=8)
+    assert kept == [] and ids(left_out) == [["0/0/1"], ["0/0/0"]]
+
+
+def test_masked_rollouts_count_among_their_siblings_and_do_not_train():
+    made = group(sized(2, 1.0), sized(3, 0.0, i=1, truncated=True))
+    (kept,), left_out = filtered([made], config(overlong="mask"), max_tokens=3)
+    assert kept is made and left_out == []
+    first, second = to_datums([kept], AlgorithmConfig(reduction=sequence_mean))
+    assert first.loss_inputs["advantages"].tolist() == [0.5, 0.5]
+    assert first.loss_inputs["weights"].tolist() == [0.25, 0.25]  # an empty sequence is still one of two
+    for name in ("loss_mask", "weights", "advantages"):
+        assert second.loss_inputs[name].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_group_of_masked_rollouts_only_is_left_out():
+    made = group(sized(3, 1.0, truncated=True), sized(3, 0.0, i=1, truncated=True))
+    assert filtered([made], config(overlong="mask"), max_tokens=3) == ([], [made])
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (9, 1.5), (10, 2.0), (11, 2.0)])
+def test_the_penalty_grows_over_the_buffer(length, penalty):
+    assert overlong_penalty(length, max_tokens=10, buffer=4, penalty=2.0) == penalty
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(9, 0.0), (10, 2.0)])
+def test_without_a_buffer_it_is_a_step(length, penalty):
+    assert overlong_penalty(length, max_tokens=10, buffer=0, penalty=2.0) == penalty
+
+
+@given(st.integers(0, 50), st.integers(0, 40), st.integers(0, 40))
+def test_a_longer_completion_never_loses_less(length, limit, buffer):
+    buffer = min(buffer, limit)
+    assert 0 <= overlong_penalty(length, limit, buffer, 1.0) <= overlong_penalty(length + 1, limit, buffer, 1.0) <= 1
+
+
+def test_the_penalty_is_taken_off_the_reward_by_the_longest_turn():
+    made = group(sized(2, 1.0), rollout("0/0/1", turn([1], [2] * 7), turn([1], [2] * 3), reward=1.0))
+    (kept,), _ = filtered([made], config(overlong="penalty", overlong_buffer=4, overlong_penalty=2.0), max_tokens=8)
+    assert kept.rewards == [1.0, -0.5]
+
+
+# Batches.
+
+
+class Tasks:
+    """Rolls out tasks whose rewards are listed, one entry per task, and remembers what it was asked for."""
+
+    def __init__(self, *rewards):
+        self.rewards, self.asked = rewards, []
+
+    async def roll_out(self, num_tasks, first, counts):
+        self.asked.append((num_tasks, first))
+        rewards = [self.rewards[i % len(self.rewards)] for i in range(first, first + num_tasks)]
+        return form_groups([each for i, of_task in enumerate(rewards, start=first) for each in attempts(i, of_task)],
+                           AlgorithmConfig(), counts)
+
+
+def filled(tasks, config, **kwargs):
+    return asyncio.run(fill_batch(tasks.roll_out, config, max_tokens=kwargs.pop("max_tokens", 8), **kwargs))
+
+
+MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
+
+
+def test_without_filters_there_is_one_round_and_no_metric():
+    tasks = Tasks(MIXED, EQUAL)
+    batch = filled(tasks, config())
+    assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["0/0", "0/1"]
+    assert batch.metrics == {} and batch.stalled == "" and batch.left_out == [] and batch.sampled == batch.groups
+
+
+def test_a_batch_is_filled_with_as_many_tasks_as_are_missing():
+    tasks = Tasks(MIXED, EQUAL, EQUAL, EQUAL, MIXED, MIXED)
+    batch = filled(tasks, config(tasks_per_step=3, zero_variance=True, max_resamples=5))
+    assert tasks.asked == [(3, 0), (2, 3), (1, 5)] and [group.id for group in batch.groups] == ["0/0", "0/4", "0/5"]
+    assert batch.metrics == {"filter/zero_variance_groups": 3, "filter/resampled_tasks": 3, "filter/missing_tasks": 0}
+
+
+def test_the_limit_leaves_a_smaller_batch():
+    tasks = Tasks(MIXED, EQUAL)
+    batch = filled(tasks, config(tasks_per_step=4, zero_variance=True, max_resamples=1))
+    assert tasks.asked == [(4, 0), (2, 4)] and [group.id for group in batch.groups] == ["0/0", "0/2", "0/4"]
+    assert [group.id for group in batch.left_out] == ["0/1", "0/3", "0/5"]
+    assert [group.id for group in batch.sampled] == [f"0/{i}" for i in range(6)]
+    assert batch.metrics == {"filter/zero_variance_groups": 3, "filter/resampled_tasks": 2, "filter/missing_tasks": 1}
+
+
+def test_without_resampling_what_passes_is_the_batch():
+    tasks = Tasks(EQUAL, MIXED)
+    batch = filled(tasks, config(zero_variance=True))
+    assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["0/1"]
+    assert batch.metrics["filter/missing_tasks"] == 1
+
+
+def test_an_empty_batch_is_tried_again_until_something_passes():
+    tasks = Tasks(EQUAL, EQUAL, EQUAL, EQUAL, EQUAL, MIXED)
+    batch = filled(tasks, config(zero_variance=True))
+    assert tasks.asked == [(2, 0), (2, 2), (2, 4)] and [group.id for group in batch.groups] == ["0/5"]
+    assert batch.stalled == "" and batch.metrics["filter/resampled_tasks"] == 4
+
+
+def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
+    tasks = Tasks(EQUAL, [0.5, 0.5])
+    batch = filled(tasks, config(zero_variance=True, max_stalled_rounds=3))
+    assert len(tasks.asked) == 3 and batch.groups == []
+    assert batch.stalled == (
+        "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on (filter/missing_tasks=2, "
+        "filter/resampled_tasks=4, filter/zero_variance_groups=6; rewards from 0.5 to 1); if rewards are as high as they can "
+        "be the task is learned, else make it easier, check the reward, raise group_size or sampling.max_tokens, or switch "
+        "the filter off")
+
+
+def test_resampling_longer_than_the_guard_is_not_cut_short():
+    tasks = Tasks(EQUAL)
+    filled(tasks, config(zero_variance=True, max_stalled_rounds=2, max_resamples=4))
+    assert len(tasks.asked) == 5
+
+
+def test_a_workflow_that_never_plays_a_turn_stalls_the_run():
+    async def roll_out(num_tasks, first, counts):
+        return form_groups([rollout(f"0/{i}/0") for i in range(first, first + num_tasks)], AlgorithmConfig(), counts)
+
+    batch = asyncio.run(fill_batch(roll_out, config(max_stalled_rounds=2), max_tokens=8))
+    assert batch.stalled == ("algorithm.filters.max_stalled_rounds=2: 2 rounds left nothing to train on "
+                             "(filter/skipped_rollouts=4); see that the workflow plays turns")
+
+
+def test_what_overlong_filters_did_is_counted():
+    async def roll_out(num_tasks, first, counts):
+        return [group(sized(2, 1.0), sized(8, 0.0, i=1, truncated=True))]
+
+    def metrics(**filters):
+        return asyncio.run(fill_batch(roll_out, config(tasks_per_step=1, **filters), max_tokens=8)).metrics
+
+    rest = {"filter/resampled_tasks": 0, "filter/missing_tasks": 0}
+    assert metrics(overlong="drop") == {"filter/overlong_rollouts": 1, **rest}
+    assert metrics(overlong="mask") == {"filter/overlong_rollouts": 1, **rest}
+    assert metrics(overlong="penalty", overlong_penalty=0.5) == {
+        "filter/overlong_rollouts": 1, "filter/overlong_penalty_mean": 0.25}

@@ -1,0 +1,214 @@
+"""Rewards that compute: what comes back from another process, and that no process is left behind."""
+
+import asyncio
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from torchtitan_rl.tasks.family import judge
+from torchtitan_rl.tasks.reward_process import cpu_bound
+from torchtitan_rl.types import Task
+
+TASK = Task(id="t/7", prompt="1+1=", answer="2")
+ROOT = Path(__file__).parents[3]
+
+
+def rewards_of(reward, completions=("a", "b"), timeout_s=20.0):
+    return asyncio.run(judge(reward, TASK, list(completions), timeout_s))
+
+
+def refusal(reward, **kwargs):
+    """The one line with which `judge` refuses a reward function, and the error itself."""
+    with pytest.raises(RuntimeError) as caught:
+        rewards_of(reward, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message and "'t/7'" in message
+    return message, caught.value
+
+
+def gone(pid, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@cpu_bound
+def right(task, completions):
+    print("not an answer")  # must not be taken for one
+    return [float(completion == task.answer) for completion in completions]
+
+
+@cpu_bound
+def where(task, completions):
+    return [os.getpid()]
+
+
+@cpu_bound
+def raises(task, completions):
+    raise KeyError("score")
+
+
+@cpu_bound
+def leaves(task, completions):
+    sys.exit(3)
+
+
+@cpu_bound
+def crashes(task, completions):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@cpu_bound
+def never_ends(task, completions):
+    if completions[0] != "a":  # a file to say where this process is
+        Path(completions[0]).write_text(str(os.getpid()))
+    return [float(bool(re.match(r"(a+)+$", "a" * 60 + "b")))]  # backtracks for ages, and holds Python's lock
+
+
+class Sums:
+    name = "sums"
+
+    @cpu_bound
+    def reward(self, task, completions):
+        return torch.tensor([0.25] * len(completions))
+
+
+def test_functions_methods_partials_and_lambdas_are_called_elsewhere():
+    assert rewards_of(right, ["2", "3"]) == [1.0, 0.0]
+    assert rewards_of(functools.partial(right), ["2", "3"]) == [1.0, 0.0]
+    assert rewards_of(cpu_bound(lambda task, completions: [len(task.prompt)]), ["x"]) == [4.0]
+    assert rewards_of(Sums()) == [0.25, 0.25]
+    (first,), (second,) = rewards_of(where, ["x"]), rewards_of(where, ["x"])
+    assert first == second != os.getpid()  # one process, kept for the next
+
+
+def test_more_calls_than_processes_wait_for_their_turn():
+    async def many():
+        return await asyncio.gather(*(judge(right, TASK, [str(i)], 20.0) for i in range(5)))
+
+    assert asyncio.run(many()) == [[0.0], [0.0], [1.0], [0.0], [0.0]]
+
+
+def test_what_it_raises_is_named_and_the_traceback_comes_along():
+    message, error = refusal(raises)
+    assert message == f"reward={__name__}:raises: raised KeyError: 'score' for task 't/7'; mend the reward function"
+    assert 'raise KeyError("score")' in error.__cause__.__notes__[0]
+    assert "raised SystemExit: 3" in refusal(leaves)[0]
+
+
+def test_what_it_returns_is_checked_as_that_of_others():
+    assert "returned nan at position 1" in refusal(cpu_bound(lambda task, completions: [0.0, float("nan")]))[0]
+    assert "returned 1 rewards for the 2 completions" in refusal(where)[0]
+    lazy = cpu_bound(lambda task, completions: (float(len(c)) for c in completions))
+    assert "raised TypeError: cannot pickle 'generator'" in refusal(lazy)[0]
+
+
+def test_a_process_that_crashes_is_named_and_replaced():
+    assert "reward=" + __name__ + ":crashes: ended its process (killed by SIGSEGV) for task" in refusal(crashes)[0]
+    assert rewards_of(right, ["2"]) == [1.0]
+
+
+def test_a_reward_that_never_ends_is_killed_at_the_deadline_and_its_process_replaced(tmp_path):
+    rewards_of(right, ["2"])  # the process has started
+    file, start = tmp_path / "pid", time.monotonic()
+    message, _ = refusal(never_ends, completions=[str(file)], timeout_s=0.5)
+    assert 0.4 < time.monotonic() - start < 15.0
+    assert message.startswith(f"reward={__name__}:never_ends: gave no answer for task 't/7' within 0.5 s; ")
+    assert gone(int(file.read_text()))
+    assert rewards_of(right, ["2"]) == [1.0]
+
+
+@cpu_bound
+def runs_a_program(task, completions):
+    program = subprocess.Popen(["sleep", "1000"])
+    Path(completions[0]).write_text(str(program.pid))
+    return [float(program.wait())]
+
+
+def test_what_a_late_reward_has_started_is_killed_with_it(tmp_path):
+    rewards_of(right, ["2"])  # the process has started
+    assert "gave no answer" in refusal(runs_a_program, completions=[str(tmp_path / "pid")], timeout_s=1.0)[0]
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_reward_that_nobody_waits_for_any_more_is_killed(tmp_path):
+    async def cancelled():
+        waiting = asyncio.create_task(judge(never_ends, TASK, [str(tmp_path / "pid")], 60.0))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.02)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    asyncio.run(asyncio.wait_for(cancelled(), 60.0))
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_what_cannot_be_sent_or_loaded_is_refused():
+    lock = threading.Lock()
+    message, _ = refusal(cpu_bound(lambda task, completions: [float(lock.locked())]))
+    assert "cannot be sent to a process (TypeError: cannot pickle '_thread.lock' object) for task" in message
+
+    class Unloadable:
+        cpu_bound = True
+
+        def __reduce__(self):
+            return (int, ("x",))
+
+        def __call__(self, task, completions):
+            raise AssertionError
+
+    assert "could not be loaded by a process: ValueError: invalid literal" in refusal(Unloadable())[0]
+
+
+def test_an_async_function_cannot_be_marked():
+    async def waits(task, completions):
+        return [0.0]
+
+    with pytest.raises(ValueError, match="cpu_bound=.*waits: is async, so it waits and does not compute; leave"):
+        cpu_bound(waits)
+
+
+RUN = """
+import asyncio, sys
+from tests.unit.tasks.test_reward_process import TASK, never_ends
+from torchtitan_rl.tasks.family import judge
+asyncio.run(judge(never_ends, TASK, [sys.argv[1]], 60.0))
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_a_run_that_is_interrupted_or_killed(end, tmp_path):
+    file = tmp_path / "pid"
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(file)], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)})
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+        time.sleep(0.05)
+    worker = int(file.read_text())
+    assert psutil.pid_exists(worker)
+    run.send_signal(end)
+    run.communicate(timeout=10)
+    assert gone(worker)
+
+
+def test_processes_end_with_the_thread_of_the_event_loop_that_used_them():
+    pids = []
+    thread = threading.Thread(target=lambda: pids.extend(rewards_of(where, ["x"])))
+    thread.start()
+    thread.join(60)
+    assert gone(int(pids[0]))

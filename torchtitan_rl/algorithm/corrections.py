@@ -1,0 +1,81 @@
+"""Off-policy corrections: how much a token counts when the generator that sampled it is not quite the trainer.
+
+The importance weight is rho = trainer / generator = exp(old_logprobs - sampling_logprobs), with the trainer's own
+log-probabilities just before the step. A correction is a function `(LossInputs, **correction_config) -> (factor_T,
+metric sums)`; its factor is a constant for the gradient and multiplies the token's weight, so it goes with every loss
+(`algorithm.correction_fn`, see objective.py).
+
+Truncated weights are min(rho, cap) (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+training"; Espeholt et al., arXiv:1802.01561). Masked ones are rho within [low, high] and 0 outside (IcePop, Ling Team,
+arXiv:2510.18855; per sequence Liu et al. 2025, "When speed kills stability"). Per sequence rho is the product over the
+datum's trained tokens, and every token of it gets the same factor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchtitan_rl.algorithm.losses import LOG_RATIO_LIMIT, datum_sums, masked_difference
+from torchtitan_rl.types import LossInputs
+
+__all__ = ["masked_sequence", "masked_token", "truncated_sequence", "truncated_token"]
+
+
+def truncated_token(inputs: LossInputs, *, cap: float = 2.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """min(rho_t, cap) of each token."""
+    return _truncated(inputs, _token_log_weights(inputs), cap)
+
+
+def truncated_sequence(inputs: LossInputs, *, cap: float = 2.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """min(prod rho_t, cap) of each datum."""
+    return _truncated(inputs, _sequence_log_weights(inputs), cap)
+
+
+def masked_token(
+    inputs: LossInputs, *, low: float = 0.5, high: float = 5.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """rho_t of each token within [low, high]; a token outside does not train."""
+    return _masked(inputs, _token_log_weights(inputs), low, high)
+
+
+def masked_sequence(
+    inputs: LossInputs, *, low: float = 0.0, high: float = 2.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """prod rho_t of each datum within [low, high]; a datum outside does not train."""
+    return _masked(inputs, _sequence_log_weights(inputs), low, high)
+
+
+def _token_log_weights(inputs: LossInputs) -> torch.Tensor:
+    return masked_difference(inputs, inputs.old_logprobs, inputs.sampling_logprobs)
+
+
+def _sequence_log_weights(inputs: LossInputs) -> torch.Tensor:
+    return datum_sums(inputs, _token_log_weights(inputs))[inputs.datum]
+
+
+def _truncated(inputs: LossInputs, log_weights_T: torch.Tensor, cap: float):
+    if not 0 < cap < float("inf"):
+        raise ValueError(f"cap={cap}: must be positive and finite, it is the largest weight; use 2")
+    weights_T = _weights(log_weights_T)
+    return _with_metrics(inputs, weights_T.clamp(max=cap), changed_T=weights_T > cap)
+
+
+def _masked(inputs: LossInputs, log_weights_T: torch.Tensor, low: float, high: float):
+    if not 0 <= low < high:
+        raise ValueError(f"low={low}: the bounds {low:g} and {high:g} of a weight cross or are negative; use 0.5 and 5")
+    if not (low <= 1 <= high):
+        raise ValueError(f"low={low}: a weight of 1, where trainer and generator agree, is outside [{low:g}, {high:g}] "
+                         "and nothing would train; use bounds on either side of 1")
+    weights_T = _weights(log_weights_T)
+    outside_T = (weights_T < low) | (weights_T > high)
+    return _with_metrics(inputs, torch.where(outside_T, 0.0, weights_T), changed_T=outside_T)
+
+
+def _weights(log_weights_T: torch.Tensor) -> torch.Tensor:
+    return log_weights_T.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _with_metrics(inputs: LossInputs, factor_T: torch.Tensor, changed_T: torch.Tensor):
+    trained_T = inputs.loss_mask > 0
+    return factor_T, {"correction/weight_mean": factor_T[trained_T].sum(),
+                      "correction/changed_frac": (changed_T & trained_T).sum()}

@@ -1,0 +1,112 @@
+"""What of a batch is worth training on: zero-variance groups, overlong completions, and how long to look for more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torchtitan_rl.algorithm.precomputed import Verdict, scan
+
+if TYPE_CHECKING:
+    from torchtitan_rl.algorithm.config import AlgorithmConfig
+    from torchtitan_rl.types import Rollout, RolloutGroup
+
+__all__ = ["FilterConfig", "filtered", "overlong_penalty"]
+
+
+@dataclass(kw_only=True, slots=True)
+class FilterConfig:
+    """What does not train. Example, as in DAPO: `FilterConfig(zero_variance=True, max_resamples=4, overlong="penalty",
+    overlong_buffer=64)`."""
+
+    zero_variance: bool = False
+    """Leave out groups whose rewards are all equal: an estimator that compares siblings learns nothing from them."""
+    overlong: Literal["keep", "drop", "mask", "penalty"] = "keep"
+    """What becomes of rollouts whose completion was cut off at the token limit: `drop` leaves them out of their group,
+    `mask` lets their reward count among their siblings' but not their tokens, `penalty` lowers the reward the closer a
+    completion comes to the limit."""
+    overlong_buffer: int = 0
+    """Tokens before the limit over which the penalty grows from 0 to all of it."""
+    overlong_penalty: float = 1.0
+    """What a completion that reaches the limit loses."""
+    max_resamples: int = 0
+    """How many more times other tasks are rolled out in place of those left out, until the batch is full."""
+    max_stalled_rounds: int = 10
+    """Rounds of rollouts in a row with nothing left to train on before the run ends."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether any of it can leave a whole group out."""
+        return self.zero_variance or self.overlong in ("drop", "mask")
+
+
+def filtered(
+    groups: list[RolloutGroup], config: AlgorithmConfig, *, max_tokens: int, oldest_version: int = 0,
+    counts: Counter | None = None,
+) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    """(groups to train on, groups left out), in order, by `config.filters`; lowers rewards and masks rollouts in place.
+
+    A group with dropped rollouts is replaced by one of the others, and those are left out as a group of the same id.
+    First completions that are too long, then rewards that are all equal, as they are then; groups with precomputed
+    advantages need no variance. `max_tokens` is the limit of one completion. `counts` is given `filter/...` metrics.
+    """
+    filters, kept, left_out = config.filters, [], []
+    counts = Counter() if counts is None else counts
+    for group in groups:
+        overlong = [rollout for rollout in group.rollouts if _cut_off(rollout)]
+        if filters.overlong != "keep":
+            counts["filter/overlong_rollouts"] += len(overlong)
+        if filters.overlong == "penalty":
+            for rollout in group.rollouts:
+                penalty = overlong_penalty(
+                    _longest(rollout), max_tokens, filters.overlong_buffer, filters.overlong_penalty)
+                rollout.reward -= penalty
+                counts["filter/overlong_penalty_sum"] += penalty
+        elif filters.overlong == "mask":
+            for rollout in overlong:
+                rollout.masked = True
+        elif filters.overlong == "drop" and overlong:
+            left_out.append(dataclasses.replace(group, rollouts=overlong))
+            group = dataclasses.replace(group, rollouts=[r for r in group.rollouts if not _cut_off(r)])
+            if not group.rollouts:
+                counts["filter/overlong_groups"] += 1
+                continue
+        if all(rollout.masked for rollout in group.rollouts):
+            counts["filter/overlong_groups"] += 1
+            left_out.append(group)
+        elif filters.zero_variance and len(set(group.rewards)) == 1 and not _weighs_itself(
+                group, config, oldest_version):
+            counts["filter/zero_variance_groups"] += 1
+            left_out.append(group)
+        else:
+            kept.append(group)
+    if filters.zero_variance:
+        counts["filter/zero_variance_groups"] += 0  # in every line, or a reader cannot tell none from off
+    return kept, left_out
+
+
+def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) -> float:
+    """What a completion of `length` tokens loses: 0 up to `max_tokens - buffer`, then linearly up to `penalty`.
+
+    Soft overlong punishment of DAPO (arXiv:2503.14476, equation 13), with the sign turned. A buffer of 0 is a step.
+    """
+    over = length - (max_tokens - buffer)
+    if over < 0:
+        return 0.0
+    return penalty * min(1.0, over / buffer) if buffer else penalty
+
+
+def _cut_off(rollout: Rollout) -> bool:
+    return any(turn.completion.truncated for turn in rollout.turns)
+
+
+def _longest(rollout: Rollout) -> int:
+    return max(len(turn.completion.tokens) for turn in rollout.turns)
+
+
+def _weighs_itself(group: RolloutGroup, config: AlgorithmConfig, oldest_version: int) -> bool:
+    if config.precomputed_advantages == "ignore":
+        return False
+    return scan(group, oldest_version=oldest_version).verdict is Verdict.ALL

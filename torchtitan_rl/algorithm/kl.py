@@ -1,0 +1,50 @@
+"""Estimators of KL(policy || reference) from the sampled tokens, and the penalty they make as a reward.
+
+With d = policy_logprobs - reference_logprobs of a token that the policy sampled (Schulman 2020, "Approximating KL
+divergence"): each is one number per token, and k1 and k3 have the KL as their mean.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchtitan_rl.algorithm.losses import LOG_RATIO_LIMIT
+
+__all__ = ["KL_ESTIMATORS", "k1", "k2", "k3", "penalized"]
+
+
+def k1(difference_T: torch.Tensor) -> torch.Tensor:
+    """d: unbiased, of either sign. As a loss its gradient has mean 0, so it is for rewards."""
+    return _held(difference_T)
+
+
+def k2(difference_T: torch.Tensor) -> torch.Tensor:
+    """d^2 / 2: biased; on the policy's own samples its gradient is that of the KL."""
+    return 0.5 * _held(difference_T).square()
+
+
+def k3(difference_T: torch.Tensor) -> torch.Tensor:
+    """e^-d - 1 + d: unbiased and never negative; the term of GRPO (arXiv:2402.03300)."""
+    d = _held(difference_T)
+    # Near 0 the two terms cancel and leave rounding error, so there it is its series, good to 1e-12 below 0.1.
+    factor = torch.ones_like(d)
+    for n in (9, 8, 7, 6, 5, 4, 3):
+        factor = 1 - d / n * factor
+    return torch.where(d.abs() < 0.1, 0.5 * d.square() * factor, torch.expm1(-d) + d)
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def penalized(
+    advantages_T: torch.Tensor, mask_T: torch.Tensor, policy_T: torch.Tensor, reference_T: torch.Tensor, *,
+    coef: float, estimator: str,
+) -> torch.Tensor:
+    """Advantages minus coef x the token's own KL estimate, 0 where the mask is: the KL as a reward, undiscounted into
+    neither past nor future and without a baseline."""
+    penalty_T = coef * KL_ESTIMATORS[estimator](torch.where(mask_T > 0, policy_T - reference_T, 0.0))
+    return torch.where(mask_T > 0, advantages_T - penalty_T, 0.0)
+
+
+def _held(difference_T: torch.Tensor) -> torch.Tensor:
+    return difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,0 +1,68 @@
+"""The objective of a policy's step: the loss, and the terms a config adds to it.
+
+objective = loss_fn with weights x correction  +  kl_coef x sum weights x KL  -  entropy_coef x sum weights x entropy
+
+Every part is linear in `weights`, so the whole is a token sum like any loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import torch
+
+from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
+from torchtitan_rl.algorithm.losses import masked_difference
+from torchtitan_rl.types import Datum, LossFunction, LossInputs
+
+__all__ = ["policy_objective", "with_kl_reward"]
+
+
+def policy_objective(config: AlgorithmConfig) -> LossFunction:
+    """`config.loss_fn`, its `loss_config` and what else is configured, as one loss that takes `LossInputs` alone."""
+    objective = partial(config.loss_fn, **config.loss_config)
+    if config.correction_fn is not None:
+        correction = partial(config.correction_fn, **config.correction_config)
+        objective = partial(_corrected, loss_fn=objective, correction_fn=correction)
+    kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
+    if kl_coef or config.entropy_coef:
+        objective = partial(_regularized, loss_fn=objective, kl_coef=kl_coef, kl_estimator=config.kl_estimator,
+                            entropy_coef=config.entropy_coef)
+    return objective
+
+
+def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
+    """Datums whose advantages carry the KL to the reference, where that is configured; else the same ones.
+
+    The policy's log-probabilities are the generator's: this happens before the trainer has seen the batch.
+    """
+    if not config.kl_coef or config.kl_in != "reward":
+        return data
+    return [
+        dataclasses.replace(datum, loss_inputs={**datum.loss_inputs, "advantages": penalized(
+            datum.loss_inputs["advantages"], datum.loss_inputs["loss_mask"], datum.loss_inputs["sampling_logprobs"],
+            datum.loss_inputs["reference_logprobs"], coef=config.kl_coef, estimator=config.kl_estimator)})
+        for datum in data
+    ]
+
+
+def _corrected(inputs: LossInputs, *, loss_fn, correction_fn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    factor_T, correction_metrics = correction_fn(inputs)
+    weights_T = inputs.weights * factor_T.detach()
+    loss, metrics = loss_fn(dataclasses.replace(inputs, tensors={**inputs.tensors, "weights": weights_T}))
+    return loss, {**correction_metrics, **metrics}
+
+
+def _regularized(
+    inputs: LossInputs, *, loss_fn, kl_coef: float, kl_estimator: str, entropy_coef: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, metrics = loss_fn(inputs)
+    if kl_coef:
+        difference_T = masked_difference(inputs, inputs.policy_logprobs, inputs.reference_logprobs)
+        loss = loss + kl_coef * (inputs.weights * KL_ESTIMATORS[kl_estimator](difference_T)).sum()
+    if entropy_coef:
+        entropy_T = torch.where(inputs.loss_mask > 0, inputs.entropy, 0.0)
+        loss = loss - entropy_coef * (inputs.weights * entropy_T).sum()
+    return loss, metrics

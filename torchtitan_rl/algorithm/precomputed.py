@@ -1,0 +1,166 @@
+"""Advantages that came with the turns, from a workflow that computed them itself, such as self-distillation.
+
+A turn carries one number for all of its sampled tokens, or one per token. `scan` looks at every turn of a group and
+says what it found; what does not hold up is not trained on, and the estimator weighs the whole group instead: a
+group in which some advantages are precomputed and some estimated would compare numbers of different kinds.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan_rl.algorithm.config import AlgorithmConfig
+    from torchtitan_rl.types import RolloutGroup, Turn
+
+__all__ = ["Verdict", "Scan", "scan", "precomputed_advantages", "turn_advantages"]
+
+logger = logging.getLogger(__name__)
+
+
+class Verdict(enum.Enum):
+    """What the turns of one group carry. When several would do, the last of the list below says it."""
+
+    NONE = "no turn carries advantages"
+    ALL = "every turn carries fresh, finite advantages of the right length"
+    MIXED = "some turns carry advantages and others do not"
+    NOT_FINITE = "an advantage is NaN or infinite"
+    BAD_LENGTH = "there are neither one nor as many advantages as sampled tokens"
+    EMPTY = "the group has no turns"
+
+
+@dataclass(kw_only=True, slots=True)
+class Scan:
+    """What `scan` found in a group; the counts are of turns."""
+
+    verdict: Verdict
+    num_turns: int = 0
+    num_with: int = 0
+    """That carry advantages which are fresh, whatever else is wrong with them."""
+    num_bad_length: int = 0
+    num_not_finite: int = 0
+    num_stale: int = 0
+    """That carry advantages computed for an older policy version: they count as carrying none."""
+    first: str = ""
+    """The first turn that is to blame, and why."""
+
+    def __str__(self) -> str:
+        counts = {"carry advantages": self.num_with, "have a wrong length": self.num_bad_length,
+                  "are not finite": self.num_not_finite, "are of an older policy version": self.num_stale}
+        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count or what == "carry advantages")
+        first = f"; the first is {self.first}" if self.first else ""
+        return f"{self.verdict.name}: of {self.num_turns} turns {found}{first}"
+
+
+def scan(group: RolloutGroup, *, oldest_version: int = 0) -> Scan:
+    """Looks at the advantages of every turn; those computed for a version before `oldest_version` are stale.
+
+    Raises ValueError when a turn carries something that is not numbers.
+    """
+    result, blame = Scan(verdict=Verdict.EMPTY), {}
+    for rollout in group.rollouts:
+        for index, turn in enumerate(rollout.turns):
+            result.num_turns += 1
+            kind, why = _kind(turn, f"turn {index} of rollout {rollout.id}", oldest_version)
+            blame.setdefault(kind, f"turn {index} of rollout {rollout.id}: {why}")
+            result.num_with += kind not in ("missing", "stale")
+            result.num_stale += kind == "stale"
+            result.num_bad_length += kind == "bad length"
+            result.num_not_finite += kind == "not finite"
+    if not result.num_turns:
+        return result
+    if result.num_bad_length:
+        result.verdict, order = Verdict.BAD_LENGTH, ("bad length",)
+    elif result.num_not_finite:
+        result.verdict, order = Verdict.NOT_FINITE, ("not finite",)
+    elif result.num_with == result.num_turns:
+        result.verdict, order = Verdict.ALL, ()
+    elif result.num_with:
+        result.verdict, order = Verdict.MIXED, ("stale", "missing")
+    else:
+        result.verdict, order = Verdict.NONE, ("stale", "missing")
+    result.first = next((blame[kind] for kind in order if kind in blame), "")
+    return result
+
+
+def precomputed_advantages(
+    group: RolloutGroup, config: AlgorithmConfig, *, oldest_version: int = 0,
+) -> list[list[list[float]]] | None:
+    """The group's own advantages, one per sampled token: `[rollout][turn][token]`. None: an estimator is to weigh it.
+
+    `config.precomputed_advantages` is `"auto"` (use them if they hold up, else warn), `"require"` (raise ValueError
+    unless they do) or `"ignore"` (do not look).
+    """
+    if config.precomputed_advantages == "ignore":
+        return None
+    found = scan(group, oldest_version=oldest_version)
+    if found.verdict is Verdict.ALL:
+        return [[turn_advantages(turn) for turn in rollout.turns] for rollout in group.rollouts]
+    if config.precomputed_advantages == "require":
+        raise ValueError(
+            f"algorithm.precomputed_advantages='require': group {group.id} is {found}; let the workflow give every "
+            "turn advantages, or use 'auto'")
+    if found.verdict is Verdict.EMPTY:
+        logger.warning("precomputed advantages of group %s: %s; there is nothing to train on in it", group.id, found)
+    elif found.verdict is not Verdict.NONE or found.num_stale:
+        logger.warning(
+            "precomputed advantages of group %s: %s; the whole group is weighed by algorithm.advantage_fn instead",
+            group.id, found)
+    return None
+
+
+def turn_advantages(turn: Turn) -> list[float]:
+    """One advantage per sampled token of a turn whose advantages hold up."""
+    numbers, count = _plain(turn.advantages), len(turn.completion.logprobs)
+    if isinstance(numbers, list):
+        assert len(numbers) == count, "scan has looked at the length"
+        return numbers
+    return [numbers] * count
+
+
+def _kind(turn: Turn, where: str, oldest_version: int) -> tuple[str, str]:
+    """(what the turn carries, why it is to blame)."""
+    if turn.advantages is None:
+        return "missing", "carries none"
+    version = turn.advantages_version
+    if version is None:
+        version = max(turn.completion.policy_versions, default=0)
+    if version < oldest_version:
+        return "stale", f"its advantages are of policy version {version}, this batch's are of {oldest_version}"
+    try:
+        numbers = _plain(turn.advantages)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"turn.advantages={_short(turn.advantages)}: {where} carries a {type(turn.advantages).__name__}; give a "
+            "number or a flat sequence of numbers") from None
+    count = len(turn.completion.logprobs)
+    if isinstance(numbers, list) and len(numbers) != count:
+        return "bad length", f"{len(numbers)} advantages for {count} sampled tokens"
+    for position, number in enumerate(numbers if isinstance(numbers, list) else [numbers]):
+        if not math.isfinite(number):
+            return "not finite", f"advantage {position} is {number}"
+    return "good", ""
+
+
+def _plain(value) -> float | list[float]:
+    """A number, or a list of numbers. Raises TypeError or ValueError for anything else."""
+    if hasattr(value, "tolist"):  # NumPy and torch, scalars included
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_number(item) for item in value]
+    return _number(value)
+
+
+def _number(value) -> float:
+    if isinstance(value, str):
+        raise TypeError(value)
+    return float(value)  # also of a one-number array or tensor inside a list
+
+
+def _short(value) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."

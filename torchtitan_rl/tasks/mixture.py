@@ -1,0 +1,143 @@
+"""Several task families as one, mixed by weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_rl.tasks.family import TaskFamily, check_index, check_split, source_of, stable_hash
+from torchtitan_rl.tasks.judging import reward_function
+from torchtitan_rl.types import Task
+
+__all__ = ["Mixture", "MixtureSource"]
+
+
+class Mixture:
+    """Families by name, each with its own data and reward.
+
+    A run draws the family of each train task by weight (`MixtureSource`). Task i of a split that is asked for by
+    index, as evaluations do, is task i // n of family i % n, so that the n families have equal shares whatever their
+    weights; a split ends with the shortest of them. The ids of a family's tasks begin with its name.
+
+    Example: `Mixture.Config(tasks={"sort": LetterSort.Config(), "sums": ReasoningGym.Config()}, weights={"sort": 3.0})`
+    draws three tasks of `sort` to one of `sums`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        tasks: dict[str, Any]
+        """Name to the Config of a family."""
+        weights: dict[str, float] = dataclasses.field(default_factory=dict)
+        """How often a name is drawn, relative to the others; 1 where it is not given."""
+
+        def __post_init__(self) -> None:
+            if not self.tasks:
+                raise ValueError("mixture.tasks={}: is empty; name at least one, such as {'sort': LetterSort.Config()}")
+            for name, task in self.tasks.items():
+                if not name.isidentifier():
+                    raise ValueError(
+                        f"mixture.tasks[{name!r}]: task ids begin with it and overrides contain it; use a Python "
+                        "identifier"
+                    )
+                if dataclasses.is_dataclass(task):
+                    dataclasses.replace(task)  # its own checks: overrides may have changed its fields
+            for name, weight in self.weights.items():
+                if name not in self.tasks:
+                    raise ValueError(
+                        f"mixture.weights[{name!r}]={weight}: there is no such task; use {', '.join(self.tasks)}"
+                    )
+                if not 0 < weight < math.inf:
+                    raise ValueError(
+                        f"mixture.weights[{name!r}]={weight}: must be positive and finite; leave out a task that "
+                        "is not to be drawn"
+                    )
+
+        def build(self) -> Mixture:
+            return Mixture(self)
+
+    name = "mixture"
+
+    def __init__(self, config: Mixture.Config) -> None:
+        self.config = config
+        self.families = {name: task.build() for name, task in config.tasks.items()}
+        self.weights = {name: float(config.weights.get(name, 1.0)) for name in config.tasks}
+
+    def num_tasks(self, split: str) -> int | None:
+        check_split(split)
+        sizes = [family.num_tasks(split) for family in self.families.values()]
+        return min((len(sizes) * size for size in sizes if size is not None), default=None)
+
+    def task(self, split: str, index: int) -> Task:
+        check_index(self, split, index)
+        position, which = divmod(index, len(self.families))
+        name = list(self.families)[which]
+        return self.named(name, self.families[name].task(split, position))
+
+    def reward(self, task: Task, completions: list[str]) -> Any:
+        """That of the task's own family."""
+        return self.reward_for(task)(task, completions)
+
+    def reward_for(self, task: Task) -> Callable[[Task, list[str]], Sequence[float]]:
+        """The reward function itself, so that it runs where it is marked to run and errors name it."""
+        return reward_function(*self._family_of(task))
+
+    def environment(self, task: Task) -> Any:
+        """What its family plays the task in; None where it is a task of one turn."""
+        family, own = self._family_of(task)
+        make = getattr(family, "environment", None)
+        return None if make is None else make(own)
+
+    def source(self, split: str, seed: int) -> MixtureSource:
+        return MixtureSource(self, split, seed)
+
+    def _family_of(self, task: Task) -> tuple[TaskFamily, Task]:
+        """And the task as the family knows it."""
+        name, _, own_id = task.id.partition("/")
+        return self.families[name], dataclasses.replace(task, id=own_id)
+
+    @staticmethod
+    def named(name: str, task: Task) -> Task:
+        return dataclasses.replace(task, id=f"{name}/{task.id}")
+
+
+class MixtureSource:
+    """Hands out a mixture's tasks: draw i is of the family that (seed, split, i) falls on, the next in its own order.
+
+    So no family repeats a task before it has been through its split, however small its weight.
+    Raises ValueError for a family whose split is empty.
+    """
+
+    def __init__(self, mixture: Mixture, split: str, seed: int) -> None:
+        self.mixture, self.split, self.seed = mixture, split, seed
+        self.sources = {name: source_of(family, split, seed) for name, family in mixture.families.items()}
+        self.cursor = 0
+
+    def next(self, n: int) -> list[Task]:
+        """The next `n` tasks."""
+        return [self._next() for _ in range(n)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source and those of its families stand."""
+        return {"cursor": self.cursor, "sources": {name: source.state_dict() for name, source in self.sources.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict()`. Raises ValueError if the mixture has other families now."""
+        if state["sources"].keys() != self.sources.keys():
+            raise ValueError(
+                f"task.tasks={list(self.sources)}: the state to resume from is of {list(state['sources'])}; resume "
+                "with the families the run started with"
+            )
+        self.cursor = state["cursor"]
+        for name, source in self.sources.items():
+            source.load_state_dict(state["sources"][name])
+
+    def _next(self) -> Task:
+        rng = random.Random(stable_hash(self.seed, "mixture", self.split, self.cursor))
+        (name,) = rng.choices(list(self.sources), list(self.mixture.weights.values()))
+        self.cursor += 1
+        (task,) = self.sources[name].next(1)
+        return self.mixture.named(name, task)

@@ -1,0 +1,152 @@
+"""A family without the train tasks that are too easy or too hard, by how often a policy was seen to pass them.
+
+Of a task that is always or never passed a group's rewards are all equal, and nothing is learned from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
+from torchtitan_rl.tasks.judging import reward_function
+from torchtitan_rl.types import Task
+
+__all__ = ["PassRate", "PassRateFilter", "read_pass_rates", "write_pass_rates"]
+
+
+@dataclass(kw_only=True, slots=True)
+class PassRate:
+    """What an evaluation saw of one task.
+
+    Example: `PassRate(split="train", index=17, num_samples=8, num_correct=3, prompt_hash=prompt_hash(task))`.
+    """
+
+    split: str
+    index: int
+    num_samples: int
+    num_correct: int
+    prompt_hash: str
+    """See `prompt_hash`: tells when the data have changed since."""
+
+    @property
+    def value(self) -> float:
+        return self.num_correct / self.num_samples
+
+
+class PassRateFilter:
+    """The train tasks of another family whose measured pass rate lies within bounds; other splits are unchanged.
+
+    Measure them with `torchtitan-rl eval CONFIG --checkpoint DIR --split train --num-tasks N --pass-rates FILE`, where
+    CONFIG has the family itself as its task. Tasks that have not been measured are left out, so that an endless
+    family's train split ends. Raises ValueError for a file that is missing, broken, or leaves no task.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        task: Any
+        """The Config of the family to choose from."""
+        pass_rates: str
+        """The file with the measured pass rates."""
+        min_pass_rate: float = 0.05
+        """Tasks that were passed less often are left out."""
+        max_pass_rate: float = 0.95
+        """Tasks that were passed more often are left out."""
+
+        def __post_init__(self) -> None:
+            if not 0.0 <= self.min_pass_rate <= self.max_pass_rate <= 1.0:
+                raise ValueError(
+                    f"pass_rate_filter.min_pass_rate={self.min_pass_rate}, max_pass_rate={self.max_pass_rate}: do not "
+                    "fit; choose 0 <= min_pass_rate <= max_pass_rate <= 1"
+                )
+            if is_dataclass(self.task):
+                replace(self.task)  # its own checks: overrides may have changed its fields
+
+        def build(self) -> PassRateFilter:
+            return PassRateFilter(self)
+
+    def __init__(self, config: PassRateFilter.Config) -> None:
+        self.config = config
+        self.family = config.task.build()
+        self.name = self.family.name
+        measured = [rate for rate in read_pass_rates(config.pass_rates) if rate.split == "train"]
+        self._kept = [rate for rate in measured if config.min_pass_rate <= rate.value <= config.max_pass_rate]
+        if not self._kept:
+            raise ValueError(
+                f"pass_rate_filter.pass_rates={config.pass_rates!r}: none of its {len(measured)} train tasks has a "
+                f"pass rate from {config.min_pass_rate} to {config.max_pass_rate}; widen the bounds or "
+                "measure more tasks"
+            )
+
+    def num_tasks(self, split: str) -> int | None:
+        check_split(split)
+        return len(self._kept) if split == "train" else self.family.num_tasks(split)
+
+    def task(self, split: str, index: int) -> Task:
+        """Raises ValueError for a train task that is not the one that was measured."""
+        check_index(self, split, index)
+        if split != "train":
+            return self.family.task(split, index)
+        measured = self._kept[index]
+        task = self.family.task(split, measured.index)
+        if prompt_hash(task) != measured.prompt_hash:
+            raise ValueError(
+                f"pass_rate_filter.pass_rates={self.config.pass_rates!r}: task {task.id!r} has another prompt than the "
+                "one that was measured; measure the data as they are now"
+            )
+        return task
+
+    def reward(self, task: Task, completions: list[str]) -> Any:
+        """The family's."""
+        return self.reward_for(task)(task, completions)
+
+    def reward_for(self, task: Task) -> Callable[[Task, list[str]], Sequence[float]]:
+        """The family's reward function itself, so that it runs where it is marked to run and errors name it."""
+        return reward_function(self.family, task)
+
+    def environment(self, task: Task) -> Any:
+        """What the family plays the task in; None where it is a task of one turn."""
+        make = getattr(self.family, "environment", None)
+        return None if make is None else make(task)
+
+
+def prompt_hash(task: Task) -> str:
+    """16 hexadecimal digits."""
+    return f"{stable_hash(task.prompt):016x}"
+
+
+def write_pass_rates(path: str | Path, rates: Iterable[PassRate]) -> None:
+    """One JSON object a line. Raises ValueError where the file cannot be written."""
+    text = "".join(json.dumps(asdict(rate)) + "\n" for rate in rates)
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ValueError(f"pass_rates={str(path)!r}: cannot be written ({error.strerror}); name another") from error
+
+
+def read_pass_rates(path: str | Path) -> list[PassRate]:
+    """Raises ValueError, with the line, for a file that `write_pass_rates` has not written."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ValueError(f"pass_rates={str(path)!r}: cannot be read ({error.strerror}); measure them first") from error
+    rates, seen = [], set()
+    for number, line in enumerate(lines, start=1):
+        try:
+            rate = PassRate(**json.loads(line))
+            good = 0 <= rate.num_correct <= rate.num_samples and rate.num_samples > 0 and rate.index >= 0
+        except (TypeError, ValueError):  # no JSON, no object, or other fields
+            good = False
+        if not good:
+            raise ValueError(f"pass_rates={str(path)!r}: line {number} is no measured task; measure them again")
+        if (rate.split, rate.index) in seen:
+            raise ValueError(
+                f"pass_rates={str(path)!r}: line {number} measures {rate.split} task {rate.index} a second time; "
+                "keep one"
+            )
+        seen.add((rate.split, rate.index))
+        rates.append(rate)
+    return rates

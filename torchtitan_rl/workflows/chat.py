@@ -1,0 +1,136 @@
+"""Conversations as tokens. What the policy sampled is never tokenised again: later prompts grow at the end only.
+
+A chat template turns a whole list of messages into text. What a rollout needs is smaller: the tokens between the end of
+one completion and the beginning of the next. They are cut out of a rendering in which the completion is a mark.
+"""
+
+from __future__ import annotations
+
+from torchtitan_rl.tasks.env import Message, Observation
+from torchtitan_rl.types import Completion
+
+__all__ = ["Chat", "Dialogue"]
+
+_MARK = "what-the-policy-said"
+
+
+class Chat:
+    """A tokenizer's chat template.
+
+    Example, with the template of the character tokenizer: `prompt([user])` is `<user>:hi\\n<assistant>:`, and
+    `between([user], [tool])` is `<eos>\\n<tool>:7\\n<assistant>:`.
+    Raises ValueError when the tokenizer has no template, or the template refuses messages or leaves some out.
+    """
+
+    def __init__(self, tokenizer, tools: list[dict] | None = None) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("tokenizer.chat_template=None: the prompt is a list of messages and the tokenizer has no chat "
+                             "template; set model.assets to one that has, or give prompts as text")
+        self.tokenizer, self.tools = tokenizer, tools
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """Tokens of messages up to where the assistant's next one begins."""
+        return self._encode(self._text(messages, more=True))
+
+    def between(self, history: list[Message], following: list[Message], *, more: bool = True) -> list[int]:
+        """Tokens after the text of the assistant's message that follows `history`: the end of its turn, the `following`
+        messages and, with `more`, the beginning of the assistant's next one."""
+        text = self._text([*history, {"role": "assistant", "content": _MARK}, *following], more)
+        if text.count(_MARK) != 1:
+            raise ValueError(f"tokenizer.chat_template: shows an assistant message {text.count(_MARK)} times after "
+                             f"{len(history)} messages; use a template that shows each once")
+        return self._encode(text.partition(_MARK)[2])
+
+    def end_of_turn(self, messages: list[Message]) -> int | None:
+        """The special token that ends an assistant's turn after `messages`; None where the template has none."""
+        # With more to come: some templates leave the last turn open.
+        return self._first_special(self.between(messages, []))
+
+    def extend(
+        self, tokens: list[int], completion: Completion, history: list[Message], following: list[Message],
+    ) -> list[int]:
+        """The next prompt: `tokens`, what was sampled after them, and what comes `between`.
+
+        A completion that sampled the end of its turn is not given another; one that was cut off (a stop string, the token
+        limit) is given the template's.
+        """
+        between = self.between(history, following)
+        if completion.tokens[-1:] == [self._first_special(between)]:
+            between = between[1:]
+        return [*tokens, *completion.tokens, *between]
+
+    def render(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
+        """Tokens of a whole conversation, and for each whether it is the policy's: the text of the assistant's messages and
+        the ends of its turns. For conversations to imitate; the tokens are those a rollout that says the same would have.
+
+        Templates that rewrite earlier turns (such as leaving out old reasoning) render a finished conversation otherwise.
+        Raises ValueError when there is no assistant message.
+        """
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not spoken:
+            raise ValueError(f"messages={messages!r:.80}: has no assistant message; there is nothing to imitate")
+        tokens = self.prompt(messages[:spoken[0]])
+        mask = [False] * len(tokens)
+        for i, following in zip(spoken, [*spoken[1:], None]):
+            said = self._encode(messages[i]["content"])
+            between = self.between(messages[:i], messages[i + 1:following], more=following is not None)
+            ends = self._first_special(between) is not None
+            if not ends and i == spoken[-1] and (end := self.end_of_turn(messages[:i])) is not None:
+                between, ends = [end, *between], True  # the policy must learn to end a turn the template leaves open
+            tokens += said + between
+            mask += [True] * len(said) + [ends and j == 0 for j in range(len(between))]
+        return tokens, mask
+
+    def _first_special(self, tokens: list[int]) -> int | None:
+        return tokens[0] if tokens and tokens[0] in self.tokenizer.all_special_ids else None
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _text(self, messages: list[Message], more: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=self.tools, tokenize=False, add_generation_prompt=more)
+        except Exception as error:  # whatever a template raises, it is about the messages
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(f"tokenizer.chat_template: refuses messages of the roles {roles} "
+                             f"({' '.join(str(error).split())}); give it what it takes") from error
+
+
+class Dialogue:
+    """The prompts of one rollout, each the previous one, its completion and an observation, in whatever kind the first
+    observation was: text, messages or tokens. Raises ValueError when a later one is of another kind."""
+
+    def __init__(self, tokenizer, first: Observation, tools: list[dict] | None = None) -> None:
+        self.tokenizer, self.kind = tokenizer, _kind(first)
+        self.stop_token_ids: list[int] = []
+        """What ends a completion besides the tokenizer's end-of-sequence token: the end of an assistant's turn."""
+        if self.kind == "messages":
+            self.messages, self.chat = list(first), Chat(tokenizer, tools)
+            end = self.chat.end_of_turn(self.messages)
+            self.stop_token_ids = [] if end in (None, tokenizer.eos_token_id) else [end]
+            self.tokens = self.chat.prompt(self.messages)
+        else:
+            self.tokens = self._plain(first)
+
+    def extend(self, completion: Completion, observation: Observation) -> None:
+        """`tokens` becomes the next prompt."""
+        if (kind := _kind(observation)) != self.kind:
+            raise ValueError(f"observation={observation!r:.80}: is {kind} where the first one was {self.kind}; keep to one kind")
+        if self.kind == "messages":
+            self.tokens = self.chat.extend(self.tokens, completion, self.messages, observation)
+            said = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            self.messages += [{"role": "assistant", "content": said}, *observation]
+        else:
+            self.tokens = [*self.tokens, *completion.tokens, *self._plain(observation)]
+
+    def _plain(self, observation: str | list[int]) -> list[int]:
+        if isinstance(observation, str):
+            return self.tokenizer.encode(observation, add_special_tokens=False)
+        return list(observation)
+
+
+def _kind(observation: Observation) -> str:
+    if isinstance(observation, str):
+        return "text"
+    return "messages" if isinstance(observation[0], dict) else "tokens"

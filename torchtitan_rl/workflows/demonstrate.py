@@ -1,0 +1,55 @@
+"""Demonstrations as (prompt tokens, completion tokens), one pair per turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torchtitan_rl.types import Completion, SamplingParams, Task
+from torchtitan_rl.workflows.policy import Policy
+
+__all__ = ["demonstrate"]
+
+
+async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tuple[list[int], list[int]]]:
+    """What a policy that says `task.demonstration` would have read and said.
+
+    A list of texts is played through `workflow`, so the tokens are those of a rollout. A completion ends with the
+    end-of-sequence token (or the template's end of a turn), unless it ends with a stop string.
+    Raises ValueError without a demonstration, or when the environment ends before it or goes on after it.
+    """
+    if task.demonstration is None:
+        raise ValueError(f"task={task.id!r}: has no demonstration; set supervised.num_steps=0 or give the task one")
+    if isinstance(task.demonstration, str):
+        completion = policy.tokenizer.encode(task.demonstration, add_special_tokens=False)
+        return [(policy.prompt_tokens(task), [*completion, policy.tokenizer.eos_token_id])]
+    script = _Script(task, policy.tokenizer)
+    rollout = await workflow(
+        task, dataclasses.replace(policy, sampler=script, stop_token_ids=[]), rollout_id=task.id, seed=0)
+    if len(rollout.turns) < len(task.demonstration):
+        raise ValueError(f"task={task.id!r}: its demonstration has {len(task.demonstration)} turns, its environment ended "
+                         f"({rollout.end_reason}) after {len(rollout.turns)}; give as many as are played")
+    return [(turn.prompt_tokens, turn.completion.tokens) for turn in rollout.turns]
+
+
+class _Script:
+    """A sampler that says what the demonstration says."""
+
+    def __init__(self, task: Task, tokenizer) -> None:
+        self.task, self.tokenizer, self.said = task, tokenizer, 0
+
+    async def sample(
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None) -> Completion:
+        texts = self.task.demonstration
+        if self.said == len(texts):
+            raise ValueError(f"task={self.task.id!r}: its environment goes on after the {len(texts)} turns of its "
+                             "demonstration; add the turns that are missing")
+        text = texts[self.said]
+        self.said += 1
+        said = self.tokenizer.encode(text, add_special_tokens=False)
+        if not any(text.endswith(stop) for stop in params.stop):
+            said.append(params.stop_token_ids[0] if params.stop_token_ids else self.tokenizer.eos_token_id)
+        if len(said) > params.max_tokens:
+            raise ValueError(f"task={self.task.id!r}: turn {self.said} of its demonstration has {len(said)} tokens, "
+                             f"{params.max_tokens} are left to it; raise sampling.max_tokens or max_rollout_tokens")
+        return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=[0] * len(said), finish_reason="stop")

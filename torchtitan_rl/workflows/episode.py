@@ -1,0 +1,99 @@
+"""One play of an environment, guarded: used once, in order, within its deadline, with answers that make sense."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from torchtitan_rl.tasks.env import Env, Observation, Step
+from torchtitan_rl.types import Task
+
+__all__ = ["Episode"]
+
+
+class Episode:
+    """Calls an environment on behalf of a runner.
+
+    Raises RuntimeError, in one line that names environment and task, when the environment has been played before, raises,
+    gives no answer within `timeout_s`, is stepped after its end, or answers anything but an observation or a `Step`.
+    """
+
+    def __init__(self, env: Env, task: Task, timeout_s: float) -> None:
+        self.env, self.task, self.timeout_s = env, task, timeout_s
+        self.name = f"environment={type(env).__name__}"
+        if not isinstance(env, Env):
+            raise RuntimeError(f"{self.name}: is not an Env, for task {task.id!r}; return one from environment(task)")
+        if env.played:
+            raise RuntimeError(f"{self.name}: has been played before, for task {task.id!r}; make a new one for every rollout")
+        env.played = True
+        self._steppable = False
+
+    async def reset(self) -> Observation:
+        observation = self._checked(await self._call("reset"), "reset")
+        self._steppable = True
+        return observation
+
+    async def step(self, text: str) -> Step:
+        if not self._steppable:
+            raise RuntimeError(f"{self.name}: step before reset or after the end, for task {self.task.id!r}; play it once, "
+                               "from reset until done")
+        step = await self._call("step", text)
+        if not isinstance(step, Step):
+            raise RuntimeError(f"{self.name}: step returned {type(step).__name__} for task {self.task.id!r}; return a Step")
+        if not isinstance(step.reward, numbers.Real) or not math.isfinite(step.reward):
+            raise RuntimeError(f"{self.name}: step gave reward {step.reward!r} for task {self.task.id!r}; give a finite number")
+        if not step.done:
+            self._checked(step.observation, "step")
+        self._steppable = not step.done
+        return step
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        function = getattr(self.env, method)
+        try:
+            async with asyncio.timeout(self.timeout_s) as scope:
+                if inspect.iscoroutinefunction(function):
+                    return await function(*args)
+                return await _in_thread(function, *args)
+        except Exception as error:
+            if isinstance(error, TimeoutError) and scope.expired():
+                raise RuntimeError(f"{self.name}: {method} gave no answer for task {self.task.id!r} within "
+                                   f"{self.timeout_s:g} s; make it faster or raise controller.reward_timeout_s") from None
+            message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+            raise RuntimeError(f"{self.name}: {method} raised {message} for task {self.task.id!r}; mend it") from error
+
+    def _checked(self, observation: Any, method: str) -> Observation:
+        if isinstance(observation, str):
+            return observation
+        if isinstance(observation, list) and observation:
+            if all(isinstance(entry, dict) and "role" in entry for entry in observation):
+                return observation
+            if all(type(entry) is int for entry in observation):
+                return observation
+        raise RuntimeError(f"{self.name}: {method} gave {type(observation).__name__} {repr(observation)[:80]} for task "
+                           f"{self.task.id!r}; give text, a list of messages or a list of tokens")
+
+
+async def _in_thread(function: Callable, *args: Any) -> Any:
+    """Runs it in a daemon thread: one that never returns blocks neither the event loop nor the end of the process."""
+    outcome: Future = Future()
+    outcome.set_running_or_notify_cancel()  # from here on a cancellation leaves it alone, and set_result is legal
+
+    def call() -> None:
+        try:
+            outcome.set_result((function(*args), None))
+        except BaseException as error:  # SystemExit and StopIteration too: neither can travel through a future
+            outcome.set_result((None, error))
+
+    threading.Thread(target=call, name="environment", daemon=True).start()
+    value, error = await asyncio.wrap_future(outcome)
+    if isinstance(error, (SystemExit, StopIteration)):
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    if error is not None:
+        raise error
+    return value

@@ -1,0 +1,74 @@
+"""A task played in an environment, turn by turn, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from torchtitan_rl.tasks.env import Env
+from torchtitan_rl.tasks.family import stable_hash
+from torchtitan_rl.types import Rollout, Task, Turn
+from torchtitan_rl.workflows.chat import Dialogue
+from torchtitan_rl.workflows.episode import Episode
+from torchtitan_rl.workflows.policy import Policy
+
+__all__ = ["Limits", "multi_turn"]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Limits:
+    """How long one rollout may last. Reaching a limit ends it with the reward it has so far, and no error."""
+
+    max_turns: int
+    """Completions."""
+    max_tokens: int
+    """First prompt, completions and observations together."""
+    timeout_s: float
+    """From its first request on. What is being sampled when it passes is dropped: such runs are not reproducible."""
+    step_timeout_s: float
+    """For one answer of the environment; passing it is an error."""
+
+
+async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, env: Env, limits: Limits) -> Rollout:
+    """Plays `env` once. Rewards are the environment's: one per turn, and their sum.
+
+    `end_reason` says what ended it: `"done"` (the environment), `"turns"`, `"tokens"` or `"time"`. Turn i samples from the
+    stream (seed, i). Raises RuntimeError for what `Episode` refuses.
+    """
+    rollout = Rollout(id=rollout_id, task=task, turns=[])
+    episode = Episode(env, task, limits.step_timeout_s)
+    try:
+        async with asyncio.timeout(limits.timeout_s) as scope:
+            rollout.end_reason = await _play(rollout, episode, policy, seed, limits)
+    except TimeoutError:
+        if not scope.expired():  # somebody else's
+            raise
+        rollout.end_reason = "time"
+    finally:
+        env.close()
+    if rollout.turns:
+        first, last = rollout.turns[0], rollout.turns[-1]
+        said = [*last.prompt_tokens, *last.completion.tokens][len(first.prompt_tokens):]
+        rollout.text = policy.tokenizer.decode(said, skip_special_tokens=True)
+    rollout.reward = sum(turn.reward for turn in rollout.turns)
+    return rollout
+
+
+async def _play(rollout: Rollout, episode: Episode, policy: Policy, seed: int, limits: Limits) -> str:
+    env = episode.env
+    dialogue = Dialogue(policy.tokenizer, await episode.reset(), env.tools)
+    policy.check_prompt(rollout.task, dialogue.tokens)
+    for turn in range(limits.max_turns):
+        room = limits.max_tokens - len(dialogue.tokens)
+        if room < 1:
+            return "tokens"
+        completion = await policy.complete(
+            dialogue.tokens, seed=stable_hash(seed, turn) >> 1, max_tokens=min(policy.max_tokens, room),
+            stop=env.stop, stop_token_ids=dialogue.stop_token_ids)
+        rollout.turns.append(Turn(prompt_tokens=dialogue.tokens, completion=completion, reward=0.0))
+        step = await episode.step(policy.text(completion))
+        rollout.turns[-1].reward = float(step.reward)
+        if step.done:
+            return "done"
+        dialogue.extend(completion, step.observation)
+    return "turns"
