@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,22 +23,21 @@ from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.algorithm.schedules import lr_factor
-from torchtitan_rl.hosts.attach import Hosts, this_host
+from torchtitan_rl.hosts.attach import Hosts
 from torchtitan_rl.config import EvalSetConfig, RunConfig, resolved
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.evaluation import Evaluation, eval_families, evaluate
-from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
 from torchtitan_rl.launch import Launcher
 from torchtitan_rl.model.config import assets_dir, resolve_shape, write_model_dir
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.stack import start_generators, start_stack
-from torchtitan_rl.tasks.family import source_of
+from torchtitan_rl.stack import hosts_for, launcher_for, start_generators, start_stack
+from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
-from torchtitan_rl.validation import check_local, validate
+from torchtitan_rl.validation import validate
 from torchtitan_rl.weights import checkpoint
 from torchtitan_rl.workflows.demonstrate import demonstrate
 from torchtitan_rl.workflows.group import run_group, workflow_of
@@ -67,10 +66,6 @@ class Controller:
         for split in ("validation", "test"):
             source_of(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
         self.eval_families = eval_families(config, self.family)
-        self.workflow = config.algorithm.workflow or workflow_of(self.family, Limits(
-            max_turns=config.sampling.max_turns, timeout_s=config.sampling.rollout_timeout_s,
-            max_tokens=config.sampling.max_rollout_tokens or config.sampling.max_prompt_tokens + config.sampling.max_tokens,
-            step_timeout_s=config.controller.reward_timeout_s))
         self.step = 0
         self.policy_version = 0
         self.phase, self.phase_step = "start-up", 0
@@ -96,7 +91,7 @@ class Controller:
         Raises ValueError for what `validate`, `check_fits` and `check_local` refuse, before anything starts.
         """
         validate(config)
-        hosts = _hosts_of(config, backend, hosts, generators_only=hf_weights is not None)
+        hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
         if hf_weights is None and (missing := config.missing_weights()):
             raise ValueError(missing)
         path = Path(config.output_dir or _default_dir(config.name))
@@ -104,7 +99,7 @@ class Controller:
         # Processes on other hosts may have another working directory.
         run_dir = RunDir.create(path.absolute() if attached else path)
         run_dir.write_config(resolved(config))
-        launcher = _launcher(config, hosts, str(run_dir.path / "logs"))
+        launcher = launcher_for(config, hosts, str(run_dir.path / "logs"))
         progress = progress or Progress(quiet=True)
         with progress.waiting("starting trainer, generators and store", expected_s=15):
             try:
@@ -320,9 +315,9 @@ class Controller:
         `first` numbers the tasks of one step from there on; `counts` is given what grouping leaves out.
         """
         config = self.config
-        policy = self.policy(config.algorithm.temperature)
+        policy, workflow = self.policy(config.algorithm.temperature), self.workflow(self.family)
         played = await asyncio.gather(*(
-            run_group(self.workflow, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
+            run_group(workflow, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
                       seed=config.seed, reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
             for i, task in enumerate(tasks, start=first)))
         return form_groups([rollout for group in played for rollout in group.rollouts], config.algorithm, counts)
@@ -349,7 +344,7 @@ class Controller:
         with self.progress.waiting(f"evaluating on {shown}{eval_set.split} tasks"):
             result = await evaluate(
                 self.policy, family, eval_set, name=name, label=label, seed=self.config.seed,
-                config=self.config.controller, workflow=self.workflow)
+                config=self.config.controller, workflow=self.workflow(family))
         self.run_dir.log_metrics({
             "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
         self.progress.line(f"step {self.step}: {shown}{result.summary()}")
@@ -371,6 +366,14 @@ class Controller:
             sampler=self.generator, tokenizer=self.tokenizer, temperature=temperature, max_tokens=sampling.max_tokens,
             max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids, stop=sampling.stop)
 
+    def workflow(self, family: TaskFamily) -> Callable:
+        """How a family's tasks are played in this run."""
+        config, sampling = self.config, self.config.sampling
+        return config.algorithm.workflow or workflow_of(family, Limits(
+            max_turns=sampling.max_turns, timeout_s=sampling.rollout_timeout_s,
+            max_tokens=sampling.max_rollout_tokens or sampling.max_prompt_tokens + sampling.max_tokens,
+            step_timeout_s=config.controller.reward_timeout_s))
+
     def optim_params(self, role: str = "policy") -> OptimParams:
         """Optimizer parameters of the current step: the role's peak learning rate times the schedule's factor."""
         factor = lr_factor(self.config.algorithm.schedule, self.step, self.config.controller.num_steps)
@@ -378,9 +381,9 @@ class Controller:
         return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
     async def demonstrations(self, tasks: list[Task]) -> list[tuple[list[int], list[int]]]:
-        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError without one."""
-        policy = self.policy(1.0)
-        pairs = await asyncio.gather(*(demonstrate(self.workflow, task, policy) for task in tasks))
+        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. ValueError without one."""
+        policy, workflow = self.policy(1.0), self.workflow(self.family)
+        pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
         return [pair for turns in pairs for pair in turns]
 
     async def save_checkpoint(self) -> Path:
@@ -412,33 +415,6 @@ class Controller:
             raise RuntimeError(
                 f"optim/grad_norm={optim.grad_norm}: {skipped} optimizer steps of the {role} in a row were skipped; "
                 "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts")
-
-
-def _hosts_of(config: RunConfig, backend: str, hosts: Hosts | None, *, generators_only: bool) -> Hosts | None:
-    """Where the actors go; None for the local backend. Raises ValueError for a config that does not fit there."""
-    if backend == "actors":
-        hosts = hosts or this_host()
-        check_fits(config, hosts.hosts, generators_only=generators_only)
-        return hosts
-    if backend != "local":
-        raise ValueError(f"backend={backend!r}: is not known; use 'actors' or 'local'")
-    if hosts is not None:
-        raise ValueError(f"backend='local': is this process alone, and {len(hosts.hosts)} hosts are attached; leave one "
-                         "of them out")
-    check_local(config, generators_only=generators_only)
-    here = local_host()
-    one_device = Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])
-    check_fits(config, [one_device], generators_only=generators_only)
-    return None
-
-
-def _launcher(config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher | LocalLauncher:
-    start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
-    if hosts is not None:
-        return Launcher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)
-    from torchtitan_rl.local_launch import LocalLauncher  # imports torchstore, which otherwise only actors need at once
-
-    return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s)
 
 
 def _default_dir(name: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from torchtitan_rl import metrics
+from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config import ControllerConfig, EvalSetConfig, RunConfig
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
@@ -92,6 +93,8 @@ async def evaluate(
         groups = await asyncio.gather(*(
             run_group(workflow, task, policy(at), n, group_id=f"{label}/{task.id}", seed=seed, reward=family,
                       reward_timeout_s=config.reward_timeout_s) for task in tasks))
+        for group in groups:
+            fill_rewards(group)  # a workflow of the user's own may have rewarded turns only
         return [sum(reward >= config.correct_reward for reward in group.rewards) for group in groups]
 
     greedy = await num_correct(1, 0.0)

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchtitan_rl.hosts.attach import Hosts, this_host  # first: it sets what Monarch reads when it is imported
+
 from torchtitan_rl.config import RunConfig
 from torchtitan_rl.dispatch.placement import GENERATOR_PARTS, TRAINER_PARTS, Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
 from torchtitan_rl.launch import Launcher
+from torchtitan_rl.validation import check_local
 
 if TYPE_CHECKING:
     from torchtitan_rl.local_launch import LocalLauncher
 
-__all__ = ["Stack", "start_stack", "start_generators"]
+__all__ = ["Stack", "start_stack", "start_generators", "hosts_for", "launcher_for"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,3 +101,31 @@ def _sampling_client(config: RunConfig, meshes, versions, placement: Placement) 
     return SamplingClient(
         list(meshes), versions, max_model_len=config.generator.max_model_len,
         timeout_s=config.controller.sample_timeout_s, verify=config.weight_sync.verify, placement=placement)
+
+
+def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generators_only: bool) -> Hosts | None:
+    """Where the actors go; None for the local backend. Raises ValueError for a config that does not fit there."""
+    if backend == "actors":
+        hosts = hosts or this_host()
+        check_fits(config, hosts.hosts, generators_only=generators_only)
+        return hosts
+    if backend != "local":
+        raise ValueError(f"backend={backend!r}: is not known; use 'actors' or 'local'")
+    if hosts is not None:
+        raise ValueError(f"backend='local': is this process alone, and {len(hosts.hosts)} hosts are attached; leave one "
+                         "of them out")
+    check_local(config)
+    here = local_host()
+    check_fits(config, [Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])],
+               generators_only=generators_only)
+    return None
+
+
+def launcher_for(config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher | LocalLauncher:
+    """What starts the meshes: actors on these hosts, or without hosts everything in this process."""
+    start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
+    if hosts is not None:
+        return Launcher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)
+    from torchtitan_rl.local_launch import LocalLauncher  # imports torchstore, which otherwise only actors need at once
+
+    return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s)

@@ -137,13 +137,16 @@ def _check_context(where: str, limit: int, shape, longest: int) -> None:
 def _check_rollouts(config: RunConfig) -> None:
     sampling, limit = config.sampling, config.sampling.max_rollout_tokens
     if limit and limit <= sampling.max_prompt_tokens:
-        raise ValueError(f"sampling.max_rollout_tokens={limit}: leaves nothing after a prompt of sampling.max_prompt_tokens="
-                         f"{sampling.max_prompt_tokens}; raise it, or use 0 for max_prompt_tokens + max_tokens")
-    contexts = {f"{'trainer' if role == 'policy' else f'roles.{role}.trainer'}.training.seq_len": trainer.training.seq_len
-                for role, (trainer, _) in config.trainers().items()}
-    for where, context in {**contexts, "generator.max_model_len": config.generator.max_model_len}.items():
+        raise ValueError(
+            f"sampling.max_rollout_tokens={limit}: leaves nothing after a prompt of sampling.max_prompt_tokens="
+            f"{sampling.max_prompt_tokens}; raise it, or use 0 for max_prompt_tokens + max_tokens")
+    contexts = {"generator.max_model_len": config.generator.max_model_len}
+    for role, (trainer, _) in config.trainers().items():
+        contexts[f"{'trainer' if role == 'policy' else f'roles.{role}.trainer'}.training.seq_len"] = trainer.training.seq_len
+    for where, context in contexts.items():
         if limit > context:
-            raise ValueError(f"sampling.max_rollout_tokens={limit}: exceeds {where}={context}; lower it or raise that one")
+            raise ValueError(
+                f"sampling.max_rollout_tokens={limit}: exceeds {where}={context}; lower it or raise that one")
     if not 0 < sampling.rollout_timeout_s < float("inf"):
         raise ValueError(f"sampling.rollout_timeout_s={sampling.rollout_timeout_s}: must be positive; use seconds")
     if "" in sampling.stop:
@@ -258,8 +261,9 @@ def _check_workflow(workflow: Callable | None) -> None:
     try:
         inspect.signature(workflow).bind(None, None, rollout_id="", seed=0)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"algorithm.workflow={function_name(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
-                         f"({error}); give it that signature") from error
+        raise ValueError(
+            f"algorithm.workflow={function_name(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
+            f"({error}); give it that signature") from error
 
 
 def _positive(where: str, value: int) -> None:

@@ -24,7 +24,12 @@ def test_the_calculator(tmp_path, monkeypatch):
     config.controller.num_steps, config.controller.eval_tasks, config.controller.pass_at_k = 2, 16, 0
     config.controller.call_timeout_s = config.controller.sample_timeout_s = 120
     batches = []
-    monkeypatch.setattr(module, "to_datums", lambda *args, **kwargs: batches.append((args[0], data := to_datums(*args, **kwargs))) or data)
+
+    def recorded(groups, *args, **keywords):
+        batches.append((groups, to_datums(groups, *args, **keywords)))
+        return batches[-1][1]
+
+    monkeypatch.setattr(module, "to_datums", recorded)
 
     async def run():
         async with await Controller.launch(config) as controller:
@@ -50,8 +55,8 @@ def test_the_calculator(tmp_path, monkeypatch):
             assert rollout.reward == pytest.approx(sum(turn.reward for turn in rollout.turns))
         for datum in data:
             inputs = datum.loss_inputs
-            trained += [(token, logprob) for token, logprob, mask in zip(
-                datum.target_tokens.tolist(), inputs["sampling_logprobs"].tolist(), inputs["loss_mask"].tolist()) if mask]
+            columns = datum.target_tokens, inputs["sampling_logprobs"], inputs["loss_mask"]
+            trained += [(token, logprob) for token, logprob, mask in zip(*(c.tolist() for c in columns)) if mask]
         assert [token for token, _ in trained] == [token for token, _ in sampled]
         assert [logprob for _, logprob in trained] == pytest.approx([logprob for _, logprob in sampled])
         assert several > 8, "the warm start calls the calculator"

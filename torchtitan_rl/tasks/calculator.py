@@ -45,8 +45,9 @@ class Calculator:
 
         def __post_init__(self) -> None:
             if not 1 <= self.min_digits <= self.max_digits <= 6:
-                raise ValueError(f"calculator.min_digits={self.min_digits}, max_digits={self.max_digits}: do not fit; choose "
-                                 "1 <= min_digits <= max_digits <= 6")
+                raise ValueError(
+                    f"calculator.min_digits={self.min_digits}, max_digits={self.max_digits}: do not fit; choose "
+                    "1 <= min_digits <= max_digits <= 6")
             if not self.operators or set(self.operators) - set("+-*"):
                 raise ValueError(f"calculator.operators={self.operators!r}: use one or more of + - *")
             for name, value in (("call_reward", self.call_reward), ("tool_demonstrations", self.tool_demonstrations)):
@@ -128,6 +129,7 @@ class CalculatorEnv(Env):
         return self.task.prompt
 
     async def step(self, text: str) -> Step:
+        text = text.strip()
         if not text.endswith("]"):
             return Step(reward=1.0 - self.given if text == self.task.answer else 0.0, done=True)
         said = re.search(r"\[([^\[\]]*)\]$", text)

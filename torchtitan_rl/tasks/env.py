@@ -38,7 +38,8 @@ class Env(ABC):
     """
 
     stop: Sequence[str] = ()
-    """Texts that end a completion, such as the end of a tool call; they stay part of it."""
+    """Texts that end a completion, such as the end of a tool call. They stay part of it, with whatever else the token
+    that completes them holds, such as a newline."""
     tools: list[dict] | None = None
     """Descriptions of tools for the chat template, where observations are messages."""
     played = False

@@ -54,8 +54,8 @@ class GuessNumber:
         for split in ("validation", "test"):
             wanted, found = self.num_tasks(split), self._tasks[split]
             if len(found) < wanted:
-                raise ValueError(f"guess_number.num_{split}={wanted}: range_size={config.range_size} gives only {len(found)}; "
-                                 "lower it")
+                raise ValueError(
+                    f"guess_number.num_{split}={wanted}: range_size={config.range_size} gives {len(found)}; lower it")
             random.Random(stable_hash(config.seed, split)).shuffle(found)
 
     def num_tasks(self, split: str) -> int | None:
@@ -83,8 +83,8 @@ class GuessNumber:
         return [float(completion == f"{task.answer}.") for completion in completions]
 
     def _made(self, split: str, index: int, low: int, number: int, demonstration: list[str] | None) -> Task:
-        return Task(id=f"{self.name}/{split}/{index}", prompt=f"{low}-{low + self.config.range_size - 1}?", answer=number,
-                    demonstration=demonstration)
+        prompt = f"{low}-{low + self.config.range_size - 1}?"
+        return Task(id=f"{self.name}/{split}/{index}", prompt=prompt, answer=number, demonstration=demonstration)
 
     def _split_of(self, low: int, number: int) -> str:
         percent = stable_hash(self.config.seed, "split", low, number) % 100
@@ -103,7 +103,7 @@ class GuessNumberEnv(Env):
         return self.task.prompt
 
     async def step(self, text: str) -> Step:
-        guess = re.fullmatch(r"(\d{1,3})\.", text, re.ASCII)
+        guess = re.fullmatch(r"(\d{1,3})\.", text.strip(), re.ASCII)
         self.left -= 1
         if guess and int(guess[1]) == self.task.answer:
             return Step(reward=1.0, done=True)

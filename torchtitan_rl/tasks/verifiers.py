@@ -21,8 +21,8 @@ __all__ = ["Verifiers", "VerifiersEnv"]
 class Verifiers:
     """The tasks of one verifiers environment: a `MultiTurnEnv` (or `SingleTurnEnv`) of chat messages, without tools.
 
-    Its data set is cut into three parts. Raises ValueError for other kinds of environments and for a data set that is too
-    small, RuntimeError when verifiers is not installed.
+    Its data set is cut into three parts. Raises ValueError for other kinds of environments and for a data set that is
+    too small, RuntimeError when verifiers is not installed.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -52,15 +52,17 @@ class Verifiers:
         if not isinstance(self.played, getattr(verifiers, "MultiTurnEnv", ())):
             raise ValueError(f"verifiers.load: gave a {kind}; give a MultiTurnEnv of verifiers 0.1")
         if self.played.message_type != "chat" or self.played.oai_tools:
-            raise ValueError(f"verifiers.load: gave a {kind} with plain-text prompts or tool calls; use one of chat messages "
-                             "whose tools are written in the text")
+            raise ValueError(
+                f"verifiers.load: gave a {kind} with plain-text prompts or tool calls; use one of chat messages whose "
+                "tools are written in the text")
         self.rows = self.played.get_dataset()
         order = list(range(len(self.rows)))
         random.Random(stable_hash(config.seed, "verifiers")).shuffle(order)
         held_out = config.num_validation + config.num_test
         if held_out >= len(order):
-            raise ValueError(f"verifiers.num_validation={config.num_validation}, num_test={config.num_test}: leave nothing to "
-                             f"train on of {len(order)} rows; lower them")
+            raise ValueError(
+                f"verifiers.num_validation={config.num_validation}, num_test={config.num_test}: leave nothing to train "
+                f"on of {len(order)} rows; lower them")
         self._order = {"validation": order[:config.num_validation], "test": order[config.num_validation:held_out],
                        "train": order[held_out:]}
 

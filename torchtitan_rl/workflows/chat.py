@@ -24,8 +24,9 @@ class Chat:
 
     def __init__(self, tokenizer, tools: list[dict] | None = None) -> None:
         if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("tokenizer.chat_template=None: the prompt is a list of messages and the tokenizer has no chat "
-                             "template; set model.assets to one that has, or give prompts as text")
+            raise ValueError(
+                "tokenizer.chat_template=None: the prompt is a list of messages and the tokenizer has no chat "
+                "template; set model.assets to one that has, or give prompts as text")
         self.tokenizer, self.tools = tokenizer, tools
 
     def prompt(self, messages: list[Message]) -> list[int]:
@@ -51,8 +52,8 @@ class Chat:
     ) -> list[int]:
         """The next prompt: `tokens`, what was sampled after them, and what comes `between`.
 
-        A completion that sampled the end of its turn is not given another; one that was cut off (a stop string, the token
-        limit) is given the template's.
+        A completion that sampled the end of its turn is not given another; one that was cut off (a stop string, the
+        token limit) is given the template's.
         """
         between = self.between(history, following)
         if completion.tokens[-1:] == [self._first_special(between)]:
@@ -60,15 +61,15 @@ class Chat:
         return [*tokens, *completion.tokens, *between]
 
     def render(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """Tokens of a whole conversation, and for each whether it is the policy's: the text of the assistant's messages and
-        the ends of its turns. For conversations to imitate; the tokens are those a rollout that says the same would have.
+        """Tokens of a whole conversation, and for each whether it is the policy's: the text of the assistant's messages
+        and the ends of its turns. For conversations to imitate: a rollout that says the same has the same tokens.
 
-        Templates that rewrite earlier turns (such as leaving out old reasoning) render a finished conversation otherwise.
+        Templates that rewrite earlier turns (leaving out old reasoning, say) render finished conversations otherwise.
         Raises ValueError when there is no assistant message.
         """
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not spoken:
-            raise ValueError(f"messages={messages!r:.80}: has no assistant message; there is nothing to imitate")
+            raise ValueError(f"messages={repr(messages)[:80]}: has no assistant message; there is nothing to imitate")
         tokens = self.prompt(messages[:spoken[0]])
         mask = [False] * len(tokens)
         for i, following in zip(spoken, [*spoken[1:], None]):
@@ -116,7 +117,8 @@ class Dialogue:
     def extend(self, completion: Completion, observation: Observation) -> None:
         """`tokens` becomes the next prompt."""
         if (kind := _kind(observation)) != self.kind:
-            raise ValueError(f"observation={observation!r:.80}: is {kind} where the first one was {self.kind}; keep to one kind")
+            raise ValueError(
+                f"observation={repr(observation)[:80]}: is {kind} where the first was {self.kind}; keep to one kind")
         if self.kind == "messages":
             self.tokens = self.chat.extend(self.tokens, completion, self.messages, observation)
             said = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)

@@ -27,8 +27,9 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
     rollout = await workflow(
         task, dataclasses.replace(policy, sampler=script, stop_token_ids=[]), rollout_id=task.id, seed=0)
     if len(rollout.turns) < len(task.demonstration):
-        raise ValueError(f"task={task.id!r}: its demonstration has {len(task.demonstration)} turns, its environment ended "
-                         f"({rollout.end_reason}) after {len(rollout.turns)}; give as many as are played")
+        raise ValueError(
+            f"task={task.id!r}: its demonstration has {len(task.demonstration)} turns, its environment ended "
+            f"({rollout.end_reason}) after {len(rollout.turns)}; give as many as are played")
     return [(turn.prompt_tokens, turn.completion.tokens) for turn in rollout.turns]
 
 
@@ -52,4 +53,5 @@ class _Script:
         if len(said) > params.max_tokens:
             raise ValueError(f"task={self.task.id!r}: turn {self.said} of its demonstration has {len(said)} tokens, "
                              f"{params.max_tokens} are left to it; raise sampling.max_tokens or max_rollout_tokens")
-        return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=[0] * len(said), finish_reason="stop")
+        return Completion(
+            tokens=said, logprobs=[0.0] * len(said), policy_versions=[0] * len(said), finish_reason="stop")

@@ -20,8 +20,9 @@ __all__ = ["Episode"]
 class Episode:
     """Calls an environment on behalf of a runner.
 
-    Raises RuntimeError, in one line that names environment and task, when the environment has been played before, raises,
-    gives no answer within `timeout_s`, is stepped after its end, or answers anything but an observation or a `Step`.
+    Raises RuntimeError, in one line that names environment and task, when the environment has been played before,
+    raises, gives no answer within `timeout_s`, is stepped after its end, or answers anything but an observation or a
+    `Step`.
     """
 
     def __init__(self, env: Env, task: Task, timeout_s: float) -> None:
@@ -30,7 +31,8 @@ class Episode:
         if not isinstance(env, Env):
             raise RuntimeError(f"{self.name}: is not an Env, for task {task.id!r}; return one from environment(task)")
         if env.played:
-            raise RuntimeError(f"{self.name}: has been played before, for task {task.id!r}; make a new one for every rollout")
+            raise RuntimeError(
+                f"{self.name}: has been played before, for task {task.id!r}; make a new one for every rollout")
         env.played = True
         self._steppable = False
 
@@ -41,13 +43,15 @@ class Episode:
 
     async def step(self, text: str) -> Step:
         if not self._steppable:
-            raise RuntimeError(f"{self.name}: step before reset or after the end, for task {self.task.id!r}; play it once, "
-                               "from reset until done")
+            raise RuntimeError(f"{self.name}: step before reset or after the end, for task {self.task.id!r}; play it "
+                               "once, from reset until done")
         step = await self._call("step", text)
         if not isinstance(step, Step):
-            raise RuntimeError(f"{self.name}: step returned {type(step).__name__} for task {self.task.id!r}; return a Step")
+            raise RuntimeError(
+                f"{self.name}: step returned {type(step).__name__} for task {self.task.id!r}; return a Step")
         if not isinstance(step.reward, numbers.Real) or not math.isfinite(step.reward):
-            raise RuntimeError(f"{self.name}: step gave reward {step.reward!r} for task {self.task.id!r}; give a finite number")
+            raise RuntimeError(
+                f"{self.name}: step gave reward {step.reward!r} for task {self.task.id!r}; give a finite number")
         if not step.done:
             self._checked(step.observation, "step")
         self._steppable = not step.done
@@ -63,7 +67,7 @@ class Episode:
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
                 raise RuntimeError(f"{self.name}: {method} gave no answer for task {self.task.id!r} within "
-                                   f"{self.timeout_s:g} s; make it faster or raise controller.reward_timeout_s") from None
+                                   f"{self.timeout_s:g} s; speed it up or raise controller.reward_timeout_s") from None
             message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
             raise RuntimeError(f"{self.name}: {method} raised {message} for task {self.task.id!r}; mend it") from error
 
@@ -75,8 +79,9 @@ class Episode:
                 return observation
             if all(type(entry) is int for entry in observation):
                 return observation
-        raise RuntimeError(f"{self.name}: {method} gave {type(observation).__name__} {repr(observation)[:80]} for task "
-                           f"{self.task.id!r}; give text, a list of messages or a list of tokens")
+        raise RuntimeError(
+            f"{self.name}: {method} gave {type(observation).__name__} {repr(observation)[:80]} for task "
+            f"{self.task.id!r}; give text, a list of messages or a list of tokens")
 
 
 async def _in_thread(function: Callable, *args: Any) -> Any:

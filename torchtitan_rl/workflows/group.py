@@ -29,19 +29,23 @@ def workflow_of(family: TaskFamily, limits: Limits) -> Callable:
 
 
 async def run_group(
-    workflow: Callable, task: Task, policy: Policy, n: int, *, group_id: str, seed: int, reward, reward_timeout_s: float,
+    workflow: Callable, task: Task, policy: Policy, n: int, *, group_id: str, seed: int, reward,
+    reward_timeout_s: float,
 ) -> RolloutGroup:
     """`n` rollouts of one task with their rewards. `reward` is a family or a function, see `tasks.family.judge`; it
-    judges those whose turns no environment has rewarded.
+    judges those that neither the workflow nor an environment has rewarded.
 
     Rollout i samples from stream (seed, group_id, i), whatever else is running.
     """
     rollouts = await asyncio.gather(*(
-        workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stable_hash(seed, group_id, i) >> 1) for i in range(n)))
+        workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stable_hash(seed, group_id, i) >> 1)
+        for i in range(n)))
     for rollout in rollouts:
         if not isinstance(rollout, Rollout):
-            raise RuntimeError(f"algorithm.workflow: returned {type(rollout).__name__} for task {task.id!r}; return a Rollout")
-    unjudged = [rollout for rollout in rollouts if rollout.turns and all(turn.reward is None for turn in rollout.turns)]
+            raise RuntimeError(
+                f"algorithm.workflow: returned {type(rollout).__name__} for task {task.id!r}; return a Rollout")
+    unjudged = [rollout for rollout in rollouts if rollout.reward is None
+                and rollout.turns and all(turn.reward is None for turn in rollout.turns)]
     if unjudged:
         rewards = await judge(reward, task, [rollout.text for rollout in unjudged], reward_timeout_s)
         for rollout, value in zip(unjudged, rewards, strict=True):

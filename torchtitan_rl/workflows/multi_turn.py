@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 
 from torchtitan_rl.tasks.env import Env
@@ -32,8 +33,8 @@ class Limits:
 async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, env: Env, limits: Limits) -> Rollout:
     """Plays `env` once. Rewards are the environment's: one per turn, and their sum.
 
-    `end_reason` says what ended it: `"done"` (the environment), `"turns"`, `"tokens"` or `"time"`. Turn i samples from the
-    stream (seed, i). Raises RuntimeError for what `Episode` refuses.
+    `end_reason` says what ended it: `"done"` (the environment), `"turns"`, `"tokens"` or `"time"`. Turn i samples from
+    the stream (seed, i). Raises RuntimeError for what `Episode` refuses.
     """
     rollout = Rollout(id=rollout_id, task=task, turns=[])
     episode = Episode(env, task, limits.step_timeout_s)
@@ -50,7 +51,7 @@ async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, 
         first, last = rollout.turns[0], rollout.turns[-1]
         said = [*last.prompt_tokens, *last.completion.tokens][len(first.prompt_tokens):]
         rollout.text = policy.tokenizer.decode(said, skip_special_tokens=True)
-    rollout.reward = sum(turn.reward for turn in rollout.turns)
+    rollout.reward = math.fsum(turn.reward for turn in rollout.turns)
     return rollout
 
 

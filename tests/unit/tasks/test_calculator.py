@@ -31,6 +31,11 @@ def test_a_right_answer_is_worth_1_with_or_without_a_call():
     assert played("[12*34]", "408") == [Step(observation="408;", reward=0.25), Step(reward=0.75, done=True)]
 
 
+def test_space_around_an_answer_or_a_call_does_not_matter():
+    # A token that holds the end of a call may hold a space or a newline too.
+    assert [step.reward for step in played(" [12*34]\n", "408 ")] == [0.25, 0.75]
+
+
 def test_only_the_first_right_call_is_rewarded():
     answers = played("[1+1]", "[12*34]", "[12*34]", "7")
     assert [step.reward for step in answers] == [0.0, 0.25, 0.0, 0.0]
@@ -96,5 +101,5 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 
 def test_too_few_problems_for_a_split():
     # 81 problems of one digit each and one operator: about four are in validation.
-    with pytest.raises(ValueError, match="min_digits=1, max_digits=1: gives validation only . different tasks; lower num_validation"):
+    with pytest.raises(ValueError, match="max_digits=1: gives validation only . different tasks; lower num_validation"):
         Calculator.Config(min_digits=1, max_digits=1, operators="+", num_validation=50, num_test=1).build()

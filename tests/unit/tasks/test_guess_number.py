@@ -52,7 +52,8 @@ def test_splits_share_no_task():
     tasks = {split: {(task.prompt, task.answer) for task in (family.task(split, i) for i in range(count))}
              for split, count in (("train", 4000), ("validation", 64), ("test", 100))}
     assert (len(tasks["validation"]), len(tasks["test"])) == (64, 100)
-    assert not (tasks["train"] & tasks["test"] or tasks["train"] & tasks["validation"] or tasks["validation"] & tasks["test"])
+    assert not (tasks["train"] & tasks["test"] or tasks["train"] & tasks["validation"]
+                or tasks["validation"] & tasks["test"])
 
 
 def test_demonstrations_are_whole_games_of_guesses_in_the_range():
@@ -72,5 +73,5 @@ def test_settings_that_do_not_fit_are_refused():
         GuessNumber.Config(range_size=1)
     with pytest.raises(ValueError, match="guess_number.max_guesses=0"):
         GuessNumber.Config(max_guesses=0)
-    with pytest.raises(ValueError, match="guess_number.num_test=100: range_size=2 gives only"):
+    with pytest.raises(ValueError, match="guess_number.num_test=100: range_size=2 gives"):
         GuessNumber.Config(range_size=2, num_validation=1, num_test=100).build()

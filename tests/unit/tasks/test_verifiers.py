@@ -27,14 +27,16 @@ class Higher(vf.MultiTurnEnv):
 
 
 def found(completion, answer, **kwargs) -> float:
-    return 0.5 if any(message["role"] == "assistant" and message["content"] == answer for message in completion) else 0.0
+    said = [message["content"] for message in completion if message["role"] == "assistant"]
+    return 0.5 if answer in said else 0.0
 
 
 def load(max_turns=3, rows=10):
     from datasets import Dataset
 
     return Higher(max_turns=max_turns, rubric=vf.Rubric(funcs=[found], weights=[2.0]), dataset=Dataset.from_dict({
-        "prompt": [[{"role": "user", "content": f"number {i}?"}] for i in range(rows)], "answer": [str(i) for i in range(rows)]}))
+        "prompt": [[{"role": "user", "content": f"number {i}?"}] for i in range(rows)],
+        "answer": [str(i) for i in range(rows)]}))
 
 
 def family(load=load, **config):

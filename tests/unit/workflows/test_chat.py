@@ -23,8 +23,8 @@ from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 LIMITS = Limits(max_turns=4, max_tokens=512, timeout_s=10.0, step_timeout_s=5.0)
 USER = {"role": "user", "content": "12*34"}
 
-# The shape of Qwen's: tools in the system turn, what tools said in a user turn (several of them in one), and reasoning left
-# out of turns before the last question.
+# The shape of Qwen's: tools in the system turn, what tools said in a user turn (several of them in one), and reasoning
+# left out of turns before the last question.
 QWEN_LIKE = """\
 {%- if tools %}{{- '<|im_start|>system\n# Tools\n' }}{% for tool in tools %}{{- tool | tojson }}{{ '\n' }}{% endfor %}\
 {{- '<|im_end|>\n' }}{% endif %}\
@@ -33,7 +33,8 @@ QWEN_LIKE = """\
 {%- for message in messages %}\
 {%- if message.role == 'assistant' %}\
 {%- set said = message.content %}\
-{%- if loop.index0 < ns.last and '</think>' in said %}{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}\
+{%- if loop.index0 < ns.last and '</think>' in said %}\
+{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}\
 {{- '<|im_start|>assistant\n' + said + '<|im_end|>\n' }}\
 {%- elif message.role == 'tool' %}\
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}\
@@ -52,7 +53,8 @@ def byte_bpe(chat_template):
     trainer = trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
         special_tokens=[AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    tokenizer.train_from_iterator(["the answer is 408 and the tool said so\nuser\nassistant\nsystem\ntool_response"] * 4, trainer)
+    corpus = ["the answer is 408 and the tool said so\nuser\nassistant\nsystem\ntool_response"] * 4
+    tokenizer.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>", chat_template=chat_template,
         additional_special_tokens=["<|im_start|>", "<|im_end|>"])
@@ -75,13 +77,15 @@ class Talk(Env):
 
 
 def play(env, policy):
-    return asyncio.run(multi_turn(Task(id="talk", prompt=""), policy, rollout_id="0/0/0", seed=0, env=env, limits=LIMITS))
+    task = Task(id="talk", prompt="")
+    return asyncio.run(multi_turn(task, policy, rollout_id="0/0/0", seed=0, env=env, limits=LIMITS))
 
 
 def trained_tokens(rollout):
     """All tokens of a rollout's longest datum, and the targets with a loss over all its datums."""
     data = to_datums([RolloutGroup(id="0", rollouts=[rollout])], AlgorithmConfig())
-    targets = [t for datum in data for t, mask in zip(datum.target_tokens.tolist(), datum.loss_inputs["loss_mask"]) if mask]
+    targets = [token for datum in data
+               for token, mask in zip(datum.target_tokens.tolist(), datum.loss_inputs["loss_mask"]) if mask]
     return torch.cat([data[-1].tokens, data[-1].target_tokens[-1:]]).tolist(), targets
 
 
@@ -113,7 +117,8 @@ def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_a_bpe_
     assert rendered == whole + QWEN.encode("\n")
     assert QWEN.decode(targets) == "".join(said)
     # Turns end at <|im_end|> though the tokenizer's end of sequence is another token.
-    assert [params.stop_token_ids for _, params in policy_.sampler.asked] == [[QWEN.convert_tokens_to_ids("<|im_end|>")]] * 2
+    end = QWEN.convert_tokens_to_ids("<|im_end|>")
+    assert [params.stop_token_ids for _, params in policy_.sampler.asked] == [[end], [end]]
 
 
 def test_a_completion_in_tokens_that_the_tokenizer_would_not_choose_is_kept_as_it_was_sampled():
@@ -174,13 +179,14 @@ def test_a_chatml_template_of_others_that_leaves_the_last_turn_open():
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
-    """A real tokenizer: the sentencepiece model of Mistral's instruction models, which comes with vLLM's requirements."""
+    """A real tokenizer: the sentencepiece model of Mistral's instruction models; vLLM requires a package that has it."""
     folder = tmp_path_factory.mktemp("mistral")
     data = Path(importlib.util.find_spec("mistral_common").origin).parent / "data"
     shutil.copy(data / "mistral_instruct_tokenizer_240323.model.v3", folder / "tokenizer.model")
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
-        "chat_template": "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+        "chat_template": "{{ bos_token }}{% for m in messages %}"
+                         "{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
                          "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
                          "{% else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% endfor %}"}))
     return AutoTokenizer.from_pretrained(folder)
@@ -188,11 +194,11 @@ def mistral(tmp_path_factory):
 
 def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_mistrals_tokenizer(mistral):
     assert len(mistral) == 32768
-    said = [mistral.encode(f" {text}</s>", add_special_tokens=False) for text in ("Compute 12*34, please.", "It is 408.")]
+    said = [mistral.encode(f" {text}</s>", add_special_tokens=False) for text in ("Compute 12*34, yes.", "It is 408.")]
     policy_ = policy(*said, tokenizer=mistral, max_prompt_tokens=256)
     heard = [{"role": "tool", "content": "408, a café"}]
     rollout = play(Talk([USER], heard), policy_)
-    messages = [USER, {"role": "assistant", "content": "Compute 12*34, please."}, *heard,
+    messages = [USER, {"role": "assistant", "content": "Compute 12*34, yes."}, *heard,
                 {"role": "assistant", "content": "It is 408."}]
     whole, targets = trained_tokens(rollout)
     assert whole == mistral.apply_chat_template(messages, return_dict=False)
@@ -206,7 +212,8 @@ def test_a_template_that_marks_no_end_of_a_turn():
     chat = Chat(plain)
     assert chat.end_of_turn([USER]) is None
     newline = plain.encode("\n")
-    completion = Completion(tokens=[*plain.encode("so"), *newline], logprobs=[0.0] * 2, policy_versions=[0] * 2, finish_reason="stop")
+    completion = Completion(
+        tokens=[*plain.encode("so"), *newline], logprobs=[0.0] * 2, policy_versions=[0] * 2, finish_reason="stop")
     # A newline that was sampled may be part of what was said: the template adds its own.
     assert plain.decode(chat.extend([], completion, [USER], [USER])) == "so\n\nuser: 12*34\nassistant: "
 

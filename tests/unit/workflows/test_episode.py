@@ -53,7 +53,7 @@ def test_an_async_environment_runs_on_the_event_loop():
 def test_it_is_played_once():
     env = Play(Step(done=True))
     steps_of(env, "a")
-    with pytest.raises(RuntimeError, match="environment=Play: has been played before, for task 'play/1'; make a new one"):
+    with pytest.raises(RuntimeError, match="environment=Play: has been played before, for task 'play/1'; make a"):
         steps_of(env)
 
 

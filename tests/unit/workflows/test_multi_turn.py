@@ -16,7 +16,11 @@ from torchtitan_rl.types import Task
 from torchtitan_rl.workflows.group import run_group, workflow_of
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 
-LIMITS = Limits(max_turns=4, max_tokens=64, timeout_s=10.0, step_timeout_s=5.0)
+def limits(max_turns=4, max_tokens=64, timeout_s=10.0):
+    return Limits(max_turns=max_turns, max_tokens=max_tokens, timeout_s=timeout_s, step_timeout_s=5.0)
+
+
+LIMITS = limits()
 TASK = Task(id="calculator/train/1", prompt="12*34=", answer="408")
 EOS = CHARS.eos_token_id
 
@@ -64,13 +68,13 @@ def test_a_call_is_answered_and_the_answer_rewarded():
 def test_the_next_prompt_is_the_tokens_that_were_sampled_even_where_tokenising_again_would_give_others():
     unknown = CHARS.unk_token_id  # decodes to <unk>, or to nothing
     policy_ = policy([20, unknown, 0, EOS, 21], "b<eos>")
-    rollout = play(Echo(), policy_, Limits(max_turns=2, max_tokens=64, timeout_s=10, step_timeout_s=5))
+    rollout = play(Echo(), policy_, limits(max_turns=2))
     prompt = CHARS.encode("go")
     assert rollout.turns[1].prompt_tokens == [*prompt, 20, unknown, 0, EOS, 21, *CHARS.encode("on")]
 
 
 def test_tokens_as_observations_are_taken_as_they_are():
-    rollout = play(Echo([5, 6], [7, EOS]), policy([8], [9]), Limits(max_turns=2, max_tokens=9, timeout_s=10, step_timeout_s=5))
+    rollout = play(Echo([5, 6], [7, EOS]), policy([8], [9]), limits(max_turns=2))
     assert [turn.prompt_tokens for turn in rollout.turns] == [[5, 6], [5, 6, 8, 7, EOS]]
 
 
@@ -92,17 +96,18 @@ def test_what_was_sampled_is_what_is_trained():
     assert whole == CHARS.encode("12*34=[12*34]408;408") + [EOS]
     assert whole[:len(sampler.asked[1][0])] == sampler.asked[1][0]
     # Every sampled token is the target of exactly one position with a loss, no other token of any.
-    trained = [token for datum in data for token, mask in zip(datum.target_tokens.tolist(), datum.loss_inputs["loss_mask"]) if mask]
+    trained = [token for datum in data
+               for token, mask in zip(datum.target_tokens.tolist(), datum.loss_inputs["loss_mask"]) if mask]
     assert trained == CHARS.encode("[12*34]408") + [EOS]
 
 
 def test_limits_of_turns_tokens_and_time():
-    three = play(Echo(), policy("a<eos>", "a<eos>", "a<eos>"), Limits(max_turns=3, max_tokens=64, timeout_s=10, step_timeout_s=5))
+    three = play(Echo(), policy("a<eos>", "a<eos>", "a<eos>"), limits(max_turns=3))
     assert (three.end_reason, len(three.turns), three.reward) == ("turns", 3, 1.5)
 
     # "go" 2, "ab" 2, "on" 2: of the ten tokens allowed four are left, of which the second completion may use all.
     policy_ = policy("ab", "abcdefgh")
-    tokens = play(Echo(), policy_, Limits(max_turns=9, max_tokens=10, timeout_s=10, step_timeout_s=5))
+    tokens = play(Echo(), policy_, limits(max_turns=9, max_tokens=10))
     assert (tokens.end_reason, len(tokens.turns)) == ("tokens", 2)
     assert [params.max_tokens for _, params in policy_.sampler.asked] == [10 - 2, 10 - 6]
     assert tokens.turns[1].completion.truncated and text(tokens.turns[1].completion.tokens) == "abcd"
@@ -114,20 +119,20 @@ def test_limits_of_turns_tokens_and_time():
                 await asyncio.sleep(5)
             return Step(observation="on", reward=0.5)
 
-    time_ = play(Slow(), policy("a", "b"), Limits(max_turns=9, max_tokens=64, timeout_s=0.1, step_timeout_s=5))
+    time_ = play(Slow(), policy("a", "b"), limits(max_turns=9, timeout_s=0.1))
     assert (time_.end_reason, len(time_.turns), time_.reward) == ("time", 2, 0.5)
 
 
 def test_a_completion_is_no_longer_than_the_policys_own_limit():
     policy_ = policy("a", "b", max_tokens=3)
-    play(Echo(), policy_, Limits(max_turns=2, max_tokens=64, timeout_s=10, step_timeout_s=5))
+    play(Echo(), policy_, limits(max_turns=2))
     assert [params.max_tokens for _, params in policy_.sampler.asked] == [3, 3]
 
 
 def test_every_turn_samples_from_a_stream_of_its_own():
     def seeds(seed):
         policy_ = policy("a", "b")
-        play(Echo(), policy_, Limits(max_turns=2, max_tokens=64, timeout_s=10, step_timeout_s=5), seed=seed)
+        play(Echo(), policy_, limits(max_turns=2), seed=seed)
         return [params.seed for _, params in policy_.sampler.asked]
 
     assert seeds(7) == [stable_hash(7, 0) >> 1, stable_hash(7, 1) >> 1] == seeds(7)
@@ -136,7 +141,7 @@ def test_every_turn_samples_from_a_stream_of_its_own():
 
 def test_it_is_closed_however_it_ends():
     done, broken = Echo(), Echo(observation=None)
-    play(done, policy("a"), Limits(max_turns=1, max_tokens=64, timeout_s=10, step_timeout_s=5))
+    play(done, policy("a"), limits(max_turns=1))
     with pytest.raises(RuntimeError, match="environment=Echo: step gave NoneType"):
         play(broken, policy("a"))
     assert (done.closed, broken.closed) == (1, 1)
@@ -144,11 +149,11 @@ def test_it_is_closed_however_it_ends():
 
 def test_a_first_prompt_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match="its prompt has 70 tokens, sampling.max_prompt_tokens=64"):
-        play(Echo("a" * 70), policy("a"), Limits(max_turns=1, max_tokens=99, timeout_s=10, step_timeout_s=5))
+        play(Echo("a" * 70), policy("a"), limits(max_turns=1, max_tokens=99))
 
 
 def test_observations_keep_to_one_kind():
-    with pytest.raises(ValueError, match="is messages where the first one was text"):
+    with pytest.raises(ValueError, match="is messages where the first was text"):
         play(Echo(observation=[{"role": "user", "content": "x"}]), policy("a"))
 
 
@@ -157,8 +162,9 @@ def test_a_family_without_environments_is_played_in_one_turn_and_judged():
     task = Task(id="letter_sort/train/0", prompt="cab=", answer="abc")
 
     async def run():
-        return await run_group(workflow_of(family, LIMITS), task, policy("abc<eos>", "cba<eos>"), 2, group_id="0/0", seed=0,
-                               reward=family, reward_timeout_s=5)
+        return await run_group(
+            workflow_of(family, LIMITS), task, policy("abc<eos>", "cba<eos>"), 2, group_id="0/0", seed=0, reward=family,
+            reward_timeout_s=5)
 
     group = asyncio.run(run())
     assert group.rewards == [1.0, 0.0] and group.rollouts[0].turns[0].reward is None
@@ -176,7 +182,7 @@ def test_a_family_may_have_environments_for_some_tasks_only():
             return [9.0] * len(completions)
 
     async def run(task_id, *said):
-        workflow = workflow_of(Family(), Limits(max_turns=2, max_tokens=64, timeout_s=10, step_timeout_s=5))
+        workflow = workflow_of(Family(), limits(max_turns=2))
         return await run_group(workflow, Task(id=task_id, prompt="go"), policy(*said), 1, group_id="0/0", seed=0,
                                reward=Family(), reward_timeout_s=5)
 
