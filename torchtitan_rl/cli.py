@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
         if args.hosts:
             raise ValueError(f"--hosts={','.join(args.hosts)}: --backend local is this process alone; leave one of them "
                              "out")
-        check_local(config)
+        check_local(config, generators_only=args.verb == "eval")
     if args.verb == "eval":
         return asyncio_run(_evaluate(args, config), "eval")
     if args.dry_run:

@@ -114,7 +114,7 @@ def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generator
     if hosts is not None:
         raise ValueError(f"backend='local': is this process alone, and {len(hosts.hosts)} hosts are attached; leave one "
                          "of them out")
-    check_local(config)
+    check_local(config, generators_only=generators_only)
     here = local_host()
     check_fits(config, [Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])],
                generators_only=generators_only)

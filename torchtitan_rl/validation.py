@@ -76,9 +76,9 @@ def validate(config: RunConfig) -> None:
         raise ValueError(f"seed={config.seed}: must not be negative; use 0 or more")
 
 
-def check_local(config: RunConfig) -> None:
+def check_local(config: RunConfig, *, generators_only: bool = False) -> None:
     """What one process on one device can run. Raises ValueError, with the numbers, for any other layout."""
-    for role, (trainer, _) in config.trainers().items():
+    for role, (trainer, _) in ({} if generators_only else config.trainers()).items():
         if trainer.num_ranks != 1:
             where, parallel = "trainer" if role == "policy" else f"roles.{role}.trainer", trainer.parallelism
             raise ValueError(

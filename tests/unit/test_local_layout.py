@@ -26,6 +26,7 @@ def test_a_trainer_of_several_ranks_is_refused_with_its_degrees():
     config.trainer.parallelism.tensor_parallel_degree = 2
     with pytest.raises(ValueError, match=r"^trainer\.parallelism: replicate x shard x tensor = 1 x 2 x 2 = 4 ranks; "):
         check_local(config)
+    check_local(config, generators_only=True)  # an evaluation starts no trainer
 
 
 def test_so_is_any_other_role():
