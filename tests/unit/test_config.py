@@ -539,7 +539,7 @@ from torchtitan_rl.validation import validate
 from torchtitan_rl.show import show
 for path in sys.argv[1:]:
     config = load_config(path)
-    apply_overrides(config, ["--seed", "3", "--algorithm.loss-config.clip-low", "0.3"])
+    apply_overrides(config, ["--seed", "3", "--controller.eval-tasks", "32"])
     validate(config)
     resolved(config)
     show(config)
