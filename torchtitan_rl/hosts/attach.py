@@ -19,7 +19,9 @@ from torchtitan_rl.dispatch.role_mesh import deadline  # noqa: E402
 
 __all__ = ["Hosts", "this_host", "attach"]
 
-_NOTICE = "8s"  # of a host that went silent: Monarch's default of 30 s and more is too long to wait for an answer
+# Of a process or host that went silent. Monarch's default is 30 s and more, and now and then it hears of a death no other way.
+configure(get_actor_state_max_idle="8s", get_proc_state_max_idle="8s")
+
 _CONNECT_S = 3.0
 
 
@@ -51,7 +53,6 @@ async def attach(workers: list[str], *, timeout_s: float) -> Hosts:
 
     Raises ValueError for an address of another form, RuntimeError naming a worker that cannot be reached in time.
     """
-    configure(get_actor_state_max_idle=_NOTICE, get_proc_state_max_idle=_NOTICE)
     if workers == ["job"]:
         mesh, addresses = await deadline(asyncio.to_thread(_job_mesh), timeout_s, "hosts=job: attach"), None
     else:
