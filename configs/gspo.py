@@ -1,5 +1,5 @@
-"""GSPO: one ratio per sequence, clipped within bounds as narrow as the paper's; on the quickstart's task and warm start
-(arXiv:2507.18071).
+"""GSPO: one ratio per sequence, clipped within narrow bounds (wider than the paper's: sequences here are short); on the
+quickstart's task and warm start (arXiv:2507.18071).
 
 A batch is two optimizer steps, so that ratios are not all 1.
 """

@@ -1,5 +1,5 @@
-"""PPO with a critic: advantages per token by GAE, no comparison of siblings, so that two rollouts a task are enough for a
-baseline of another kind; on the quickstart's task and warm start (arXiv:1707.06347, arXiv:1506.02438).
+"""PPO with a critic: advantages per token by GAE; siblings are not compared, so there are only two of them and more tasks
+instead. On the quickstart's task and warm start (arXiv:1707.06347, arXiv:1506.02438).
 
 A batch is two optimizer steps, so that ratios are not all 1.
 """
