@@ -1,7 +1,7 @@
-"""Several turns: a 0.8M-parameter Qwen3 learns to call a calculator rather than to guess, on two CPU cores.
+"""Several turns: a 0.8M-parameter Qwen3 with a calculator it may call, on two CPU cores.
 
-In the warm start three demonstrations in ten call it; the policy that follows mostly guesses. That calling pays is
-learned from the reward alone.
+In the warm start three demonstrations in ten call it; the policy that follows mostly guesses. That calling pays is to be
+learned from the reward alone. **With these settings it is not, so far**: see docs/log.md.
 """
 
 from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig

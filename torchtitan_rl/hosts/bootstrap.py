@@ -1,4 +1,7 @@
-"""What runs first in the processes of a mesh. Imports nothing that could look at a GPU before the process has been given its own."""
+"""What runs first in the processes of a mesh.
+
+Imports nothing that could look at a GPU before the process has been given its own.
+"""
 
 from __future__ import annotations
 
