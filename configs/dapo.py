@@ -1,5 +1,5 @@
-"""DAPO style: a higher upper clip, tasks resampled until none of the batch is all right or all wrong, a soft penalty for
-answers near the length limit, a mean over tokens; on the quickstart's task and warm start (arXiv:2503.14476).
+"""DAPO style: a higher upper clip, tasks resampled (three rounds at most) in place of groups with equal rewards, a soft
+penalty for answers near the length limit, a mean over tokens; on the quickstart's task and warm start (arXiv:2503.14476).
 
 A batch is two optimizer steps, so that ratios are not all 1.
 """
