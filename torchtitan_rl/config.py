@@ -171,7 +171,9 @@ class RunConfig:
 
     def missing_weights(self) -> str:
         """Why a run cannot start although its config is valid; empty when it can."""
-        return next(filter(None, (missing_weights(model) for _, model in self.trainers().values())), "")
+        return next(filter(None, (
+            missing_weights(model, "model" if role == "policy" else f"roles.{role}.model")
+            for role, (_, model) in self.trainers().items())), "")
 
 
 def load_config(path: str) -> RunConfig:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.batch import Batch, fill_batch
-from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
+from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.losses import cross_entropy
-from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.hosts.attach import Hosts
 from torchtitan_rl.config import EvalSetConfig, RunConfig, resolved
@@ -36,6 +35,7 @@ from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.stack import hosts_for, launcher_for, start_generators, start_stack
 from torchtitan_rl.tasks.family import TaskFamily, source_of
+from torchtitan_rl.training import scored, step_on, timed
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup, Task
 from torchtitan_rl.validation import validate
 from torchtitan_rl.weights import checkpoint
@@ -54,6 +54,7 @@ class Controller:
     """A running policy: `trainer` and `generator` are its clients, `versions` its weights in the store.
 
     Made by `launch`. `step` counts optimizer steps of the reinforcement phase; `policy_version` those of all phases.
+    `teacher_version` is the policy version that scores for self-distillation; None before anything asks for it.
     """
 
     def __init__(self, config: RunConfig, run_dir: RunDir, progress: Progress, launcher: Launcher | LocalLauncher):
@@ -68,6 +69,7 @@ class Controller:
         self.eval_families = eval_families(config, self.family)
         self.step = 0
         self.policy_version = 0
+        self.teacher_version: int | None = None
         self.phase, self.phase_step = "start-up", 0
         self.started_at = time.perf_counter()
         self._skipped_in_a_row = {"policy": 0, "critic": 0}
@@ -128,6 +130,8 @@ class Controller:
         stack = await start_stack(config, self.launcher, model_dir)
         self.roles, self.generator = stack.roles, stack.generator
         self.versions, self.placement = stack.versions, stack.placement
+        if config.algorithm.distill is not None and config.algorithm.distill.divergence == "full":
+            await self.versions.copy_head(self.role("teacher"), self.trainer)
         await self.publish()
 
     async def close(self) -> None:
@@ -172,17 +176,18 @@ class Controller:
     async def supervise(self) -> None:
         """The supervised phase: cross-entropy on the task's demonstrations, then weights to the generators."""
         config, self.phase, self.phase_step = self.config.supervised, "supervised", 0
-        source = source_of(self.family, "train", self.config.seed)
+        family = self.family if config.task is None else config.task.build()
+        source = source_of(family, "train", self.config.seed)
         with self.progress.phase("supervised", total=config.num_steps) as bar:
             for step in range(config.num_steps):
                 start = time.perf_counter()
                 data = demonstration_datums(
-                    await self.demonstrations(source.next(config.batch_size)), self.config.algorithm)
+                    await self.demonstrations(source.next(config.batch_size), family), self.config.algorithm)
                 lr = config.lr * lr_factor(config.schedule, step, config.num_steps)
                 forward_backward = self.trainer.forward_backward(data, cross_entropy, temperature=1.0)
                 optim_step = self.trainer.optim_step(OptimParams(lr=lr, betas=config.betas))
-                output, forward_backward_s = await _timed(forward_backward, start)
-                optim, step_s = await _timed(optim_step, start)
+                output, forward_backward_s = await timed(forward_backward, start)
+                optim, step_s = await timed(optim_step, start)
                 self._account(optim)
                 self.phase_step = step + 1
                 self.run_dir.log_metrics({
@@ -204,12 +209,14 @@ class Controller:
         with self.progress.phase("reinforcement", total=num_steps) as bar:
             while self.step < num_steps:
                 start, first = time.perf_counter(), self.step
-                batch, generate_s = await _timed(self.next_batch())
+                batch, generate_s = await timed(self.next_batch())
                 line = metrics.of_batch(batch.sampled, self.policy_version, self.generator.health()) | batch.metrics
                 line |= await self.train_on(batch.groups)
-                _, sync_s = await _timed(self.publish())
+                _, sync_s = await timed(self.publish())
                 if self._passed(config.roles.refresh_reference_every, first):
                     await self.refresh_reference()
+                if self._passed(config.algorithm.refresh_teacher_every, first):
+                    await self.set_teacher(self.policy_version)
                 line |= {"time/step_s": time.perf_counter() - start, "time/generate_s": generate_s, "time/sync_s": sync_s}
                 line["tokens/trained_per_s"] = line["tokens/trained"] / line["time/step_s"]
                 line["tokens/generated_per_s"] = line["tokens/generated"] / generate_s
@@ -231,70 +238,33 @@ class Controller:
         Weights are not published. `mismatch/*` are those of the batch's first minibatch, before its step.
         """
         config, line = self.config.algorithm, metrics.StepMetrics()
-        objective = policy_objective(config)
-        data, score_s = await _timed(self.scored(groups))
+        data, score_s = await timed(self.scored(groups))
         line.mean("time/score_s", score_s)
         for _ in range(config.num_epochs):
             for minibatch in minibatches(data, config.tasks_per_minibatch, config.reduction):
-                if config.recompute_logprobs_per_minibatch:
-                    output, score_s = await _timed(self.trainer.forward(minibatch))
-                    minibatch = with_inputs(minibatch, old_logprobs=output.policy_logprobs)
-                    line.mean("time/score_s", score_s)
-                critic = self._critic_step(minibatch, line) if "critic" in self.roles else asyncio.sleep(0)
-                start = time.perf_counter()
-                (output, forward_backward_s), (optim, step_s), _ = await asyncio.gather(
-                    _timed(self.trainer.forward_backward(minibatch, objective), start),
-                    _timed(self.trainer.optim_step(self.optim_params()), start), critic)
-                line.add(output, optim)
-                line.mean("time/forward_backward_s", forward_backward_s)
-                line.mean("time/optim_s", step_s - forward_backward_s)
-                self._account(optim)
+                steps = await step_on(minibatch, self.roles, config, self.optim_params, line)
+                for role, optim in steps.items():
+                    self._account(optim, role)
                 self.step += 1
                 self.phase_step = self.step
         return {"step": self.step, **line.line()}
 
-    def _critic_step(self, minibatch: list[Datum], line: metrics.StepMetrics) -> Awaitable[None]:
-        """Submits the critic's step, before the policy's where they share devices; awaiting it gathers its metrics."""
-        config, critic = self.config.algorithm, self.role("critic")
-        forward_backward = critic.forward_backward(minibatch, config.critic_loss_fn, loss_config=config.critic_loss_config)
-        optim_step = critic.optim_step(self.optim_params("critic"))
-
-        async def gather() -> None:
-            output, optim = await forward_backward, await optim_step
-            line.add(output)
-            line.mean("critic/loss", output.loss)
-            line.mean("critic/grad_norm", optim.grad_norm)
-            line.mean("critic/skipped", optim.skipped)
-            self._account(optim, "critic")
-
-        return gather()
-
     async def scored(self, groups: list[RolloutGroup]) -> list[Datum]:
-        """Training data of judged groups, with what reference, teacher and critic say of them. Their forwards overlap.
-
-        With a critic, advantages are its own and per token; the groups then have none, unless they brought theirs.
-        """
-        data = to_datums(groups, self.config.algorithm, oldest_version=self.policy_version)
-        if not data:
-            raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
-        waits = {role: client.forward(data) for role, client in self.roles.items() if role != "policy"}
-        outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
-        for role in outputs.keys() & {"reference", "teacher"}:
-            data = with_inputs(data, **{f"{role}_logprobs": outputs[role].policy_logprobs})
-        if "critic" in outputs:
-            rewards = [reward for group in groups for reward in group.rewards]
-            data = with_gae(
-                data, [rewards[datum.rollout] for datum in data], outputs["critic"].values, self.config.algorithm,
-                keep_groups={index for index, group in enumerate(groups) if group.precomputed})
-            for group in groups:
-                if not group.precomputed:
-                    group.advantages = None
-        return with_kl_reward(data, self.config.algorithm)
+        """Training data of judged groups, with what the other roles say of them; see `training.scored`."""
+        return await scored(groups, self.roles, self.config.algorithm, oldest_version=self.policy_version)
 
     async def refresh_reference(self) -> None:
         """The reference takes over the policy's weights, exactly as they are, through the store."""
         assert self.versions is not None
         await self.versions.copy(self.trainer, self.role("reference"))
+
+    async def set_teacher(self, version: int) -> None:
+        """This policy version scores for self-distillation from now on, and is kept for as long."""
+        assert self.versions is not None
+        self.versions.pin(version, "teacher")
+        previous, self.teacher_version = self.teacher_version, version
+        if previous is not None:
+            await self.versions.release(previous, "teacher")
 
     async def next_batch(self) -> Batch:
         """Rollouts of the next tasks that pass `algorithm.filters`; when none does RuntimeError, after a checkpoint."""
@@ -316,10 +286,20 @@ class Controller:
         """
         config = self.config
         policy, workflow = self.policy(config.algorithm.temperature), self.workflow(self.family)
-        played = await asyncio.gather(*(
-            run_group(workflow, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
-                      seed=config.seed, reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
-            for i, task in enumerate(tasks, start=first)))
+        if self.teacher_version is None and config.algorithm.asks_teacher:
+            await self.set_teacher(self.policy_version)
+        policy.teacher_version = self.teacher_version
+
+        async def play(task: Task, group_id: str) -> RolloutGroup:
+            group = await run_group(
+                workflow, task, policy, config.algorithm.group_size, group_id=group_id, seed=config.seed,
+                reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
+            if config.algorithm.after_rewards is not None:
+                await config.algorithm.after_rewards(group, policy)
+            return group
+
+        played = await asyncio.gather(
+            *(play(task, f"{self.step}/{i}") for i, task in enumerate(tasks, start=first)))
         return form_groups([rollout for group in played for rollout in group.rollouts], config.algorithm, counts)
 
     async def evaluate(self, split: str, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
@@ -380,9 +360,10 @@ class Controller:
         trainer = self.config.trainer if role == "policy" else self.config.roles.configured()[role].trainer
         return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
-    async def demonstrations(self, tasks: list[Task]) -> list[tuple[list[int], list[int]]]:
+    async def demonstrations(
+        self, tasks: list[Task], family: TaskFamily | None = None) -> list[tuple[list[int], list[int]]]:
         """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. ValueError without one."""
-        policy, workflow = self.policy(1.0), self.workflow(self.family)
+        policy, workflow = self.policy(1.0), self.workflow(family or self.family)
         pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
         return [pair for turns in pairs for pair in turns]
 
@@ -398,9 +379,11 @@ class Controller:
                 checkpoint.hf_dir(path), eos=self.tokenizer.eos_token_id, pad=self._pad_token_id)
             if self.config.trainer.lora is not None:
                 await self.trainer.save_adapter(checkpoint.adapter_dir(path))
+            if self.teacher_version is not None:
+                await self.versions.save(self.teacher_version, checkpoint.teacher_file(path))
             checkpoint.write_state(path, {
                 "step": self.step, "phase": self.phase, "policy_version": self.policy_version,
-                "source": self.source.state_dict(), "seed": self.config.seed})
+                "teacher_version": self.teacher_version, "source": self.source.state_dict(), "seed": self.config.seed})
         return path
 
     @property
@@ -419,10 +402,3 @@ class Controller:
 
 def _default_dir(name: str) -> str:
     return f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-async def _timed(awaitable, start: float | None = None):
-    """(result, seconds since `start`, or since now)."""
-    start = time.perf_counter() if start is None else start
-    result = await awaitable
-    return result, time.perf_counter() - start

@@ -93,6 +93,9 @@ class Turn:
     """Precomputed: one number, or one per sampled token (list, tuple, array, tensor); see algorithm/precomputed.py."""
     advantages_version: int | None = None
     """The policy version `advantages` were computed for; None: the newest that sampled this turn."""
+    soft_targets: list[list[tuple[int, float]]] | None = None
+    """For each sampled token, tokens to learn in its place and the weight of each, such as a teacher's probability; a
+    cross-entropy on them is added to the loss."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,6 +157,9 @@ class Datum:
     """Which group of the batch it came from: minibatches keep groups whole, and some reductions average over them."""
     rollout: int = 0
     """Which rollout of the batch it came from; one whose turns do not extend each other gives several datums."""
+    soft_targets: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Tokens (T, K) to learn besides the target, and how much each counts beside it; above dispatch only:
+    `algorithm.distill.with_soft_targets` makes targets and weights of them."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

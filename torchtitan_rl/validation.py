@@ -13,6 +13,7 @@ from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.algorithm.batch_checks import check_batches
 from torchtitan_rl.algorithm.checks import check_algorithm
 from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.algorithm.distill_checks import check_distill
 from torchtitan_rl.config import EvalSetConfig, RolesConfig, RunConfig, function_name
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights, resolve_shape
 from torchtitan_rl.model.converters import check_converters
@@ -22,8 +23,9 @@ __all__ = ["validate", "check_local"]
 
 def validate(config: RunConfig) -> None:
     """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
-    if dataclasses.is_dataclass(config.task):
-        dataclasses.replace(config.task)  # overrides set fields one by one; its own checks look at all of them
+    for task in (config.task, config.supervised.task):
+        if dataclasses.is_dataclass(task):
+            dataclasses.replace(task)  # overrides set fields one by one; its own checks look at all of them
     if config.trainer.lora is not None:
         dataclasses.replace(config.trainer.lora)
     shape = resolve_shape(config.model)
@@ -67,6 +69,7 @@ def validate(config: RunConfig) -> None:
     _check_minibatches(config.algorithm, config.controller.num_steps)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)
+    check_distill(config.algorithm, config.roles, vocab_size=shape.vocab_size)
     check_algorithm(config)
     check_batches(config)
     _check_workflow(config.algorithm.workflow)

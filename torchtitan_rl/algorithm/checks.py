@@ -106,6 +106,10 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads_advantages(loss, columns):
         raise ValueError(f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
                          "the KL would not count; use 'loss'")
+    by_advantages = algorithm.distill is not None and algorithm.distill.divergence == "tokens"
+    if by_advantages and not reads_advantages(loss, columns):
+        raise ValueError(f"algorithm.distill.divergence='tokens': {function_name(algorithm.loss_fn)} does not read "
+                         "advantages, so the teacher would not count; use importance_sampling or ppo, or another divergence")
     if algorithm.correction_fn is not None:
         _check_arguments("correction", algorithm.correction_fn, algorithm.correction_config)
         probe_correction(f"algorithm.correction_fn={function_name(algorithm.correction_fn)}", algorithm.correction_fn,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan_rl.algorithm.filters import FilterConfig
 from torchtitan_rl.algorithm.schedules import ScheduleConfig
 
-__all__ = ["AlgorithmConfig", "SupervisedConfig"]
+__all__ = ["AlgorithmConfig", "DistillConfig", "SupervisedConfig"]
 
 
 def _default(module: str, name: str) -> Callable:
@@ -18,6 +18,23 @@ def _default(module: str, name: str) -> Callable:
     import importlib
 
     return getattr(importlib.import_module(f"torchtitan_rl.algorithm.{module}"), name)
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillConfig:
+    """How the policy learns from `roles.teacher`."""
+
+    divergence: Literal["tokens", "top_k", "full"] = "tokens"
+    """What is compared: `tokens` the sampled token, its log-ratio as an advantage; `top_k` the teacher's likeliest
+    tokens, as targets of a cross-entropy; `full` the whole vocabulary, as the reverse KL."""
+    coef: float = 1.0
+    """Weight of the advantage, or of the divergence in the loss."""
+    top_k: int = 16
+    """Tokens for `top_k`."""
+    discount: float = 0.0
+    """For `tokens`: how much of the next token's log-ratio counts for a token as well; 0: its own only."""
+    rewards: bool = False
+    """Whether rewards train too, through `loss_fn`, or the teacher alone."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,9 +86,17 @@ class AlgorithmConfig:
     sampled it differs from the trainer; see algorithm/corrections.py. Needs `recompute_logprobs_per_minibatch`."""
     correction_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `correction_fn`, such as `cap`."""
+    distill: DistillConfig | None = None
+    """Learning from `roles.teacher`; None: a teacher's log-probabilities are there for a loss of your own, no more."""
+    refresh_teacher_every: int = 0
+    """Steps after which the policy version that scores for `self_distill` is the newest again; 0: never, it stays the one
+    that reinforcement starts from. Only for workflows that ask for it, see workflows/self_distill.py."""
     workflow: Callable | None = None
     """`async (task, policy, *, rollout_id, seed) -> Rollout`, in place of one turn, or of the turns of the family's
     environments; see workflows/. Evaluations use it too."""
+    after_rewards: Callable | None = None
+    """`async (group, policy) -> None`, given the judged rollouts of each task before they are grouped for training; may
+    give turns advantages or soft targets. See workflows/self_distill.py."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the run; its peak is `trainer.optimizer.lr`."""
     gae_gamma: float = 1.0
@@ -94,6 +119,11 @@ class AlgorithmConfig:
         object.__setattr__(self, name, value)
 
     @property
+    def asks_teacher(self) -> bool:
+        """Whether an earlier version of the policy is to score what it samples; see workflows/self_distill.py."""
+        return any(getattr(function, "asks_teacher", False) for function in (self.workflow, self.after_rewards))
+
+    @property
     def steps_per_batch(self) -> int:
         """Optimizer steps taken on one batch."""
         return self.num_epochs * -(-self.tasks_per_step // (self.tasks_per_minibatch or self.tasks_per_step))
@@ -104,6 +134,8 @@ class SupervisedConfig:
     """A warm start on the task's demonstrations, before the first rollout. 0 steps: none."""
 
     num_steps: int = 0
+    task: Any = None
+    """A task family's Config whose demonstrations to imitate; None: the run's own."""
     batch_size: int = 128
     lr: float = 3e-3
     """Peak learning rate."""

@@ -32,11 +32,11 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig, *, oldest_ver
                 parts.append(part)
                 origins.append((index, num_rollouts))
             num_rollouts += 1
-    weights = config.reduction([part["loss_mask"] for _, _, part in parts], [group for group, _ in origins])
+    weights = config.reduction([inputs["loss_mask"] for _, _, inputs, _ in parts], [group for group, _ in origins])
     return [
         Datum(tokens=tokens, target_tokens=targets, loss_inputs={**inputs, "weights": weight}, group=group,
-              rollout=rollout)
-        for (tokens, targets, inputs), weight, (group, rollout) in zip(parts, weights, origins, strict=True)
+              rollout=rollout, soft_targets=soft)
+        for (tokens, targets, inputs, soft), weight, (group, rollout) in zip(parts, weights, origins, strict=True)
     ]
 
 
@@ -115,17 +115,18 @@ def _mean(numbers: list[float]) -> float:
 
 
 def _sequences(rollout: Rollout, advantages: list[list[float]]):
-    """(tokens, targets, loss inputs) of each run of turns that extend each other; `advantages` are per turn and token.
+    """(tokens, targets, loss inputs, soft targets) of each run of turns that extend each other; `advantages` are per turn
+    and token.
 
     A turn whose prompt begins with all tokens so far continues the sequence: what lies between, an observation, is read
     but not trained on. Any other turn begins a new one. Tokens are those that were sampled, never text encoded again.
     """
-    tokens, mask, sampling, weighed = [], [], [], []
+    tokens, mask, sampling, weighed, soft = [], [], [], [], []
     for turn, advantages_of_turn in zip(rollout.turns, advantages, strict=True):
         _check_turn(rollout, turn)
         if tokens and turn.prompt_tokens[:len(tokens)] != tokens:
-            yield _part(tokens, mask, sampling, weighed)
-            tokens, mask, sampling, weighed = [], [], [], []
+            yield _part(tokens, mask, sampling, weighed, soft)
+            tokens, mask, sampling, weighed, soft = [], [], [], [], []
         unseen, logprobs = turn.prompt_tokens[len(tokens):], turn.completion.logprobs
         before = [0.0] * len(unseen)
         tokens += unseen + turn.completion.tokens
@@ -133,21 +134,37 @@ def _sequences(rollout: Rollout, advantages: list[list[float]]):
         mask += before + [float(math.isfinite(x) and not rollout.masked) for x in logprobs]
         sampling += before + [x if math.isfinite(x) else 0.0 for x in logprobs]
         weighed += before + advantages_of_turn
+        soft += [[]] * len(unseen) + (turn.soft_targets or [[]] * len(logprobs))
     if tokens:
-        yield _part(tokens, mask, sampling, weighed)
+        yield _part(tokens, mask, sampling, weighed, soft)
 
 
-def _part(tokens: list[int], mask: list[float], sampling: list[float], weighed: list[float]):
+def _part(
+    tokens: list[int], mask: list[float], sampling: list[float], weighed: list[float],
+    soft: list[list[tuple[int, float]]],
+):
     """The token before is what predicts a token, so what is said of the first is left out."""
     sequence, mask_T = torch.tensor(tokens), torch.tensor(mask[1:])
     return sequence[:-1], sequence[1:], {
         "loss_mask": mask_T, "advantages": mask_T * torch.tensor(weighed[1:]),
-        "sampling_logprobs": torch.tensor(sampling[1:])}
+        "sampling_logprobs": torch.tensor(sampling[1:])}, _soft_targets(soft[1:])
+
+
+def _soft_targets(soft: list[list[tuple[int, float]]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tokens and weights, (T, K), with weight 0 where a position has fewer than K; None where none has any."""
+    width = max(map(len, soft), default=0)
+    if not width:
+        return None
+    rows = [[*entries, *[(0, 0.0)] * (width - len(entries))] for entries in soft]
+    return torch.tensor([[t for t, _ in row] for row in rows]), torch.tensor([[w for _, w in row] for row in rows])
 
 
 def _check_turn(rollout: Rollout, turn: Turn) -> None:
     """Raises RuntimeError for NaN: a generator that computes it must not look like one with nothing to learn from."""
     logprobs = turn.completion.logprobs
+    if turn.soft_targets is not None and len(turn.soft_targets) != len(logprobs):
+        raise ValueError(f"turn.soft_targets: rollout {rollout.id} has {len(turn.soft_targets)} entries for "
+                         f"{len(logprobs)} sampled tokens; give one list for each")
     if turn.completion.filtered:
         raise ValueError(f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
                          "of the policy, sample training rollouts without")

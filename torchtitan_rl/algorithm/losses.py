@@ -15,7 +15,7 @@ import torch
 from torchtitan_rl.types import LossInputs
 
 __all__ = ["LOG_RATIO_LIMIT", "cispo", "cross_entropy", "datum_sums", "dro", "gspo", "importance_sampling",
-           "masked_difference", "ppo", "value_loss"]
+           "masked_difference", "ppo", "reverse_kl", "value_loss"]
 
 LOG_RATIO_LIMIT = 20.0
 """Nats. Beyond a factor of e^20 a ratio is held: exp would overflow, and its gradient poison even a clipped token."""
@@ -101,6 +101,10 @@ def value_loss(
     return (inputs.weights * loss_T).sum(), {
         "critic/squared_error": (mask_T * error_T.detach()).sum(),
         "critic/value_mean": (mask_T * inputs.predicted_values.detach()).sum()}
+
+
+def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    raise NotImplementedError
 
 
 # Parts, for losses of your own too.

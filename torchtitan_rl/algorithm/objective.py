@@ -1,6 +1,7 @@
 """The objective of a policy's step: the loss, and the terms a config adds to it.
 
 objective = loss_fn with weights x correction  +  kl_coef x sum weights x KL  -  entropy_coef x sum weights x entropy
+            + the divergence from a teacher (algorithm.distill); a teacher alone leaves loss_fn out
 
 Every part is linear in `weights`, so the whole is a token sum like any loss.
 """
@@ -8,13 +9,14 @@ Every part is linear in `weights`, so the whole is a token sum like any loss.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
-from torchtitan_rl.algorithm.losses import masked_difference
+from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, reverse_kl
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
 __all__ = ["policy_objective", "with_kl_reward"]
@@ -26,11 +28,15 @@ def policy_objective(config: AlgorithmConfig) -> LossFunction:
     if config.correction_fn is not None:
         correction = partial(config.correction_fn, **config.correction_config)
         objective = partial(_corrected, loss_fn=objective, correction_fn=correction)
+    distill = config.distill
+    if distill is not None and distill.divergence != "tokens" and not distill.rewards:
+        objective = _nothing
     kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     if kl_coef or config.entropy_coef:
         objective = partial(_regularized, loss_fn=objective, kl_coef=kl_coef, kl_estimator=config.kl_estimator,
                             entropy_coef=config.entropy_coef)
-    return objective
+    full_coef = distill.coef if distill is not None and distill.divergence == "full" else 0.0
+    return partial(_distilled, loss_fn=objective, full_coef=full_coef)
 
 
 def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
@@ -66,3 +72,37 @@ def _regularized(
         entropy_T = torch.where(inputs.loss_mask > 0, inputs.entropy, 0.0)
         loss = loss - entropy_coef * (inputs.weights * entropy_T).sum()
     return loss, metrics
+
+
+def _nothing(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return inputs.policy_logprobs.new_zeros(()), {}
+
+
+def _distilled(
+    inputs: LossInputs, *, loss_fn: Callable, full_coef: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Data with `soft_weights` have targets (T, 1 + K): the sampled token, which is `loss_fn`'s, and the soft ones."""
+    soft = None
+    if "soft_weights" in inputs.tensors:
+        soft = dataclasses.replace(
+            inputs, policy_logprobs=inputs.policy_logprobs[:, 1:],
+            tensors={**inputs.tensors, "weights": inputs.soft_weights})
+        inputs = dataclasses.replace(inputs, policy_logprobs=inputs.policy_logprobs[:, 0])
+    loss, metrics = loss_fn(inputs)
+    if "teacher_logprobs" in inputs.tensors:  # k1 of the reverse KL, from what the policy sampled
+        away_T = masked_difference(inputs, inputs.policy_logprobs.detach(), inputs.teacher_logprobs)
+        metrics = {**metrics, "distill/kl": away_T.sum()}
+    if soft is not None:
+        loss, metrics = loss + cross_entropy(soft)[0], {**metrics, "distill/kl": _soft_kl(soft)}
+    if full_coef:
+        divergence, divergence_metrics = reverse_kl(inputs)
+        loss, metrics = loss + full_coef * divergence, {**metrics, **divergence_metrics}
+    return loss, metrics
+
+
+def _soft_kl(soft: LossInputs) -> torch.Tensor:
+    """Sum over tokens of KL(soft targets, policy), their weights taken for shares of 1."""
+    with torch.no_grad():
+        total_T1 = soft.weights.sum(1, keepdim=True)
+        shares_TK = torch.where(total_T1 > 0, soft.weights / total_T1, 0.0)
+        return (torch.special.xlogy(shares_TK, shares_TK) - shares_TK * soft.policy_logprobs).sum()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 
 from torchtitan_rl.actors.config import WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.weights import packing
 
 if TYPE_CHECKING:
     from torchtitan_rl.weights.store import WeightStore
@@ -65,6 +68,11 @@ class PolicyVersions:
             del self._holders[version]
             await self._store.discard(version)
             await self._trainer.discard_weights(version)
+
+    async def save(self, version: int, file: Path) -> None:
+        """Writes a published version's parameters, by torchtitan's names and in the generators' dtype, as safetensors."""
+        manifest, payload = await self._store.fetch(version, verify=self._config.verify)
+        save_file({name: tensor.contiguous() for name, tensor in packing.read(payload, manifest).items()}, str(file))
 
     def held(self) -> dict[int, list[str]]:
         """Version to the names of its holders."""

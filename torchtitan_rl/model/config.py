@@ -157,12 +157,12 @@ def has_weights(config: ModelConfig) -> bool:
     return any(assets_dir(config).glob("*.safetensors"))
 
 
-def missing_weights(config: ModelConfig) -> str:
-    """Why a run cannot start although its config is valid; empty when it can."""
+def missing_weights(config: ModelConfig, where: str = "model") -> str:
+    """Why a run cannot start although its config is valid, `where` its model's field; empty when it can."""
     if not config.pretrained or has_weights(config):
         return ""
-    return (f"model.assets={config.assets!r}: has no safetensors, and model.pretrained is set; "
-            "give --model.assets the directory of a checkpoint")
+    return (f"{where}.assets={config.assets!r}: has no safetensors, and {where}.pretrained is set; "
+            f"give --{where}.assets the directory of a checkpoint")
 
 
 def resolve_shape(config: ModelConfig) -> Qwen3Shape:

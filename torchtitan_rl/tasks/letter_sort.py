@@ -13,7 +13,7 @@ from functools import cached_property
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
 from torchtitan_rl.types import Task
 
-__all__ = ["LetterSort", "partial_credit"]
+__all__ = ["LetterSort", "hinted", "partial_credit"]
 
 
 class LetterSort:
@@ -33,6 +33,10 @@ class LetterSort:
         correct_demonstrations: float = 0.0
         """Fraction of the train demonstrations that are right. The others only show the form of an answer: the same
         letters in a random order that is never the right one."""
+        hinted_demonstrations: float = 0.0
+        """Fraction of the train tasks whose prompt holds a hint, as in `szyci:yzisc=`, and whose demonstration copies it.
+        The hint is a random order too, so that copying is shown and sorting is not: for a warm start (`supervised.task`)
+        before self-distillation, whose teacher is hinted the answer; see `hinted`."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512
@@ -50,10 +54,9 @@ class LetterSort:
                     f"letter_sort.min_letters={self.min_letters}, max_letters={self.max_letters}: do not fit; "
                     "choose 1 <= min_letters <= max_letters <= 26"
                 )
-            if not 0.0 <= self.correct_demonstrations <= 1.0:
-                raise ValueError(
-                    f"letter_sort.correct_demonstrations={self.correct_demonstrations}: is not a fraction; use 0 to 1"
-                )
+            for name in ("correct_demonstrations", "hinted_demonstrations"):
+                if not 0.0 <= getattr(self, name) <= 1.0:
+                    raise ValueError(f"letter_sort.{name}={getattr(self, name)}: is not a fraction; use 0 to 1")
             if self.shuffle_rewards and self.reward is not None:
                 raise ValueError(
                     "letter_sort.shuffle_rewards=True: shuffles the family's own rewards only; leave reward unset"
@@ -76,16 +79,18 @@ class LetterSort:
     def task(self, split: str, index: int) -> Task:
         """Only train tasks carry a demonstration."""
         check_index(self, split, index)
-        demonstration = None
+        demonstration, prompt = None, None
         if split == "train":
             rng = random.Random(stable_hash(self.config.seed, split, index))
             word = self._draw_train(rng)
             correct = rng.random() < self.config.correct_demonstrations
             demonstration = "".join(sorted(word)) if correct else self._wrong_order(rng, word)
+            if rng.random() < self.config.hinted_demonstrations:
+                prompt = hinted(word, demonstration)
         else:
             word = self._held_out[split][index]
         answer = "".join(sorted(word))
-        return Task(id=f"{self.name}/{split}/{index}", prompt=f"{word}=", answer=answer, demonstration=demonstration)
+        return Task(id=f"{self.name}/{split}/{index}", prompt=prompt or f"{word}=", answer=answer, demonstration=demonstration)
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
         """1 for the right answer; otherwise up to 0.5 for letters kept and pairs in order, see `partial_credit`."""
@@ -160,3 +165,8 @@ def partial_credit(completion: str, answer: str) -> float:
         return 0.0
     in_common = sum((Counter(completion) & Counter(answer)).values())
     return sum(pairs) / len(pairs) * (in_common / max(len(completion), len(answer))) ** 2
+
+
+def hinted(word: str, hint: str) -> str:
+    """The prompt of a task with a hint: `hinted("szyci", "cisyz")` is `"szyci:cisyz="`."""
+    return f"{word}:{hint}="

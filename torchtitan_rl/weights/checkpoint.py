@@ -4,7 +4,8 @@
     step-80/hf/          the same parameters as a Hugging Face directory
     step-80/lora.json    with LoRA, when model/ holds adapters only: their kind, and a fingerprint of the base
     step-80/adapter/     with LoRA: the adapters as a PEFT directory
-    step-80/state.json   what the controller needs: step, phase, policy version, data cursor, seed
+    step-80/teacher.safetensors  with self-distillation: the policy version that teaches, as generators hold it
+    step-80/state.json   what the controller needs: step, phase, policy and teacher version, data cursor, seed
     step-80/COMPLETE     written last
 """
 
@@ -14,7 +15,7 @@ import json
 import os
 from pathlib import Path
 
-__all__ = ["require_complete", "hf_weights", "begin", "write_state", "read_state", "hf_dir", "model_dir", "adapter_dir",
+__all__ = ["require_complete", "hf_weights", "begin", "write_state", "read_state", "hf_dir", "model_dir", "adapter_dir", "teacher_file",
            "write_lora", "require_lora"]
 
 _MARKER = "COMPLETE"
@@ -31,6 +32,10 @@ def hf_dir(checkpoint: Path) -> Path:
 
 def adapter_dir(checkpoint: Path) -> Path:
     return checkpoint / "adapter"
+
+
+def teacher_file(checkpoint: Path) -> Path:
+    return checkpoint / "teacher.safetensors"
 
 
 def write_lora(checkpoint: Path, record: dict | None) -> None:

@@ -9,14 +9,22 @@ from typing import Protocol
 from torchtitan_rl.types import Completion, SamplingParams, Task
 from torchtitan_rl.workflows.chat import Chat
 
-__all__ = ["Policy", "Sampler"]
+__all__ = ["Policy", "Prompt", "Sampler"]
+
+Prompt = str | list[dict[str, str]] | list[int]
+"""Text, chat messages, or tokens."""
 
 
 class Sampler(Protocol):
-    """Anything that completes tokens, such as `dispatch.SamplingClient`."""
+    """Anything that completes tokens, such as `dispatch.SamplingClient`. Only self-distillation has tokens scored."""
 
     async def sample(
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None) -> Completion: ...
+
+    async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]: ...
+
+    async def score_top(
+        self, tokens: list[int], top_k: int, *, policy_version: int | None = None) -> list[list[tuple[int, float]]]: ...
 
 
 @dataclass(kw_only=True)
@@ -33,15 +41,22 @@ class Policy:
     stop: list[str] = field(default_factory=list)
     policy_version: int | None = None
     """None samples from the newest version."""
+    teacher_version: int | None = None
+    """The version that scores what was sampled for training (`workflows.self_distill`); None: nothing is."""
 
     def prompt_tokens(self, task: Task) -> list[int]:
         """The task's prompt as tokens, through the chat template if it is messages. Raises ValueError when too long."""
-        if isinstance(task.prompt, str):
-            tokens = self.tokenizer.encode(task.prompt, add_special_tokens=False)
-        else:
-            tokens = Chat(self.tokenizer).prompt(task.prompt)
+        tokens = self.encode(task.prompt)
         self.check_prompt(task, tokens)
         return tokens
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt as tokens, through the chat template if it is messages."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=False)
+        if prompt and isinstance(prompt[0], dict):
+            return Chat(self.tokenizer).prompt(prompt)
+        return list(prompt)
 
     def check_prompt(self, task: Task, tokens: list[int]) -> None:
         """Raises ValueError when a first prompt is too long."""
