@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_calculator(tmp_path, monkeypatch):
-    from torchtitan_rl import controller as module
+    from torchtitan_rl import training as module
     from torchtitan_rl.controller import Controller
 
     config = load_config(str(ROOT / "configs" / "calculator.py"))

@@ -50,14 +50,21 @@ def teacher_request(config: DistillConfig | None) -> dict[str, Any]:
 
 
 def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: DistillConfig) -> list[Datum]:
-    """Datums that carry what the configured divergence needs of the teacher's forward on them."""
+    """Datums that carry what the configured divergence needs of the teacher's forward on them.
+
+    Advantages from it have their mean over the batch's trained tokens taken off.
+    """
     if config.divergence == "full":
         return [_with_inputs(datum, teacher_hidden=hidden) for datum, hidden in zip(data, output.hidden, strict=True)]
     if config.divergence == "top_k":
         return [
             dataclasses.replace(datum, soft_targets=(tokens, config.coef * logprobs.exp()))
             for datum, tokens, logprobs in zip(data, output.top_tokens, output.top_logprobs, strict=True)]
-    return [_with_inputs(datum, advantages=_advantages(datum, config)) for datum in data]
+    earned = [_earned(datum, config) for datum in data]
+    # A baseline: far from the teacher all are negative, and pushing down what was sampled raises what was not.
+    baseline = sum(map(math.fsum, earned)) / max(1, sum(map(len, earned)))
+    return [_with_advantages(datum, [own - baseline for own in numbers], config.rewards)
+            for datum, numbers in zip(data, earned, strict=True)]
 
 
 def with_soft_targets(data: list[Datum]) -> list[Datum]:
@@ -81,14 +88,17 @@ def _softened(datum: Datum, width: int) -> Datum:
         target_tokens=torch.cat([datum.target_tokens[:, None], tokens_TK], 1))
 
 
-def _advantages(datum: Datum, config: DistillConfig) -> torch.Tensor:
-    """The datum's advantages, of its trained tokens, with the teacher's; `teacher_logprobs` is there already."""
+def _earned(datum: Datum, config: DistillConfig) -> list[float]:
+    """What each trained token earns by the teacher's word; `teacher_logprobs` is there already."""
     trained = datum.loss_inputs["loss_mask"] > 0
     student, teacher = (datum.loss_inputs[name][trained].tolist() for name in ("sampling_logprobs", "teacher_logprobs"))
-    advantages_T = datum.loss_inputs["advantages"].clone() if config.rewards else torch.zeros(len(datum))
-    advantages_T[trained] += torch.tensor(
-        token_advantages(student, teacher, coef=config.coef, discount=config.discount))
-    return advantages_T
+    return token_advantages(student, teacher, coef=config.coef, discount=config.discount)
+
+
+def _with_advantages(datum: Datum, of_trained: list[float], add: bool) -> Datum:
+    advantages_T = datum.loss_inputs["advantages"].clone() if add else torch.zeros(len(datum))
+    advantages_T[datum.loss_inputs["loss_mask"] > 0] += torch.tensor(of_trained)
+    return _with_inputs(datum, advantages=advantages_T)
 
 
 def _with_inputs(datum: Datum, **inputs: torch.Tensor) -> Datum:

@@ -1,0 +1,86 @@
+"""Distillation that is refused before a process starts."""
+
+import pytest
+
+from torchtitan_rl.actors.config import GeneratorConfig
+from torchtitan_rl.algorithm import corrections, losses
+from torchtitan_rl.algorithm.checks import check_algorithm
+from torchtitan_rl.algorithm.config import AlgorithmConfig, DistillConfig
+from torchtitan_rl.algorithm.distill_checks import check_distill
+from torchtitan_rl.algorithm.filters import FilterConfig
+from torchtitan_rl.config import RoleConfig, RolesConfig, RunConfig
+from torchtitan_rl.model.config import ModelConfig
+from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.workflows.self_distill import distill_group, postprocess_opsd, self_distill
+
+
+def check(*roles, distill=None, **algorithm):
+    made = RolesConfig(**{role: RoleConfig(model=ModelConfig()) for role in roles})
+    config = AlgorithmConfig(distill=DistillConfig(**distill) if distill is not None else None, **algorithm)
+    check_distill(config, made, vocab_size=64)
+    check_algorithm(RunConfig(name="unit", task=LetterSort.Config(), model=ModelConfig(), roles=made, algorithm=config,
+                              generator=GeneratorConfig()))
+
+
+def hint(rollout):
+    return "a:b="
+
+
+def hint_of_siblings(rollout, siblings):
+    return "a:b="
+
+
+async def hook(group, policy):
+    pass
+
+
+OWN = {"workflow": self_distill(prompt=hint)}
+
+
+@pytest.mark.parametrize(("roles", "config"), [
+    (["teacher"], {"distill": {}}), (["teacher"], {"distill": {"discount": 0.9, "rewards": True}}),
+    (["teacher", "critic"], {"distill": {"rewards": True}}), (["teacher"], {"distill": {"divergence": "top_k"}}),
+    (["teacher"], {"distill": {"divergence": "full"}}), ([], OWN), ([], {**OWN, "refresh_teacher_every": 8}),
+    ([], {"after_rewards": hook}), ([], {"after_rewards": distill_group(prompt=hint_of_siblings, top_k=4)}),
+])
+def test_what_makes_sense_passes(roles, config):
+    check(*roles, **config)
+
+
+@pytest.mark.parametrize(("roles", "config", "words"), [
+    ([], {"distill": {}}, ["algorithm.distill:", "no teacher", "roles.teacher"]),
+    (["teacher"], {"distill": {"divergence": "topk"}}, ["divergence='topk'", "'top_k'"]),
+    (["teacher"], {"distill": {"coef": 0.0}}, ["coef=0.0", "positive"]),
+    (["teacher"], {"distill": {"discount": 1.5}}, ["discount=1.5", "between 0 and 1"]),
+    (["teacher"], {"distill": {"discount": 0.5, "divergence": "full"}}, ["discount=0.5", "no effect"]),
+    (["teacher"], {"distill": {"divergence": "top_k", "top_k": 65}}, ["top_k=65", "64 tokens"]),
+    (["teacher"], {"distill": {}, **OWN}, ["one teacher"]),
+    (["teacher", "critic"], {"distill": {}}, ["roles.critic", "rewards=True"]),
+    (["teacher"], {"distill": {}, "filters": FilterConfig(zero_variance=True)}, ["zero_variance"]),
+    (["teacher"], {"distill": {"divergence": "full"}, "correction_fn": corrections.truncated_token,
+                   "recompute_logprobs_per_minibatch": True}, ["correction_fn", "rewards=True"]),
+    (["teacher", "reference"], {"distill": {"divergence": "top_k"}, "kl_coef": 0.1, "kl_in": "reward"}, ["kl_in"]),
+    (["teacher"], {"distill": {}, "loss_fn": losses.cross_entropy}, ["does not read advantages", "importance_sampling"]),
+    ([], {"refresh_teacher_every": 4}, ["refresh_teacher_every=4", "self_distill"]),
+    ([], {**OWN, "refresh_teacher_every": -1}, ["refresh_teacher_every=-1"]),
+    ([], {**OWN, "temperature": 0.7}, ["temperature=0.7", "use 1"]),
+    ([], {**OWN, "precomputed_advantages": "ignore"}, ["'ignore'", "would not count"]),
+    ([], {"after_rewards": hint_of_siblings}, ["not an async function"]),
+    ([], {"after_rewards": "sdpo"}, ["'sdpo'", "not an async function"]),
+])
+def test_what_contradicts_itself_is_refused(roles, config, words):
+    with pytest.raises(ValueError) as caught:
+        check(*roles, **config)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"prompt": hint_of_siblings}, ["cannot be called as (rollout)"]), ({"prompt": hint, "coef": 0}, ["coef=0"]),
+    ({"prompt": hint, "discount": -0.1}, ["discount=-0.1"]), ({"prompt": hint, "top_k": -1}, ["top_k=-1"]),
+    ({"prompt": hint, "top_k": 4, "discount": 0.5}, ["no effect"]),
+])
+def test_the_decorator_looks_at_its_arguments(settings, words):
+    with pytest.raises(ValueError) as caught:
+        self_distill(**settings)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert postprocess_opsd is self_distill
