@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from torchtitan_rl.tasks.family import TaskSource, judge
-from torchtitan_rl.tasks.letter_sort import LetterSort, partial_credit
+from torchtitan_rl.tasks.letter_sort import LetterSort, hinted, partial_credit
 from torchtitan_rl.types import Task
 
 TASK = Task(id="letter_sort/train/0", prompt="szyci=", answer="cisyz")
@@ -86,6 +86,22 @@ def test_the_fraction_of_correct_demonstrations():
     assert fraction(0.0) == 0.0
     assert fraction(1.0) == 1.0
     assert fraction(0.3) == pytest.approx(0.3, abs=0.06)  # 4 standard deviations of sqrt(0.3 * 0.7 / 1000)
+
+
+def test_hinted_tasks_show_copying_and_not_sorting():
+    family, plain = letter_sort(hinted_demonstrations=0.5), letter_sort()
+    tasks = [family.task("train", index) for index in range(200)]
+    with_hint = [task for task in tasks if ":" in task.prompt]
+    assert 70 < len(with_hint) < 130
+    for task in with_hint:
+        word, hint = task.prompt.removesuffix("=").split(":")
+        assert hint == task.demonstration != task.answer == "".join(sorted(word))
+        assert task.prompt == hinted(word, hint)
+    for index, task in enumerate(tasks):  # hints are added; nothing else about the tasks changes
+        same = plain.task("train", index)
+        assert (task.answer, task.demonstration) == (same.answer, same.demonstration)
+        assert task.prompt == same.prompt or task in with_hint
+    assert not any(":" in family.task("test", index).prompt for index in range(50))
 
 
 def test_reward_is_1_for_the_answer_and_partial_credit_otherwise():
