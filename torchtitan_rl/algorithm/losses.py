@@ -67,7 +67,7 @@ def cispo(
     """Policy gradient with a clipped ratio as a constant factor (CISPO, MiniMax-M1, arXiv:2506.13585).
 
     -sum weights x stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) x A x logp: a clipped token still trains.
-    `clip_low=1` is no lower bound, as in the paper.
+    `clip_low=1` is no lower bound, as in the paper, which does not say what its upper bound was.
     """
     _check_clip(clip_low, clip_high)
     ratio_T = _ratio(inputs).detach()

@@ -23,7 +23,7 @@ def sequence_mean(masks: list[torch.Tensor], groups: list[int]) -> list[torch.Te
 
 
 def prompt_mean(masks: list[torch.Tensor], groups: list[int]) -> list[torch.Tensor]:
-    """Token mean within each group (prompt), then over groups."""
+    """Token mean within each group (prompt), then over groups (ScaleRL, arXiv:2510.13786)."""
     totals: dict[int, float] = {}
     for mask, group in zip(masks, groups, strict=True):
         totals[group] = totals.get(group, 0.0) + float(mask.sum())
