@@ -29,8 +29,10 @@ async def scored(
     if not data:
         raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
     waits = {role: client.forward(data, **(teacher_request(config.distill) if role == "teacher" else {}))
-             for role, client in roles.items() if role != "policy"}
+             for role, client in roles.items() if role != "policy" or config.recompute_logprobs_per_batch}
     outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
+    if "policy" in outputs:
+        data = with_inputs(data, old_logprobs=outputs["policy"].policy_logprobs)
     for role in outputs.keys() & {"reference", "teacher"}:
         data = with_inputs(data, **{f"{role}_logprobs": outputs[role].policy_logprobs})
     if "critic" in outputs:

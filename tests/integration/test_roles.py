@@ -10,7 +10,7 @@ from tests.integration.conftest import small_config
 from tests.integration.helpers import flat, random_datums, relative_l2
 from torchtitan_rl.actors.config import AdamWConfig, TrainerConfig
 from torchtitan_rl.algorithm.datums import with_inputs
-from torchtitan_rl.algorithm.losses import importance_sampling, ppo, value_loss
+from torchtitan_rl.algorithm.losses import importance_sampling, masked_difference, ppo, value_loss
 from torchtitan_rl.config import RoleConfig
 from torchtitan_rl.types import OptimParams
 
@@ -136,21 +136,44 @@ def test_a_reference_that_was_refreshed_says_what_the_policy_says(loop, apart):
     assert versions == [controller.policy_version]  # the copy is gone, the generators' version is there
 
 
+def _ratios(inputs):
+    ratio_T = masked_difference(inputs, inputs.policy_logprobs, inputs.old_logprobs).exp()
+    return ppo(inputs)[0], {"ratio/off_max": (ratio_T - 1).abs().max()}
+
+
 def test_recomputed_log_probabilities_make_the_first_ratio_exactly_one(loop, apart):
     controller, _ = apart
-
-    def ratios(inputs):
-        ratio_T = (inputs.policy_logprobs - inputs.old_logprobs).exp()
-        return ppo(inputs)[0], {"ratio/off_max": (ratio_T - 1).abs().max()}
 
     async def train():
         data = random_datums(9)
         old = (await controller.trainer.forward(data)).policy_logprobs
-        output = await controller.trainer.forward_backward(with_inputs(data, old_logprobs=old), ratios)
+        output = await controller.trainer.forward_backward(with_inputs(data, old_logprobs=old), _ratios)
         await controller.trainer.optim_step(OptimParams(lr=0.0))
         return output.metrics["ratio/off_max"]
 
     assert loop.run_until_complete(train()) == 0.0
+
+
+@pytest.mark.parametrize(("per", "tasks_per_minibatch", "moves"), [
+    ("batch", 0, False), ("batch", 2, True), ("minibatch", 2, False)])
+def test_ratios_are_against_the_policy_as_the_batch_or_the_minibatch_starts(loop, apart, per, tasks_per_minibatch, moves):
+    controller, _ = apart
+    algorithm = controller.config.algorithm
+    changes = {"recompute_logprobs_per_batch": per == "batch", "recompute_logprobs_per_minibatch": per == "minibatch",
+               "tasks_per_minibatch": tasks_per_minibatch, "loss_fn": _ratios, "loss_config": {}}
+    before = {name: getattr(algorithm, name) for name in changes}
+
+    async def train():
+        return await controller.train_on(await controller.rollouts(controller.source.next(4)))
+
+    try:
+        for name, value in changes.items():
+            setattr(algorithm, name, value)
+        line = loop.run_until_complete(train())
+    finally:
+        for name, value in before.items():
+            setattr(algorithm, name, value)
+    assert (line["ratio/off_max"] > 1e-4) if moves else line["ratio/off_max"] == 0.0
 
 
 def test_scoring_between_backward_and_step_leaves_the_gradient_whole(loop, apart):

@@ -71,10 +71,14 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     if algorithm.correction_fn is None and algorithm.correction_config:
         raise ValueError(f"algorithm.correction_config={algorithm.correction_config}: there is no correction for it "
                          "to configure; set algorithm.correction_fn or leave it empty")
-    if algorithm.correction_fn is not None and not algorithm.recompute_logprobs_per_minibatch:
+    recomputed = algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch
+    if algorithm.recompute_logprobs_per_batch and algorithm.recompute_logprobs_per_minibatch:
+        raise ValueError("algorithm.recompute_logprobs_per_batch=True: recompute_logprobs_per_minibatch=True takes its "
+                         "place at every step; keep one of them")
+    if algorithm.correction_fn is not None and not recomputed:
         raise ValueError(
             f"algorithm.correction_fn={function_name(algorithm.correction_fn)}: the loss's ratios are against the "
-            "generator already, nothing is left to correct; set algorithm.recompute_logprobs_per_minibatch=True")
+            "generator already, nothing is left to correct; set algorithm.recompute_logprobs_per_batch=True")
     if roles.critic is None:
         for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
             if getattr(algorithm, name) != default:
@@ -89,7 +93,7 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
 def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     """Calls the run's functions on made-up numbers."""
     columns = {"weights", "loss_mask", "advantages", "sampling_logprobs"}
-    if algorithm.recompute_logprobs_per_minibatch:
+    if algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch:
         columns.add("old_logprobs")
     if roles.reference is not None:
         columns.add("reference_logprobs")

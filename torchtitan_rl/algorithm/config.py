@@ -49,9 +49,10 @@ class AlgorithmConfig:
     """Groups in an optimizer step; the last minibatch may be smaller. 0: the whole batch is one step."""
     num_epochs: int = 1
     """Times a batch is trained on."""
+    recompute_logprobs_per_batch: bool = False
+    """Take ratios against the trainer's policy as the batch starts, rather than against the generator."""
     recompute_logprobs_per_minibatch: bool = False
-    """Take ratios against the policy just before each minibatch's step, so that they start at exactly 1, rather than
-    against the generator."""
+    """Take ratios against the policy just before each minibatch's step: they are exactly 1, and nothing is clipped."""
     temperature: float = 1.0
     """Of sampling and, so that log-probabilities agree, of the trainer's logits."""
     advantage_fn: Callable | dict[str, Callable] = field(
@@ -83,7 +84,7 @@ class AlgorithmConfig:
     """Weight of the entropy bonus; 0: none."""
     correction_fn: Callable | None = None
     """`(LossInputs, **correction_config) -> (factor_T, metric sums)`: how much a token counts when the generator that
-    sampled it differs from the trainer; see algorithm/corrections.py. Needs `recompute_logprobs_per_minibatch`."""
+    sampled it differs from the trainer; see algorithm/corrections.py. Needs one of `recompute_logprobs_per_*`."""
     correction_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `correction_fn`, such as `cap`."""
     distill: DistillConfig | None = None

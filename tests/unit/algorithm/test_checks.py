@@ -42,6 +42,7 @@ def refusal(**config):
     {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "roles": ("reference",)},
     *({"correction_fn": getattr(corrections, name), "recompute_logprobs_per_minibatch": True}
       for name in corrections.__all__),
+    {"correction_fn": corrections.truncated_token, "recompute_logprobs_per_batch": True},
     {"loss_config": {"dual_clip": 3.0}, "entropy_coef": 0.01},
 ])
 def test_what_is_in_the_library_passes(config):
@@ -195,7 +196,9 @@ def test_a_reduction_that_is_not_one(reduction, message):
      "algorithm.kl_in='reward': torchtitan_rl.algorithm.losses:cross_entropy does not read advantages"),
     ({"correction_fn": corrections.masked_token},
      "are against the generator already, nothing is left to correct; set "
-     "algorithm.recompute_logprobs_per_minibatch=True"),
+     "algorithm.recompute_logprobs_per_batch=True"),
+    ({"recompute_logprobs_per_batch": True, "recompute_logprobs_per_minibatch": True},
+     "algorithm.recompute_logprobs_per_batch=True: "),
     ({"correction_config": {"cap": 2.0}}, "algorithm.correction_config={'cap': 2.0}: there is no correction for it"),
     ({"correction_fn": corrections.truncated_token, "correction_config": {"caps": 2.0},
       "recompute_logprobs_per_minibatch": True}, "algorithm.correction_config.caps=2.0: "),
