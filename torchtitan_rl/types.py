@@ -93,9 +93,9 @@ class Turn:
     """Precomputed: one number, or one per sampled token (list, tuple, array, tensor); see algorithm/precomputed.py."""
     advantages_version: int | None = None
     """The policy version `advantages` were computed for; None: the newest that sampled this turn."""
-    soft_targets: list[list[tuple[int, float]]] | None = None
-    """For each sampled token, tokens to learn in its place and the weight of each, such as a teacher's probability; a
-    cross-entropy on them is added to the loss."""
+    soft_targets: tuple[torch.Tensor, torch.Tensor] | None = None
+    """For each of n sampled tokens, K tokens to learn in its place (n, K) and the weight of each (n, K), such as a
+    teacher's probability; a cross-entropy on them is added to the loss."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -123,8 +123,7 @@ def test_siblings_that_did_better_teach_with_their_likeliest_tokens(loop, runnin
             (turn,) = rollout.turns
             assert (turn.soft_targets is None) == (rollout.reward == best)
             assert turn.advantages == [0.0] * len(turn.completion.tokens)
-            for row in turn.soft_targets or []:
-                weights = [weight for _, weight in row]
-                assert len({token for token, _ in row}) == 3 and weights == sorted(weights, reverse=True)
-                assert 0 < sum(weights) <= 1 + 1e-6
+            for tokens, weights in zip(*(turn.soft_targets or ((), ()))):
+                assert len(set(tokens.tolist())) == 3 and weights.tolist() == sorted(weights.tolist(), reverse=True)
+                assert 0 < weights.sum() <= 1 + 1e-6
     assert line["distill/kl"] > 0 and line["optim/grad_norm"] > 0 and line["mismatch/kl"] < 1e-6

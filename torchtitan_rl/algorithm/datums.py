@@ -134,37 +134,43 @@ def _sequences(rollout: Rollout, advantages: list[list[float]]):
         mask += before + [float(math.isfinite(x) and not rollout.masked) for x in logprobs]
         sampling += before + [x if math.isfinite(x) else 0.0 for x in logprobs]
         weighed += before + advantages_of_turn
-        soft += [[]] * len(unseen) + (turn.soft_targets or [[]] * len(logprobs))
+        if turn.soft_targets is not None:
+            soft.append((len(tokens) - len(logprobs), *turn.soft_targets))
     if tokens:
         yield _part(tokens, mask, sampling, weighed, soft)
 
 
 def _part(
     tokens: list[int], mask: list[float], sampling: list[float], weighed: list[float],
-    soft: list[list[tuple[int, float]]],
+    soft: list[tuple[int, torch.Tensor, torch.Tensor]],
 ):
     """The token before is what predicts a token, so what is said of the first is left out."""
     sequence, mask_T = torch.tensor(tokens), torch.tensor(mask[1:])
     return sequence[:-1], sequence[1:], {
         "loss_mask": mask_T, "advantages": mask_T * torch.tensor(weighed[1:]),
-        "sampling_logprobs": torch.tensor(sampling[1:])}, _soft_targets(soft[1:])
+        "sampling_logprobs": torch.tensor(sampling[1:])}, _soft_targets(soft, len(tokens))
 
 
-def _soft_targets(soft: list[list[tuple[int, float]]]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Tokens and weights, (T, K), with weight 0 where a position has fewer than K; None where none has any."""
-    width = max(map(len, soft), default=0)
-    if not width:
+def _soft_targets(
+    soft: list[tuple[int, torch.Tensor, torch.Tensor]], length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tokens and weights (T, K) of (first position, tokens, weights) of turns; weight 0 where there are none, or fewer."""
+    if not soft:
         return None
-    rows = [[*entries, *[(0, 0.0)] * (width - len(entries))] for entries in soft]
-    return torch.tensor([[t for t, _ in row] for row in rows]), torch.tensor([[w for _, w in row] for row in rows])
+    width = max(tokens.shape[1] for _, tokens, _ in soft)
+    tokens_TK, weights_TK = torch.zeros(length, width, dtype=torch.long), torch.zeros(length, width)
+    for start, tokens, weights in soft:
+        place = slice(start, start + len(tokens)), slice(0, tokens.shape[1])
+        tokens_TK[place], weights_TK[place] = tokens, weights
+    return tokens_TK[1:], weights_TK[1:]
 
 
 def _check_turn(rollout: Rollout, turn: Turn) -> None:
     """Raises RuntimeError for NaN: a generator that computes it must not look like one with nothing to learn from."""
     logprobs = turn.completion.logprobs
-    if turn.soft_targets is not None and len(turn.soft_targets) != len(logprobs):
-        raise ValueError(f"turn.soft_targets: rollout {rollout.id} has {len(turn.soft_targets)} entries for "
-                         f"{len(logprobs)} sampled tokens; give one list for each")
+    for part in turn.soft_targets or ():
+        if part.shape != turn.soft_targets[0].shape or len(part) != len(logprobs):
+            raise ValueError(f"turn.soft_targets: of shapes {[tuple(p.shape) for p in turn.soft_targets]}, rollout "
+                             f"{rollout.id} sampled {len(logprobs)} tokens; give tokens (n, K) and weights (n, K)")
     if turn.completion.filtered:
         raise ValueError(f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
                          "of the policy, sample training rollouts without")

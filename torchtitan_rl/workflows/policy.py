@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from torchtitan_rl.types import Completion, SamplingParams, Task
 from torchtitan_rl.workflows.chat import Chat
 
@@ -24,7 +26,8 @@ class Sampler(Protocol):
     async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]: ...
 
     async def score_top(
-        self, tokens: list[int], top_k: int, *, policy_version: int | None = None) -> list[list[tuple[int, float]]]: ...
+        self, tokens: list[int], top_k: int, *, policy_version: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(kw_only=True)

@@ -117,10 +117,10 @@ async def _learn(
     sequence, starts = _as_teacher_reads(rollout, policy.encode(prompt))
     version = policy.teacher_version
     if top_k:
-        rows = await policy.sampler.score_top(sequence, top_k, policy_version=version)
+        tokens, logprobs = await policy.sampler.score_top(sequence, top_k, policy_version=version)
         for turn, start in zip(rollout.turns, starts):
-            rows_of_turn = rows[start - 1:start - 1 + len(turn.completion.tokens)]  # row 0 is of the second token
-            turn.soft_targets = [[(token, coef * math.exp(logprob)) for token, logprob in row] for row in rows_of_turn]
+            rows = slice(start - 1, start - 1 + len(turn.completion.tokens))  # row 0 is of the second token
+            turn.soft_targets = tokens[rows], coef * logprobs[rows].exp()
         return
     scores = await policy.sampler.score(sequence, policy_version=version)
     teacher = [scores[start - 1 + i] for turn, start in zip(rollout.turns, starts)

@@ -92,15 +92,17 @@ def test_in_one_call_all_have_as_many_targets():
 
 
 def test_targets_that_turns_bring_keep_their_places_over_turns_that_extend_each_other():
-    first = turn([1], [2, 3], advantages=0.0, soft_targets=[[(2, 0.5), (9, 0.25)], [(3, 1.0)]])
-    second = turn([1, 2, 3, 4], [5], advantages=0.0, soft_targets=[[(6, 0.75)]])
+    soft = lambda tokens, weights: (torch.tensor(tokens), torch.tensor(weights))
+    first = turn([1], [2, 3], advantages=0.0, soft_targets=soft([[2, 9], [3, 8]], [[0.5, 0.25], [1.0, 0.0]]))
+    second = turn([1, 2, 3, 4], [5], advantages=0.0, soft_targets=soft([[6]], [[0.75]]))
     (made,) = to_datums([group(rollout("a", first, second))], AlgorithmConfig())
     tokens, weights = made.soft_targets
     assert made.target_tokens.tolist() == [2, 3, 4, 5]
-    assert tokens.tolist() == [[2, 9], [3, 0], [0, 0], [6, 0]]
+    assert tokens.tolist() == [[2, 9], [3, 8], [0, 0], [6, 0]]
     assert weights.tolist() == [[0.5, 0.25], [1.0, 0.0], [0.0, 0.0], [0.75, 0.0]]
-    with pytest.raises(ValueError, match="1 entries for 2 sampled tokens"):
-        to_datums([group(rollout("a", turn([1], [2, 3], soft_targets=[[]])))], AlgorithmConfig())
+    for wrong in (soft([[6]], [[0.75]]), soft([[6], [7]], [[0.5, 0.5], [0.5, 0.5]])):
+        with pytest.raises(ValueError, match="rollout a sampled 2 tokens; give tokens"):
+            to_datums([group(rollout("a", turn([1], [2, 3], soft_targets=wrong)))], AlgorithmConfig())
 
 
 def loss_inputs(policy, **tensors):

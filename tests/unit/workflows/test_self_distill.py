@@ -1,9 +1,9 @@
 """The policy as its own teacher, with a sampler whose scores are made up: what is asked, and what becomes of it."""
 
 import asyncio
-import math
 
 import pytest
+import torch
 
 from tests.unit.workflows.scripted import CHARS, policy
 from torchtitan_rl.algorithm.advantages import group_centered
@@ -32,7 +32,8 @@ def scored(*said, **settings):
 
     async def score_top(tokens, top_k, *, policy_version=None):
         await score(tokens, policy_version=policy_version)
-        return [[(token + i, math.log(0.5 / (i + 1))) for i in range(top_k)] for token in tokens[1:]]
+        ranks = torch.arange(top_k)
+        return torch.tensor(tokens[1:])[:, None] + ranks, torch.log(0.5 / (ranks + 1)).repeat(len(tokens) - 1, 1)
 
     made.sampler.score, made.sampler.score_top = score, score_top
     return made
@@ -61,8 +62,9 @@ def test_in_evaluations_nothing_is_scored():
 def test_the_likeliest_tokens_are_targets_and_the_sampled_ones_earn_nothing():
     (turn,) = play(self_distill(prompt=hint, coef=2.0, top_k=2), scored("bc", teacher_version=1)).turns
     b, c = turn.completion.tokens
-    assert [[token for token, _ in row] for row in turn.soft_targets] == [[b, b + 1], [c, c + 1]]
-    assert [weight for row in turn.soft_targets for _, weight in row] == pytest.approx([1.0, 0.5, 1.0, 0.5])
+    tokens, weights = turn.soft_targets
+    assert tokens.tolist() == [[b, b + 1], [c, c + 1]]
+    assert weights.flatten().tolist() == pytest.approx([1.0, 0.5, 1.0, 0.5])
     assert turn.advantages == [0.0, 0.0]
 
 
