@@ -112,6 +112,33 @@ def test_generators_sample_from_what_was_published_and_from_nothing_else(loop, r
     assert torch.allclose(torch.tensor(after), trained, atol=1e-5)
 
 
+def test_the_likeliest_tokens_are_the_trainers_and_the_prompts_own_is_left_out(loop, running):
+    from torchtitan_rl.types import Datum
+
+    sequence = torch.tensor(SEQUENCE)
+    datum = Datum(tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={})
+
+    async def run():
+        await running.publish()
+        asked = [running.generator.score_top(SEQUENCE, top_k) for top_k in (1, 4, 64)]
+        with pytest.raises(ValueError, match="prompt of 10 tokens: Requested prompt logprobs of 65"):
+            await running.generator.score_top(SEQUENCE, 65)
+        with pytest.raises(ValueError, match="top_k=0: must be at least 1; use score for the tokens that are there"):
+            await running.generator.score_top(SEQUENCE, 0)
+        return (await asyncio.gather(*asked, running.generator.score(SEQUENCE)),
+                await running.trainer.forward([datum], temperature=1.0, top_k=64))
+
+    (*tops, own), output = loop.run_until_complete(run())
+    (tokens_TK,), (logprobs_TK,) = output.top_tokens, output.top_logprobs
+    for top_k, top in zip((1, 4, 64), tops):
+        assert [len(best) for best in top] == [top_k] * 9
+        found = torch.tensor([[logprob for _, logprob in best] for best in top])
+        assert torch.allclose(found, logprobs_TK[:, :top_k], atol=1e-5)
+        assert [[token for token, _ in best] for best in top] == tokens_TK[:, :top_k].tolist()
+    assert not all(token in dict(best) for token, best in zip(SEQUENCE[1:], tops[0])), "else nothing was left out"
+    assert [dict(best)[token] for token, best in zip(SEQUENCE[1:], tops[2])] == own
+
+
 def test_a_pinned_version_can_be_sampled_and_scored_until_it_is_released(loop, running):
     async def run():
         old = await running.publish()
