@@ -62,6 +62,8 @@ class TrainerRank:
         built = build_model(config, model, role=role, seed=seed, parallel_dims=self.parallel_dims, device=device,
                             dump_dir=dump_dir)
         self.model, self.shape, self.adapter = built.model, built.shape, built.adapter
+        tensor_parallel = self.parallel_dims.get_optional_mesh("tp")
+        self._tensor_parallel_rank = 0 if tensor_parallel is None else tensor_parallel.get_local_rank()
         self.optimizers = None
         if role in TRAINED_ROLES:
             self.optimizers = build_optimizers(config, built.spec, self.model, self.parallel_dims)
@@ -72,7 +74,10 @@ class TrainerRank:
     ) -> Accumulated:
         """Log-probabilities (a critic: values) of this rank's microbatches, in order, and what else is asked for."""
         self._require("forward", "model")
-        return self._accumulate(batches, None, temperature, top_k=top_k, hidden=hidden)
+        result = self._accumulate(batches, None, temperature, top_k=top_k, hidden=hidden)
+        if self._tensor_parallel_rank:  # dispatch hears the first rank only, and hidden states are large
+            result.rows = {}
+        return result
 
     def forward_backward(
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float,
@@ -194,10 +199,8 @@ class TrainerRank:
             raise ValueError("role='critic': has no vocabulary to compare with a teacher's; give the head to the policy")
         self._require("pull_head", "model")
         manifest, payload = await self.store.fetch(HEAD, verify=True)
-        tensor_parallel = self.parallel_dims.get_optional_mesh("tp")
-        rank = 0 if tensor_parallel is None else tensor_parallel.get_local_rank()
         self.model.lm_head.hold_teacher(
-            packing.read(payload, manifest)["lm_head.weight"], rank, self.parallel_dims.tp)
+            packing.read(payload, manifest)["lm_head.weight"], self._tensor_parallel_rank, self.parallel_dims.tp)
 
     async def _publish(
         self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool, *, only: str | None = None,

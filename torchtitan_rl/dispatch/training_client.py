@@ -77,8 +77,11 @@ class TrainingClient:
                     f"trainer.training.seq_len={self._max_datum_tokens}; raise it or shorten the datum")
         check_alike(data, f"{endpoint}.data")
         plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
+        sent = data
+        if endpoint == "forward":  # it reads no loss inputs, and hidden states are large
+            sent = [dataclasses.replace(datum, loss_inputs={}) for datum in data]
         shards = [
-            [pack([data[i] for i in members]) if members else filler(data[0]) for members in microbatches]
+            [pack([sent[i] for i in members]) if members else filler(sent[0]) for members in microbatches]
             for microbatches in plan.ranks
         ]
         answers = self._run(endpoint, lambda: self._mesh.call_split(endpoint, shards, *args))

@@ -309,7 +309,7 @@ class LogprobHead(Linear):
             assert len(weight) == num_rows > 0, "not DTensor's cut of the vocabulary"
             input = input.to_local(grad_placements=[Partial()])
         chunk_tokens = max(1, self.chunk_bytes // (4 * rows))  # the same on every rank: chunks hold collectives
-        smaller_chunk = max(1, chunk_tokens // 2)  # of what takes a third buffer
+        smaller_chunk = max(1, chunk_tokens // 3)  # of what takes up to five buffers, not two
         hidden_TD, softmax = input.flatten(0, 1), {"temperature": asked.temperature, "group": group}
         if asked.top_k:
             said = dict(zip(("policy_logprobs", "entropy", "top_tokens", "top_logprobs"), chunked_top_k(
