@@ -18,6 +18,7 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
 from torchtitan_rl.launch import Launcher
+from torchtitan_rl.model.config import resolve_shape
 from torchtitan_rl.validation import check_local
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
     roles = {
         role: TrainingClient(
             meshes[role][0], max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
-            max_datum_tokens=trainer.training.seq_len, temperature=config.algorithm.temperature, placement=placement)
-        for role, (trainer, _) in wanted.items()
+            max_datum_tokens=trainer.training.seq_len, temperature=config.algorithm.temperature,
+            vocab_size=resolve_shape(model).vocab_size, placement=placement)
+        for role, (trainer, model) in wanted.items()
     }
     versions = PolicyVersions(
         roles["policy"], launcher.store, config.weight_sync, getattr(torch, config.generator.dtype),

@@ -1,7 +1,8 @@
 """The data that flows through a run, from a task to an optimizer step.
 
 Shape letters used in this package: T tokens of one sequence or of one packed microbatch, G rollouts of
-a group, B batch, L sequence length, V vocabulary, D hidden size, N heads, H head size.
+a group, B batch, L sequence length, V vocabulary, D hidden size, N heads, H head size, K targets or likeliest tokens of
+one position.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Request:
 
     tokens: list[int]
     params: SamplingParams | None
+    top_k: int = 0
+    """Of a prompt to score: how many of the likeliest tokens to score at each position; 0: the prompt's own."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -137,17 +140,20 @@ class RolloutGroup:
 class Datum:
     """One training sequence: predict `target_tokens[t]` after reading `tokens[:t+1]`.
 
-    Every tensor in `loss_inputs` is float32 of the same length T as `tokens`. Two keys are universal:
-    `weights` (how much a token counts in the token sum the loss returns; this is where reductions live)
-    and `loss_mask` (1 where the policy produced the target). Losses of the policy-gradient family also
-    read `advantages` and `sampling_logprobs`.
+    Every tensor in `loss_inputs` is float32 with as many rows T as `tokens` has entries: (T,), or (T, n) where a loss
+    reads several numbers of a position. Two keys are universal: `weights` (how much a token counts in the token sum the
+    loss returns; this is where reductions live) and `loss_mask` (T,) (1 where the policy produced the target). Losses of
+    the policy-gradient family also read `advantages` and `sampling_logprobs`.
+
+    Distillation: `target_tokens` may be (T, K), several tokens to score at each position, and `weights` with them; and
+    `teacher_hidden` (T, D), a teacher's hidden states, makes the policy compute its KL to that teacher.
 
     Example::
 
         Datum(tokens=torch.tensor([5, 9, 7]), target_tokens=torch.tensor([9, 7, 2]),
               loss_inputs={"weights": torch.tensor([0., .5, .5]), "loss_mask": torch.tensor([0., 1., 1.])})
 
-    Raises ValueError when lengths differ, when it is empty, or when a tensor of it is not finite.
+    Raises ValueError when lengths differ, when it is empty, when a tensor of it is not finite, or has another shape.
     """
 
     tokens: torch.Tensor
@@ -170,6 +176,14 @@ class Datum:
                 raise ValueError(
                     f"datum.{name}: has {len(tensor)} entries where tokens has {length}; give one per token"
                 )
+        for name, tensor in {"target_tokens": self.target_tokens, **self.loss_inputs}.items():
+            if tensor.dim() > (1 if name == "loss_mask" else 2) or 0 in tensor.shape:
+                raise ValueError(f"datum.{name}: has shape {tuple(tensor.shape)}; give "
+                                 + ("(T,)" if name == "loss_mask" else "(T,) or (T, n)"))
+        weights = self.loss_inputs.get("weights", self.target_tokens)
+        if weights.dim() == 2 and weights.shape != self.target_tokens.shape:
+            raise ValueError(f"datum.weights: has shape {tuple(weights.shape)} where target_tokens has "
+                             f"{tuple(self.target_tokens.shape)}; give one per token, or one per target")
         for name, tensor in self.loss_inputs.items():
             if not torch.isfinite(tensor).all():
                 raise ValueError(
@@ -183,19 +197,23 @@ class Datum:
 
 @dataclass(kw_only=True, slots=True)
 class LossInputs:
-    """What a loss function sees of one microbatch; every tensor is (T,). A policy fills the first two, a critic the third."""
+    """What a loss function sees of one microbatch; every tensor is (T,) unless it says otherwise. A policy fills the first
+    two, a critic the third, distillation from a whole distribution the fourth."""
 
     policy_logprobs: torch.Tensor | None = None
-    """Log-probability of each target under the policy being trained; carries gradient."""
+    """Log-probability of each target under the policy being trained, (T,) or (T, K) as the targets are; carries gradient."""
     entropy: torch.Tensor | None = None
     """Entropy of the policy's distribution at each token; carries gradient."""
     predicted_values: torch.Tensor | None = None
     """The critic's value of each position: the return it expects from here on; carries gradient."""
+    teacher_kl: torch.Tensor | None = None
+    """KL(policy || teacher) over the whole vocabulary at each position, at the call's temperature, where the data carry
+    `teacher_hidden`; carries gradient."""
     datum: torch.Tensor
     """Which datum (0, 1, ...) of the microbatch each token belongs to."""
     num_datums: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The datums' `loss_inputs`, packed."""
+    """The datums' `loss_inputs`, packed: (T,) or (T, n)."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
@@ -216,18 +234,20 @@ class Microbatch:
 
     tokens_T: torch.Tensor
     target_tokens_T: torch.Tensor
+    """(T,) or (T, K)."""
     lengths: list[int]
     """Tokens of each datum, in packed order."""
     loss_inputs: dict[str, torch.Tensor]
-    """Float32, each (T,)."""
+    """Float32, each (T,) or (T, n)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Accumulated:
     """One rank's share of a `forward_backward` call."""
 
-    rows: list[torch.Tensor]
-    """Per datum, in the order of the microbatches: log-probabilities, or a critic's values."""
+    rows: dict[str, list[torch.Tensor]]
+    """By what they are (`policy_logprobs`, a critic's `predicted_values`, whatever else was asked for): per datum, in the
+    order of the microbatches."""
     loss: float
     sums: dict[str, float]
     """Metric sums over tokens; names ending in `_max` are maxima."""
@@ -251,7 +271,8 @@ class ForwardBackwardOutput:
     """What one `forward_backward` call did, in the order of the data it was given."""
 
     policy_logprobs: list[torch.Tensor]
-    """Per datum, float32 of length T: this role's log-probability of every target token; empty for a critic."""
+    """Per datum, float32 (T,) or (T, K) as its targets are: this role's log-probability of every target; empty for a
+    critic."""
     values: list[torch.Tensor]
     """Per datum, float32 of length T: a critic's value of every position; empty for other roles."""
     loss: float
@@ -262,6 +283,12 @@ class ForwardBackwardOutput:
     """Means and maxima over those tokens, under the names of `metrics.py`."""
     interval: tuple[float, float]
     """When the first rank began and the last one ended, in seconds since the epoch of the workers' clocks."""
+    top_tokens: list[torch.Tensor] = field(default_factory=list)
+    """Per datum, int64 (T, top_k): the likeliest tokens at each position, best first; empty unless asked for."""
+    top_logprobs: list[torch.Tensor] = field(default_factory=list)
+    """Per datum, float32 (T, top_k): their log-probabilities over the whole vocabulary; empty unless asked for."""
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    """Per datum, float32 (T, D): the states that enter this role's head, after the last norm; empty unless asked for."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -30,6 +30,19 @@ def random_datums(num: int, *, seed: int = 0, min_len: int = 2, max_len: int = 1
     return datums
 
 
+def distillation_datums(num: int, *, seed: int, dim: int, num_targets: int = 3, **lengths) -> list[Datum]:
+    """Ragged datums with several targets and weights a token, and a teacher's hidden states, all made up."""
+    generator, made = torch.Generator().manual_seed(seed), []
+    for datum in random_datums(num, seed=seed, **lengths):
+        length, mask_T = len(datum), datum.loss_inputs["loss_mask"]
+        shares_TK = torch.rand(length, num_targets, generator=generator)
+        made.append(Datum(
+            tokens=datum.tokens, target_tokens=torch.rand(length, 60, generator=generator).argsort(1)[:, :num_targets],
+            loss_inputs={"loss_mask": mask_T, "weights": shares_TK * datum.loss_inputs["weights"][:, None],
+                         "teacher_hidden": torch.randn(length, dim, generator=generator)}))
+    return made
+
+
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensors[name].flatten().double() for name in sorted(tensors) if tensors[name] is not None])
 

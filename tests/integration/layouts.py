@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 import torch
 
 from tests.integration.helpers import random_datums
-from torchtitan_rl.actors.config import AdamWConfig, TrainerConfig
+from torchtitan_rl.actors.config import AdamWConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
 from torchtitan_rl.types import Datum, OptimParams
 
@@ -34,27 +35,35 @@ def trainer_config(dp: int = 1, tp: int = 1, replicate: int = 1, **changes) -> T
 
 
 @asynccontextmanager
-async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL):
-    """A running mesh; the weights depend on the seed alone, not on the layout."""
+async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL, *, own_teacher: bool = False):
+    """A running mesh; the weights depend on the seed alone, not on the layout. `own_teacher`: it holds its own head as a
+    teacher's, which has been through a store."""
     from torchtitan_rl.launch import Launcher
 
     launcher = Launcher(log_dir=None, start_timeout_s=240, call_timeout_s=400)  # compiling takes long
     try:
-        yield await launcher.start_trainer(config, model, role="policy", seed=0)
+        mesh = await launcher.start_trainer(config, model, role="policy", seed=0)
+        if own_teacher:
+            await launcher.start_store()
+            trainer = client(mesh)
+            versions = PolicyVersions(trainer, launcher.store, WeightSyncConfig(), torch.float32, one_host=True)
+            await versions.copy_head(trainer, trainer)
+        yield mesh
     finally:
         await launcher.stop()
 
 
-def started(loop, config):
+def started(loop, config, **how):
     """A running mesh and how to stop it."""
-    running = trainer_mesh(config)
+    running = trainer_mesh(config, **how)
     mesh = loop.run_until_complete(running.__aenter__())
     return mesh, lambda: loop.run_until_complete(running.__aexit__(None, None, None))
 
 
 def client(mesh, max_tokens: int = 10**6) -> TrainingClient:
     """A client is only a way to call a mesh; one for each microbatch budget costs nothing."""
-    return TrainingClient(mesh, max_tokens_per_microbatch=max_tokens, max_datum_tokens=64, temperature=1.0)
+    return TrainingClient(mesh, max_tokens_per_microbatch=max_tokens, max_datum_tokens=64, temperature=1.0,
+                          vocab_size=MODEL.shape.vocab_size)
 
 
 def recorded_batches(num: int, num_datums: int = 12, max_len: int = 20) -> list[list[Datum]]:

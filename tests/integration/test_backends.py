@@ -112,6 +112,33 @@ def test_generators_sample_from_what_was_published_and_from_nothing_else(loop, r
     assert torch.allclose(torch.tensor(after), trained, atol=1e-5)
 
 
+def test_the_likeliest_tokens_are_the_trainers_and_the_prompts_own_is_left_out(loop, running):
+    from torchtitan_rl.types import Datum
+
+    sequence = torch.tensor(SEQUENCE)
+    datum = Datum(tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={})
+
+    async def run():
+        await running.publish()
+        asked = [running.generator.score_top(SEQUENCE, top_k) for top_k in (1, 4, 64)]
+        with pytest.raises(ValueError, match="prompt of 10 tokens: Requested prompt logprobs of 65"):
+            await running.generator.score_top(SEQUENCE, 65)
+        with pytest.raises(ValueError, match="top_k=0: must be at least 1; use score for the tokens that are there"):
+            await running.generator.score_top(SEQUENCE, 0)
+        return (await asyncio.gather(*asked, running.generator.score(SEQUENCE)),
+                await running.trainer.forward([datum], temperature=1.0, top_k=64))
+
+    (*tops, own), output = loop.run_until_complete(run())
+    (tokens_TK,), (logprobs_TK,) = output.top_tokens, output.top_logprobs
+    for top_k, (tokens, logprobs) in zip((1, 4, 64), tops):
+        assert tokens.shape == logprobs.shape == (9, top_k)
+        assert torch.allclose(logprobs, logprobs_TK[:, :top_k], atol=1e-5)
+        assert torch.equal(tokens, tokens_TK[:, :top_k])
+    assert (tops[0][0][:, 0] != sequence[1:]).any(), "else nothing was left out"
+    everything, logprobs = tops[2]
+    assert logprobs[everything == sequence[1:, None]].tolist() == pytest.approx(own, abs=1e-7)
+
+
 def test_a_pinned_version_can_be_sampled_and_scored_until_it_is_released(loop, running):
     async def run():
         old = await running.publish()

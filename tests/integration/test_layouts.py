@@ -27,7 +27,7 @@ def _mismatch(generated: torch.Tensor, trained: torch.Tensor) -> tuple[float, fl
 
 async def _two_steps(config):
     """Log-probabilities after two optimizer steps: the trainer's on recorded data, the generator's on given tokens,
-    and of sampled completions both (generator's, trainer's)."""
+    and of sampled completions and the three likeliest tokens of the data both (generator's, trainer's)."""
     from torchtitan_rl.controller import Controller
 
     async with await Controller.launch(config) as controller:
@@ -43,8 +43,13 @@ async def _two_steps(config):
             controller.generator.sample(prompt, SamplingParams(max_tokens=5 + i, seed=i))
             for i, prompt in enumerate(PROMPTS)))
         again = await controller.trainer.forward([_as_datum(p, c) for p, c in zip(PROMPTS, sampled)])
-        both = (torch.cat([torch.tensor(c.logprobs) for c in sampled]),
-                torch.cat([row[-len(c.tokens):] for row, c in zip(again.policy_logprobs, sampled)]))
+        best = (await controller.trainer.forward(data, top_k=3)).top_logprobs
+        tops = await asyncio.gather(*(
+            controller.generator.score_top([*d.tokens.tolist(), int(d.target_tokens[-1])], 3) for d in data))
+        both = (torch.cat([torch.tensor(c.logprobs) for c in sampled]
+                          + [logprobs_TK.flatten() for _, logprobs_TK in tops]),
+                torch.cat([row[-len(c.tokens):] for row, c in zip(again.policy_logprobs, sampled)]
+                          + [logprobs_TK.flatten() for logprobs_TK in best]))
         return torch.cat(output.policy_logprobs), torch.cat([torch.tensor(s) for s in scored]), sampled, both
 
 

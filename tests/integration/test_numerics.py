@@ -5,6 +5,7 @@ attention's buckets, TP's filling up to a multiple of its size (odd token counts
 ranks have fewer microbatches than others. A budget of one token gives every datum a microbatch of its own.
 """
 
+import dataclasses
 import random
 
 import pytest
@@ -12,9 +13,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.integration.helpers import flat, random_datums, relative_l2
+from tests.integration.helpers import distillation_datums, flat, random_datums, relative_l2
 from tests.integration.layouts import client, recorded_batches, replay, started, trainer_config
-from torchtitan_rl.algorithm.losses import importance_sampling, ppo
+from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo, reverse_kl
 from torchtitan_rl.types import OptimParams
 
 EVERYTHING = 10**6
@@ -23,6 +24,7 @@ LAYOUTS = {
     "replicate2-dp2": dict(replicate=2, dp=2), "selective": dict(activation_checkpoint="selective"),
     "full": dict(activation_checkpoint="full"),
 }
+DISTILLED = ["dp2", "tp2", "dp2-tp2"]
 
 
 async def ten_steps(trainer, path, save=False):
@@ -38,7 +40,7 @@ async def ten_steps(trainer, path, save=False):
 @pytest.fixture(scope="module")
 def one_rank(loop, tmp_path_factory):
     """(mesh, its update over ten batches, a checkpoint of its initial weights)."""
-    mesh, stop = started(loop, trainer_config())
+    mesh, stop = started(loop, trainer_config(), own_teacher=True)
     path = tmp_path_factory.mktemp("initial")
     yield mesh, loop.run_until_complete(ten_steps(client(mesh), path, save=True)), path
     stop()
@@ -46,7 +48,7 @@ def one_rank(loop, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def laid_out(loop, request):
-    mesh, stop = started(loop, trainer_config(**LAYOUTS[request.param]))
+    mesh, stop = started(loop, trainer_config(**LAYOUTS[request.param]), own_teacher=request.param in DISTILLED)
     yield mesh
     stop()
 
@@ -59,11 +61,10 @@ async def gradient(trainer, calls, loss_fn):
     return [row for output in outputs for row in output.policy_logprobs], gradients
 
 
-def check_gradient(loop, mesh, one_mesh, num, max_len, seed, budget, num_calls, loss_fn):
+def check_gradient(loop, mesh, one_mesh, data, seed, budget, num_calls, loss_fn):
     """The data shuffled and dealt to several calls, against one microbatch on one rank."""
-    data = random_datums(num, seed=seed, min_len=1, max_len=max_len)
-    order = random.Random(seed).sample(range(num), num)
-    calls = [order[start::num_calls] for start in range(min(num_calls, num))]
+    order = random.Random(seed).sample(range(len(data)), len(data))
+    calls = [order[start::num_calls] for start in range(min(num_calls, len(data)))]
     rows, expected = loop.run_until_complete(gradient(client(one_mesh), [data], loss_fn))
     got_rows, got = loop.run_until_complete(
         gradient(client(mesh, budget), [[data[i] for i in call] for call in calls], loss_fn))
@@ -82,7 +83,44 @@ def check_gradient(loop, mesh, one_mesh, num, max_len, seed, budget, num_calls, 
 @example(num=7, max_len=15, seed=2, budget=EVERYTHING, num_calls=7, loss_fn=importance_sampling)  # a call each
 def test_a_gradient_is_that_of_one_rank_and_one_microbatch(
         loop, laid_out, one_rank, num, max_len, seed, budget, num_calls, loss_fn):
-    check_gradient(loop, laid_out, one_rank[0], num, max_len, seed, budget, num_calls, loss_fn)
+    data = random_datums(num, seed=seed, min_len=1, max_len=max_len)
+    check_gradient(loop, laid_out, one_rank[0], data, seed, budget, num_calls, loss_fn)
+
+
+def reverse_kl_by_the_mask(inputs):
+    """The same for data whose weights are for several targets a token."""
+    return reverse_kl(dataclasses.replace(inputs, tensors={"weights": inputs.loss_mask, "loss_mask": inputs.loss_mask}))
+
+
+@pytest.mark.parametrize("laid_out", DISTILLED, indirect=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(num=st.integers(1, 9), max_len=st.integers(1, 20), seed=st.integers(0, 2**32), num_targets=st.integers(1, 5),
+       budget=st.one_of(st.just(1), st.integers(2, 60)), num_calls=st.integers(1, 4),
+       loss_fn=st.sampled_from([cross_entropy, reverse_kl_by_the_mask]))
+@example(num=1, max_len=1, seed=0, num_targets=1, budget=1, num_calls=1, loss_fn=reverse_kl_by_the_mask)
+@example(num=7, max_len=15, seed=1, num_targets=3, budget=1, num_calls=2, loss_fn=reverse_kl_by_the_mask)
+@example(num=7, max_len=15, seed=2, num_targets=3, budget=EVERYTHING, num_calls=1, loss_fn=cross_entropy)
+def test_a_gradient_of_distillation_is_that_of_one_rank_and_one_microbatch(
+        loop, laid_out, one_rank, num, max_len, seed, num_targets, budget, num_calls, loss_fn):
+    data = distillation_datums(num, seed=seed, dim=64, num_targets=num_targets, min_len=1, max_len=max_len)
+    check_gradient(loop, laid_out, one_rank[0], data, seed, budget, num_calls, loss_fn)
+
+
+@pytest.mark.parametrize("laid_out", DISTILLED, indirect=True)
+def test_the_likeliest_tokens_and_hidden_states_are_those_of_one_rank(loop, laid_out, one_rank):
+    data = random_datums(7, seed=3)
+    # 40 of 67 tokens are more than a TP rank has rows, 34 and 33; one rank says all 67.
+    here = loop.run_until_complete(client(laid_out, 20).forward(data, top_k=40, hidden=True))
+    there = loop.run_until_complete(client(one_rank[0]).forward(data, top_k=67, hidden=True))
+    for index, datum in enumerate(data):
+        tokens, logprobs, states = here.top_tokens[index], here.top_logprobs[index], here.hidden[index]
+        assert tokens.shape == logprobs.shape == (len(datum), 40) and states.shape == (len(datum), 64)
+        torch.testing.assert_close(states, there.hidden[index], rtol=0, atol=1e-4)
+        torch.testing.assert_close(logprobs, there.top_logprobs[index][:, :40], rtol=0, atol=1e-5)
+        # Each token once and with its own log-probability: two that differ by less than rounding may change places.
+        assert (tokens.sort().values.diff() > 0).all()
+        by_token = torch.zeros(len(datum), 67).scatter(1, there.top_tokens[index], there.top_logprobs[index])
+        torch.testing.assert_close(by_token.gather(1, tokens), logprobs, rtol=0, atol=1e-5)
 
 
 def test_ten_steps_change_the_parameters_as_on_one_rank(loop, laid_out, one_rank):
@@ -98,7 +136,8 @@ def test_a_compiled_model_has_the_same_gradient(loop, one_rank, tp):
     # One microbatch: on a CPU every new pattern of attention's buckets is compiled anew.
     mesh, stop = started(loop, trainer_config(compile__enable=True, tp=tp))
     try:
-        check_gradient(loop, mesh, one_rank[0], 7, 15, 0, EVERYTHING, 1, importance_sampling)
+        data = random_datums(7, seed=0, min_len=1, max_len=15)
+        check_gradient(loop, mesh, one_rank[0], data, 0, EVERYTHING, 1, importance_sampling)
     finally:
         stop()
 

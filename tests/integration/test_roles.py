@@ -10,7 +10,7 @@ from tests.integration.conftest import small_config
 from tests.integration.helpers import flat, random_datums, relative_l2
 from torchtitan_rl.actors.config import AdamWConfig, TrainerConfig
 from torchtitan_rl.algorithm.datums import with_inputs
-from torchtitan_rl.algorithm.losses import importance_sampling, masked_difference, ppo, value_loss
+from torchtitan_rl.algorithm.losses import importance_sampling, masked_difference, ppo, reverse_kl, value_loss
 from torchtitan_rl.config import RoleConfig
 from torchtitan_rl.types import OptimParams
 
@@ -192,6 +192,31 @@ def test_scoring_between_backward_and_step_leaves_the_gradient_whole(loop, apart
     assert loop.run_until_complete(norm(True)) == loop.run_until_complete(norm(False)) > 0
 
 
+def test_the_kl_to_a_reference_on_another_mesh_is_that_of_both_distributions(loop, apart):
+    controller, _ = apart
+    policy, reference, data = controller.trainer, controller.role("reference"), random_datums(5, seed=3)
+    data = with_inputs(data, weights=[d.loss_inputs["loss_mask"] for d in data])
+
+    async def logp_TV(client):
+        said = await client.forward(data, top_k=64)
+        return torch.cat([torch.zeros(len(tokens), 64).scatter(1, tokens, logprobs).double()
+                          for tokens, logprobs in zip(said.top_tokens, said.top_logprobs)])
+
+    async def run():
+        await policy.forward_backward(data, importance_sampling)
+        await policy.optim_step(OptimParams(lr=1e-2))
+        await controller.versions.copy_head(reference, policy)
+        logp, logq = await logp_TV(policy), await logp_TV(reference)
+        states = (await reference.forward(data, hidden=True)).hidden
+        output = await policy.forward_backward(with_inputs(data, teacher_hidden=states), reverse_kl)
+        await policy.optim_step(OptimParams(lr=0.0))
+        return output.loss, (logp.exp() * (logp - logq)).sum(-1)
+
+    loss, expected_T = loop.run_until_complete(run())
+    assert loss == pytest.approx(float((torch.cat([d.loss_inputs["weights"] for d in data]) * expected_T).sum()), rel=1e-4)
+    assert expected_T.mean() > 1e-4
+
+
 def test_a_critic_learns_the_returns_it_is_shown(loop, apart):
     controller, _ = apart
     critic, data = controller.role("critic"), random_datums(6)
@@ -279,6 +304,8 @@ def test_sharing_every_device_changes_no_number_and_loses_no_gradient(loop, apar
     async def together():
         async with await Controller.launch(config(tmp_path, "all")) as controller:
             result = await run(controller)
+            await controller.versions.copy_head(controller.role("reference"), controller.trainer)
+            await controller.trainer.parameters()
             assert await controller.role("reference").residency() == [{"model": 0, "gradients": 0, "optimizer": 0}]
             # Gradients survive an eviction between forward_backward and optim_step.
             data = random_datums(5)

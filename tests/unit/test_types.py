@@ -39,6 +39,25 @@ def test_numbers_that_are_not_finite_are_refused_by_name_and_value(value, shown)
         f"datum.sampling_logprobs={shown}: is not finite; mask such tokens out and give them a finite value")
 
 
+def test_several_targets_and_numbers_of_a_token_are_rows():
+    targets_TK = torch.zeros(3, 2, dtype=torch.int64)
+    for weights in (torch.ones(3), torch.ones(3, 2)):
+        made = Datum(tokens=torch.arange(3), target_tokens=targets_TK, loss_inputs={
+            "weights": weights, "loss_mask": torch.ones(3), "teacher_hidden": torch.ones(3, 7)})
+        assert len(made) == 3
+
+
+@pytest.mark.parametrize(("loss_inputs", "message"), [
+    ({"loss_mask": torch.ones(3, 2)}, "datum.loss_mask: has shape (3, 2); give (T,)"),
+    ({"teacher_hidden": torch.ones(3, 2, 2)}, "datum.teacher_hidden: has shape (3, 2, 2); give (T,) or (T, n)"),
+    ({"teacher_hidden": torch.ones(3, 0)}, "datum.teacher_hidden: has shape (3, 0); give (T,) or (T, n)"),
+    ({"weights": torch.ones(3, 2)},
+     "datum.weights: has shape (3, 2) where target_tokens has (3,); give one per token, or one per target"),
+])
+def test_other_shapes_are_refused_by_name(loss_inputs, message):
+    assert refusal(**loss_inputs) == message
+
+
 def test_a_loss_reads_the_data_as_attributes():
     weights_T = torch.tensor([0.25, 0.75])
     inputs = LossInputs(policy_logprobs=torch.zeros(2), entropy=torch.ones(2), datum=torch.zeros(2), num_datums=1,

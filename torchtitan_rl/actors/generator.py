@@ -47,7 +47,7 @@ class Generator(Actor):
         await self.rank.start(threads)
 
     @concurrent_endpoint
-    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | ValueError]:
+    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | tuple | ValueError]:
         return await self.rank.sample(requests)
 
     @concurrent_endpoint

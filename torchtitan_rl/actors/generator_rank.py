@@ -42,7 +42,7 @@ class GeneratorRank:
         platform.set_threads(num_threads)  # vLLM's worker sets its own number
         logger.info("engine ready: %s, threads %d", type(self.engine.model).__name__, torch.get_num_threads())
 
-    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | ValueError]:
+    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | tuple | ValueError]:
         """Completions (or log-probabilities, where `params` is None) in the order of the requests.
 
         A request that is itself at fault gets its ValueError in its place; anything wrong with the engine is raised.

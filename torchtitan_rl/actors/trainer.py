@@ -55,8 +55,8 @@ class PolicyTrainer(Actor):
             self.config, self.model, self.role, self.seed, device, WeightStore(self.store_name), self.log_dir or "")
 
     @endpoint
-    async def forward(self, batches: list, temperature: float):
-        return self.rank.forward(batches, temperature)
+    async def forward(self, batches: list, temperature: float, top_k: int, hidden: bool):
+        return self.rank.forward(batches, temperature, top_k, hidden)
 
     @endpoint
     async def forward_backward(self, batches: list, loss_fn, temperature: float, loss_weight: float):
@@ -93,6 +93,14 @@ class PolicyTrainer(Actor):
     @endpoint
     async def pull_copy(self) -> None:
         await self.rank.pull_copy()
+
+    @endpoint
+    async def push_head(self, transport: str) -> None:
+        await self.rank.push_head(transport)
+
+    @endpoint
+    async def pull_head(self) -> None:
+        await self.rank.pull_head()
 
     @endpoint
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:

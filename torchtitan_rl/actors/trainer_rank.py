@@ -31,7 +31,7 @@ __all__ = ["TrainerRank"]
 
 logger = logging.getLogger(__name__)
 
-COPY = "copy"  # the store's key of weights on their way from one trainer role to another
+COPY, HEAD = "copy", "head"  # the store's keys of weights on their way from one trainer role to another
 TRAINED_ROLES = ("policy", "critic")
 
 
@@ -62,28 +62,35 @@ class TrainerRank:
         built = build_model(config, model, role=role, seed=seed, parallel_dims=self.parallel_dims, device=device,
                             dump_dir=dump_dir)
         self.model, self.shape, self.adapter = built.model, built.shape, built.adapter
+        tensor_parallel = self.parallel_dims.get_optional_mesh("tp")
+        self._tensor_parallel_rank = 0 if tensor_parallel is None else tensor_parallel.get_local_rank()
         self.optimizers = None
         if role in TRAINED_ROLES:
             self.optimizers = build_optimizers(config, built.spec, self.model, self.parallel_dims)
         logger.info("model: %s, %d parameters, degrees %s", self.shape, self.shape.num_parameters, self.parallel_dims)
 
-    def forward(self, batches: list[Microbatch], temperature: float) -> Accumulated:
-        """Log-probabilities (a critic: values) of this rank's microbatches, in order."""
+    def forward(
+        self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False,
+    ) -> Accumulated:
+        """Log-probabilities (a critic: values) of this rank's microbatches, in order, and what else is asked for."""
         self._require("forward", "model")
-        return self._accumulate(batches, None, temperature, 1.0)
+        result = self._accumulate(batches, None, temperature, top_k=top_k, hidden=hidden)
+        if self._tensor_parallel_rank:  # dispatch hears the first rank only, and hidden states are large
+            result.rows = {}
+        return result
 
     def forward_backward(
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float,
     ) -> Accumulated:
         """Adds this rank's microbatches to the gradient, in order."""
         self._require("forward_backward", "model", "gradients")
-        return self._accumulate(batches, loss_fn, temperature, loss_weight)
+        return self._accumulate(batches, loss_fn, temperature, loss_weight=loss_weight)
 
-    def _accumulate(self, batches, loss_fn: LossFunction | None, temperature: float, loss_weight: float) -> Accumulated:
+    def _accumulate(self, batches, loss_fn: LossFunction | None, temperature: float, **changes) -> Accumulated:
         # Sequence parallelism cuts the packed tokens into one equal part per TP rank.
         return accumulate_gradients(
-            self.model, batches, loss_fn, self.device, temperature=temperature, loss_weight=loss_weight,
-            multiple_of=self.parallel_dims.tp)
+            self.model, batches, loss_fn, self.device, temperature=temperature, multiple_of=self.parallel_dims.tp,
+            **changes)
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         """Clips, steps, zeroes the gradient. A gradient that is not finite is dropped and the step skipped."""
@@ -180,9 +187,28 @@ class TrainerRank:
         load_whole(
             self.model, {n: t for n, t in packing.read(payload, manifest).items() if n not in own}, self.device)
 
-    async def _publish(self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool) -> None:
+    async def push_head(self, transport: str) -> None:
+        """Publishes the head's weight as it is, for another trainer role to hold as its teacher's."""
+        if self.role == "critic":
+            raise ValueError("role='critic': has a value head, which no policy can learn from; copy another role's")
+        await self._publish(HEAD, None, transport, True, only="lm_head.weight")
+
+    async def pull_head(self) -> None:
+        """Holds what another role has published by `push_head`: each tensor-parallel rank its slice of the vocabulary."""
+        if self.role == "critic":
+            raise ValueError("role='critic': has no vocabulary to compare with a teacher's; give the head to the policy")
+        self._require("pull_head", "model")
+        manifest, payload = await self.store.fetch(HEAD, verify=True)
+        self.model.lm_head.hold_teacher(
+            packing.read(payload, manifest)["lm_head.weight"], self._tensor_parallel_rank, self.parallel_dims.tp)
+
+    async def _publish(
+        self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool, *, only: str | None = None,
+    ) -> None:
         self._require("push_weights", "model")
         state, adapters = self._base_and_adapters()
+        if only is not None:
+            state = {only: state[only]}
         # The fused QKV weight shows as wq, wk and wv, so what is not a buffer by name is a parameter.
         buffers = {_plain(name) for name, _ in self.model.named_buffers()}
         manifest = packing.plan(

@@ -101,17 +101,18 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         columns.add("teacher_logprobs")
     if roles.critic is not None:
         columns |= {"values", "returns"}
+    divergence = algorithm.distill.divergence if algorithm.distill is not None else ""
+    outputs = ["policy_logprobs", *(["teacher_kl"] if divergence == "full" else [])]
     probe_advantages(algorithm)
     probe_reduction(f"algorithm.reduction={function_name(algorithm.reduction)}", algorithm.reduction)
     _check_arguments("loss", algorithm.loss_fn, algorithm.loss_config)
     probe_loss(f"algorithm.loss_fn={function_name(algorithm.loss_fn)}", algorithm.loss_fn, algorithm.loss_config,
-               output="policy_logprobs", columns=columns)
+               outputs=outputs, columns=columns)
     loss = partial(algorithm.loss_fn, **algorithm.loss_config)
-    if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads_advantages(loss, columns):
+    if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads_advantages(loss, columns, outputs):
         raise ValueError(f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
                          "the KL would not count; use 'loss'")
-    by_advantages = algorithm.distill is not None and algorithm.distill.divergence == "tokens"
-    if by_advantages and not reads_advantages(loss, columns):
+    if divergence == "tokens" and not reads_advantages(loss, columns, outputs):
         raise ValueError(f"algorithm.distill.divergence='tokens': {function_name(algorithm.loss_fn)} does not read "
                          "advantages, so the teacher would not count; use importance_sampling or ppo, or another divergence")
     if algorithm.correction_fn is not None:
@@ -121,7 +122,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     if roles.critic is not None:
         _check_arguments("critic_loss", algorithm.critic_loss_fn, algorithm.critic_loss_config)
         probe_loss(f"algorithm.critic_loss_fn={function_name(algorithm.critic_loss_fn)}", algorithm.critic_loss_fn,
-                   algorithm.critic_loss_config, output="predicted_values", columns=columns)
+                   algorithm.critic_loss_config, outputs=["predicted_values"], columns=columns)
 
 
 def _check_arguments(name: str, function: Callable, given: dict[str, float]) -> None:

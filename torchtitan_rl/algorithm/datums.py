@@ -41,7 +41,7 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig, *, oldest_ver
 
 
 def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]:
-    """New datums with more loss inputs (or others in their place): one (T,) tensor per datum and name."""
+    """New datums with more loss inputs (or others in their place): one (T,) or (T, n) tensor per datum and name."""
     return [
         dataclasses.replace(
             datum, loss_inputs={**datum.loss_inputs, **{name: rows[i] for name, rows in columns.items()}})

@@ -22,8 +22,26 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Supervised: -sum weights x logp. Needs `weights` only."""
+    """Supervised: -sum weights x logp. Needs `weights` only.
+
+    With targets (T, K) and as many weights it is top-k distillation, the weights being a teacher's probabilities of these
+    tokens x what the token counts. Raises ValueError when the two shapes differ.
+    """
+    if inputs.weights.shape != inputs.policy_logprobs.shape:
+        raise ValueError(f"weights: have shape {tuple(inputs.weights.shape)} where the targets' log-probabilities have "
+                         f"{tuple(inputs.policy_logprobs.shape)}; give every target a weight")
     return -(inputs.weights * inputs.policy_logprobs).sum(), {}
+
+
+def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Distillation from a teacher's whole distribution: sum weights x KL(policy || teacher), exact and not sampled.
+
+    Gu et al., "MiniLLM" (arXiv:2306.08543), per token. Raises ValueError where the data carry no `teacher_hidden`.
+    """
+    if inputs.teacher_kl is None:
+        raise ValueError("teacher_kl=None: the data carry no teacher_hidden to compute it from; distil from a teacher")
+    return (inputs.weights * inputs.teacher_kl).sum(), {
+        "distill/kl": torch.where(inputs.loss_mask > 0, inputs.teacher_kl.detach(), 0.0).sum()}
 
 
 def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -101,10 +119,6 @@ def value_loss(
     return (inputs.weights * loss_T).sum(), {
         "critic/squared_error": (mask_T * error_T.detach()).sum(),
         "critic/value_mean": (mask_T * inputs.predicted_values.detach()).sum()}
-
-
-def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    raise NotImplementedError
 
 
 # Parts, for losses of your own too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ __all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reductio
 _LENGTHS = [3, 2]
 _OUTPUTS = {  # of the model; five tokens of two datums, the first of which is not trained
     "policy_logprobs": [-1.0, -0.52, -2.05, -0.98, -1.5], "entropy": [0.5, 1.25, 0.75, 1.0, 0.25],
-    "predicted_values": [0.1, 0.4, -0.3, 0.6, 0.2],
+    "predicted_values": [0.1, 0.4, -0.3, 0.6, 0.2], "teacher_kl": [0.6, 0.3, 0.05, 0.7, 0.2],
 }
 _MASK = [0.0, 1.0, 1.0, 1.0, 1.0]
 _COLUMNS = {
@@ -28,34 +28,37 @@ _COLUMNS = {
 _TOLERANCE = 1e-4  # float32, and a function of the user's own may round more than once
 
 
-def probe_loss(where: str, loss_fn: Callable, loss_config: dict[str, float], *, output: str, columns: set[str]) -> None:
-    """Refuses a loss that fails, has no gradient by the model's `output`, trains masked tokens, or is not a token sum
-    with `weights`. `columns`: the loss inputs that this run's data will have.
+def probe_loss(
+    where: str, loss_fn: Callable, loss_config: dict[str, float], *, outputs: Sequence[str], columns: set[str],
+) -> None:
+    """Refuses a loss that fails, has no gradient by any of the model's `outputs`, trains masked tokens, or is not a token
+    sum with `weights`. `columns`: the loss inputs that this run's data will have.
 
     Raises ValueError that begins with `where`, the config's field and the function's name, and says what the loss did.
     """
-    once, (grad_T,) = _call(where, loss_fn, loss_config, _inputs(columns, output), output)
-    if not torch.isfinite(torch.cat([once[None], grad_T])).all():
-        raise ValueError(f"{where}: gave loss {once.item()} and gradient {grad_T.tolist()} on a few ordinary tokens; "
-                         "return a finite one")
-    if grad_T[0] != 0:
-        raise ValueError(f"{where}: has gradient {grad_T[0].item():.3g} where loss_mask and weights are 0; multiply "
-                         "every token's term by inputs.weights")
-    twice, (twice_grad_T,) = _call(where, loss_fn, loss_config, _inputs(columns, output, copies=2), output)
-    if not (_close(twice, 2 * once) and _close(twice_grad_T, grad_T.repeat(2))):
+    once, gradients = _call(where, loss_fn, loss_config, _inputs(columns, outputs), outputs)
+    for grad_T in gradients:
+        if not torch.isfinite(torch.cat([once[None], grad_T])).all():
+            raise ValueError(f"{where}: gave loss {once.item()} and gradient {grad_T.tolist()} on a few ordinary tokens; "
+                             "return a finite one")
+        if grad_T[0] != 0:
+            raise ValueError(f"{where}: has gradient {grad_T[0].item():.3g} where loss_mask and weights are 0; multiply "
+                             "every token's term by inputs.weights")
+    twice, of_twice = _call(where, loss_fn, loss_config, _inputs(columns, outputs, copies=2), outputs)
+    if not (_close(twice, 2 * once) and _close(of_twice, gradients.repeat(1, 2))):
         raise ValueError(
             f"{where}: gave {once.item():.6g} for some data and {twice.item():.6g} for the same data twice, which "
             "is no token sum; return (inputs.weights * per_token).sum(), the weights hold the mean already")
-    heavy, (heavy_grad_T,) = _call(where, loss_fn, loss_config, _inputs(columns, output, weight=2.0), output)
-    if not (_close(heavy, 2 * once) and _close(heavy_grad_T, 2 * grad_T)):
+    heavy, of_heavy = _call(where, loss_fn, loss_config, _inputs(columns, outputs, weight=2.0), outputs)
+    if not (_close(heavy, 2 * once) and _close(of_heavy, 2 * gradients)):
         raise ValueError(
             f"{where}: gave {once.item():.6g}, and {heavy.item():.6g} with doubled weights, so the reduction would not "
             "count as configured; multiply every token's term by inputs.weights once")
 
 
-def reads_advantages(loss_fn: Callable, columns: set[str]) -> bool:
+def reads_advantages(loss_fn: Callable, columns: set[str], outputs: Sequence[str]) -> bool:
     """Whether a policy's loss (its config filled in) changes when the advantages do."""
-    inputs = _inputs(columns, "policy_logprobs")
+    inputs = _inputs(columns, outputs)
     before = loss_fn(inputs)[0]
     inputs.tensors["advantages"] = inputs.tensors["advantages"] * 3.0
     return not _close(loss_fn(inputs)[0], before)
@@ -65,7 +68,7 @@ def probe_correction(
     where: str, correction_fn: Callable, correction_config: dict[str, float], columns: set[str],
 ) -> None:
     """Refuses a correction that fails or does not return one finite, non-negative factor per token and metrics."""
-    inputs = _inputs(columns, "policy_logprobs")
+    inputs = _inputs(columns, ["policy_logprobs"])
     answer = _tried(where, partial(correction_fn, inputs), correction_config)
     if not _is_pair(answer) or answer[0].shape != inputs.loss_mask.shape:
         raise ValueError(f"{where}: returned {_shown(answer)}; return (factor_T, metric sums), one factor per token")
@@ -101,29 +104,33 @@ def probe_reduction(where: str, reduction: Callable) -> None:
                              "return finite ones that are 0 where the mask is")
 
 
-def _inputs(columns: set[str], output: str, *, copies: int = 1, weight: float = 1.0) -> LossInputs:
-    names = ("policy_logprobs", "entropy") if output == "policy_logprobs" else (output,)
-    outputs = {name: torch.tensor(_OUTPUTS[name] * copies) for name in names}
-    outputs[output].requires_grad_()
+def _inputs(columns: set[str], outputs: Sequence[str], *, copies: int = 1, weight: float = 1.0) -> LossInputs:
+    made = {name: torch.tensor(_OUTPUTS[name] * copies).requires_grad_() for name in outputs}
+    if "policy_logprobs" in made:
+        made["entropy"] = torch.tensor(_OUTPUTS["entropy"] * copies)
     tensors = {name: torch.tensor(_COLUMNS[name] * copies) for name in columns}
     tensors["weights"] = tensors["weights"] * weight
     lengths = torch.tensor(_LENGTHS * copies)
-    return LossInputs(**outputs, datum=torch.repeat_interleave(lengths), num_datums=len(lengths), tensors=tensors)
+    return LossInputs(**made, datum=torch.repeat_interleave(lengths), num_datums=len(lengths), tensors=tensors)
 
 
-def _call(where: str, loss_fn: Callable, loss_config: dict[str, float], inputs: LossInputs, output: str):
-    """(loss, (its gradient by the model's output,))."""
+def _call(
+    where: str, loss_fn: Callable, loss_config: dict[str, float], inputs: LossInputs, outputs: Sequence[str],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, its gradients by the model's outputs, one row each)."""
     answer = _tried(where, partial(loss_fn, inputs), loss_config)
     if not _is_pair(answer) or answer[0].dim() != 0:
         raise ValueError(f"{where}: returned {_shown(answer)}; return (loss, metric sums): a tensor without "
                          "dimensions, and a dict")
     loss = answer[0]
-    variable = getattr(inputs, output)
-    gradient = torch.autograd.grad(loss, variable, allow_unused=True) if loss.requires_grad else (None,)
-    if gradient[0] is None:
-        raise ValueError(f"{where}: its loss has no gradient by inputs.{output}, so nothing would train; "
-                         f"compute it from inputs.{output} without detach()")
-    return loss.detach(), gradient
+    variables = [getattr(inputs, name) for name in outputs]
+    gradients = torch.autograd.grad(loss, variables, allow_unused=True) if loss.requires_grad else [None]
+    if all(gradient is None for gradient in gradients):
+        names = " or ".join(f"inputs.{name}" for name in outputs)
+        raise ValueError(f"{where}: its loss has no gradient by {names}, so nothing would train; "
+                         f"compute it from {names} without detach()")
+    return loss.detach(), torch.stack([
+        torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(variables, gradients, strict=True)])
 
 
 def _tried(where: str, function: Callable, keywords: dict[str, float]):

@@ -8,7 +8,7 @@ import torch
 
 from torchtitan_rl.types import Datum, Microbatch
 
-__all__ = ["Plan", "plan_microbatches", "pack", "filler"]
+__all__ = ["Plan", "plan_microbatches", "check_alike", "pack", "filler"]
 
 
 @dataclass(slots=True)
@@ -55,15 +55,35 @@ def _best_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[lis
     return [sorted(members) for members in bins]
 
 
-def pack(data: list[Datum]) -> Microbatch:
-    """Datums end to end. Raises ValueError when they carry different loss inputs."""
-    names = data[0].loss_inputs.keys()
-    for datum in data:
+def check_alike(data: list[Datum], where: str = "data") -> None:
+    """Raises ValueError, naming the datum, unless all have the same loss inputs and as many targets and numbers a token."""
+    names, sizes = data[0].loss_inputs.keys(), _row_shapes(data[0])
+    for index, datum in enumerate(data):
         if datum.loss_inputs.keys() != names:
             raise ValueError(
-                f"datum.loss_inputs={sorted(datum.loss_inputs)}: another datum of the call has {sorted(names)}; "
+                f"{where}[{index}].loss_inputs={sorted(datum.loss_inputs)}: data[0] of the call has {sorted(names)}; "
                 "give every datum of one call the same loss inputs"
             )
+        for name, size in _row_shapes(datum).items():
+            if size != sizes[name]:
+                raise ValueError(
+                    f"{where}[{index}].{name}: is {_shape(size)} where that of data[0] is {_shape(sizes[name])}; give every "
+                    "datum of one call as many per token"
+                )
+
+
+def _row_shapes(datum: Datum) -> dict[str, torch.Size]:
+    return {"target_tokens": datum.target_tokens.shape[1:], **{n: x.shape[1:] for n, x in datum.loss_inputs.items()}}
+
+
+def _shape(row: torch.Size) -> str:
+    return f"(T, {row[0]})" if row else "(T,)"
+
+
+def pack(data: list[Datum]) -> Microbatch:
+    """Datums end to end. Raises ValueError when they carry different loss inputs, or rows of different sizes."""
+    check_alike(data)
+    names = data[0].loss_inputs.keys()
     return Microbatch(
         tokens_T=torch.cat([d.tokens for d in data]), target_tokens_T=torch.cat([d.target_tokens for d in data]),
         lengths=[len(d) for d in data],
@@ -74,4 +94,4 @@ def filler(like: Datum) -> Microbatch:
     """One token that cannot train. Empty shards still run a forward: FSDP all-gathers on every rank."""
     return Microbatch(
         tokens_T=like.tokens[:1], target_tokens_T=like.target_tokens[:1], lengths=[1],
-        loss_inputs={name: torch.zeros(1) for name in like.loss_inputs})
+        loss_inputs={name: torch.zeros_like(rows[:1], dtype=torch.float32) for name, rows in like.loss_inputs.items()})

@@ -29,6 +29,8 @@ _NEEDS = {
     "push_weights": ("model",),
     "push_copy": ("model",),
     "pull_copy": ("model",),
+    "push_head": ("model",),
+    "pull_head": ("model",),
     "save_checkpoint": ("model", "optimizer"),
     "load_checkpoint": TRAINER_PARTS,
     "init_model": TRAINER_PARTS,

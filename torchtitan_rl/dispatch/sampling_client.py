@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 
+import torch
+
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 from torchtitan_rl.dispatch.router import Router
@@ -142,7 +144,7 @@ class _Replica:
 
 
 class SamplingClient:
-    """`sample` and `score` over all replicas.
+    """`sample`, `score` and `score_top` over all replicas.
 
     Requests made before the event loop comes round again travel together and are admitted in the order they
     were made, before the engine's next iteration: the same requests give the same tokens. `Router` says which replica
@@ -213,11 +215,23 @@ class SamplingClient:
 
     async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]:
         """Log-probability of every token but the first, at temperature 1."""
-        if not 2 <= len(tokens) < self._max_model_len:
+        return await self._score(Request(list(tokens), None), policy_version)
+
+    async def score_top(
+        self, tokens: list[int], top_k: int, *, policy_version: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each of T tokens but the first, the `top_k` likeliest tokens in its place, int64 (T - 1, top_k), and their
+        log-probabilities at temperature 1, float32 of the same shape, best first. Raises ValueError for a `top_k` beyond the vocabulary."""
+        if top_k < 1:
+            raise ValueError(f"top_k={top_k}: must be at least 1; use score for the tokens that are there")
+        return await self._score(Request(list(tokens), None, top_k), policy_version)
+
+    async def _score(self, request: Request, version: int | None):
+        if not 2 <= len(request.tokens) < self._max_model_len:
             raise ValueError(
-                f"tokens of length {len(tokens)}: scoring needs at least 2 and fewer than "
+                f"tokens of length {len(request.tokens)}: scoring needs at least 2 and fewer than "
                 f"generator.max_model_len={self._max_model_len}")
-        return await self._submit(Request(list(tokens), None), policy_version)
+        return await self._submit(request, version)
 
     async def _submit(self, request: Request, version: int | None):
         if self.policy_version is None:

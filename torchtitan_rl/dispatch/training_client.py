@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_rl.dispatch.packing import filler, pack, plan_microbatches
+from torchtitan_rl.dispatch.packing import check_alike, filler, pack, plan_microbatches
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.types import (
@@ -29,12 +29,12 @@ class TrainingClient:
 
     def __init__(
         self, mesh: RoleMesh, *, max_tokens_per_microbatch: int, max_datum_tokens: int, temperature: float,
-        placement: Placement | None = None,
+        vocab_size: int, placement: Placement | None = None,
     ):
         """`placement` says which roles share devices with this one; None: none."""
         self._mesh, self._placement = mesh, placement or Placement()
         self._max_tokens, self._max_datum_tokens = max_tokens_per_microbatch, max_datum_tokens
-        self._temperature = temperature
+        self._temperature, self._vocab_size = temperature, vocab_size
 
     def forward_backward(
         self, data: list[Datum], loss_fn: LossFunction, *, loss_config: dict[str, float] | None = None,
@@ -43,17 +43,31 @@ class TrainingClient:
         """Adds the gradient of `loss_weight` x the summed loss of the data. Gradients accumulate over calls.
 
         `loss_config` holds keyword arguments of the loss. `temperature` divides the logits and is the run's sampling temperature unless given. Raises ValueError
-        for an empty list, a datum longer than the trainer's context, or loss inputs that differ.
+        for an empty list, a datum longer than the trainer's context, or loss inputs or numbers of targets that differ.
         """
         if loss_config:
             loss_fn = partial(loss_fn, **loss_config)
+        temperature = self._temperature if temperature is None else temperature
         return self._submit("forward_backward", data, loss_fn, temperature, loss_weight)
 
-    def forward(self, data: list[Datum], *, temperature: float | None = None) -> asyncio.Future[ForwardBackwardOutput]:
-        """Log-probabilities of the data's targets, or a critic's values; no gradient."""
-        return self._submit("forward", data, None, temperature, None)
+    def forward(
+        self, data: list[Datum], *, temperature: float | None = None, top_k: int = 0, hidden: bool = False,
+    ) -> asyncio.Future[ForwardBackwardOutput]:
+        """Log-probabilities of the data's targets, or a critic's values; no gradient.
 
-    def _submit(self, endpoint, data, loss_fn, temperature, loss_weight) -> asyncio.Future[ForwardBackwardOutput]:
+        `top_k` adds the likeliest tokens of each position, of equals the lower id first; `hidden` the states that enter the
+        head. Raises ValueError as `forward_backward` does, for a `top_k` beyond the vocabulary, and where a critic is asked
+        for either.
+        """
+        if not 0 <= top_k <= self._vocab_size:
+            raise ValueError(f"forward.top_k={top_k}: must be between 1 and the vocabulary's {self._vocab_size}; 0 for none")
+        if (top_k or hidden) and self._mesh.role == "critic":
+            raise ValueError("forward: role='critic' has a value head, neither tokens nor a teacher's hidden states; ask "
+                             "another role for top_k or hidden")
+        temperature = self._temperature if temperature is None else temperature
+        return self._submit("forward", data, temperature, top_k, hidden)
+
+    def _submit(self, endpoint: str, data: list[Datum], *args) -> asyncio.Future[ForwardBackwardOutput]:
         if not data:
             raise ValueError(f"{endpoint}.data=[]: no datums; skip the call when nothing is left to train on")
         for index, datum in enumerate(data):
@@ -61,20 +75,19 @@ class TrainingClient:
                 raise ValueError(
                     f"{endpoint}.data[{index}]: {len(datum)} tokens, the trainer's context is "
                     f"trainer.training.seq_len={self._max_datum_tokens}; raise it or shorten the datum")
+        check_alike(data, f"{endpoint}.data")
         plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
+        sent = data
+        if endpoint == "forward":  # it reads no loss inputs, and hidden states are large
+            sent = [dataclasses.replace(datum, loss_inputs={}) for datum in data]
         shards = [
-            [pack([data[i] for i in members]) if members else filler(data[0]) for members in microbatches]
+            [pack([sent[i] for i in members]) if members else filler(sent[0]) for members in microbatches]
             for microbatches in plan.ranks
         ]
-        temperature = self._temperature if temperature is None else temperature
-        args = (temperature,) if loss_fn is None else (loss_fn, temperature, loss_weight)
         answers = self._run(endpoint, lambda: self._mesh.call_split(endpoint, shards, *args))
 
         async def collect() -> ForwardBackwardOutput:
-            output = _merge(await answers, plan.ranks, data, who=f"{self._mesh.role}.{endpoint}")
-            if self._mesh.role == "critic":
-                output.policy_logprobs, output.values = [], output.policy_logprobs
-            return output
+            return _merge(await answers, plan.ranks, data, who=f"{self._mesh.role}.{endpoint}")
 
         return asyncio.ensure_future(collect())
 
@@ -105,6 +118,14 @@ class TrainingClient:
     async def pull_copy(self) -> None:
         """Takes over what another role has published by `push_copy`."""
         await self._call("pull_copy")
+
+    async def push_head(self, transport: str) -> None:
+        """Publishes the head alone, as it is, for another role's `pull_head`."""
+        await self._call("push_head", transport)
+
+    async def pull_head(self) -> None:
+        """Holds what another role has published by `push_head` as its teacher's head."""
+        await self._call("pull_head")
 
     async def init_model(self, path: Path) -> None:
         """Replaces the weights by those of a Hugging Face directory or a complete checkpoint; forgets the optimizer."""
@@ -166,19 +187,22 @@ def _merge(
 
     Raises RuntimeError when a rank answers with another number of rows than it was given.
     """
-    rows: list[torch.Tensor | None] = [None] * len(data)
+    rows: dict[str, list[torch.Tensor | None]] = {}
     sums: dict[str, float] = {}
     for rank, (answer, microbatches) in enumerate(zip(answers, ranks, strict=True)):
         slots = [index for members in microbatches for index in members or [None]]  # a filler has one row
-        if len(slots) != len(answer.rows):
-            raise RuntimeError(f"{who}: data-parallel rank {rank} answered with {len(answer.rows)} rows for {len(slots)}")
-        for index, row in zip(slots, answer.rows):
-            if index is not None:
-                rows[index] = row
+        for name, of_rank in answer.rows.items():
+            if len(slots) != len(of_rank):
+                raise RuntimeError(f"{who}: data-parallel rank {rank} answered with {len(of_rank)} rows for {len(slots)}")
+            for index, row in zip(slots, of_rank):
+                if index is not None:
+                    rows.setdefault(name, [None] * len(data))[index] = row
         for name, value in answer.sums.items():
             sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
     num_tokens = sum(int((d.loss_inputs["loss_mask"] > 0).sum()) if "loss_mask" in d.loss_inputs else len(d) for d in data)
     metrics = {n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in sums.items()}
     return ForwardBackwardOutput(
-        policy_logprobs=rows, values=[], loss=sum(a.loss for a in answers), num_tokens=num_tokens, metrics=metrics,
+        policy_logprobs=rows.get("policy_logprobs", []), values=rows.get("predicted_values", []),
+        top_tokens=rows.get("top_tokens", []), top_logprobs=rows.get("top_logprobs", []), hidden=rows.get("hidden", []),
+        loss=sum(a.loss for a in answers), num_tokens=num_tokens, metrics=metrics,
         interval=(min(a.interval[0] for a in answers), max(a.interval[1] for a in answers)))

@@ -52,6 +52,17 @@ class PolicyVersions:
             await self._store.discard("copy")
             await source.discard_weights("copy")
 
+    async def copy_head(self, source: TrainingClient, target: TrainingClient) -> None:
+        """The source's head becomes the teacher's head that the target holds, in the source's dtype and whatever the two
+        layouts and hidden sizes; it is no part of the target's weights or checkpoints. Needed again once the source has
+        changed. Raises RuntimeError when the vocabularies differ."""
+        await source.push_head(self._transport)
+        try:
+            await target.pull_head()
+        finally:
+            await self._store.discard("head")
+            await source.discard_weights("head")
+
     def pin(self, version: int, holder: str) -> None:
         """Keeps a version until `release`. Raises ValueError when it is gone or never was."""
         if version not in self._holders:

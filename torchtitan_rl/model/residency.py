@@ -46,8 +46,9 @@ class Part:
 
 
 def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """A model's (sharded) parameters; buffers are small and stay."""
-    return list(model.parameters())
+    """A model's (sharded) parameters, and the slice of a teacher's head it may hold; buffers are small and stay."""
+    teacher = getattr(model.lm_head, "teacher_weight_VD", None)  # a critic's head has none
+    return [*model.parameters(), *([] if teacher is None else [teacher])]
 
 
 def gradient_tensors(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -16,22 +16,38 @@ from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatc
 
 __all__ = ["forward_logprobs", "forward_values", "accumulate_gradients", "policy_metrics", "clip_and_step"]
 
+_ROWS = {"policy_logprobs": torch.float32, "predicted_values": torch.float32, "top_tokens": torch.int64,
+         "top_logprobs": torch.float32, "hidden": torch.float32}
+"""What of a model's outputs goes back to whoever called, and in what dtype."""
 
-def forward_logprobs(model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1):
-    """Policy log-probabilities and entropies of a packed microbatch, both (T,).
+
+def forward_logprobs(
+    model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1, top_k: int = 0,
+    hidden: bool = False, teacher_kl: bool = False,
+) -> dict[str, torch.Tensor]:
+    """What `LogprobHead` says of a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets, `entropy`,
+    and what else is asked for; `teacher_kl` reads the loss input `teacher_hidden`.
 
     `multiple_of`: T is padded to a multiple of it (sequence parallelism needs the TP size) with a document
     of its own, which is cut off again.
     """
     padding = -len(batch.tokens_T) % multiple_of
-    model.lm_head.target(F.pad(batch.target_tokens_T, (0, padding)).to(device), temperature)
-    logprobs, entropy = _forward(model, batch, device, padding)
-    return logprobs[0, :len(batch.tokens_T)], entropy[0, :len(batch.tokens_T)]
+    teacher_hidden_TD = _pad(batch.loss_inputs["teacher_hidden"], padding).to(device) if teacher_kl else None
+    model.lm_head.target(
+        _pad(batch.target_tokens_T, padding).to(device), temperature, top_k=top_k, hidden=hidden,
+        teacher_hidden_TD=teacher_hidden_TD)
+    said = _forward(model, batch, device, padding)
+    return {name: rows_1T[0, :len(batch.tokens_T)] for name, rows_1T in said.items()}
 
 
 def forward_values(model, batch: Microbatch, device: torch.device, *, multiple_of: int = 1) -> torch.Tensor:
     """A critic's values of a packed microbatch, (T,)."""
     return _forward(model, batch, device, -len(batch.tokens_T) % multiple_of)[0, :len(batch.tokens_T)]
+
+
+def _pad(rows_T: torch.Tensor, padding: int) -> torch.Tensor:
+    """Rows of zeros after those of a tensor (T,) or (T, n)."""
+    return F.pad(rows_T, (0, 0) * (rows_T.dim() - 1) + (0, padding))
 
 
 def _forward(model, batch: Microbatch, device: torch.device, padding: int):
@@ -48,22 +64,23 @@ def _forward(model, batch: Microbatch, device: torch.device, padding: int):
 
 def accumulate_gradients(
     model, batches: list[Microbatch], loss_fn: LossFunction | None, device: torch.device, *,
-    temperature: float = 1.0, loss_weight: float = 1.0, multiple_of: int = 1,
+    temperature: float = 1.0, loss_weight: float = 1.0, multiple_of: int = 1, top_k: int = 0, hidden: bool = False,
 ) -> Accumulated:
-    """Adds the gradient of `loss_weight` x the summed loss to the parameters; `loss_fn=None` only scores.
+    """Adds the gradient of `loss_weight` x the summed loss to the parameters; `loss_fn=None` only scores, and can say
+    more of a language model: the `top_k` likeliest tokens, the `hidden` states that enter its head.
 
     The loss is a token sum, so the result does not depend on how datums were split into microbatches.
     """
     began = time.time()
-    result = Accumulated(rows=[], loss=0.0, sums={})
+    result = Accumulated(rows={}, loss=0.0, sums={})
     for batch in batches:
         with torch.set_grad_enabled(loss_fn is not None):
             if isinstance(model.lm_head, ValueHead):
                 outputs = {"predicted_values": forward_values(model, batch, device, multiple_of=multiple_of)}
             else:
-                logprobs_T, entropy_T = forward_logprobs(
-                    model, batch, device, temperature=temperature, multiple_of=multiple_of)
-                outputs = {"policy_logprobs": logprobs_T, "entropy": entropy_T}
+                outputs = forward_logprobs(
+                    model, batch, device, temperature=temperature, multiple_of=multiple_of, top_k=top_k, hidden=hidden,
+                    teacher_kl=loss_fn is not None and "teacher_hidden" in batch.loss_inputs)
             if loss_fn is not None:
                 datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
                 inputs = LossInputs(
@@ -77,8 +94,10 @@ def accumulate_gradients(
                     value = float(value)
                     old = result.sums.get(name)
                     result.sums[name] = value if old is None else max(old, value) if name.endswith("_max") else old + value
-        row_T = next(iter(outputs.values()))
-        result.rows += list(row_T.detach().float().cpu().split(batch.lengths))
+        for name, rows_T in outputs.items():
+            if name in _ROWS:
+                rows = rows_T.detach().to(_ROWS[name]).cpu().split(batch.lengths)
+                result.rows.setdefault(name, []).extend(row.clone() for row in rows)  # a view would travel as the whole
     if loss_fn is None:
         # Without a backward FSDP keeps its last group gathered, and `model.parameters()` would not be the optimizer's.
         for module in model.modules():
@@ -92,27 +111,35 @@ def policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
     """Metric sums of any loss on sampled data: entropy, advantages, and how far trainer and generator disagree.
 
     The KL is k3 of Schulman 2020, "Approximating KL divergence"; a critic, or data without `sampling_logprobs`, give
-    nothing.
+    nothing. Several targets of a position are not what was sampled: then there is no disagreement to measure.
     """
     if inputs.policy_logprobs is None or "sampling_logprobs" not in inputs.tensors:
         return {}
     with torch.no_grad():
         mask_T = inputs.loss_mask > 0
-        difference_T = torch.where(mask_T, inputs.policy_logprobs - inputs.sampling_logprobs, 0.0)
-        sums = {
-            "policy/entropy": inputs.entropy[mask_T].sum(),
-            # KL(generator || trainer), sampled from the generator: r - 1 - log r >= 0 with r = trainer / generator.
-            "mismatch/kl": (torch.expm1(difference_T.double()) - difference_T.double()).sum(),
-            "mismatch/logprob_diff_max": difference_T.abs().max(),
-        }
-        if "reference_logprobs" in inputs.tensors:
-            # KL(policy || reference), sampled from (nearly) the policy: r = reference / policy.
-            away_T = torch.where(mask_T, inputs.reference_logprobs - inputs.policy_logprobs, 0.0).double()
-            sums["policy/reference_kl"] = (torch.expm1(away_T) - away_T).sum()
+        sums = {"policy/entropy": inputs.entropy[mask_T].sum()}
+        if "soft_weights" in inputs.tensors:  # then the first of several targets is the sampled token
+            sums |= _disagreement(inputs, inputs.policy_logprobs[:, 0], mask_T)
+        elif inputs.policy_logprobs.dim() == 1:
+            sums |= _disagreement(inputs, inputs.policy_logprobs, mask_T)
         if "advantages" in inputs.tensors:
             sums["advantage/mean"] = inputs.advantages[mask_T].sum()
             sums["advantage/abs_max"] = torch.where(mask_T, inputs.advantages.abs(), 0.0).max()
         return sums
+
+
+def _disagreement(inputs: LossInputs, policy_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
+    difference_T = torch.where(mask_T, policy_T - inputs.sampling_logprobs, 0.0)
+    sums = {
+        # KL(generator || trainer), sampled from the generator: r - 1 - log r >= 0 with r = trainer / generator.
+        "mismatch/kl": (torch.expm1(difference_T.double()) - difference_T.double()).sum(),
+        "mismatch/logprob_diff_max": difference_T.abs().max(),
+    }
+    if "reference_logprobs" in inputs.tensors:
+        # KL(policy || reference), sampled from (nearly) the policy: r = reference / policy.
+        away_T = torch.where(mask_T, inputs.reference_logprobs - policy_T, 0.0).double()
+        sums["policy/reference_kl"] = (torch.expm1(away_T) - away_T).sum()
+    return sums
 
 
 def clip_and_step(

@@ -48,6 +48,8 @@ class _InFlight:
     """(number of tokens already sampled, policy version from there on)."""
     future: Future | None
     """None on ranks that only follow."""
+    top_k: int = 0
+    """Of a request that scores."""
 
 
 @dataclass(slots=True)
@@ -116,7 +118,8 @@ class Engine:
 
     def submit(self, requests: list[Request]) -> list[Future]:
         """Admits requests together, in order, before the next iteration. Each future gives a Completion, or when
-        scoring a list of log-probabilities (one per token but the first)."""
+        scoring a list of log-probabilities, one per token but the first, and with `top_k` a pair of tensors with a row
+        for each: tokens, and their log-probabilities."""
         command, futures = _Command(), []
         for request in requests:
             self._counter += 1
@@ -215,6 +218,7 @@ class Engine:
             enforce_eager=config.enforce_eager, enable_sleep_mode=self._sleeps and platform.can_sleep(),
             enable_prefix_caching=True, disable_log_stats=True,
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after temperature
+            max_logprobs=-1,  # as many of the likeliest tokens as the vocabulary has may be scored
         )
         with _private_shared_memory():
             engine = LLMEngine.from_engine_args(args)
@@ -314,21 +318,26 @@ class Engine:
             return
         prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self._num_loads)}
         try:
-            engine_id = self._engine.add_request(request_id, prompt, _engine_params(request.params))
+            engine_id = self._engine.add_request(request_id, prompt, _engine_params(request))
         except (ValueError, TypeError, VLLMClientError) as error:  # the request is at fault, not the engine
             if future is not None:
                 future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {error}"))
             return
-        self._in_flight[request_id] = _InFlight(engine_id, [(0, self.policy_version)], future)
+        self._in_flight[request_id] = _InFlight(engine_id, [(0, self.policy_version)], future, request.top_k)
 
     def _finish(self, output) -> None:
         request = self._in_flight.pop(output.request_id)
         if request.future is None:
             return
         if output.prompt_logprobs is not None:
-            tokens = output.prompt_token_ids
-            request.future.set_result(
-                [entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)])
+            tokens, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+            if request.top_k:
+                rows = [_likeliest(entry, request.top_k) for entry in entries]
+                request.future.set_result((
+                    torch.tensor([[token for token, _ in row] for row in rows]),
+                    torch.tensor([[logprob for _, logprob in row] for row in rows])))
+            else:
+                request.future.set_result([entry[token].logprob for token, entry in zip(tokens, entries, strict=True)])
             return
         sampled = output.outputs[0]
         tokens = list(sampled.token_ids)
@@ -340,11 +349,19 @@ class Engine:
             tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason))
 
 
-def _engine_params(params: SamplingParams | None) -> EngineSamplingParams:
-    """vLLM's own; None scores the prompt. Raises vLLM's error for values it refuses."""
+def _likeliest(entry: dict, top_k: int) -> list[tuple[int, float]]:
+    """The best of one position, of equals the lower id first. vLLM adds the prompt's own token, with its rank, where it is
+    not among them."""
+    best = [(token, scored.logprob) for token, scored in entry.items() if scored.rank <= top_k]
+    return sorted(best, key=lambda pair: (-pair[1], pair[0]))
+
+
+def _engine_params(request: Request) -> EngineSamplingParams:
+    """vLLM's own; a request without parameters scores its prompt. Raises vLLM's error for values it refuses."""
+    params: SamplingParams | None = request.params
     if params is None:
         return EngineSamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False,
+            max_tokens=1, temperature=0.0, prompt_logprobs=request.top_k, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY)
     return EngineSamplingParams(
         max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,

@@ -11,6 +11,7 @@ from torchtitan_rl.algorithm import corrections, losses, reductions
 from torchtitan_rl.algorithm.advantages import grpo, reinforce, reinforce_pp_baseline, rloo
 from torchtitan_rl.algorithm.checks import check_algorithm
 from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.algorithm.probe import probe_loss
 from torchtitan_rl.algorithm.schedules import ScheduleConfig
 from torchtitan_rl.config import RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.model.config import ModelConfig
@@ -123,6 +124,30 @@ def test_a_loss_input_the_run_does_not_have():
 
     assert "loss input 'reference_logprobs'" in refusal(loss_fn=to_reference)
     check_algorithm(run(loss_fn=to_reference, roles=("reference",)))
+
+
+def test_losses_of_the_kl_to_a_teacher_are_probed_by_it_too():
+    def probe(loss_fn):
+        probe_loss("algorithm.loss_fn=it", loss_fn, {}, outputs=["policy_logprobs", "teacher_kl"],
+                   columns={"weights", "loss_mask", "advantages", "sampling_logprobs"})
+
+    def both(inputs):
+        return losses.ppo(inputs)[0] + 0.1 * losses.reverse_kl(inputs)[0], {}
+
+    def mean_kl(inputs):
+        return losses.ppo(inputs)[0] + inputs.teacher_kl.mean(), {}
+
+    def trains_the_prompts_kl(inputs):
+        return losses.ppo(inputs)[0] + ((inputs.weights + 1) * inputs.teacher_kl).sum(), {}
+
+    for loss_fn in (losses.reverse_kl, both, losses.ppo):
+        probe(loss_fn)
+    for loss_fn, message in (
+            (mean_kl, "where loss_mask and weights are 0"), (trains_the_prompts_kl, "where loss_mask and weights are 0"),
+            (detached, "has no gradient by inputs.policy_logprobs or inputs.teacher_kl")):
+        with pytest.raises(ValueError, match=message):
+            probe(loss_fn)
+    assert "teacher_kl=None: the data carry no teacher_hidden" in refusal(loss_fn=losses.reverse_kl)
 
 
 def test_a_critics_loss_is_probed_too():

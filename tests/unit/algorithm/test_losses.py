@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo, value_loss
+from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo, reverse_kl, value_loss
 from torchtitan_rl.model.train_step import policy_metrics
 from torchtitan_rl.types import LossInputs
 
@@ -73,6 +73,44 @@ def test_cross_entropy_needs_weights_only():
     inputs = LossInputs(policy_logprobs=torch.tensor([-3.0]), entropy=torch.zeros(1), datum=torch.zeros(1),
                         num_datums=1, tensors={"weights": torch.ones(1)})
     assert cross_entropy(inputs)[0].item() == 3.0
+
+
+def several_targets(policy_TK, weights, loss_mask):
+    length = len(policy_TK)
+    return LossInputs(
+        policy_logprobs=torch.tensor(policy_TK).requires_grad_(), entropy=torch.full((length,), 0.5),
+        datum=torch.zeros(length, dtype=torch.long), num_datums=1, tensors={
+            "weights": torch.tensor(weights), "loss_mask": torch.tensor(loss_mask),
+            "sampling_logprobs": torch.zeros(length), "advantages": torch.ones(length)})
+
+
+def test_the_cross_entropy_of_several_targets_is_top_k_distillation():
+    # Two tokens, a teacher's probabilities of three tokens each; the first token does not train.
+    inputs = several_targets([[-1.0, -2.0, -3.0], [-0.5, -1.0, -2.0]], [[0.0] * 3, [0.5, 0.25, 0.125]], [0.0, 1.0])
+    loss, metrics = cross_entropy(inputs)
+    assert loss.item() == pytest.approx(0.5 * 0.5 + 0.25 * 1.0 + 0.125 * 2.0) and metrics == {}
+    (grad_TK,) = torch.autograd.grad(loss, inputs.policy_logprobs)
+    assert grad_TK.tolist() == [[0.0] * 3, [-0.5, -0.25, -0.125]]
+    # What was sampled is none of the targets: nothing is said about how generator and trainer disagree.
+    assert {name: float(x) for name, x in policy_metrics(inputs).items()} == {
+        "policy/entropy": 0.5, "advantage/mean": 1.0, "advantage/abs_max": 1.0}
+
+
+@pytest.mark.parametrize("policy_TK", [[[-1.0], [-2.0]], [[-1.0, -2.0], [-0.5, -1.0]]])
+def test_several_targets_need_a_weight_each(policy_TK):
+    with pytest.raises(ValueError, match=r"weights: have shape \(2,\) where the targets' log-probabilities have \(2, "):
+        cross_entropy(several_targets(policy_TK, [0.5, 0.5], [1.0, 1.0]))
+
+
+def test_reverse_kl_is_the_weighted_sum_of_the_kl():
+    inputs = loss_inputs([-1.0, -2.0, -3.0], weights=[0.0, 0.5, 0.25], loss_mask=[0, 1, 1])
+    with pytest.raises(ValueError, match="teacher_kl=None: the data carry no teacher_hidden"):
+        reverse_kl(inputs)
+    inputs.teacher_kl = torch.tensor([9.0, 0.5, 2.0], dtype=torch.float64).requires_grad_()
+    loss, metrics = reverse_kl(inputs)
+    assert loss.item() == 0.5 * 0.5 + 0.25 * 2.0 and metrics["distill/kl"].item() == 2.5
+    assert not metrics["distill/kl"].requires_grad
+    assert torch.autograd.grad(loss, inputs.teacher_kl)[0].tolist() == [0.0, 0.5, 0.25]
 
 
 def test_importance_sampling_multiplies_by_the_ratio():

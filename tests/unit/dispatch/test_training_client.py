@@ -18,13 +18,17 @@ def datum(length, loss_mask=None):
     return Datum(tokens=torch.arange(length), target_tokens=torch.arange(length), loss_inputs=loss_inputs)
 
 
+def logprobs(*rows):
+    return {"policy_logprobs": list(rows)}
+
+
 def test_outputs_come_back_in_input_order_and_sums_become_means():
     data = [datum(2, [0.0, 1.0]), datum(1, [1.0]), datum(3, [0.0, 1.0, 1.0])]
     zero, one, two, of_filler = (torch.full((n,), -float(n)) for n in (2, 1, 3, 9))
     merged = _merge(
-        [Accumulated(rows=[two, zero], loss=0.5,
+        [Accumulated(rows=logprobs(two, zero), loss=0.5,
                      sums={"policy/entropy": 6.0, "mismatch/logprob_diff_max": 0.25}),
-         Accumulated(rows=[one, of_filler], loss=0.25,
+         Accumulated(rows=logprobs(one, of_filler), loss=0.25,
                      sums={"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75})],
         [[[2], [0]], [[1], []]], data, who="policy.forward")
     assert [x is y for x, y in zip(merged.policy_logprobs, [zero, one, two], strict=True)] == [True] * 3
@@ -35,27 +39,43 @@ def test_outputs_come_back_in_input_order_and_sums_become_means():
 
 def test_a_fillers_output_is_dropped_wherever_it_stands():
     of_filler, zero, one = torch.tensor([-9.0]), torch.tensor([-1.0]), torch.tensor([-2.0])
-    answer = Accumulated(rows=[of_filler, one, of_filler, zero], loss=0.0, sums={})
+    answer = Accumulated(rows=logprobs(of_filler, one, of_filler, zero), loss=0.0, sums={})
     merged = _merge([answer], [[[], [1], [], [0]]], [datum(1), datum(1)], who="policy.forward")
     assert merged.policy_logprobs == [zero, one]
 
 
 def test_a_maximum_below_zero_is_not_lifted_to_zero():
     merged = _merge(
-        [Accumulated(rows=[torch.zeros(1)], loss=0.0, sums={"x_max": value}) for value in (-3.0, -2.0)],
+        [Accumulated(rows=logprobs(torch.zeros(1)), loss=0.0, sums={"x_max": value}) for value in (-3.0, -2.0)],
         [[[0]], [[1]]], [datum(1), datum(1)], who="policy.forward")
     assert merged.metrics == {"x_max": -2.0}
 
 
 def test_data_without_a_loss_mask_count_every_token():
-    merged = _merge([Accumulated(rows=[torch.zeros(3)], loss=0.0, sums={"x": 6.0})], [[[0]]], [datum(3)], who="policy.forward")
+    merged = _merge([Accumulated(rows=logprobs(torch.zeros(3)), loss=0.0, sums={"x": 6.0})], [[[0]]], [datum(3)], who="policy.forward")
     assert merged.num_tokens == 3 and merged.metrics == {"x": 2.0}
 
 
 def test_a_metric_over_no_trained_token_is_zero_not_an_error():
     data = [datum(2, [0.0, 0.0])]
-    merged = _merge([Accumulated(rows=[torch.zeros(2)], loss=0.0, sums={"x": 0.0})], [[[0]]], data, who="policy.forward")
+    merged = _merge([Accumulated(rows=logprobs(torch.zeros(2)), loss=0.0, sums={"x": 0.0})], [[[0]]], data, who="policy.forward")
     assert merged.num_tokens == 0 and merged.metrics == {"x": 0.0}
+
+
+def test_every_kind_of_output_comes_back_in_input_order():
+    def rows(name, *indices):
+        return {name: [torch.full((n, 2), float(n)) for n in indices]}
+
+    data = [datum(2), datum(1), datum(3)]
+    merged = _merge(
+        [Accumulated(rows=logprobs(torch.zeros(3), torch.zeros(2)) | rows("top_tokens", 3, 2) | rows("hidden", 3, 2),
+                     loss=0.0, sums={}),
+         Accumulated(rows=logprobs(torch.zeros(1), torch.zeros(9)) | rows("top_tokens", 1, 9) | rows("hidden", 1, 9),
+                     loss=0.0, sums={})],
+        [[[2], [0]], [[1], []]], data, who="policy.forward")
+    for found in (merged.top_tokens, merged.hidden):
+        assert [(len(row), row[0, 0].item()) for row in found] == [(2, 2.0), (1, 1.0), (3, 3.0)]
+    assert merged.top_logprobs == merged.values == []
 
 
 @settings(deadline=None, derandomize=True)
@@ -65,9 +85,9 @@ def test_order_survives_any_plan(lengths, num_ranks, max_tokens):
     """Every datum's output is tagged with its index and put where the plan says."""
     plan = plan_microbatches(lengths, num_ranks, max_tokens)
     answers = [
-        Accumulated(loss=0.0, sums={"x": float(sum(len(members) for members in microbatches))}, rows=[
+        Accumulated(loss=0.0, sums={"x": float(sum(len(members) for members in microbatches))}, rows=logprobs(*(
             torch.full((lengths[i],), float(i)) if i >= 0 else torch.tensor([-1.0])
-            for members in microbatches for i in members or [-1]])
+            for members in microbatches for i in members or [-1])))
         for microbatches in plan.ranks
     ]
     merged = _merge(answers, plan.ranks, [datum(length) for length in lengths], who="policy.forward")
@@ -76,18 +96,29 @@ def test_order_survives_any_plan(lengths, num_ranks, max_tokens):
 
 
 def test_a_call_without_data_is_refused():
-    client = TrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0)
+    client = TrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0, vocab_size=7)
     with pytest.raises(ValueError) as caught:
         client.forward_backward([], cross_entropy)
     assert str(caught.value) == "forward_backward.data=[]: no datums; skip the call when nothing is left to train on"
 
 
 def test_a_datum_longer_than_the_context_is_refused_by_its_position():
-    client = TrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0)
+    client = TrainingClient(None, max_tokens_per_microbatch=8, max_datum_tokens=4, temperature=1.0, vocab_size=7)
     with pytest.raises(ValueError) as caught:
         client.forward([datum(4), datum(5)])
     assert str(caught.value) == (
         "forward.data[1]: 5 tokens, the trainer's context is trainer.training.seq_len=4; raise it or shorten the datum")
+
+
+def test_datums_with_another_number_of_targets_are_refused_whatever_their_microbatch():
+    client = TrainingClient(None, max_tokens_per_microbatch=1, max_datum_tokens=4, temperature=1.0, vocab_size=7)
+    several = Datum(tokens=torch.arange(2), target_tokens=torch.zeros(2, 3, dtype=torch.int64),
+                    loss_inputs={"weights": torch.ones(2)})
+    client._mesh = type("Mesh", (), {"role": "policy", "data_parallel_size": 1})
+    with pytest.raises(ValueError) as caught:
+        client.forward([datum(2), several])
+    assert str(caught.value) == ("forward.data[1].target_tokens: is (T, 3) where that of data[0] is (T,); give every datum "
+                                 "of one call as many per token")
 
 
 def step(**changes):
@@ -105,5 +136,5 @@ def test_ranks_may_round_the_norm_differently_and_nothing_else():
 
 def test_a_rank_that_answers_with_too_few_rows_is_named():
     with pytest.raises(RuntimeError, match="policy.forward: data-parallel rank 1 answered with 0 rows for 1"):
-        _merge([Accumulated(rows=[torch.zeros(1)], loss=0.0, sums={}), Accumulated(rows=[], loss=0.0, sums={})],
+        _merge([Accumulated(rows=logprobs(torch.zeros(1)), loss=0.0, sums={}), Accumulated(rows=logprobs(), loss=0.0, sums={})],
                [[[0]], [[1]]], [datum(1), datum(1)], who="policy.forward")

@@ -124,8 +124,8 @@ def test_the_head_scores_the_targets_it_was_told_once():
     with torch.no_grad():
         head.weight.copy_(weight_VD)
     head.target(targets_T, 0.5)
-    logprobs_1T, entropy_1T = head(hidden_TD[None])
-    expected = full_logprobs(hidden_TD, weight_VD, targets_T, 0.5)
-    torch.testing.assert_close((logprobs_1T[0], entropy_1T[0]), expected, rtol=1e-12, atol=1e-12)
+    said = head(hidden_TD[None])
+    expected = dict(zip(("policy_logprobs", "entropy"), full_logprobs(hidden_TD, weight_VD, targets_T, 0.5)))
+    torch.testing.assert_close({name: rows[0] for name, rows in said.items()}, expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(AssertionError, match="target"):
         head(hidden_TD[None])  # stale targets must not be scored again

@@ -51,7 +51,8 @@ def differences(tmp_path_factory):
 def test_vocabulary_parallel_results_are_those_of_full_logits(differences, size, vocab_size):
     for rank in range(size):
         found = differences[rank][f"{size}x{vocab_size}"]
-        assert found.keys() == {"logprobs", "entropy", "grad_hidden", "grad_weight"}
+        assert found.keys() == {"logprobs", "entropy", "grad_hidden", "grad_weight", "several", "kl", "several_grad_hidden",
+                                "several_grad_weight", "hidden", "top_logprobs", "top_tokens_that_differ"}
         assert max(found.values()) <= 1e-6, (rank, found)
 
 
@@ -89,7 +90,8 @@ def _rank(rank: int, size: int, store: str) -> dict:
         head.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
         cut_hidden = distribute_tensor(hidden[None], mesh, [Replicate()]).requires_grad_()
         head.target(targets, temperature)
-        cut = [x[0] for x in head(cut_hidden)]
+        said = head(cut_hidden)
+        cut = [said[name][0] for name in ("policy_logprobs", "entropy")]
         torch.autograd.backward(cut, list(upstream))
 
         full_hidden, full_weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -100,7 +102,50 @@ def _rank(rank: int, size: int, store: str) -> dict:
             "logprobs": float((cut[0] - full[0]).detach().abs().max()),
             "entropy": float((cut[1] - full[1]).detach().abs().max()),
             "grad_hidden": relative(cut_hidden.grad.full_tensor()[0], full_hidden.grad),
-            "grad_weight": relative(head.weight.grad.full_tensor(), full_weight.grad)}
+            "grad_weight": relative(head.weight.grad.full_tensor(), full_weight.grad),
+            **distilled(mesh, head, hidden, weight, targets)}
+
+    def distilled(mesh, head, hidden, weight, targets) -> dict[str, float]:
+        """Three targets a token and the KL to a teacher of another size, with gradients; the five likeliest tokens of a
+        vocabulary in which every row is there twice (the last rank may hold two rows only)."""
+        vocab_size, temperature = len(weight), 0.7
+        generator = torch.Generator().manual_seed(vocab_size)
+        several = torch.stack([targets, (targets + 1) % vocab_size, (targets + 5) % vocab_size], 1)
+        teacher_hidden = torch.randn(len(targets), 9, generator=generator)
+        teacher = 0.3 * torch.randn(vocab_size, 9, generator=generator)
+        upstream = [torch.randn(several.shape, generator=generator), torch.randn(len(targets), generator=generator)]
+        hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+
+        head.weight.grad = None
+        head.hold_teacher(teacher, mesh.get_local_rank(), mesh.size())
+        cut_hidden = distribute_tensor(hidden.detach()[None], mesh, [Replicate()]).requires_grad_()
+        head.target(several, temperature, teacher_hidden_TD=teacher_hidden)
+        said = head(cut_hidden)
+        cut = [said[name][0] for name in ("policy_logprobs", "teacher_kl")]
+        torch.autograd.backward(cut, upstream)
+        logp = (hidden @ weight.T / temperature).log_softmax(-1)
+        logq = (teacher_hidden @ teacher.T / temperature).log_softmax(-1)
+        full = [logp.gather(1, several), (logp.exp() * (logp - logq)).sum(-1)]
+        torch.autograd.backward(full, upstream)
+        grads = cut_hidden.grad.full_tensor()[0], head.weight.grad.full_tensor()
+
+        doubled = weight.detach()[torch.arange(vocab_size) // 2]
+        head.weight = torch.nn.Parameter(distribute_tensor(doubled, mesh, [Shard(0)]))
+        head.target(targets, temperature, top_k=5, hidden=True)
+        with torch.no_grad():
+            said = head(cut_hidden)
+            logits = hidden @ weight[:-(-vocab_size // 2)].T / temperature  # of each row once
+            pairs = logits.sort(descending=True, stable=True).indices
+            tokens = torch.stack([2 * pairs, 2 * pairs + 1], -1).flatten(1)
+            tokens = torch.stack([row[row < vocab_size] for row in tokens])[:, :5]
+            logp = (hidden @ doubled.T / temperature).log_softmax(-1)
+        return {
+            "several": float((cut[0] - full[0]).detach().abs().max()),
+            "kl": relative(cut[1].detach(), full[1].detach()),
+            "several_grad_hidden": relative(grads[0], hidden.grad), "several_grad_weight": relative(grads[1], weight.grad),
+            "hidden": float((said["hidden"][0] - hidden).detach().abs().max()),
+            "top_tokens_that_differ": int((said["top_tokens"][0] != tokens).sum()),
+            "top_logprobs": float((said["top_logprobs"][0] - logp.gather(1, tokens)).abs().max())}
 
     def relative(a, b) -> float:
         return float((a - b).norm() / b.norm())
@@ -126,8 +171,8 @@ def _memory() -> int:
         torch.nn.init.normal_(head.weight, std=0.1)
         hidden = torch.randn(1, num_tokens, 64, requires_grad=True)
         head.target(torch.randint(vocab_size, (num_tokens,)), 1.0)
-        logprobs, entropy = head(hidden)
-        (logprobs.sum() + entropy.sum()).backward()
+        said = head(hidden)
+        (said["policy_logprobs"].sum() + said["entropy"].sum()).backward()
         assert torch.isfinite(hidden.grad).all()
 
     score(8, 16)  # whatever a first call allocates for good

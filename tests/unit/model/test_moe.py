@@ -158,7 +158,7 @@ def test_the_trainers_model_is_transformers_qwen3_moe(tie_embeddings, tmp_path):
         batch = Microbatch(  # the document once per token of the vocabulary, scored against that token
             tokens_T=tokens.repeat(vocab), target_tokens_T=torch.arange(vocab).repeat_interleave(len(tokens)),
             lengths=[len(tokens)] * vocab, loss_inputs={})
-        logprobs_T, _ = forward_logprobs(model, batch, CPU, temperature=1.0)
+        logprobs_T = forward_logprobs(model, batch, CPU, temperature=1.0)["policy_logprobs"]
     torch.testing.assert_close(logprobs_T.view(vocab, -1).T, expected_LV, rtol=0, atol=1e-4)
     assert expected_LV.std() > 0.5  # a model that says something, so that agreement means something
 
