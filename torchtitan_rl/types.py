@@ -142,8 +142,8 @@ class Datum:
 
     Every tensor in `loss_inputs` is float32 with as many rows T as `tokens` has entries: (T,), or (T, n) where a loss
     reads several numbers of a position. Two keys are universal: `weights` (how much a token counts in the token sum the
-    loss returns; this is where reductions live) and `loss_mask` (T,) (1 where the policy produced the target). Losses of
-    the policy-gradient family also read `advantages` and `sampling_logprobs`.
+    loss returns; this is where reductions live) and `loss_mask` (T,) (1 where the policy produced the target). Losses
+    of the policy-gradient family also read `advantages` and `sampling_logprobs`.
 
     Distillation: `target_tokens` may be (T, K), several tokens to score at each position, and `weights` with them; and
     `teacher_hidden` (T, D), a teacher's hidden states, makes the policy compute its KL to that teacher.
@@ -197,11 +197,11 @@ class Datum:
 
 @dataclass(kw_only=True, slots=True)
 class LossInputs:
-    """What a loss function sees of one microbatch; every tensor is (T,) unless it says otherwise. A policy fills the first
-    two, a critic the third, distillation from a whole distribution the fourth."""
+    """What a loss function sees of one microbatch; every tensor is (T,) unless it says otherwise. A policy fills the
+    first two, a critic the third, distillation from a whole distribution the fourth."""
 
     policy_logprobs: torch.Tensor | None = None
-    """Log-probability of each target under the policy being trained, (T,) or (T, K) as the targets are; carries gradient."""
+    """Log-probability of each target under the policy being trained, (T,) or (T, K) as they are; carries gradient."""
     entropy: torch.Tensor | None = None
     """Entropy of the policy's distribution at each token; carries gradient."""
     predicted_values: torch.Tensor | None = None
@@ -246,8 +246,8 @@ class Accumulated:
     """One rank's share of a `forward_backward` call."""
 
     rows: dict[str, list[torch.Tensor]]
-    """By what they are (`policy_logprobs`, a critic's `predicted_values`, whatever else was asked for): per datum, in the
-    order of the microbatches."""
+    """By what they are (`policy_logprobs`, a critic's `predicted_values`, whatever else was asked for): per datum, in
+    the order of the microbatches."""
     loss: float
     sums: dict[str, float]
     """Metric sums over tokens; names ending in `_max` are maxima."""
@@ -288,7 +288,7 @@ class ForwardBackwardOutput:
     top_logprobs: list[torch.Tensor] = field(default_factory=list)
     """Per datum, float32 (T, top_k): their log-probabilities over the whole vocabulary; empty unless asked for."""
     hidden: list[torch.Tensor] = field(default_factory=list)
-    """Per datum, float32 (T, D): the states that enter this role's head, after the last norm; empty unless asked for."""
+    """Per datum, float32 (T, D): the states that enter this role's head, after the last norm; empty unless asked."""
 
 
 @dataclass(kw_only=True, slots=True)

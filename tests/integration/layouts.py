@@ -36,8 +36,10 @@ def trainer_config(dp: int = 1, tp: int = 1, replicate: int = 1, **changes) -> T
 
 @asynccontextmanager
 async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL, *, own_teacher: bool = False):
-    """A running mesh; the weights depend on the seed alone, not on the layout. `own_teacher`: it holds its own head as a
-    teacher's, which has been through a store."""
+    """A running mesh; the weights depend on the seed alone, not on the layout.
+
+    `own_teacher`: it holds its own head as a teacher's, which has been through a store.
+    """
     from torchtitan_rl.launch import Launcher
 
     launcher = Launcher(log_dir=None, start_timeout_s=240, call_timeout_s=400)  # compiling takes long

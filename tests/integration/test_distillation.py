@@ -28,13 +28,15 @@ def model(**changes):
 
 @pytest.fixture(scope="module")
 def clients(loop, tmp_path_factory):
-    """`tied`, `adapted` (LoRA, so its head is frozen) and a wider `teacher`, and what copies heads between them."""
+    """`tied`, `adapted` (LoRA, so its head is frozen), `halved` (it computes in bfloat16) and a wider `teacher`, and what
+    copies heads between them."""
     from torchtitan_rl.local_launch import LocalLauncher
 
     launcher = LocalLauncher(log_dir=str(tmp_path_factory.mktemp("logs")), start_timeout_s=60, call_timeout_s=60)
     wanted = {
         "tied": (trainer_config(), model(tie_embeddings=True)),
         "adapted": (trainer_config(lora=LoRAConfig(rank=4, alpha=8)), MODEL),
+        "halved": (trainer_config(training__mixed_precision_param="bfloat16"), MODEL),
         "teacher": (trainer_config(), model(dim=96, n_layers=1)), "critic": (trainer_config(), MODEL)}
 
     async def start():
@@ -42,8 +44,8 @@ def clients(loop, tmp_path_factory):
         for seed, (name, (config, of)) in enumerate(wanted.items()):
             role = name if name in ("teacher", "critic") else "policy"
             mesh = await launcher.start_trainer(config, of, role=role, seed=seed)
-            made[name] = TrainingClient(mesh, max_tokens_per_microbatch=30, max_datum_tokens=64, temperature=TEMPERATURE,
-                                        vocab_size=VOCABULARY)
+            made[name] = TrainingClient(
+                mesh, max_tokens_per_microbatch=30, max_datum_tokens=64, temperature=TEMPERATURE, vocab_size=VOCABULARY)
         return made
 
     made = loop.run_until_complete(start())
@@ -69,10 +71,13 @@ async def gradient(client):
     return {name: grad for name, grad in gradients.items() if grad is not None}
 
 
-@pytest.mark.parametrize("policy", ["tied", "adapted"])
-def test_the_kl_is_that_of_the_two_models_distributions_and_training_lowers_it(loop, clients, policy):
+@pytest.mark.parametrize(("policy", "teacher", "tolerance"), [
+    ("tied", "teacher", 1e-4), ("adapted", "tied", 1e-4), ("halved", "teacher", 1e-2)])
+def test_the_kl_is_that_of_the_two_models_distributions_and_training_lowers_it(
+        loop, clients, policy, teacher, tolerance):
     (made, versions), data = clients, random_datums(6, seed=1)
-    client, teacher, mask_T = made[policy], made["teacher"], torch.cat([d.loss_inputs["loss_mask"] for d in data]).numpy()
+    client, teacher = made[policy], made[teacher]
+    mask_T = torch.cat([datum.loss_inputs["loss_mask"] for datum in data]).numpy()
 
     async def run():
         await versions.copy_head(teacher, client)
@@ -86,20 +91,20 @@ def test_the_kl_is_that_of_the_two_models_distributions_and_training_lowers_it(l
 
     logp_TV, logq_TV, outputs, before, after, stored = loop.run_until_complete(run())
     expected_T = (np.exp(logp_TV) * (logp_TV - logq_TV)).sum(-1)
-    assert outputs[0].metrics["distill/kl"] == pytest.approx((mask_T * expected_T).sum() / mask_T.sum(), rel=1e-4)
-    assert outputs[0].loss == pytest.approx((mask_T * expected_T).sum() / mask_T.sum(), rel=1e-4)
+    assert outputs[0].metrics["distill/kl"] == pytest.approx((mask_T * expected_T).sum() / mask_T.sum(), rel=tolerance)
+    assert outputs[0].loss == pytest.approx((mask_T * expected_T).sum() / mask_T.sum(), rel=tolerance)
     assert outputs[-1].metrics["distill/kl"] < 0.7 * outputs[0].metrics["distill/kl"]
     assert before.keys() == after.keys() and not any("teacher" in name for name in after)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     if policy == "adapted":
         assert changed and all("lora" in name for name in changed)
-    else:
+    elif policy == "tied":
         assert torch.equal(after["lm_head.weight"], after["tok_embeddings.weight"]) and "lm_head.weight" in changed
     assert stored == []
 
 
-def test_top_k_distillation_over_the_whole_vocabulary_has_the_gradient_of_the_forward_kl(loop, clients):
-    """The cross-entropy with q as weights is KL(q || p) up to a constant; with K = 8 it is what is left of it."""
+def test_top_k_distillation_is_the_cross_entropy_with_the_teachers_likeliest_tokens(loop, clients):
+    """Over the whole vocabulary that is KL(q || p) up to a constant; with K = 8 it is what is left of it."""
     (made, _), data = clients, random_datums(5, seed=2)
 
     async def run(top_k):
@@ -160,8 +165,8 @@ def test_what_cannot_be_is_refused(loop, clients):
 
     async def run():
         made["tied"]._mesh._worker.model.lm_head.teacher_weight_VD = None
-        with pytest.raises(RuntimeError, match=r"policy-0.forward_backward: RuntimeError: teacher_hidden: 96 numbers per "
-                                               "token, but no teacher's head is held; copy the head"):
+        with pytest.raises(RuntimeError, match="policy-0.forward_backward: RuntimeError: teacher_hidden: 96 numbers "
+                                               "per token, but no teacher's head is held; copy the head"):
             await made["tied"].forward_backward(await taught(made["teacher"], data), reverse_kl)
         with pytest.raises(RuntimeError, match="ValueError: teacher_kl=None: the data carry no teacher_hidden"):
             await made["tied"].forward_backward(data, reverse_kl)

@@ -213,7 +213,8 @@ def test_the_kl_to_a_reference_on_another_mesh_is_that_of_both_distributions(loo
         return output.loss, (logp.exp() * (logp - logq)).sum(-1)
 
     loss, expected_T = loop.run_until_complete(run())
-    assert loss == pytest.approx(float((torch.cat([d.loss_inputs["weights"] for d in data]) * expected_T).sum()), rel=1e-4)
+    weights_T = torch.cat([datum.loss_inputs["weights"] for datum in data])
+    assert loss == pytest.approx(float((weights_T * expected_T).sum()), rel=1e-4)
     assert expected_T.mean() > 1e-4
 
 

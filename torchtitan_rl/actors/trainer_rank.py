@@ -194,9 +194,9 @@ class TrainerRank:
         await self._publish(HEAD, None, transport, True, only="lm_head.weight")
 
     async def pull_head(self) -> None:
-        """Holds what another role has published by `push_head`: each tensor-parallel rank its slice of the vocabulary."""
+        """Holds what another role published by `push_head`, each tensor-parallel rank its slice of the vocabulary."""
         if self.role == "critic":
-            raise ValueError("role='critic': has no vocabulary to compare with a teacher's; give the head to the policy")
+            raise ValueError("role='critic': has no vocabulary to compare with a teacher's; give it to the policy")
         self._require("pull_head", "model")
         manifest, payload = await self.store.fetch(HEAD, verify=True)
         self.model.lm_head.hold_teacher(

@@ -24,8 +24,8 @@ LOG_RATIO_LIMIT = 20.0
 def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Supervised: -sum weights x logp. Needs `weights` only.
 
-    With targets (T, K) and as many weights it is top-k distillation, the weights being a teacher's probabilities of these
-    tokens x what the token counts. Raises ValueError when the two shapes differ.
+    With targets (T, K) and as many weights it is top-k distillation, the weights being a teacher's probabilities of
+    these tokens x what the position counts. Raises ValueError when the two shapes differ.
     """
     if inputs.weights.shape != inputs.policy_logprobs.shape:
         raise ValueError(f"weights: have shape {tuple(inputs.weights.shape)} where the targets' log-probabilities have "

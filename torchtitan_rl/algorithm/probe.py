@@ -31,19 +31,19 @@ _TOLERANCE = 1e-4  # float32, and a function of the user's own may round more th
 def probe_loss(
     where: str, loss_fn: Callable, loss_config: dict[str, float], *, outputs: Sequence[str], columns: set[str],
 ) -> None:
-    """Refuses a loss that fails, has no gradient by any of the model's `outputs`, trains masked tokens, or is not a token
-    sum with `weights`. `columns`: the loss inputs that this run's data will have.
+    """Refuses a loss that fails, has no gradient by any of the model's `outputs`, trains masked tokens, or is not a
+    token sum with `weights`. `columns`: the loss inputs that this run's data will have.
 
     Raises ValueError that begins with `where`, the config's field and the function's name, and says what the loss did.
     """
     once, gradients = _call(where, loss_fn, loss_config, _inputs(columns, outputs), outputs)
     for grad_T in gradients:
         if not torch.isfinite(torch.cat([once[None], grad_T])).all():
-            raise ValueError(f"{where}: gave loss {once.item()} and gradient {grad_T.tolist()} on a few ordinary tokens; "
-                             "return a finite one")
+            raise ValueError(f"{where}: gave loss {once.item()} and gradient {grad_T.tolist()} on a few ordinary "
+                             "tokens; return a finite one")
         if grad_T[0] != 0:
-            raise ValueError(f"{where}: has gradient {grad_T[0].item():.3g} where loss_mask and weights are 0; multiply "
-                             "every token's term by inputs.weights")
+            raise ValueError(f"{where}: has gradient {grad_T[0].item():.3g} where loss_mask and weights are 0; "
+                             "multiply every token's term by inputs.weights")
     twice, of_twice = _call(where, loss_fn, loss_config, _inputs(columns, outputs, copies=2), outputs)
     if not (_close(twice, 2 * once) and _close(of_twice, gradients.repeat(1, 2))):
         raise ValueError(
@@ -130,7 +130,7 @@ def _call(
         raise ValueError(f"{where}: its loss has no gradient by {names}, so nothing would train; "
                          f"compute it from {names} without detach()")
     return loss.detach(), torch.stack([
-        torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(variables, gradients, strict=True)])
+        torch.zeros_like(x) if grad is None else grad for x, grad in zip(variables, gradients, strict=True)])
 
 
 def _tried(where: str, function: Callable, keywords: dict[str, float]):

@@ -56,7 +56,7 @@ def _best_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[lis
 
 
 def check_alike(data: list[Datum], where: str = "data") -> None:
-    """Raises ValueError, naming the datum, unless all have the same loss inputs and as many targets and numbers a token."""
+    """Raises ValueError, naming the datum, unless all have the same loss inputs and as many numbers per token."""
     names, sizes = data[0].loss_inputs.keys(), _row_shapes(data[0])
     for index, datum in enumerate(data):
         if datum.loss_inputs.keys() != names:
@@ -67,8 +67,8 @@ def check_alike(data: list[Datum], where: str = "data") -> None:
         for name, size in _row_shapes(datum).items():
             if size != sizes[name]:
                 raise ValueError(
-                    f"{where}[{index}].{name}: is {_shape(size)} where that of data[0] is {_shape(sizes[name])}; give every "
-                    "datum of one call as many per token"
+                    f"{where}[{index}].{name}: is {_shape(size)} where that of data[0] is {_shape(sizes[name])}; "
+                    "give every datum of one call as many per token"
                 )
 
 

@@ -55,14 +55,15 @@ class TrainingClient:
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Log-probabilities of the data's targets, or a critic's values; no gradient.
 
-        `top_k` adds the likeliest tokens of each position, of equals the lower id first; `hidden` the states that enter the
-        head. Raises ValueError as `forward_backward` does, for a `top_k` beyond the vocabulary, and where a critic is asked
-        for either.
+        `top_k` adds the likeliest tokens of each position, of equals the lower id first; `hidden` the states that enter
+        the head. Raises ValueError as `forward_backward` does, for a `top_k` beyond the vocabulary, and where a critic
+        is asked for either.
         """
         if not 0 <= top_k <= self._vocab_size:
-            raise ValueError(f"forward.top_k={top_k}: must be between 1 and the vocabulary's {self._vocab_size}; 0 for none")
+            raise ValueError(
+                f"forward.top_k={top_k}: must be between 1 and the vocabulary's {self._vocab_size}; use 0 for none")
         if (top_k or hidden) and self._mesh.role == "critic":
-            raise ValueError("forward: role='critic' has a value head, neither tokens nor a teacher's hidden states; ask "
+            raise ValueError("forward: role='critic' has a value head, neither tokens nor states to learn from; ask "
                              "another role for top_k or hidden")
         temperature = self._temperature if temperature is None else temperature
         return self._submit("forward", data, temperature, top_k, hidden)
@@ -193,7 +194,8 @@ def _merge(
         slots = [index for members in microbatches for index in members or [None]]  # a filler has one row
         for name, of_rank in answer.rows.items():
             if len(slots) != len(of_rank):
-                raise RuntimeError(f"{who}: data-parallel rank {rank} answered with {len(of_rank)} rows for {len(slots)}")
+                raise RuntimeError(
+                    f"{who}: data-parallel rank {rank} answered with {len(of_rank)} rows for {len(slots)}")
             for index, row in zip(slots, of_rank):
                 if index is not None:
                     rows.setdefault(name, [None] * len(data))[index] = row

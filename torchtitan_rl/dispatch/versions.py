@@ -53,7 +53,7 @@ class PolicyVersions:
             await source.discard_weights("copy")
 
     async def copy_head(self, source: TrainingClient, target: TrainingClient) -> None:
-        """The source's head becomes the teacher's head that the target holds, in the source's dtype and whatever the two
+        """The source's head becomes the teacher's head that the target holds, in the source's dtype, whatever the two
         layouts and hidden sizes; it is no part of the target's weights or checkpoints. Needed again once the source has
         changed. Raises RuntimeError when the vocabularies differ."""
         await source.push_head(self._transport)

@@ -6,8 +6,8 @@ log-probabilities instead of logits. At most `chunk_bytes` of float32 logits exi
 that size). Under tensor parallelism each rank holds a slice of the vocabulary and the softmax is vocabulary-parallel:
 two all-reduces, of one and of three numbers per token, instead of a gather of the logits.
 
-Shape letters: T tokens, V rows of the vocabulary that this rank holds, D hidden size (a teacher's may differ), K targets
-or likeliest tokens of a position.
+Shape letters: T tokens, V rows of the vocabulary that this rank holds, D hidden size (a teacher's may differ), K
+targets or likeliest tokens of a position.
 """
 
 from __future__ import annotations
@@ -220,20 +220,20 @@ def chunked_top_k(
 
 
 def chunked_kl(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, teacher_hidden_TD: torch.Tensor, teacher_weight_VD: torch.Tensor, *,
-    temperature: float = 1.0, chunk_tokens: int, group: dist.ProcessGroup | None = None,
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, teacher_hidden_TD: torch.Tensor, teacher_weight_VD: torch.Tensor,
+    *, temperature: float = 1.0, chunk_tokens: int, group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """KL(policy || teacher) over the whole vocabulary at each token, (T,), at least float32.
 
-    Differentiable in `hidden_TD` and `weight_VD`. The two hidden sizes may differ; the two heads have the same rows of the
-    vocabulary, with `group` this rank's, and gradients are then as in `chunked_logprobs`.
+    Differentiable in `hidden_TD` and `weight_VD`. The two hidden sizes may differ; the two heads have the same rows of
+    the vocabulary, with `group` this rank's, and gradients are then as in `chunked_logprobs`.
     """
     return _ChunkedKL.apply(
         hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group)
 
 
 def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
-    """(first row, number of rows) of a rank's slice, by DTensor's rule: the last rank may have fewer than the others."""
+    """(first row, number of rows) of a rank's slice, by DTensor's rule: the last rank may have fewer than others."""
     rows = -(-vocab_size // size)
     return rows * rank, min(rows, vocab_size - rows * rank)
 
@@ -274,14 +274,15 @@ class LogprobHead(Linear):
         """Says what the next call scores, (T,) or (T, K); the decoder's forward has no argument for it.
 
         `top_k` (without gradient) asks for the likeliest tokens, `hidden` for the head's own input, `teacher_hidden_TD`
-        for the KL to the teacher whose head `hold_teacher` has brought. Raises RuntimeError when there is none of that size.
+        for the KL to the teacher whose head `hold_teacher` has brought. Raises
+        RuntimeError when it holds none of that size.
         """
         if teacher_hidden_TD is not None:
             held, size = self.teacher_weight_VD, teacher_hidden_TD.shape[-1]
             if held is None or held.shape[1] != size:
                 having = "no teacher's head is held" if held is None else f"the teacher's head held has {held.shape[1]}"
-                raise RuntimeError(f"teacher_hidden: {size} numbers per token, but {having}; copy the head of the teacher "
-                                   "they are from with PolicyVersions.copy_head first")
+                raise RuntimeError(f"teacher_hidden: {size} numbers per token, but {having}; copy the head of the "
+                                   "teacher they are from with PolicyVersions.copy_head first")
         self._asked = _Asked(
             targets=targets, temperature=temperature, top_k=top_k, hidden=hidden, teacher_hidden_TD=teacher_hidden_TD)
 
@@ -313,8 +314,8 @@ class LogprobHead(Linear):
         hidden_TD, softmax = input.flatten(0, 1), {"temperature": asked.temperature, "group": group}
         if asked.top_k:
             said = dict(zip(("policy_logprobs", "entropy", "top_tokens", "top_logprobs"), chunked_top_k(
-                hidden_TD, weight, asked.targets, top_k=asked.top_k, chunk_tokens=smaller_chunk, vocab_start=vocab_start,
-                **softmax)))
+                hidden_TD, weight, asked.targets, top_k=asked.top_k, chunk_tokens=smaller_chunk,
+                vocab_start=vocab_start, **softmax)))
         else:
             said = dict(zip(("policy_logprobs", "entropy"), chunked_logprobs(
                 hidden_TD, weight, asked.targets, chunk_tokens=chunk_tokens, vocab_start=vocab_start, **softmax)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import torch
@@ -25,14 +26,14 @@ def forward_logprobs(
     model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1, top_k: int = 0,
     hidden: bool = False, teacher_kl: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """What `LogprobHead` says of a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets, `entropy`,
-    and what else is asked for; `teacher_kl` reads the loss input `teacher_hidden`.
+    """What `LogprobHead` says of a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets,
+    `entropy`, and what else is asked for; `teacher_kl` reads the loss input `teacher_hidden`.
 
     `multiple_of`: T is padded to a multiple of it (sequence parallelism needs the TP size) with a document
     of its own, which is cut off again.
     """
     padding = -len(batch.tokens_T) % multiple_of
-    teacher_hidden_TD = _pad(batch.loss_inputs["teacher_hidden"], padding).to(device) if teacher_kl else None
+    teacher_hidden_TD = _pad(batch.loss_inputs["teacher_hidden"].to(device), padding) if teacher_kl else None
     model.lm_head.target(
         _pad(batch.target_tokens_T, padding).to(device), temperature, top_k=top_k, hidden=hidden,
         teacher_hidden_TD=teacher_hidden_TD)
@@ -74,6 +75,7 @@ def accumulate_gradients(
     began = time.time()
     result = Accumulated(rows={}, loss=0.0, sums={})
     for batch in batches:
+        batch = dataclasses.replace(batch, loss_inputs=platform.to_device(batch.loss_inputs, device))
         with torch.set_grad_enabled(loss_fn is not None):
             if isinstance(model.lm_head, ValueHead):
                 outputs = {"predicted_values": forward_values(model, batch, device, multiple_of=multiple_of)}
@@ -84,8 +86,7 @@ def accumulate_gradients(
             if loss_fn is not None:
                 datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
                 inputs = LossInputs(
-                    **outputs, datum=datum_T, num_datums=len(batch.lengths),
-                    tensors=platform.to_device(batch.loss_inputs, device))
+                    **outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=batch.loss_inputs)
                 loss, metrics = loss_fn(inputs)
                 metrics = {**policy_metrics(inputs), **metrics}
                 (loss * loss_weight).backward()

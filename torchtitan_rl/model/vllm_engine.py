@@ -350,8 +350,8 @@ class Engine:
 
 
 def _likeliest(entry: dict, top_k: int) -> list[tuple[int, float]]:
-    """The best of one position, of equals the lower id first. vLLM adds the prompt's own token, with its rank, where it is
-    not among them."""
+    """The best of one position, of equals the lower id first. vLLM adds the prompt's own token, with its rank, where it
+    is not among them."""
     best = [(token, scored.logprob) for token, scored in entry.items() if scored.rank <= top_k]
     return sorted(best, key=lambda pair: (-pair[1], pair[0]))
 

@@ -143,7 +143,8 @@ def test_losses_of_the_kl_to_a_teacher_are_probed_by_it_too():
     for loss_fn in (losses.reverse_kl, both, losses.ppo):
         probe(loss_fn)
     for loss_fn, message in (
-            (mean_kl, "where loss_mask and weights are 0"), (trains_the_prompts_kl, "where loss_mask and weights are 0"),
+            (mean_kl, "where loss_mask and weights are 0"),
+            (trains_the_prompts_kl, "where loss_mask and weights are 0"),
             (detached, "has no gradient by inputs.policy_logprobs or inputs.teacher_kl")):
         with pytest.raises(ValueError, match=message):
             probe(loss_fn)

@@ -122,7 +122,8 @@ def distilled(length, num_targets, size):
 
 
 @settings(deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), num_targets=st.integers(1, 4), size=st.integers(1, 5))
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), num_targets=st.integers(1, 4),
+       size=st.integers(1, 5))
 def test_several_targets_and_numbers_of_a_token_are_packed_row_by_row(lengths, num_targets, size):
     data = [distilled(length, num_targets, size) for length in lengths]
     batch = pack(data)

@@ -52,13 +52,15 @@ def test_a_maximum_below_zero_is_not_lifted_to_zero():
 
 
 def test_data_without_a_loss_mask_count_every_token():
-    merged = _merge([Accumulated(rows=logprobs(torch.zeros(3)), loss=0.0, sums={"x": 6.0})], [[[0]]], [datum(3)], who="policy.forward")
+    answer = Accumulated(rows=logprobs(torch.zeros(3)), loss=0.0, sums={"x": 6.0})
+    merged = _merge([answer], [[[0]]], [datum(3)], who="policy.forward")
     assert merged.num_tokens == 3 and merged.metrics == {"x": 2.0}
 
 
 def test_a_metric_over_no_trained_token_is_zero_not_an_error():
     data = [datum(2, [0.0, 0.0])]
-    merged = _merge([Accumulated(rows=logprobs(torch.zeros(2)), loss=0.0, sums={"x": 0.0})], [[[0]]], data, who="policy.forward")
+    answer = Accumulated(rows=logprobs(torch.zeros(2)), loss=0.0, sums={"x": 0.0})
+    merged = _merge([answer], [[[0]]], data, who="policy.forward")
     assert merged.num_tokens == 0 and merged.metrics == {"x": 0.0}
 
 
@@ -117,8 +119,8 @@ def test_datums_with_another_number_of_targets_are_refused_whatever_their_microb
     client._mesh = type("Mesh", (), {"role": "policy", "data_parallel_size": 1})
     with pytest.raises(ValueError) as caught:
         client.forward([datum(2), several])
-    assert str(caught.value) == ("forward.data[1].target_tokens: is (T, 3) where that of data[0] is (T,); give every datum "
-                                 "of one call as many per token")
+    assert str(caught.value) == ("forward.data[1].target_tokens: is (T, 3) where that of data[0] is (T,); give every "
+                                 "datum of one call as many per token")
 
 
 def step(**changes):
@@ -136,5 +138,5 @@ def test_ranks_may_round_the_norm_differently_and_nothing_else():
 
 def test_a_rank_that_answers_with_too_few_rows_is_named():
     with pytest.raises(RuntimeError, match="policy.forward: data-parallel rank 1 answered with 0 rows for 1"):
-        _merge([Accumulated(rows=logprobs(torch.zeros(1)), loss=0.0, sums={}), Accumulated(rows=logprobs(), loss=0.0, sums={})],
+        _merge([Accumulated(rows=logprobs(*rows), loss=0.0, sums={}) for rows in ([torch.zeros(1)], [])],
                [[[0]], [[1]]], [datum(1), datum(1)], who="policy.forward")

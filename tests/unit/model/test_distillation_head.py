@@ -41,7 +41,8 @@ def assert_equal(ours, reference):
 @given(num_targets=st.integers(1, 5), **ragged)
 def test_several_targets_have_the_values_and_gradients_of_the_formula(
         num_tokens, chunk_tokens, temperature, seed, num_targets):
-    hidden_TD, weight_VD = drawn(num_tokens, 6, seed=seed).requires_grad_(), drawn(11, 6, seed=seed + 1).requires_grad_()
+    hidden_TD = drawn(num_tokens, 6, seed=seed).requires_grad_()
+    weight_VD = drawn(11, 6, seed=seed + 1).requires_grad_()
     # With repetitions: nothing says that a position's targets differ.
     targets_TK = torch.randint(11, (num_tokens, num_targets), generator=torch.Generator().manual_seed(seed))
     upstream_TK, upstream_T = drawn(num_tokens, num_targets, seed=seed + 2), drawn(num_tokens, seed=seed + 3)
@@ -90,7 +91,8 @@ def test_gradients_by_finite_differences(chunk_tokens):
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(teacher_dim=st.integers(1, 9), **ragged)
 def test_the_kl_has_the_value_and_gradient_of_the_formula(num_tokens, chunk_tokens, temperature, seed, teacher_dim):
-    hidden_TD, weight_VD = drawn(num_tokens, 6, seed=seed).requires_grad_(), drawn(11, 6, seed=seed + 1).requires_grad_()
+    hidden_TD = drawn(num_tokens, 6, seed=seed).requires_grad_()
+    weight_VD = drawn(11, 6, seed=seed + 1).requires_grad_()
     teacher = drawn(num_tokens, teacher_dim, seed=seed + 2), drawn(11, teacher_dim, seed=seed + 3)
     upstream_T = drawn(num_tokens, seed=seed + 4)
     kl_T = chunked_kl(hidden_TD, weight_VD, *teacher, temperature=temperature, chunk_tokens=chunk_tokens)
@@ -128,7 +130,7 @@ def test_the_kl_gives_a_gradient_only_to_what_requires_one(trained):
 
 
 def test_bfloat16_gives_a_float32_kl_and_bfloat16_gradients():
-    hidden_TD, weight_VD = drawn(4, 6, seed=0).bfloat16().requires_grad_(), drawn(11, 6, seed=1).bfloat16().requires_grad_()
+    hidden_TD, weight_VD = (drawn(n, 6, seed=n).bfloat16().requires_grad_() for n in (4, 11))
     teacher = drawn(4, 6, seed=2).bfloat16(), drawn(11, 6, seed=3).bfloat16()
     kl_T = chunked_kl(hidden_TD, weight_VD, *teacher, chunk_tokens=3)
     assert kl_T.dtype == torch.float32
@@ -164,7 +166,8 @@ def test_minus_zero_is_zero_and_infinities_have_their_place():
 
 
 def head_with_teacher(vocab_size=11, dim=6, teacher_dim=3):
-    head = LogprobHead(LogprobHead.Config(in_features=dim, out_features=vocab_size, chunk_bytes=2 * 4 * vocab_size, bias=False))
+    head = LogprobHead(LogprobHead.Config(
+        in_features=dim, out_features=vocab_size, chunk_bytes=2 * 4 * vocab_size, bias=False))
     with torch.no_grad():
         head.weight.copy_(drawn(vocab_size, dim, seed=1))
     head.hold_teacher(drawn(vocab_size, teacher_dim, seed=2).float(), 0, 1)
@@ -208,15 +211,16 @@ def test_slices_of_the_vocabulary_are_dtensors():
     whole = drawn(11, 3, seed=2).bfloat16()
     head = head_with_teacher()
     head.hold_teacher(whole, 2, 3)
-    assert torch.equal(head.teacher_weight_VD, whole[8:]) and head.teacher_weight_VD.untyped_storage().nbytes() == 2 * 3 * 3
+    assert torch.equal(head.teacher_weight_VD, whole[8:])
+    assert head.teacher_weight_VD.untyped_storage().nbytes() == 2 * 3 * 3  # and not the whole
 
 
 def test_a_teacher_that_is_missing_or_another_is_refused():
     head = LogprobHead(LogprobHead.Config(in_features=6, out_features=11, bias=False))
-    with pytest.raises(RuntimeError, match="teacher_hidden: 3 numbers per token, but no teacher's head is held; copy the head"):
+    with pytest.raises(RuntimeError, match="teacher_hidden: 3 numbers per token, but no teacher's head is held; copy"):
         head.target(torch.arange(5), 1.0, teacher_hidden_TD=torch.ones(5, 3))
     head.hold_teacher(torch.ones(11, 4), 0, 1)
-    with pytest.raises(RuntimeError, match="teacher_hidden: 3 numbers per token, but the teacher's head held has 4; copy"):
+    with pytest.raises(RuntimeError, match="teacher_hidden: 3 numbers per token, but the teacher's head held has 4; "):
         head.target(torch.arange(5), 1.0, teacher_hidden_TD=torch.ones(5, 3))
-    with pytest.raises(RuntimeError, match="teacher: has a vocabulary of 12 where this model has 11; use a teacher with"):
+    with pytest.raises(RuntimeError, match="teacher: has a vocabulary of 12 where this model has 11; use a teacher"):
         head.hold_teacher(torch.ones(12, 4), 0, 1)

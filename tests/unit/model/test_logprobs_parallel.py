@@ -51,8 +51,9 @@ def differences(tmp_path_factory):
 def test_vocabulary_parallel_results_are_those_of_full_logits(differences, size, vocab_size):
     for rank in range(size):
         found = differences[rank][f"{size}x{vocab_size}"]
-        assert found.keys() == {"logprobs", "entropy", "grad_hidden", "grad_weight", "several", "kl", "several_grad_hidden",
-                                "several_grad_weight", "hidden", "top_logprobs", "top_tokens_that_differ"}
+        assert found.keys() == {
+            "logprobs", "entropy", "grad_hidden", "grad_weight", "several", "kl", "several_grad_hidden",
+            "several_grad_weight", "hidden", "top_logprobs", "top_tokens_that_differ"}
         assert max(found.values()) <= 1e-6, (rank, found)
 
 
@@ -142,7 +143,8 @@ def _rank(rank: int, size: int, store: str) -> dict:
         return {
             "several": float((cut[0] - full[0]).detach().abs().max()),
             "kl": relative(cut[1].detach(), full[1].detach()),
-            "several_grad_hidden": relative(grads[0], hidden.grad), "several_grad_weight": relative(grads[1], weight.grad),
+            "several_grad_hidden": relative(grads[0], hidden.grad),
+            "several_grad_weight": relative(grads[1], weight.grad),
             "hidden": float((said["hidden"][0] - hidden).detach().abs().max()),
             "top_tokens_that_differ": int((said["top_tokens"][0] != tokens).sum()),
             "top_logprobs": float((said["top_logprobs"][0] - logp.gather(1, tokens)).abs().max())}
