@@ -1,7 +1,8 @@
 """Distillation on the policy's own samples: the quickstart's model learns to sort from a model three times its size.
 
-The warm start is the quickstart's, which does not show sorting. The teacher says how likely it finds each sampled token;
-rewards are measured and do not train. First make the teacher, then name it::
+The warm start is the quickstart's, which does not show sorting. At each position the policy is drawn to the teacher's whole
+distribution; rewards are measured and do not train. `--algorithm.distill.divergence top_k` or `tokens` compares less of
+it. First make the teacher, then name it::
 
     torchtitan-rl train configs/letter_sort_teacher.py
     torchtitan-rl train configs/distill.py --roles.teacher.model.assets runs/letter_sort_teacher/checkpoints/step-0/hf
@@ -15,7 +16,6 @@ from torchtitan_rl.algorithm.schedules import ScheduleConfig
 from torchtitan_rl.config import ControllerConfig, RoleConfig, RolesConfig, RunConfig, SamplingConfig
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
 from torchtitan_rl.tasks.letter_sort import LetterSort
-
 
 TEACHER = Qwen3Shape(vocab_size=64, dim=192, n_layers=6, n_heads=6, n_kv_heads=3, head_dim=32, hidden_dim=576,
                      max_seq_len=512)
@@ -33,10 +33,10 @@ def config() -> RunConfig:
             num_steps=300, batch_size=64, lr=3e-3, betas=(0.9, 0.99),
             schedule=ScheduleConfig(decay="cosine", warmup_steps=20)),
         algorithm=AlgorithmConfig(
-            tasks_per_step=32, group_size=8, loss_fn=importance_sampling, reduction=token_mean,
-            distill=DistillConfig(divergence="tokens", coef=1.0, rewards=False),
+            tasks_per_step=32, group_size=8, loss_fn=importance_sampling, reduction=token_mean,  # the loss is for divergence="tokens"
+            distill=DistillConfig(divergence="full"),
             schedule=ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1)),
-        controller=ControllerConfig(num_steps=100, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
+        controller=ControllerConfig(num_steps=140, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
         sampling=SamplingConfig(max_prompt_tokens=16, max_tokens=12),
         trainer=TrainerConfig(optimizer=AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
         roles=RolesConfig(teacher=RoleConfig(
