@@ -202,7 +202,7 @@ def chunked_logprobs(
     gradient of `hidden_TD` is this rank's share (their sum is the whole).
     """
     logprobs_TK, entropy_T = _ChunkedLogprobs.apply(
-        hidden_TD, weight_VD, targets.view(len(targets), -1), temperature, chunk_tokens, vocab_start, group)
+        hidden_TD, weight_VD, targets.reshape(len(targets), -1), temperature, chunk_tokens, vocab_start, group)
     return logprobs_TK.view(targets.shape), entropy_T
 
 
@@ -215,7 +215,8 @@ def chunked_top_k(
     """
     with torch.no_grad():
         logprobs_TK, entropy_T, _, top_tokens_TK, top_logprobs_TK = _scores(
-            hidden_TD, weight_VD, targets.view(len(targets), -1), temperature, chunk_tokens, vocab_start, group, top_k)
+            hidden_TD, weight_VD, targets.reshape(len(targets), -1), temperature, chunk_tokens, vocab_start, group,
+            top_k)
     return logprobs_TK.view(targets.shape), entropy_T, top_tokens_TK, top_logprobs_TK.float()
 
 
@@ -274,8 +275,7 @@ class LogprobHead(Linear):
         """Says what the next call scores, (T,) or (T, K); the decoder's forward has no argument for it.
 
         `top_k` (without gradient) asks for the likeliest tokens, `hidden` for the head's own input, `teacher_hidden_TD`
-        for the KL to the teacher whose head `hold_teacher` has brought. Raises
-        RuntimeError when it holds none of that size.
+        for the KL to the teacher whose head `hold_teacher` has brought. Raises RuntimeError when none of that size was.
         """
         if teacher_hidden_TD is not None:
             held, size = self.teacher_weight_VD, teacher_hidden_TD.shape[-1]
