@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.config import AlgorithmConfig
-from torchtitan_rl.algorithm.datums import to_datums, with_gae, with_inputs
+from torchtitan_rl.algorithm.datums import to_datums, with_gae, with_inputs, without_input
 from torchtitan_rl.algorithm.distill import teacher_request, with_soft_targets, with_teacher
 from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.dispatch.training_client import TrainingClient
@@ -78,7 +78,8 @@ def _critic_step(
     line: metrics.StepMetrics,
 ) -> Awaitable[OptimStepOutput]:
     """Submits the critic's step; awaiting it gathers its metrics."""
-    forward_backward = critic.forward_backward(minibatch, config.critic_loss_fn, loss_config=config.critic_loss_config)
+    data = [without_input(datum, "teacher_hidden") for datum in minibatch]  # large, and the policy's alone
+    forward_backward = critic.forward_backward(data, config.critic_loss_fn, loss_config=config.critic_loss_config)
     optim_step = critic.optim_step(params)
 
     async def gather() -> OptimStepOutput:

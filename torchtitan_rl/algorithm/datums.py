@@ -14,7 +14,7 @@ from torchtitan_rl.algorithm.gae import gae
 from torchtitan_rl.algorithm.precomputed import precomputed_advantages
 from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
 
-__all__ = ["to_datums", "demonstration_datums", "with_inputs", "minibatches", "with_gae"]
+__all__ = ["to_datums", "demonstration_datums", "with_inputs", "without_input", "minibatches", "with_gae"]
 
 
 def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig, *, oldest_version: int = 0) -> list[Datum]:
@@ -47,6 +47,13 @@ def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]
             datum, loss_inputs={**datum.loss_inputs, **{name: rows[i] for name, rows in columns.items()}})
         for i, datum in enumerate(data)
     ]
+
+
+def without_input(datum: Datum, name: str) -> Datum:
+    """A datum without this loss input, if it has it."""
+    if name not in datum.loss_inputs:
+        return datum
+    return dataclasses.replace(datum, loss_inputs={n: t for n, t in datum.loss_inputs.items() if n != name})
 
 
 def minibatches(data: list[Datum], tasks_per_minibatch: int, reduction: Callable) -> list[list[Datum]]:
