@@ -43,6 +43,7 @@ from torchtitan_rl.workflows.demonstrate import demonstrate
 from torchtitan_rl.workflows.group import run_group, workflow_of
 from torchtitan_rl.workflows.multi_turn import Limits
 from torchtitan_rl.workflows.policy import Policy
+from torchtitan_rl.workflows.self_distill import SelfDistill
 
 if TYPE_CHECKING:
     from torchtitan_rl.local_launch import LocalLauncher
@@ -66,6 +67,8 @@ class Controller:
         self.source = source_of(self.family, "train", config.seed)
         for split in ("validation", "test"):
             source_of(self.family, split, config.seed)  # refuses an empty one now, not at the end of the run
+        self.supervised_family = self.family if config.supervised.task is None else config.supervised.task.build()
+        source_of(self.supervised_family, "train", config.seed)
         self.eval_families = eval_families(config, self.family)
         self.step = 0
         self.policy_version = 0
@@ -176,8 +179,7 @@ class Controller:
     async def supervise(self) -> None:
         """The supervised phase: cross-entropy on the task's demonstrations, then weights to the generators."""
         config, self.phase, self.phase_step = self.config.supervised, "supervised", 0
-        family = self.family if config.task is None else config.task.build()
-        source = source_of(family, "train", self.config.seed)
+        family, source = self.supervised_family, source_of(self.supervised_family, "train", self.config.seed)
         with self.progress.phase("supervised", total=config.num_steps) as bar:
             for step in range(config.num_steps):
                 start = time.perf_counter()
@@ -198,6 +200,8 @@ class Controller:
                 bar.advance(text=f"loss {output.loss:.3f}")
         await self.trainer.reset_optimizer()
         await self.publish()
+        if self.teacher_version is not None:  # somebody has rolled out before: reinforcement starts here
+            await self.set_teacher(self.policy_version)
         for name, role in self.config.roles.configured().items():
             if name in ("reference", "critic") and role.model is None:  # reinforcement starts here for them too
                 await self.versions.copy(self.trainer, self.role(name))
@@ -260,7 +264,9 @@ class Controller:
 
     async def set_teacher(self, version: int) -> None:
         """This policy version scores for self-distillation from now on, and is kept for as long."""
-        assert self.versions is not None
+        if self.versions is None:
+            raise RuntimeError("self-distillation: these generators hold one set of weights and no versions; launch without "
+                               "hf_weights")
         self.versions.pin(version, "teacher")
         previous, self.teacher_version = self.teacher_version, version
         if previous is not None:
@@ -288,18 +294,16 @@ class Controller:
         policy, workflow = self.policy(config.algorithm.temperature), self.workflow(self.family)
         if self.teacher_version is None and config.algorithm.asks_teacher:
             await self.set_teacher(self.policy_version)
-        policy.teacher_version = self.teacher_version
-
-        async def play(task: Task, group_id: str) -> RolloutGroup:
-            group = await run_group(
-                workflow, task, policy, config.algorithm.group_size, group_id=group_id, seed=config.seed,
-                reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
-            if config.algorithm.after_rewards is not None:
-                await config.algorithm.after_rewards(group, policy)
-            return group
-
-        played = await asyncio.gather(
-            *(play(task, f"{self.step}/{i}") for i, task in enumerate(tasks, start=first)))
+        policy.for_training, policy.teacher_version = True, self.teacher_version
+        play, learn = (workflow.workflow, workflow.learn) if isinstance(workflow, SelfDistill) else (workflow, None)
+        played = await asyncio.gather(*(
+            run_group(play, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
+                      seed=config.seed, reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
+            for i, task in enumerate(tasks, start=first)))
+        if learn is not None:
+            await asyncio.gather(*(learn(rollout, policy) for group in played for rollout in group.rollouts))
+        if (after_rewards := config.algorithm.after_rewards) is not None:
+            await asyncio.gather(*(after_rewards(group, policy) for group in played))
         return form_groups([rollout for group in played for rollout in group.rollouts], config.algorithm, counts)
 
     async def evaluate(self, split: str, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:

@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.config import AlgorithmConfig
-from torchtitan_rl.algorithm.datums import to_datums, with_gae, with_inputs, without_input
-from torchtitan_rl.algorithm.distill import teacher_request, with_soft_targets, with_teacher
+from torchtitan_rl.algorithm.datums import to_datums, with_gae, with_inputs
+from torchtitan_rl.algorithm.distill import (
+    teacher_request, with_distillation, with_teacher, without_distillation,
+)
 from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup
@@ -22,8 +24,8 @@ async def scored(
 ) -> list[Datum]:
     """Training data of judged groups, with what reference, teacher and critic say of them. Their forwards overlap.
 
-    With a critic, advantages are its own and per token, and where the teacher alone trains they are its; the groups
-    then have none, unless they brought theirs.
+    With a critic, advantages are its own and per token: the groups then have none, unless they brought theirs. Nor do
+    they where a teacher alone trains.
     """
     data = to_datums(groups, config, oldest_version=oldest_version)
     if not data:
@@ -42,10 +44,10 @@ async def scored(
             keep_groups={index for index, group in enumerate(groups) if group.precomputed})
     if config.distill is not None:
         data = with_teacher(data, outputs["teacher"], config.distill)
-    if "critic" in outputs or (config.distill is not None and not config.distill.rewards):
-        for group in groups:
-            if not group.precomputed:
-                group.advantages = None
+    taught = config.distill is not None and not config.distill.rewards
+    for group in groups:
+        if taught or ("critic" in outputs and not group.precomputed):
+            group.advantages = None
     return with_kl_reward(data, config)
 
 
@@ -63,7 +65,7 @@ async def step_on(
     if "critic" in roles:  # before the policy's, where they share devices
         steps["critic"] = _critic_step(minibatch, roles["critic"], config, optim_params("critic"), line)
     start = time.perf_counter()
-    forward_backward = policy.forward_backward(with_soft_targets(minibatch), policy_objective(config))
+    forward_backward = policy.forward_backward(with_distillation(minibatch), policy_objective(config))
     optim_step = policy.optim_step(optim_params("policy"))
     (output, forward_backward_s), (optim, step_s), *others = await asyncio.gather(
         timed(forward_backward, start), timed(optim_step, start), *steps.values())
@@ -78,8 +80,8 @@ def _critic_step(
     line: metrics.StepMetrics,
 ) -> Awaitable[OptimStepOutput]:
     """Submits the critic's step; awaiting it gathers its metrics."""
-    data = [without_input(datum, "teacher_hidden") for datum in minibatch]  # large, and the policy's alone
-    forward_backward = critic.forward_backward(data, config.critic_loss_fn, loss_config=config.critic_loss_config)
+    forward_backward = critic.forward_backward(
+        without_distillation(minibatch), config.critic_loss_fn, loss_config=config.critic_loss_config)
     optim_step = critic.optim_step(params)
 
     async def gather() -> OptimStepOutput:

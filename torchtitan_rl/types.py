@@ -164,8 +164,10 @@ class Datum:
     rollout: int = 0
     """Which rollout of the batch it came from; one whose turns do not extend each other gives several datums."""
     soft_targets: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Tokens (T, K) to learn besides the target, and how much each counts beside it; above dispatch only:
-    `algorithm.distill.with_soft_targets` makes targets and weights of them."""
+    """Tokens (T, K) to learn besides the target, and how much each counts beside it. This and the next are for above
+    dispatch: `algorithm.distill.with_distillation` makes targets and loss inputs of them."""
+    teacher_hidden: torch.Tensor | None = None
+    """A teacher's hidden states, (T, D)."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -288,7 +290,8 @@ class ForwardBackwardOutput:
     top_logprobs: list[torch.Tensor] = field(default_factory=list)
     """Per datum, float32 (T, top_k): their log-probabilities over the whole vocabulary; empty unless asked for."""
     hidden: list[torch.Tensor] = field(default_factory=list)
-    """Per datum, float32 (T, D): the states that enter this role's head, after the last norm; empty unless asked."""
+    """Per datum, (T, D) in the role's compute dtype: the states that enter its head, after the last norm; empty unless
+    asked for."""
 
 
 @dataclass(kw_only=True, slots=True)

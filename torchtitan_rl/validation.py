@@ -69,6 +69,15 @@ def validate(config: RunConfig) -> None:
     _check_minibatches(config.algorithm, config.controller.num_steps)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)
+    if config.supervised.task is not None and not config.supervised.num_steps:
+        raise ValueError("supervised.task: is not imitated with supervised.num_steps=0; set the steps, or leave it None")
+    if config.algorithm.refresh_teacher_every > config.controller.num_steps:
+        raise ValueError(f"algorithm.refresh_teacher_every={config.algorithm.refresh_teacher_every}: never falls due within "
+                         f"controller.num_steps={config.controller.num_steps}; lower it, or use 0 for a frozen teacher")
+    if config.algorithm.asks_teacher and config.generator.max_model_len <= longest:
+        raise ValueError(
+            f"generator.max_model_len={config.generator.max_model_len}: sampling.max_prompt_tokens + max_tokens = {longest} "
+            "leave no room for the longer prompt of a self-distillation's teacher; raise it")
     check_distill(config.algorithm, config.roles, vocab_size=shape.vocab_size)
     check_algorithm(config)
     check_batches(config)

@@ -1,6 +1,6 @@
 """The policy as its own teacher on the real stack: which version scores, what a turn is given, what a checkpoint keeps."""
 
-import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -93,14 +93,41 @@ def test_a_checkpoint_holds_the_teacher_and_its_number(loop, running):
     controller, _ = running
 
     async def run():
-        return await controller.save_checkpoint(), await controller.trainer.parameters()
+        teacher = await controller.trainer.parameters()
+        await controller.train_on(await controller.rollouts(controller.source.next(4)))
+        await controller.publish()
+        return await controller.save_checkpoint(), teacher, await controller.trainer.parameters()
 
-    path, parameters = loop.run_until_complete(run())
+    path, parameters, newest = loop.run_until_complete(run())
+    assert controller.teacher_version == 6 and controller.policy_version == 7
+    assert not torch.equal(parameters["lm_head.weight"], newest["lm_head.weight"])
     assert json.loads((path / "state.json").read_text())["teacher_version"] == controller.teacher_version
     saved = load_file(checkpoint.teacher_file(path))
     assert {name: tensor.shape for name, tensor in saved.items() if name in parameters} == {
         name: tensor.shape for name, tensor in parameters.items()}
-    assert all(torch.equal(saved[name], tensor) for name, tensor in parameters.items())  # the newest, in float32
+    assert all(torch.equal(saved[name], tensor) for name, tensor in parameters.items())  # float32 there, too
+
+
+def test_data_that_carry_what_a_teacher_said_are_not_trained_on_as_if_they_did_not(loop, running):
+    controller, _ = running
+
+    async def run():
+        data = await controller.scored(await controller.rollouts(controller.source.next(1)))
+        soft = torch.zeros(len(data[0]), 2, dtype=torch.long), torch.zeros(len(data[0]), 2)
+        data[0] = dataclasses.replace(data[0], soft_targets=soft)
+        with pytest.raises(ValueError, match=r"data\[0\]: carries what a teacher said.*with_distillation"):
+            controller.trainer.forward_backward(data, importance_sampling)
+
+    loop.run_until_complete(run())
+
+
+def test_a_warm_start_after_a_first_look_at_rollouts_is_where_the_teacher_begins(loop, running):
+    controller, _ = running
+    before = controller.teacher_version
+    loop.run_until_complete(controller.supervise())
+    assert controller.teacher_version == controller.policy_version > before
+    assert [version for version, holders in controller.versions.held().items() if "teacher" in holders] == [
+        controller.policy_version]
 
 
 def test_siblings_that_did_better_teach_with_their_likeliest_tokens(loop, running):

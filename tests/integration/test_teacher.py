@@ -7,6 +7,7 @@ import pytest
 from tests.integration.conftest import small_config
 from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.algorithm.config import DistillConfig
+from torchtitan_rl.algorithm.distill import with_distillation
 from torchtitan_rl.algorithm.losses import importance_sampling, reverse_kl
 from torchtitan_rl.algorithm.schedules import ScheduleConfig
 from torchtitan_rl.config import RoleConfig
@@ -48,7 +49,7 @@ async def full_kl(controller, groups) -> float:
     trains_by, algorithm.distill = algorithm.distill, DistillConfig(divergence="full")
     data = await controller.scored(groups)
     algorithm.distill = trains_by
-    output = await controller.trainer.forward_backward(data, reverse_kl, loss_weight=0.0)
+    output = await controller.trainer.forward_backward(with_distillation(data), reverse_kl, loss_weight=0.0)
     await controller.trainer.optim_step(dataclasses.replace(controller.optim_params(), lr=0.0))
     return output.metrics["distill/kl"]
 

@@ -199,8 +199,9 @@ class TrainerRank:
             raise ValueError("role='critic': has no vocabulary to compare with a teacher's; give it to the policy")
         self._require("pull_head", "model")
         manifest, payload = await self.store.fetch(HEAD, verify=True)
-        self.model.lm_head.hold_teacher(
-            packing.read(payload, manifest)["lm_head.weight"], self._tensor_parallel_rank, self.parallel_dims.tp)
+        weight = packing.read(payload, manifest)["lm_head.weight"]
+        compute_dtype = getattr(torch, self.config.training.mixed_precision_param)  # as the policy's own head is used
+        self.model.lm_head.hold_teacher(weight.to(compute_dtype), self._tensor_parallel_rank, self.parallel_dims.tp)
 
     async def _publish(
         self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool, *, only: str | None = None,

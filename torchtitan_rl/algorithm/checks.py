@@ -112,9 +112,15 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads_advantages(loss, columns, outputs):
         raise ValueError(f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
                          "the KL would not count; use 'loss'")
-    if divergence == "tokens" and not reads_advantages(loss, columns, outputs):
-        raise ValueError(f"algorithm.distill.divergence='tokens': {function_name(algorithm.loss_fn)} does not read "
-                         "advantages, so the teacher would not count; use importance_sampling or ppo, or another divergence")
+    needs = {
+        "algorithm.distill.divergence='tokens'": divergence == "tokens",
+        "algorithm.distill.rewards=True": bool(divergence) and algorithm.distill.rewards,
+        "self-distillation": any(not teacher.top_k or getattr(teacher, "advantage_fn", None)
+                                 for teacher in algorithm.own_teachers)}
+    for what, needed in needs.items():
+        if needed and not reads_advantages(loss, columns, outputs):
+            raise ValueError(f"algorithm.loss_fn={function_name(algorithm.loss_fn)}: does not read advantages, by which "
+                             f"{what} is to train; use importance_sampling or ppo")
     if algorithm.correction_fn is not None:
         _check_arguments("correction", algorithm.correction_fn, algorithm.correction_config)
         probe_correction(f"algorithm.correction_fn={function_name(algorithm.correction_fn)}", algorithm.correction_fn,

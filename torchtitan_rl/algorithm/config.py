@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torchtitan_rl.algorithm.filters import FilterConfig
@@ -18,6 +19,15 @@ def _default(module: str, name: str) -> Callable:
     import importlib
 
     return getattr(importlib.import_module(f"torchtitan_rl.algorithm.{module}"), name)
+
+
+def _unwrapped(function: Any) -> Any:
+    """What `functools.partial` and `functools.wraps` have been put around."""
+    while True:
+        inner = getattr(function, "__wrapped__", None) or (function.func if isinstance(function, partial) else None)
+        if inner is None:
+            return function
+        function = inner
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,8 +131,14 @@ class AlgorithmConfig:
 
     @property
     def asks_teacher(self) -> bool:
-        """Whether an earlier version of the policy is to score what it samples; see workflows/self_distill.py."""
-        return any(getattr(function, "asks_teacher", False) for function in (self.workflow, self.after_rewards))
+        """Whether a version of the policy is to score what it samples; see workflows/self_distill.py."""
+        return bool(self.own_teachers)
+
+    @property
+    def own_teachers(self) -> list[Any]:
+        """Those of `workflow` and `after_rewards` that ask for it, without what is wrapped around them."""
+        asked = [_unwrapped(function) for function in (self.workflow, self.after_rewards)]
+        return [function for function in asked if getattr(function, "asks_teacher", False)]
 
     @property
     def steps_per_batch(self) -> int:

@@ -11,10 +11,10 @@ import torch
 from torchtitan_rl.algorithm.advantages import batch_advantages
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.gae import gae
-from torchtitan_rl.algorithm.precomputed import precomputed_advantages
+from torchtitan_rl.algorithm.precomputed import computed_for, precomputed_advantages
 from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
 
-__all__ = ["to_datums", "demonstration_datums", "with_inputs", "without_input", "minibatches", "with_gae"]
+__all__ = ["to_datums", "demonstration_datums", "with_inputs", "minibatches", "with_gae"]
 
 
 def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig, *, oldest_version: int = 0) -> list[Datum]:
@@ -28,7 +28,7 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig, *, oldest_ver
     parts, origins, num_rollouts = [], [], 0
     for index, (group, given) in enumerate(zip(groups, _weigh(groups, config, oldest_version), strict=True)):
         for rollout, advantages in zip(group.rollouts, given, strict=True):
-            for part in _sequences(rollout, advantages):
+            for part in _sequences(rollout, advantages, oldest_version):
                 parts.append(part)
                 origins.append((index, num_rollouts))
             num_rollouts += 1
@@ -47,13 +47,6 @@ def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]
             datum, loss_inputs={**datum.loss_inputs, **{name: rows[i] for name, rows in columns.items()}})
         for i, datum in enumerate(data)
     ]
-
-
-def without_input(datum: Datum, name: str) -> Datum:
-    """A datum without this loss input, if it has it."""
-    if name not in datum.loss_inputs:
-        return datum
-    return dataclasses.replace(datum, loss_inputs={n: t for n, t in datum.loss_inputs.items() if n != name})
 
 
 def minibatches(data: list[Datum], tasks_per_minibatch: int, reduction: Callable) -> list[list[Datum]]:
@@ -121,7 +114,7 @@ def _mean(numbers: list[float]) -> float:
     return math.fsum(numbers) / max(1, len(numbers))
 
 
-def _sequences(rollout: Rollout, advantages: list[list[float]]):
+def _sequences(rollout: Rollout, advantages: list[list[float]], oldest_version: int):
     """(tokens, targets, loss inputs, soft targets) of each run of turns that extend each other; `advantages` are per turn
     and token.
 
@@ -141,7 +134,7 @@ def _sequences(rollout: Rollout, advantages: list[list[float]]):
         mask += before + [float(math.isfinite(x) and not rollout.masked) for x in logprobs]
         sampling += before + [x if math.isfinite(x) else 0.0 for x in logprobs]
         weighed += before + advantages_of_turn
-        if turn.soft_targets is not None:
+        if turn.soft_targets is not None and computed_for(turn) >= oldest_version:
             soft.append((len(tokens) - len(logprobs), *turn.soft_targets))
     if tokens:
         yield _part(tokens, mask, sampling, weighed, soft)
@@ -178,6 +171,9 @@ def _check_turn(rollout: Rollout, turn: Turn) -> None:
         if part.shape != turn.soft_targets[0].shape or len(part) != len(logprobs):
             raise ValueError(f"turn.soft_targets: of shapes {[tuple(p.shape) for p in turn.soft_targets]}, rollout "
                              f"{rollout.id} sampled {len(logprobs)} tokens; give tokens (n, K) and weights (n, K)")
+        if not torch.isfinite(part).all():
+            raise ValueError(f"turn.soft_targets: of rollout {rollout.id} are not all finite; the teacher's weights or "
+                             "numerics are broken")
     if turn.completion.filtered:
         raise ValueError(f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
                          "of the policy, sample training rollouts without")

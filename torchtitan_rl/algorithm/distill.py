@@ -19,7 +19,7 @@ from torchtitan_rl.algorithm.config import DistillConfig
 from torchtitan_rl.algorithm.losses import LOG_RATIO_LIMIT
 from torchtitan_rl.types import Datum, ForwardBackwardOutput
 
-__all__ = ["token_advantages", "teacher_request", "with_teacher", "with_soft_targets"]
+__all__ = ["token_advantages", "teacher_request", "with_teacher", "with_distillation", "without_distillation"]
 
 
 def token_advantages(
@@ -55,7 +55,8 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
     Advantages from it have their mean over the batch's trained tokens taken off.
     """
     if config.divergence == "full":
-        return [_with_inputs(datum, teacher_hidden=hidden) for datum, hidden in zip(data, output.hidden, strict=True)]
+        return [dataclasses.replace(datum, teacher_hidden=hidden)
+                for datum, hidden in zip(data, output.hidden, strict=True)]
     if config.divergence == "top_k":
         return [
             dataclasses.replace(datum, soft_targets=(tokens, config.coef * logprobs.exp()))
@@ -67,13 +68,21 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
             for datum, numbers in zip(data, earned, strict=True)]
 
 
-def with_soft_targets(data: list[Datum]) -> list[Datum]:
-    """Datums with `soft_targets` as the trainer reads them: targets (T, 1 + K), the sampled token first, and
-    `soft_weights` (T, K). The others of such a call have soft weights 0; without any, the same datums."""
+def with_distillation(data: list[Datum]) -> list[Datum]:
+    """Datums with `soft_targets` or `teacher_hidden` as the trainer reads them; the others are the same ones.
+
+    Soft targets become targets (T, 1 + K), the sampled token first, and `soft_weights` (T, K), 0 in datums that have none.
+    """
     widths = {datum.soft_targets[0].shape[1] for datum in data if datum.soft_targets is not None}
-    if not widths:
-        return data
-    return [_softened(datum, max(widths)) for datum in data]
+    if widths:
+        data = [_softened(datum, max(widths)) for datum in data]
+    return [datum if datum.teacher_hidden is None else dataclasses.replace(
+        _with_inputs(datum, teacher_hidden=datum.teacher_hidden), teacher_hidden=None) for datum in data]
+
+
+def without_distillation(data: list[Datum]) -> list[Datum]:
+    """The same data for a role that does not learn from a teacher."""
+    return [dataclasses.replace(datum, soft_targets=None, teacher_hidden=None) for datum in data]
 
 
 def _softened(datum: Datum, width: int) -> Datum:

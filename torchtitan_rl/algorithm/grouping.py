@@ -33,7 +33,7 @@ def form_groups(
         logger.warning("%d of %d rollouts have no turns and are skipped; the first is %s",
                        len(skipped), len(rollouts), skipped[0])
     if config.trajectory_grouping_hook is None:
-        groups = by_task_and_role(played, config)
+        groups = by_task_and_role(played)
     else:
         groups = config.trajectory_grouping_hook(list(played), config)
         left_out = _check_hook(groups, played, _name(config.trajectory_grouping_hook))
@@ -47,7 +47,7 @@ def form_groups(
     return groups
 
 
-def by_task_and_role(rollouts: list[Rollout], config: AlgorithmConfig) -> list[RolloutGroup]:
+def by_task_and_role(rollouts: list[Rollout]) -> list[RolloutGroup]:
     """One group per task and role, in the order of their first rollouts; named after the first rollout's id."""
     from torchtitan_rl.types import RolloutGroup
 

@@ -93,16 +93,17 @@ def _distilled(
         away_T = masked_difference(inputs, inputs.policy_logprobs.detach(), inputs.teacher_logprobs)
         metrics = {**metrics, "distill/kl": away_T.sum()}
     if soft is not None:
-        loss, metrics = loss + cross_entropy(soft)[0], {**metrics, "distill/kl": _soft_kl(soft)}
+        loss, metrics = loss + cross_entropy(soft)[0], {**metrics, **_soft_metrics(soft)}
     if full_coef:
         divergence, divergence_metrics = reverse_kl(inputs)
         loss, metrics = loss + full_coef * divergence, {**metrics, **divergence_metrics}
     return loss, metrics
 
 
-def _soft_kl(soft: LossInputs) -> torch.Tensor:
-    """Sum over tokens of KL(soft targets, policy), their weights taken for shares of 1."""
+def _soft_metrics(soft: LossInputs) -> dict[str, torch.Tensor]:
+    """Sums over tokens: of KL(soft targets, policy), weights taken for shares of 1, and of those that have targets."""
     with torch.no_grad():
         total_T1 = soft.weights.sum(1, keepdim=True)
         shares_TK = torch.where(total_T1 > 0, soft.weights / total_T1, 0.0)
-        return (torch.special.xlogy(shares_TK, shares_TK) - shares_TK * soft.policy_logprobs).sum()
+        divergence = (torch.special.xlogy(shares_TK, shares_TK) - shares_TK * soft.policy_logprobs).sum()
+        return {"distill/kl": divergence, "distill/target_frac": (total_T1 > 0).sum()}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchtitan_rl.algorithm.config import AlgorithmConfig
     from torchtitan_rl.types import RolloutGroup, Turn
 
-__all__ = ["Verdict", "Scan", "scan", "precomputed_advantages", "turn_advantages"]
+__all__ = ["Verdict", "Scan", "scan", "computed_for", "precomputed_advantages", "turn_advantages"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,13 @@ def precomputed_advantages(
     return None
 
 
+def computed_for(turn: Turn) -> int:
+    """The policy version that what a turn brings along was computed for: the newest that sampled it, unless it says."""
+    if turn.advantages_version is not None:
+        return turn.advantages_version
+    return max(turn.completion.policy_versions, default=0)
+
+
 def turn_advantages(turn: Turn) -> list[float]:
     """One advantage per sampled token of a turn whose advantages hold up."""
     numbers, count = _plain(turn.advantages), len(turn.completion.logprobs)
@@ -126,9 +133,7 @@ def _kind(turn: Turn, where: str, oldest_version: int) -> tuple[str, str]:
     """(what the turn carries, why it is to blame)."""
     if turn.advantages is None:
         return "missing", "carries none"
-    version = turn.advantages_version
-    if version is None:
-        version = max(turn.completion.policy_versions, default=0)
+    version = computed_for(turn)
     if version < oldest_version:
         return "stale", f"its advantages are of policy version {version}, this batch's are of {oldest_version}"
     try:

@@ -87,11 +87,16 @@ def pack(data: list[Datum]) -> Microbatch:
     return Microbatch(
         tokens_T=torch.cat([d.tokens for d in data]), target_tokens_T=torch.cat([d.target_tokens for d in data]),
         lengths=[len(d) for d in data],
-        loss_inputs={name: torch.cat([d.loss_inputs[name] for d in data]).float() for name in names})
+        loss_inputs={name: _sent(torch.cat([d.loss_inputs[name] for d in data])) for name in names})
+
+
+def _sent(rows: torch.Tensor) -> torch.Tensor:
+    """Numbers as float32; a teacher's bfloat16 states, the one large input, as they are."""
+    return rows if rows.dtype == torch.bfloat16 else rows.float()
 
 
 def filler(like: Datum) -> Microbatch:
     """One token that cannot train. Empty shards still run a forward: FSDP all-gathers on every rank."""
     return Microbatch(
         tokens_T=like.tokens[:1], target_tokens_T=like.target_tokens[:1], lengths=[1],
-        loss_inputs={name: torch.zeros_like(rows[:1], dtype=torch.float32) for name, rows in like.loss_inputs.items()})
+        loss_inputs={name: _sent(torch.zeros_like(rows[:1])) for name, rows in like.loss_inputs.items()})

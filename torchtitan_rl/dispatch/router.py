@@ -84,7 +84,7 @@ class Router:
 
         Raises RuntimeError when no replica is left.
         """
-        among = self._serving(version, held, newest)
+        among = self._serving(version, held, newest, len(prompts))
         share = (sum(self.loads[i] for i in among) + len(prompts)) / len(among)
         limit = max(_STICKY_REQUESTS, math.ceil(_STICKY_SHARE * share))
         chosen, previous, hashes = [], None, []
@@ -104,8 +104,10 @@ class Router:
             chosen.append(index)
         return chosen
 
-    def _serving(self, version: int | None, held: Sequence[int | None], newest: int | None) -> list[int]:
-        """Healthy replicas that serve a version without changing weights, or the least loaded one, which will.
+    def _serving(
+        self, version: int | None, held: Sequence[int | None], newest: int | None, num_requests: int) -> list[int]:
+        """Healthy replicas that serve a version without changing weights, and as many idle ones, which will, as make a
+        full engine's worth of the requests worth a change; at least the least loaded one.
 
         Without a version: those that nobody keeps at another version than the newest, or all.
         """
@@ -114,7 +116,9 @@ class Router:
             return [i for i in healthy if all(v == newest for v in self._named[i])] or healthy
         # One that is about to serve it counts: the next requests of that version need not make another one change.
         serving = [i for i in healthy if held[i] == version or version in self._named[i]]
-        return serving or [min(healthy, key=lambda i: (self.loads[i], i))]
+        idle = [i for i in healthy if i not in serving and not self.loads[i]]
+        serving += idle[:max(0, num_requests // _STICKY_REQUESTS - len(serving))]
+        return sorted(serving) or [min(healthy, key=lambda i: (self.loads[i], i))]
 
     def _home(self, prompt: list[int], hashes: list[int]) -> int | None:
         """The replica that holds the longest remembered prompt which this one equals or extends."""

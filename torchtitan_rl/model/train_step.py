@@ -18,8 +18,8 @@ from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatc
 __all__ = ["forward_logprobs", "forward_values", "accumulate_gradients", "policy_metrics", "clip_and_step"]
 
 _ROWS = {"policy_logprobs": torch.float32, "predicted_values": torch.float32, "top_tokens": torch.int64,
-         "top_logprobs": torch.float32, "hidden": torch.float32}
-"""What of a model's outputs goes back to whoever called, and in what dtype."""
+         "top_logprobs": torch.float32, "hidden": None}
+"""What of a model's outputs goes back to whoever called, and in what dtype; None: its own."""
 
 
 def forward_logprobs(
@@ -97,7 +97,7 @@ def accumulate_gradients(
                     result.sums[name] = value if old is None else max(old, value) if name.endswith("_max") else old + value
         for name, rows_T in outputs.items():
             if name in _ROWS:
-                rows = rows_T.detach().to(_ROWS[name]).cpu().split(batch.lengths)
+                rows = rows_T.detach().to(_ROWS[name] or rows_T.dtype).cpu().split(batch.lengths)
                 result.rows.setdefault(name, []).extend(row.clone() for row in rows)  # a view would travel as the whole
     if loss_fn is None:
         # Without a backward FSDP keeps its last group gathered, and `model.parameters()` would not be the optimizer's.

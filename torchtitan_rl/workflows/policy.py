@@ -44,8 +44,10 @@ class Policy:
     stop: list[str] = field(default_factory=list)
     policy_version: int | None = None
     """None samples from the newest version."""
+    for_training: bool = False
+    """Whether what is sampled will train; in evaluations and demonstrations it does not, and `self_distill` does nothing."""
     teacher_version: int | None = None
-    """The version that scores what was sampled for training (`workflows.self_distill`); None: nothing is."""
+    """The version that scores what was sampled for training; None: no workflow has asked for one."""
 
     def prompt_tokens(self, task: Task) -> list[int]:
         """The task's prompt as tokens, through the chat template if it is messages. Raises ValueError when too long."""

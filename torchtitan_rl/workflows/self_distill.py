@@ -12,26 +12,53 @@ et al., "Reinforcement Learning via Self-Distillation", arXiv:2601.20802.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
-import numpy as np
+import torch
 
 from torchtitan_rl.algorithm.distill import token_advantages
-from torchtitan_rl.algorithm.grouping import fill_rewards
+from torchtitan_rl.algorithm.grouping import by_task_and_role, fill_rewards
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.policy import Policy, Prompt
-from torchtitan_rl.workflows.single_turn import single_turn
 
-__all__ = ["self_distill", "postprocess_opsd", "distill_group"]
+__all__ = ["self_distill", "postprocess_opsd", "distill_group", "SelfDistill", "DistillGroup"]
+
+
+@dataclass(kw_only=True)
+class SelfDistill:
+    """A workflow that plays another one and gives its turns advantages; made by `self_distill`."""
+
+    asks_teacher: ClassVar[bool] = True
+
+    workflow: Callable
+    prompt: Callable[[Rollout], Prompt | None]
+    coef: float = 1.0
+    discount: float = 0.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self, "rollout")
+
+    async def __call__(self, task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
+        rollout = await self.workflow(task, policy, rollout_id=rollout_id, seed=seed)
+        await self.learn(rollout, policy)
+        return rollout
+
+    async def learn(self, rollout: Rollout, policy: Policy) -> None:
+        """Asks the teacher about a rollout that `workflow` has played. Apart from playing for controllers, which have all
+        rollouts of a batch played first: the generators then change to the teacher's weights and back once."""
+        if policy.for_training and rollout.turns:
+            await _learn(rollout, self.prompt(rollout), policy, self)
 
 
 def self_distill(
-    workflow: Callable = single_turn, *, prompt: Callable[[Rollout], Prompt | None], coef: float = 1.0,
+    workflow: Callable | None = None, *, prompt: Callable[[Rollout], Prompt | None], coef: float = 1.0,
     discount: float = 0.0, top_k: int = 0,
-) -> Callable:
+) -> SelfDistill | Callable[[Callable], SelfDistill]:
     """The workflow, with advantages for each sampled token: -coef x (student - teacher), see `token_advantages`.
 
     `prompt(rollout)` gives what the teacher reads in place of the first prompt: text, messages or tokens, with what the
@@ -39,60 +66,83 @@ def self_distill(
     reads all that follows, observations included, as the policy did. With `top_k` the policy learns the teacher's
     likeliest tokens at each position instead, by cross-entropy, with weights coef x their probabilities.
 
-    Use it as `workflow=self_distill(single_turn, prompt=hint)`. Raises ValueError at a temperature other than 1, at which
-    scores are made, and when a turn does not go on from the first prompt.
+    Use it as `workflow=self_distill(single_turn, prompt=hint)`, or as `@self_distill(prompt=hint)` over a workflow of your
+    own. Raises ValueError at a temperature other than 1, at which scores are made, and when a turn does not go on from the
+    first prompt.
     """
-    _check(prompt, 1, coef, discount, top_k)
+    def decorate(workflow: Callable) -> SelfDistill:
+        return SelfDistill(workflow=workflow, prompt=prompt, coef=coef, discount=discount, top_k=top_k)
 
-    @functools.wraps(workflow)
-    async def distilled(task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
-        rollout = await workflow(task, policy, rollout_id=rollout_id, seed=seed)
-        if policy.teacher_version is not None:
-            await _learn(rollout, prompt(rollout), policy, coef=coef, discount=discount, top_k=top_k)
-        return rollout
+    decorated = decorate(_undecorated if workflow is None else workflow)  # wrong arguments are refused here, too
+    return decorate if workflow is None else decorated
 
-    distilled.asks_teacher = True
-    return distilled
+
+async def _undecorated(task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
+    raise ValueError("self_distill: decorates no workflow; write self_distill(single_turn, ...)")
 
 
 postprocess_opsd = self_distill
 """The name some know it by."""
 
 
+@dataclass(kw_only=True)
+class DistillGroup:
+    """Gives the turns of judged rollouts advantages; made by `distill_group`."""
+
+    asks_teacher: ClassVar[bool] = True
+
+    prompt: Callable[[Rollout, list[Rollout]], Prompt | None]
+    coef: float = 1.0
+    discount: float = 0.0
+    top_k: int = 0
+    advantage_fn: Callable | None = None
+
+    def __post_init__(self) -> None:
+        _check(self, "rollout", "siblings")
+        fn = self.advantage_fn
+        if fn is not None and (not callable(fn) or getattr(fn, "sees_batch", False)):
+            raise ValueError(f"advantage_fn={fn!r}: is not an estimator of one group; give one such as grpo or rloo, or None")
+
+    async def __call__(self, group: RolloutGroup, policy: Policy) -> None:
+        # Those that will be compared: of one role each, and with turns.
+        await asyncio.gather(*(
+            self._learn(part, policy) for part in by_task_and_role([r for r in group.rollouts if r.turns])))
+
+    async def _learn(self, group: RolloutGroup, policy: Policy) -> None:
+        fill_rewards(group)
+        await asyncio.gather(*(
+            _learn(rollout, self.prompt(rollout, [other for other in group.rollouts if other is not rollout]), policy, self)
+            for rollout in group.rollouts))
+        if self.advantage_fn is None:
+            return
+        estimated = self.advantage_fn(torch.tensor(group.rewards, dtype=torch.float64)).tolist()
+        for rollout, advantage in zip(group.rollouts, estimated, strict=True):
+            for turn in rollout.turns:
+                turn.advantages = [advantage + own for own in turn.advantages]
+
+
 def distill_group(
     *, prompt: Callable[[Rollout, list[Rollout]], Prompt | None], coef: float = 1.0, discount: float = 0.0,
     top_k: int = 0, advantage_fn: Callable | None = None,
-) -> Callable:
+) -> DistillGroup:
     """An `algorithm.after_rewards` like `self_distill`, whose `prompt(rollout, siblings)` sees the judged rollouts.
 
-    `siblings` are the task's other rollouts. With `advantage_fn`, an estimator such as `grpo`, rewards count as well: what
-    it says of the rollout is added to each of its tokens.
+    `siblings` are the task's other rollouts of the same role. With `advantage_fn`, an estimator of one group such as
+    `grpo`, rewards count as well: what it says of the rollout is added to each of its tokens.
     """
-    _check(prompt, 2, coef, discount, top_k)
-
-    async def after_rewards(group: RolloutGroup, policy: Policy) -> None:
-        fill_rewards(group)
-        rollouts = [rollout for rollout in group.rollouts if rollout.turns]
-        await asyncio.gather(*(
-            _learn(rollout, prompt(rollout, [other for other in group.rollouts if other is not rollout]), policy,
-                   coef=coef, discount=discount, top_k=top_k) for rollout in rollouts))
-        if advantage_fn is not None and rollouts:
-            estimated = advantage_fn(np.array([rollout.reward for rollout in rollouts], dtype=np.float64))
-            for rollout, advantage in zip(rollouts, estimated, strict=True):
-                for turn in rollout.turns:
-                    turn.advantages = [float(advantage) + own for own in turn.advantages]
-
-    after_rewards.asks_teacher = True
-    return after_rewards
+    return DistillGroup(prompt=prompt, coef=coef, discount=discount, top_k=top_k, advantage_fn=advantage_fn)
 
 
-def _check(prompt: Callable, num_arguments: int, coef: float, discount: float, top_k: int) -> None:
-    wanted = ("rollout", "siblings")[:num_arguments]
+def _check(settings: SelfDistill | DistillGroup, *arguments: str) -> None:
+    """Raises ValueError for settings that make no sense; `arguments` are those that the prompt is called with."""
+    prompt, coef, discount, top_k = settings.prompt, settings.coef, settings.discount, settings.top_k
     try:
-        inspect.signature(prompt).bind(*wanted)
-    except TypeError as error:
-        raise ValueError(f"prompt={prompt!r}: cannot be called as ({', '.join(wanted)}) ({error}); give it that "
+        inspect.signature(prompt).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"prompt={prompt!r}: cannot be called as ({', '.join(arguments)}) ({error}); give it that "
                          "signature") from error
+    if inspect.iscoroutinefunction(prompt):
+        raise ValueError(f"prompt={prompt!r}: is async; give a plain function, what it needs belongs into the workflow")
     if not 0 < coef < math.inf:
         raise ValueError(f"coef={coef}: must be positive and finite, or nothing would be learned; use 1")
     if not 0 <= discount <= 1:
@@ -104,37 +154,42 @@ def _check(prompt: Callable, num_arguments: int, coef: float, discount: float, t
 
 
 async def _learn(
-    rollout: Rollout, prompt: Prompt | None, policy: Policy, *, coef: float, discount: float, top_k: int,
-) -> None:
+    rollout: Rollout, prompt: Prompt | None, policy: Policy, settings: SelfDistill | DistillGroup) -> None:
     """Fills `advantages` (and with top_k `soft_targets`) of the rollout's turns; one request scores all of them."""
+    version = policy.teacher_version
+    if version is None:
+        raise RuntimeError("policy.teacher_version=None: nobody has said which policy version teaches; the controller does "
+                           "where algorithm.workflow or after_rewards is what self_distill or distill_group has made, or "
+                           "wraps it with functools.wraps")
     if policy.temperature != 1.0:
         raise ValueError(f"algorithm.temperature={policy.temperature}: the teacher scores at temperature 1 and the policy "
                          "must be compared at the same; use 1")
     for turn in rollout.turns:
         turn.advantages = [0.0] * len(turn.completion.tokens)
-    if prompt is None or not rollout.turns:
+    if prompt is None:
         return
-    sequence, starts = _as_teacher_reads(rollout, policy.encode(prompt))
-    version = policy.teacher_version
-    if top_k:
-        tokens, logprobs = await policy.sampler.score_top(sequence, top_k, policy_version=version)
+    tokens = policy.encode(prompt)
+    if not tokens:
+        raise ValueError(f"prompt={prompt!r}: of rollout {rollout.id} has no tokens; give some, or None for no teacher")
+    sequence, starts = _as_teacher_reads(rollout, tokens)
+    if settings.top_k:
+        tokens, logprobs = await policy.sampler.score_top(sequence, settings.top_k, policy_version=version)
         for turn, start in zip(rollout.turns, starts):
             rows = slice(start - 1, start - 1 + len(turn.completion.tokens))  # row 0 is of the second token
-            turn.soft_targets = tokens[rows], coef * logprobs[rows].exp()
+            turn.soft_targets = tokens[rows], settings.coef * logprobs[rows].exp()
         return
     scores = await policy.sampler.score(sequence, policy_version=version)
     teacher = [scores[start - 1 + i] for turn, start in zip(rollout.turns, starts)
                for i in range(len(turn.completion.tokens))]
     student = [logprob for turn in rollout.turns for logprob in turn.completion.logprobs]
-    advantages = iter(token_advantages(student, teacher, coef=coef, discount=discount))
+    advantages = iter(token_advantages(student, teacher, coef=settings.coef, discount=settings.discount))
     for turn in rollout.turns:
         turn.advantages = [next(advantages) for _ in turn.completion.tokens]
 
 
 def _as_teacher_reads(rollout: Rollout, prompt: list[int]) -> tuple[list[int], list[int]]:
     """The whole rollout after another first prompt, and where in it each turn's completion begins."""
-    first, sequence, starts = rollout.turns[0].prompt_tokens, list(prompt), []
-    so_far = list(first)
+    sequence, starts, so_far = list(prompt), [], list(rollout.turns[0].prompt_tokens)
     for index, turn in enumerate(rollout.turns):
         if turn.prompt_tokens[:len(so_far)] != so_far:
             raise ValueError(f"self_distill: turn {index} of rollout {rollout.id} does not go on from the turn before, so "

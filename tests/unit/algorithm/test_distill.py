@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.algorithm.made import group, rollout, turn
 from torchtitan_rl.algorithm.config import AlgorithmConfig, DistillConfig
 from torchtitan_rl.algorithm.datums import minibatches, to_datums
-from torchtitan_rl.algorithm.distill import teacher_request, token_advantages, with_soft_targets, with_teacher
+from torchtitan_rl.algorithm.distill import teacher_request, token_advantages, with_distillation, with_teacher
 from torchtitan_rl.algorithm.losses import importance_sampling, ppo
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.reductions import token_mean
@@ -76,17 +76,17 @@ TOP = SimpleNamespace(top_tokens=[torch.tensor([[1, 2], [6, 3], [7, 8]])],
 def test_a_teachers_likeliest_tokens_become_targets_weighed_like_the_token():
     config = DistillConfig(divergence="top_k", top_k=2, coef=2.0)
     data = with_teacher([datum()], TOP, config)
-    (made,) = with_soft_targets(minibatches(data, 0, token_mean)[0])
+    (made,) = with_distillation(minibatches(data, 0, token_mean)[0])
     assert made.target_tokens.tolist() == [[5, 1, 2], [6, 6, 3], [7, 7, 8]] and made.soft_targets is None
     want = 2 * np.array([[0, 0], [0.5, 0.5], [0.5, 0.5]]) * [[0.9, 0.1], [0.7, 0.2], [0.5, 0.25]]  # weights of token_mean
     np.testing.assert_allclose(made.loss_inputs["soft_weights"], want, rtol=1e-6)
-    assert with_soft_targets([datum()])[0].target_tokens.shape == (3,)
+    assert with_distillation([datum()])[0].target_tokens.shape == (3,)
 
 
 def test_in_one_call_all_have_as_many_targets():
     wide, = with_teacher([datum()], TOP, DistillConfig(divergence="top_k"))
     narrow = dataclasses.replace(wide, soft_targets=tuple(part[:, :1] for part in wide.soft_targets))
-    made = with_soft_targets([wide, datum(), narrow])
+    made = with_distillation([wide, datum(), narrow])
     assert {tuple(one.target_tokens.shape) for one in made} == {(3, 3)}
     assert not made[1].loss_inputs["soft_weights"].any() and not made[2].loss_inputs["soft_weights"][:, 1].any()
 
@@ -103,6 +103,16 @@ def test_targets_that_turns_bring_keep_their_places_over_turns_that_extend_each_
     for wrong in (soft([[6]], [[0.75]]), soft([[6], [7]], [[0.5, 0.5], [0.5, 0.5]])):
         with pytest.raises(ValueError, match="rollout a sampled 2 tokens; give tokens"):
             to_datums([group(rollout("a", turn([1], [2, 3], soft_targets=wrong)))], AlgorithmConfig())
+
+
+def test_targets_computed_for_an_older_version_do_not_train():
+    soft = (torch.tensor([[6], [7]]), torch.tensor([[0.5], [0.5]]))
+    old = group(rollout("a", turn([1], [2, 3], soft_targets=soft, version=3)), rollout("b", turn([1], [2, 3], version=4)))
+    assert [datum.soft_targets is None for datum in to_datums([old], AlgorithmConfig(), oldest_version=4)] == [True, True]
+    assert to_datums([old], AlgorithmConfig(), oldest_version=3)[0].soft_targets is not None
+    soft[1][0] = math.nan
+    with pytest.raises(ValueError, match="of rollout a are not all finite"):
+        to_datums([old], AlgorithmConfig(), oldest_version=3)
 
 
 def loss_inputs(policy, **tensors):
@@ -129,6 +139,7 @@ def test_the_objective_adds_a_cross_entropy_or_is_one(alone):
     grad, = torch.autograd.grad(loss, inputs.policy_logprobs)
     np.testing.assert_allclose(grad[:, 1:], -np.array(SOFT["soft_weights"]), rtol=1e-12)
     assert (grad[:, 0] == 0).all() if alone else grad[1:, 0].abs().min() > 0
+    assert metrics["distill/target_frac"] == 2
     shares = np.array([[0.35 / 0.45, 0.1 / 0.45], [2 / 3, 1 / 3]])
     want = (shares * (np.log(shares) - np.array(LOGPROBS)[1:, 1:])).sum()
     assert float(metrics["distill/kl"]) == pytest.approx(want, rel=1e-10)

@@ -117,6 +117,19 @@ def test_a_named_version_that_nobody_holds_makes_one_replica_change_not_all():
     assert route(router, [[4]], 3, held=[5, 5, 5], newest=5) == [0]
 
 
+def test_many_requests_of_a_version_that_nobody_holds_are_worth_a_change_on_idle_replicas():
+    router = Router(["a", "b", "c", "d"])
+    route(router, [[1]], held=[5, 5, 5, 5], newest=5)  # the first is busy
+    prompts = [[i, i] for i in range(96)]
+    chosen = route(router, prompts, 3, held=[5, 5, 5, 5], newest=5)
+    assert {index: chosen.count(index) for index in set(chosen)} == {1: 32, 2: 32, 3: 32}
+    assert set(route(Router(["a", "b"]), prompts[:63], 3, held=[5, 5], newest=5)) == {0}
+    # One that holds it already is one of them, however busy.
+    router = Router(["a", "b", "c"])
+    route(router, [[9]], 3, held=[5, 3, 5], newest=5)
+    assert set(route(router, prompts[:64], 3, held=[5, 3, 5], newest=5)) == {0, 1}
+
+
 def test_a_named_version_that_all_hold_spreads():
     assert route(router_of(2), [[1], [2], [3], [4]], 5, newest=5) == [0, 1, 0, 1]
 

@@ -1,15 +1,16 @@
 """The policy as its own teacher, with a sampler whose scores are made up: what is asked, and what becomes of it."""
 
 import asyncio
+from functools import partial
 
 import pytest
 import torch
 
 from tests.unit.workflows.scripted import CHARS, policy
-from torchtitan_rl.algorithm.advantages import group_centered
+from torchtitan_rl.algorithm.advantages import group_centered, grpo, rloo
 from torchtitan_rl.tasks.env import Env, Step
 from torchtitan_rl.tasks.letter_sort import hinted
-from torchtitan_rl.types import RolloutGroup, Task
+from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 from torchtitan_rl.workflows.self_distill import distill_group, self_distill
 from torchtitan_rl.workflows.single_turn import single_turn
@@ -23,7 +24,7 @@ def hint(rollout):
 
 def scored(*said, **settings):
     """A policy that says these; every token's score is -0.1 x its position, the likeliest are the next two ids."""
-    made = policy(*said, **settings)
+    made = policy(*said, **{"for_training": "teacher_version" in settings} | settings)
     made.sampler.scored = []
 
     async def score(tokens, *, policy_version=None):
@@ -56,11 +57,11 @@ def test_the_sampled_tokens_are_scored_under_the_other_prompt_by_the_teachers_ve
 
 def test_in_evaluations_nothing_is_scored():
     student = scored("bc")
-    assert play(self_distill(prompt=hint), student).turns[0].advantages is None and not student.sampler.scored
+    assert play(self_distill(single_turn, prompt=hint), student).turns[0].advantages is None and not student.sampler.scored
 
 
 def test_the_likeliest_tokens_are_targets_and_the_sampled_ones_earn_nothing():
-    (turn,) = play(self_distill(prompt=hint, coef=2.0, top_k=2), scored("bc", teacher_version=1)).turns
+    (turn,) = play(self_distill(single_turn, prompt=hint, coef=2.0, top_k=2), scored("bc", teacher_version=1)).turns
     b, c = turn.completion.tokens
     tokens, weights = turn.soft_targets
     assert tokens.tolist() == [[b, b + 1], [c, c + 1]]
@@ -70,7 +71,7 @@ def test_the_likeliest_tokens_are_targets_and_the_sampled_ones_earn_nothing():
 
 def test_a_rollout_without_a_prompt_teaches_nothing():
     student = scored("bc", teacher_version=1)
-    (turn,) = play(self_distill(prompt=lambda rollout: None), student).turns
+    (turn,) = play(self_distill(single_turn, prompt=lambda rollout: None), student).turns
     assert turn.advantages == [0.0, 0.0] and not student.sampler.scored
 
 
@@ -116,7 +117,7 @@ def test_turns_that_do_not_go_on_from_each_other_are_an_error():
 
 def test_another_temperature_is_an_error():
     with pytest.raises(ValueError, match="temperature=0.5"):
-        play(self_distill(prompt=hint), scored("ab", teacher_version=3, temperature=0.5))
+        play(self_distill(single_turn, prompt=hint), scored("ab", teacher_version=3, temperature=0.5))
 
 
 def of_a_sibling_that_succeeded(rollout, siblings):
@@ -124,7 +125,7 @@ def of_a_sibling_that_succeeded(rollout, siblings):
     return None if good is None else hinted("cab", good.text)
 
 
-@pytest.mark.parametrize("advantage_fn", [None, group_centered])
+@pytest.mark.parametrize("advantage_fn", [None, group_centered, partial(grpo, std="none"), rloo])
 def test_a_group_learns_from_the_sibling_that_succeeded(advantage_fn):
     student = scored("abc", "bc", teacher_version=5)
     rollouts = [play(single_turn, student) for _ in range(2)]
@@ -132,10 +133,40 @@ def test_a_group_learns_from_the_sibling_that_succeeded(advantage_fn):
     hook = distill_group(prompt=of_a_sibling_that_succeeded, advantage_fn=advantage_fn)
     asyncio.run(hook(RolloutGroup(id="0/0", rollouts=rollouts), student))
     assert student.sampler.scored == [("cab:abc=bc", 5)]  # the one that succeeded has no other to learn from
-    best, other = (0.5, -0.5) if advantage_fn else (0.0, 0.0)
+    best = {None: 0.0, rloo: 1.0}.get(advantage_fn, 0.5)
     assert rollouts[0].turns[0].advantages == [best] * 3
-    assert rollouts[1].turns[0].advantages == pytest.approx([other - 0.3, other - 0.4])
+    assert rollouts[1].turns[0].advantages == pytest.approx([-best - 0.3, -best - 0.4])
 
 
-def test_the_name_of_the_workflow_stays():
-    assert self_distill(single_turn, prompt=hint).__name__ == "single_turn"
+def test_it_decorates_a_workflow_of_ones_own():
+    @self_distill(prompt=hint)
+    async def mine(task, policy, *, rollout_id, seed):
+        return await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
+
+    student = scored("bc", teacher_version=7)
+    assert play(mine, student).turns[0].advantages == pytest.approx([-0.3, -0.4]) and len(student.sampler.scored) == 1
+
+
+def test_training_without_a_version_to_teach_is_an_error():
+    with pytest.raises(RuntimeError, match="teacher_version=None: nobody has said which policy version teaches"):
+        play(self_distill(single_turn, prompt=hint), scored("bc", for_training=True))
+
+
+def test_a_prompt_without_tokens_is_an_error():
+    with pytest.raises(ValueError, match="prompt='': of rollout 0/0/0 has no tokens; give some, or None"):
+        play(self_distill(single_turn, prompt=lambda rollout: ""), scored("bc", teacher_version=1))
+
+
+def test_rollouts_of_another_role_and_without_turns_are_no_siblings():
+    student = scored("abc", "bc", "abc", teacher_version=5)
+    rollouts = [play(single_turn, student) for _ in range(3)]
+    rollouts[0].role, rollouts[1].reward = "judge", 0.0
+    rollouts[0].reward = rollouts[2].reward = 1.0
+    empty = Rollout(id="0/0/3", task=TASK, turns=[])
+    seen = []
+
+    def note(rollout, siblings):
+        seen.append((rollout.role, len(siblings)))
+
+    asyncio.run(distill_group(prompt=note)(RolloutGroup(id="0/0", rollouts=[*rollouts, empty]), student))
+    assert sorted(seen) == [("judge", 0), ("policy", 1), ("policy", 1)]
