@@ -82,7 +82,7 @@ async def evaluate(
     """Attempts the set's tasks, which are of `family`, greedily and then `num_samples` times each.
 
     `policy(temperature)` gives the policy; `label` tells the sampling streams of one evaluation from another's;
-    `workflow` makes an attempt.
+    `workflow` makes an attempt; where one is several rollouts, the first counts.
     """
     split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
     size = family.num_tasks(split)
@@ -92,7 +92,7 @@ async def evaluate(
     async def num_correct(n: int, at: float) -> list[int]:
         groups = await asyncio.gather(*(
             run_group(workflow, task, policy(at), n, group_id=f"{label}/{task.id}", seed=seed, reward=family,
-                      reward_timeout_s=config.reward_timeout_s) for task in tasks))
+                      reward_timeout_s=config.reward_timeout_s, first_only=True) for task in tasks))
         for group in groups:
             fill_rewards(group)  # a workflow of the user's own may have rewarded turns only
         return [sum(reward >= config.correct_reward for reward in group.rewards) for group in groups]

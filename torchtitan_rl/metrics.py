@@ -54,7 +54,7 @@ token, see docs/distillation.md: reverse KL to a teacher, k1 of it where only sa
 likeliest tokens), `distill/target_frac` (tokens with such targets), `critic/loss`, `critic/squared_error`, `critic/value_mean`,
 `critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of the batch, `time/score_s` (forward passes
 that only score), `filter/...` where filters are on (docs/grouping.md). In environments `rollout/turns_mean` and
-`rollout/limit_frac` (ended by a limit of turns, tokens or time).
+`rollout/limit_frac` (ended by a limit of turns, tokens or time). With several roles `reward/ROLE_mean` of each.
 """
 
 EVALUATION = (
@@ -127,6 +127,11 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
         "completion/truncated_frac": mean(c.truncated for c in completions),
         "tokens/generated": sum(len(c.tokens) for c in completions),
     }
+    by_role = {}
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        by_role.setdefault(rollout.role, []).append(rollout.reward)
+    if len(by_role) > 1:
+        line |= {f"reward/{role}_mean": mean(of_role) for role, of_role in by_role.items()}
     played = [rollout for group in groups for rollout in group.rollouts if rollout.end_reason]
     if played:
         line["rollout/turns_mean"] = mean(len(rollout.turns) for rollout in played)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from torchtitan_rl.types import Completion, SamplingParams, Task
+from torchtitan_rl.workflows.group import rollouts_of
 from torchtitan_rl.workflows.policy import Policy
 
 __all__ = ["demonstrate"]
@@ -24,13 +25,14 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
         completion = policy.tokenizer.encode(task.demonstration, add_special_tokens=False)
         return [(policy.prompt_tokens(task), [*completion, policy.tokenizer.eos_token_id])]
     script = _Script(task, policy.tokenizer)
-    rollout = await workflow(
-        task, dataclasses.replace(policy, sampler=script, stop_token_ids=[]), rollout_id=task.id, seed=0)
-    if len(rollout.turns) < len(task.demonstration):
+    rollouts = rollouts_of(await workflow(
+        task, dataclasses.replace(policy, sampler=script, stop_token_ids=[]), rollout_id=task.id, seed=0), task)
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    if len(turns) < len(task.demonstration):
         raise ValueError(
             f"task={task.id!r}: its demonstration has {len(task.demonstration)} turns, its environment ended "
-            f"({rollout.end_reason}) after {len(rollout.turns)}; give as many as are played")
-    return [(turn.prompt_tokens, turn.completion.tokens) for turn in rollout.turns]
+            f"({rollouts[-1].end_reason}) after {len(turns)}; give as many as are played")
+    return [(turn.prompt_tokens, turn.completion.tokens) for turn in turns]
 
 
 class _Script:

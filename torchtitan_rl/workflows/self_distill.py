@@ -23,6 +23,7 @@ import torch
 from torchtitan_rl.algorithm.distill import token_advantages
 from torchtitan_rl.algorithm.grouping import by_task_and_role, fill_rewards
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
+from torchtitan_rl.workflows.group import rollouts_of
 from torchtitan_rl.workflows.policy import Policy, Prompt
 
 __all__ = ["self_distill", "postprocess_opsd", "distill_group", "SelfDistill", "DistillGroup"]
@@ -43,10 +44,10 @@ class SelfDistill:
     def __post_init__(self) -> None:
         _check(self, "rollout")
 
-    async def __call__(self, task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
-        rollout = await self.workflow(task, policy, rollout_id=rollout_id, seed=seed)
-        await self.learn(rollout, policy)
-        return rollout
+    async def __call__(self, task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout | list[Rollout]:
+        attempt = await self.workflow(task, policy, rollout_id=rollout_id, seed=seed)
+        await asyncio.gather(*(self.learn(rollout, policy) for rollout in rollouts_of(attempt, task)))
+        return attempt
 
     async def learn(self, rollout: Rollout, policy: Policy) -> None:
         """Asks the teacher about a rollout that `workflow` has played. Apart from playing for controllers, which have all
