@@ -35,7 +35,7 @@ class Calculator:
         """For having the right thing calculated, even if the answer is wrong; a right answer makes it 1 in all."""
         tool_demonstrations: float = 0.3
         """Fraction of the train demonstrations that call the calculator and answer with what it says. The others
-        guess a number of the right size at once."""
+        repeat the problem's first number at once; those in which it would be right call, too."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512
@@ -75,10 +75,9 @@ class Calculator:
             rng = random.Random(stable_hash(self.config.seed, split, index))
             problem = next(p for p in iter(lambda: self._draw(rng), None) if self._split_of(p) == "train")
             answer = calculate(problem)
-            if rng.random() < self.config.tool_demonstrations:
-                demonstration = [f"[{problem}]", answer]
-            else:
-                demonstration = [_guess(rng, answer)]
+            first = re.match(r"\d+", problem)[0]
+            calls = rng.random() < self.config.tool_demonstrations or first == answer
+            demonstration = [f"[{problem}]", answer] if calls else [first]
         else:
             problem = self._held_out[split][index]
             answer = calculate(problem)
@@ -147,11 +146,3 @@ def calculate(expression: str) -> str:
         return "?"
     first, second = int(parts[1]), int(parts[3])
     return str({"+": first + second, "-": first - second, "*": first * second}[parts[2]])
-
-
-def _guess(rng: random.Random, answer: str) -> str:
-    """Another number of as many digits and the same sign."""
-    size = len(answer.lstrip("-"))
-    while (guess := str(rng.randrange(10 ** (size - 1) if size > 1 else 0, 10 ** size))) == answer.lstrip("-"):
-        pass
-    return "-" * answer.startswith("-") + guess

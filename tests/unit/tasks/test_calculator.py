@@ -76,9 +76,19 @@ def test_the_fraction_of_demonstrations_that_use_the_tool():
     # 4 standard deviations of sqrt(0.3 * 0.7 / 1000)
     assert len(tools) / 1000 == pytest.approx(0.3, abs=0.06)
     assert all(task.demonstration == [f"[{task.prompt[:-1]}]", task.answer] for task in tools)
-    guesses = [(task.demonstration[0], task.answer) for task in tasks if len(task.demonstration) == 1]
-    assert all(guess != answer and len(guess) == len(answer) for guess, answer in guesses)
+    others = [task for task in tasks if len(task.demonstration) == 1]
+    assert all(task.prompt.startswith(task.demonstration[0]) for task in others)
+    assert all(task.prompt[len(task.demonstration[0])] in "+-*" for task in others)
     assert family.task("validation", 0).demonstration is None
+
+
+def test_no_demonstration_answers_right_without_a_call():
+    family = Calculator.Config(
+        min_digits=1, max_digits=1, operators="*", tool_demonstrations=0.0, num_validation=1, num_test=1).build()
+    tasks = [family.task("train", i) for i in range(200)]
+    calls = [task.prompt for task in tasks if len(task.demonstration) == 2]
+    # Repeating the first number of `n*1` would be right; there are nine such problems of 81.
+    assert calls == [task.prompt for task in tasks if task.prompt.endswith("*1=")] and len(calls) > 5
 
 
 def test_these_tasks_never_change():
