@@ -2,8 +2,8 @@
 
 `self_distill` decorates a workflow and needs no reward; `distill_group` is an `algorithm.after_rewards`, for prompts made
 of what judging has shown: feedback, or a sibling that succeeded. Which version of the policy teaches is the controller's
-to say (`algorithm.refresh_teacher_every`); `Policy.teacher_version` has its number, and None in evaluations, where
-nothing happens.
+to say (`algorithm.refresh_teacher_every`); `Policy.teacher_version` has its number. In evaluations
+(`Policy.for_training=False`) nothing happens.
 
 On-policy self-distillation: Zhao et al., "Self-Distilled Reasoner", arXiv:2601.18734. With feedback or siblings: Hübotter
 et al., "Reinforcement Learning via Self-Distillation", arXiv:2601.20802.
