@@ -110,8 +110,11 @@ def test_a_gradient_of_distillation_is_that_of_one_rank_and_one_microbatch(
 def test_the_likeliest_tokens_and_hidden_states_are_those_of_one_rank(loop, laid_out, one_rank):
     data = random_datums(7, seed=3)
     # 40 of 67 tokens are more than a TP rank has rows, 34 and 33; one rank says all 67.
-    here = loop.run_until_complete(client(laid_out, 20).forward(data, top_k=40, hidden=True))
-    there = loop.run_until_complete(client(one_rank[0]).forward(data, top_k=67, hidden=True))
+    async def both():  # in the loop: a call made outside it leaves Monarch's context behind for other tests
+        return (await client(laid_out, 20).forward(data, top_k=40, hidden=True),
+                await client(one_rank[0]).forward(data, top_k=67, hidden=True))
+
+    here, there = loop.run_until_complete(both())
     for index, datum in enumerate(data):
         tokens, logprobs, states = here.top_tokens[index], here.top_logprobs[index], here.hidden[index]
         assert tokens.shape == logprobs.shape == (len(datum), 40) and states.shape == (len(datum), 64)
