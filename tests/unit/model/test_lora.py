@@ -44,7 +44,7 @@ def adapted(config, *, seed=0, **changes):
 
 
 def logprobs(model):
-    return forward_logprobs(model, BATCH, torch.device("cpu"), temperature=1.0)[0]
+    return forward_logprobs(model, BATCH, torch.device("cpu"), temperature=1.0)["policy_logprobs"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -189,7 +189,8 @@ def every_logprob(model, tokens, vocab_size, **kwargs):
         tokens_T=tokens.repeat(vocab_size), target_tokens_T=torch.arange(vocab_size).repeat_interleave(length),
         lengths=[length] * vocab_size, loss_inputs={})
     with torch.no_grad():
-        logprobs, entropy = forward_logprobs(model, batch, CPU, **{"temperature": 1.0, **kwargs})
+        said = forward_logprobs(model, batch, CPU, **{"temperature": 1.0, **kwargs})
+        logprobs, entropy = said["policy_logprobs"], said["entropy"]
     return logprobs.view(vocab_size, length).T, entropy.view(vocab_size, length)[0]
 
 
@@ -228,7 +229,7 @@ def test_packed_documents_and_padding_do_not_change_a_log_probability():
             tokens_T=torch.cat([documents[i] for i in which]), target_tokens_T=torch.cat([targets[i] for i in which]),
             lengths=[len(documents[i]) for i in which], loss_inputs={})
         with torch.no_grad():
-            return forward_logprobs(model, batch, CPU, temperature=1.0, **kwargs)[0].split(batch.lengths)
+            return forward_logprobs(model, batch, CPU, temperature=1.0, **kwargs)["policy_logprobs"].split(batch.lengths)
 
     alone = [score([i])[0] for i in range(3)]
     for order in ([0, 1, 2], [2, 0, 1]):
