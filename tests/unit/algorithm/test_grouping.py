@@ -102,7 +102,8 @@ def test_advantages_without_any_reward_are_enough():
 
 def worked_example():
     """The config that the code of docs/grouping.md leaves behind."""
-    (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs" / "grouping.md").read_text(), re.DOTALL)
+    page = (Path(__file__).parents[3] / "docs" / "grouping.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "turn_by_turn" in block]
     config = SimpleNamespace(algorithm=AlgorithmConfig())
     exec(code, {"config": config})
     return config.algorithm
