@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from datetime import timedelta
 from pathlib import Path
 

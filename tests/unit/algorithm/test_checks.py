@@ -4,7 +4,6 @@ import functools
 import math
 
 import pytest
-import torch
 
 from torchtitan_rl.actors.config import GeneratorConfig
 from torchtitan_rl.algorithm import corrections, losses, reductions
