@@ -20,21 +20,47 @@ def config() -> RunConfig:
         task=LetterSort.Config(min_letters=4, max_letters=6),
         model=ModelConfig(
             assets="chars",
-            shape=Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384,
-                             max_seq_len=512)),
+            shape=Qwen3Shape(
+                vocab_size=64,
+                dim=128,
+                n_layers=4,
+                n_heads=4,
+                n_kv_heads=2,
+                head_dim=32,
+                hidden_dim=384,
+                max_seq_len=512,
+            ),
+        ),
         supervised=SupervisedConfig(
-            num_steps=300, batch_size=64, lr=3e-3, betas=(0.9, 0.99),
-            schedule=ScheduleConfig(decay="cosine", warmup_steps=20)),
+            num_steps=300,
+            batch_size=64,
+            lr=3e-3,
+            betas=(0.9, 0.99),
+            schedule=ScheduleConfig(decay="cosine", warmup_steps=20),
+        ),
         algorithm=AlgorithmConfig(
-            tasks_per_step=256, tasks_per_minibatch=128, group_size=2, loss_fn=ppo,
-            loss_config={"clip_low": 0.2, "clip_high": 0.2}, reduction=token_mean,
-            gae_gamma=1.0, gae_lambda=0.95, critic_loss_fn=value_loss, critic_loss_config={"clip": 0.5},
-            schedule=ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1)),
+            tasks_per_step=256,
+            tasks_per_minibatch=128,
+            group_size=2,
+            loss_fn=ppo,
+            loss_config={"clip_low": 0.2, "clip_high": 0.2},
+            reduction=token_mean,
+            gae_gamma=1.0,
+            gae_lambda=0.95,
+            critic_loss_fn=value_loss,
+            critic_loss_config={"clip": 0.5},
+            schedule=ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1),
+        ),
         controller=ControllerConfig(num_steps=160, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
         sampling=SamplingConfig(max_prompt_tokens=16, max_tokens=12),
         trainer=TrainerConfig(optimizer=AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
-        roles=RolesConfig(critic=RoleConfig(trainer=TrainerConfig(
-            optimizer=AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384))),
+        roles=RolesConfig(
+            critic=RoleConfig(
+                trainer=TrainerConfig(
+                    optimizer=AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384
+                )
+            )
+        ),
         generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=512, kv_cache_gib=0.25),
     )
     config.trainer.training.seq_len = config.roles.critic.trainer.training.seq_len = 64

@@ -22,13 +22,19 @@ def config() -> RunConfig:
         # Nothing starts until --model.assets names a checkpoint directory; validation needs the sizes only.
         model=ModelConfig(assets="chars", flavor="0.6B", pretrained=True),
         algorithm=AlgorithmConfig(
-            tasks_per_step=64, group_size=8, advantage_fn=grpo, loss_fn=ppo,
-            loss_config={"clip_low": 0.2, "clip_high": 0.28}, reduction=token_mean,
-            schedule=ScheduleConfig(warmup_steps=10)),
+            tasks_per_step=64,
+            group_size=8,
+            advantage_fn=grpo,
+            loss_fn=ppo,
+            loss_config={"clip_low": 0.2, "clip_high": 0.28},
+            reduction=token_mean,
+            schedule=ScheduleConfig(warmup_steps=10),
+        ),
         controller=ControllerConfig(num_steps=200, eval_every=20, eval_tasks=256, test_tasks=1319, pass_at_k=4),
         sampling=SamplingConfig(max_prompt_tokens=512, max_tokens=1024),
         trainer=TrainerConfig(
-            optimizer=AdamWConfig(lr=1e-6), max_tokens_per_microbatch=16384, activation_checkpoint="selective"),
+            optimizer=AdamWConfig(lr=1e-6), max_tokens_per_microbatch=16384, activation_checkpoint="selective"
+        ),
         generator=GeneratorConfig(dtype="bfloat16", max_model_len=2048, kv_cache_gib=24.0),
     )
     config.trainer.training.mixed_precision_param = "bfloat16"

@@ -39,7 +39,8 @@ LAYOUTS = {
 
 # The quickstart's.
 SHAPE = Qwen3Shape(
-    vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=64)
+    vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=64
+)
 
 
 async def measured(layout: dict) -> tuple[torch.Tensor, float]:
@@ -74,15 +75,24 @@ def state_dict_table() -> list[str]:
     dist.init_process_group(platform.distributed_backend(), store=dist.HashStore(), rank=0, world_size=1)
     config = trainer_config()
     spec = training_spec(
-        build_spec(ModelConfig(flavor="debugmodel_non_fused_qkv")), SimpleNamespace(parallelism=config.parallelism),
-        attention=platform.attention_backend(), chunk_bytes=2**27)
+        build_spec(ModelConfig(flavor="debugmodel_non_fused_qkv")),
+        SimpleNamespace(parallelism=config.parallelism),
+        attention=platform.attention_backend(),
+        chunk_bytes=2**27,
+    )
     dims = ParallelDims.from_config(config.parallelism, 1)
     dims.build_mesh()
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(
-        model, parallel_dims=dims, training=config.training, parallelism=config.parallelism,
-        compile_config=config.compile, ac_config=None, dump_folder="")
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=None,
+        dump_folder="",
+    )
     model.to_empty(device=platform.local_device(0))
 
     def milliseconds(read) -> float:
@@ -93,9 +103,12 @@ def state_dict_table() -> list[str]:
             taken.append(1000 * (time.perf_counter() - start))
         return statistics.median(taken)
 
-    lines = [f"| reading {len(model.state_dict())} weights | milliseconds |", "|---|---|",
-             f"| `model.state_dict()` | {milliseconds(model.state_dict):.2f} |",
-             f"| `get_model_state_dict(model)` | {milliseconds(lambda: get_model_state_dict(model)):.2f} |"]
+    lines = [
+        f"| reading {len(model.state_dict())} weights | milliseconds |",
+        "|---|---|",
+        f"| `model.state_dict()` | {milliseconds(model.state_dict):.2f} |",
+        f"| `get_model_state_dict(model)` | {milliseconds(lambda: get_model_state_dict(model)):.2f} |",
+    ]
     dist.destroy_process_group()
     return lines
 

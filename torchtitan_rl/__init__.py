@@ -10,10 +10,20 @@ import os
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
 
 _PUBLIC = {
-    "Controller": "controller", "RunConfig": "config", "load_config": "config", "apply_overrides": "config",
-    "to_datums": "algorithm.datums", "Task": "types", "SamplingParams": "types", "OptimParams": "types",
-    "Datum": "types", "Completion": "types", "Rollout": "types", "RolloutGroup": "types",
-    "plot_curve": "observability.plot", "Progress": "observability.progress",
+    "Controller": "controller",
+    "RunConfig": "config",
+    "load_config": "config",
+    "apply_overrides": "config",
+    "to_datums": "algorithm.datums",
+    "Task": "types",
+    "SamplingParams": "types",
+    "OptimParams": "types",
+    "Datum": "types",
+    "Completion": "types",
+    "Rollout": "types",
+    "RolloutGroup": "types",
+    "plot_curve": "observability.plot",
+    "Progress": "observability.progress",
 }
 __all__ = list(_PUBLIC)
 

@@ -27,8 +27,10 @@ _ATTACH_S = 60.0
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan-rl", description="Reinforcement learning of language models on torchtitan, Monarch, vLLM and "
-        "TorchStore.", epilog="Any field of a config is set by --field.path value; `torchtitan-rl show CONFIG` lists them.")
+        prog="torchtitan-rl",
+        description="Reinforcement learning of language models on torchtitan, Monarch, vLLM and TorchStore.",
+        epilog="Any field of a config is set by --field.path value; `torchtitan-rl show CONFIG` lists them.",
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in _VERBS.items():
         sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
@@ -37,17 +39,31 @@ def _parser() -> argparse.ArgumentParser:
         if verb == "train":
             sub.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
         if verb in ("train", "eval"):
-            sub.add_argument("--backend", choices=["actors", "local"], default="actors",
-                             help="actors: processes of their own; local: all in this one, on one device, for a debugger")
-            sub.add_argument("--hosts", type=lambda text: text.split(","), default=[], metavar="tcp://HOST:PORT,...",
-                             help="workers to run on (python -m torchtitan_rl.hosts.worker), or job; default: this machine")
+            sub.add_argument(
+                "--backend",
+                choices=["actors", "local"],
+                default="actors",
+                help="actors: processes of their own; local: all in this one, on one device, for a debugger",
+            )
+            sub.add_argument(
+                "--hosts",
+                type=lambda text: text.split(","),
+                default=[],
+                metavar="tcp://HOST:PORT,...",
+                help="workers to run on (python -m torchtitan_rl.hosts.worker), or job; default: this machine",
+            )
         if verb in ("eval", "sample"):
-            sub.add_argument("--checkpoint", required=True, help="a run's checkpoints/step-N, or a Hugging Face directory")
+            sub.add_argument(
+                "--checkpoint", required=True, help="a run's checkpoints/step-N, or a Hugging Face directory"
+            )
         if verb == "eval":
             sub.add_argument("--split", default="validation", choices=["train", "validation", "test"])
             sub.add_argument("--num-tasks", type=int, help="the first so many of the split; default: the config's")
-            sub.add_argument("--pass-rates", metavar="FILE", help="write how often each task was passed, which "
-                             "tasks.pass_rate_filter reads")
+            sub.add_argument(
+                "--pass-rates",
+                metavar="FILE",
+                help="write how often each task was passed, which tasks.pass_rate_filter reads",
+            )
         if verb == "sample":
             sub.add_argument("--prompt", required=True)
             sub.add_argument("--max-tokens", type=int, default=64)
@@ -100,8 +116,9 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     validate(config)
     if args.backend == "local":
         if args.hosts:
-            raise ValueError(f"--hosts={','.join(args.hosts)}: --backend local is this process alone; leave one of them "
-                             "out")
+            raise ValueError(
+                f"--hosts={','.join(args.hosts)}: --backend local is this process alone; leave one of them out"
+            )
         check_local(config, generators_only=args.verb == "eval")
     if args.verb == "eval":
         return asyncio_run(_evaluate(args, config), "eval")
@@ -147,8 +164,12 @@ async def _guarded(args, start, body) -> int:
         await body(controller)
         return 0
     except asyncio.CancelledError:
-        where = f"in the {controller.phase} phase at step {controller.phase_step}; " \
-                f"metrics so far are in {controller.run_dir.path}" if controller else "during start-up"
+        where = (
+            f"in the {controller.phase} phase at step {controller.phase_step}; "
+            f"metrics so far are in {controller.run_dir.path}"
+            if controller
+            else "during start-up"
+        )
         print(f"\ninterrupted {where}", file=sys.stderr)
         return 130
     except Exception as error:
@@ -174,16 +195,24 @@ async def _train(args: argparse.Namespace, config) -> int:
         curve = controller.run_dir.path / "curve.png"
         plot_curve(controller.run_dir.read_metrics(), curve)
         warm, k = report["warm start"], config.controller.pass_at_k
-        progress.final_table([
-            ("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}"),
-            *([(f"pass@{k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}")] if warm.pass_at_k is not None else []),
-            ("greedy accuracy after reinforcement (validation)", f"{report['validation'].accuracy:.3f}"),
-            *((f"greedy accuracy after reinforcement ({name})", f"{report[name].accuracy:.3f}")
-              for name in config.controller.eval_sets),
-            ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
-            ("curve", str(curve)),
-            ("checkpoint", str(controller.run_dir.checkpoint_path(controller.step))),
-        ])
+        progress.final_table(
+            [
+                ("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}"),
+                *(
+                    [(f"pass@{k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}")]
+                    if warm.pass_at_k is not None
+                    else []
+                ),
+                ("greedy accuracy after reinforcement (validation)", f"{report['validation'].accuracy:.3f}"),
+                *(
+                    (f"greedy accuracy after reinforcement ({name})", f"{report[name].accuracy:.3f}")
+                    for name in config.controller.eval_sets
+                ),
+                ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
+                ("curve", str(curve)),
+                ("checkpoint", str(controller.run_dir.checkpoint_path(controller.step))),
+            ]
+        )
 
     return await _guarded(args, partial(Controller.launch, config, progress=progress), body)
 
@@ -201,8 +230,7 @@ async def _evaluate(args: argparse.Namespace, config) -> int:
         raise ValueError(f"--pass-rates={args.pass_rates}: cannot be written; give a file in a directory that can")
 
     async def body(controller: Controller) -> None:
-        result = await controller.evaluate(
-            args.split, num_tasks=args.num_tasks, pass_at_k=config.controller.pass_at_k)
+        result = await controller.evaluate(args.split, num_tasks=args.num_tasks, pass_at_k=config.controller.pass_at_k)
         print(f"{args.split} accuracy {result.accuracy:.4f}")
         if args.pass_rates is not None:
             write_pass_rates(args.pass_rates, result.pass_rates)
@@ -210,7 +238,8 @@ async def _evaluate(args: argparse.Namespace, config) -> int:
             print(f"{name} {result.split} accuracy {result.accuracy:.4f}")
 
     return await _guarded(
-        args, partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights), body)
+        args, partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights), body
+    )
 
 
 async def _sample(args: argparse.Namespace) -> int:

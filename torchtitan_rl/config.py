@@ -25,8 +25,20 @@ from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSy
 from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.model.config import ModelConfig, missing_weights
 
-__all__ = ["RunConfig", "ControllerConfig", "EvalSetConfig", "SamplingConfig", "RoleConfig", "RolesConfig",
-           "COLOCATION", "load_config", "apply_overrides", "resolved", "flat", "function_name"]
+__all__ = [
+    "RunConfig",
+    "ControllerConfig",
+    "EvalSetConfig",
+    "SamplingConfig",
+    "RoleConfig",
+    "RolesConfig",
+    "COLOCATION",
+    "load_config",
+    "apply_overrides",
+    "resolved",
+    "flat",
+    "function_name",
+]
 
 
 COLOCATION = {
@@ -171,18 +183,35 @@ class RunConfig:
 
     def missing_weights(self) -> str:
         """Why a run cannot start although its config is valid; empty when it can."""
-        return next(filter(None, (
-            missing_weights(model, "model" if role == "policy" else f"roles.{role}.model")
-            for role, (_, model) in self.trainers().items())), "")
+        return next(
+            filter(
+                None,
+                (
+                    missing_weights(model, "model" if role == "policy" else f"roles.{role}.model")
+                    for role, (_, model) in self.trainers().items()
+                ),
+            ),
+            "",
+        )
 
 
 def load_config(path: str) -> RunConfig:
     """The config of a file. Raises ValueError when there is no such file or it does not define one."""
     file = Path(path)
     if not file.is_file():
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], 1) if file.parent.is_dir() else []
-        raise ValueError(f"config={path!r}: there is no such file" + (f"; did you mean {file.parent / near[0]}?" if near
-                         else "; give the path of a Python file with a config() function"))
+        near = (
+            difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], 1)
+            if file.parent.is_dir()
+            else []
+        )
+        raise ValueError(
+            f"config={path!r}: there is no such file"
+            + (
+                f"; did you mean {file.parent / near[0]}?"
+                if near
+                else "; give the path of a Python file with a config() function"
+            )
+        )
     module_name = f"torchtitan_rl_config_{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None:
@@ -237,8 +266,10 @@ def _set(config: RunConfig, shown: str, text: str) -> None:
         _require_field(config, target, name, shown, text)
         target = target[name] if isinstance(target, dict) else getattr(target, name)
         if target is None:
-            raise ValueError(f"--{shown}={text}: {'.'.join(parents[:depth])} is None in this config, and overrides add "
-                             "nothing; set it in the config file")
+            raise ValueError(
+                f"--{shown}={text}: {'.'.join(parents[:depth])} is None in this config, and overrides add "
+                "nothing; set it in the config file"
+            )
     _require_field(config, target, last, shown, text)
     held = target[last] if isinstance(target, dict) else getattr(target, last)
     if dataclasses.is_dataclass(held):
@@ -259,7 +290,9 @@ def _require_field(config: RunConfig, target: Any, name: str, shown: str, text: 
     same_leaf = [path for path in every if path.rsplit(".", 1)[-1] == wanted.rsplit(".", 1)[-1]]
     near = [path for path in same_leaf if "." not in wanted or path.startswith(wanted.split(".", 1)[0] + ".")]
     near = near or difflib.get_close_matches(wanted, every, 1) or same_leaf
-    hint = f"; did you mean --{near[0].replace('_', '-')}?" if near else "; `torchtitan-rl show CONFIG` lists all fields"
+    hint = (
+        f"; did you mean --{near[0].replace('_', '-')}?" if near else "; `torchtitan-rl show CONFIG` lists all fields"
+    )
     raise ValueError(f"--{shown}={text}: there is no such field{hint}")
 
 
@@ -294,8 +327,11 @@ def _takes_several(kind: Any) -> bool:
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted path, value) of every leaf, in the order of definition."""
-    items = config.items() if isinstance(config, dict) else (
-        (f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if not f.name.startswith("_"))
+    items = (
+        config.items()
+        if isinstance(config, dict)
+        else ((f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if not f.name.startswith("_"))
+    )
     for name, value in items:
         path = f"{prefix}{name}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type) or isinstance(value, dict) and value:
@@ -314,9 +350,12 @@ def function_name(function: Callable) -> str:
 
 def resolved(config: RunConfig) -> dict[str, Any]:
     """The config as plain data for the run directory: functions become their name and a hash of their source."""
+
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            entries = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.name.startswith("_")}
+            entries = {
+                f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.name.startswith("_")
+            }
             return {"class": f"{type(value).__module__}:{type(value).__qualname__}", **entries}
         if isinstance(value, dict):
             return {str(key): plain(item) for key, item in value.items()}

@@ -85,8 +85,13 @@ class Controller:
 
     @classmethod
     async def launch(
-        cls, config: RunConfig, *, progress: Progress | None = None, hf_weights: Path | None = None,
-        hosts: Hosts | None = None, backend: Literal["actors", "local"] = "actors",
+        cls,
+        config: RunConfig,
+        *,
+        progress: Progress | None = None,
+        hf_weights: Path | None = None,
+        hosts: Hosts | None = None,
+        backend: Literal["actors", "local"] = "actors",
     ) -> Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
@@ -124,8 +129,12 @@ class Controller:
         config = self.config
         model_dir = self.run_dir.path / "model"
         write_model_dir(
-            model_dir, resolve_shape(config.model), assets_dir(config.model), eos=self.tokenizer.eos_token_id,
-            pad=self._pad_token_id)
+            model_dir,
+            resolve_shape(config.model),
+            assets_dir(config.model),
+            eos=self.tokenizer.eos_token_id,
+            pad=self._pad_token_id,
+        )
         if hf_weights is not None:
             self.generator = await start_generators(config, self.launcher, model_dir)
             await self.generator.load_hf(str(hf_weights))
@@ -145,7 +154,9 @@ class Controller:
     def role(self, name: str) -> TrainingClient:
         """The client of a role. Raises ValueError when the run has none."""
         if name not in self.roles:
-            raise ValueError(f"role={name!r}: is not configured (this run has {', '.join(self.roles)}); set roles.{name}")
+            raise ValueError(
+                f"role={name!r}: is not configured (this run has {', '.join(self.roles)}); set roles.{name}"
+            )
         return self.roles[name]
 
     @property
@@ -184,7 +195,8 @@ class Controller:
             for step in range(config.num_steps):
                 start = time.perf_counter()
                 data = demonstration_datums(
-                    await self.demonstrations(source.next(config.batch_size), family), self.config.algorithm)
+                    await self.demonstrations(source.next(config.batch_size), family), self.config.algorithm
+                )
                 lr = config.lr * lr_factor(config.schedule, step, config.num_steps)
                 forward_backward = self.trainer.forward_backward(data, cross_entropy, temperature=1.0)
                 optim_step = self.trainer.optim_step(OptimParams(lr=lr, betas=config.betas))
@@ -192,11 +204,19 @@ class Controller:
                 optim, step_s = await timed(optim_step, start)
                 self._account(optim)
                 self.phase_step = step + 1
-                self.run_dir.log_metrics({
-                    "step": step + 1, "phase": "supervised", "loss/mean": output.loss,
-                    "optim/grad_norm": optim.grad_norm, "optim/lr": optim.lr,
-                    "tokens/trained_per_s": output.num_tokens / step_s, "time/step_s": step_s,
-                    "time/forward_backward_s": forward_backward_s, "time/optim_s": step_s - forward_backward_s})
+                self.run_dir.log_metrics(
+                    {
+                        "step": step + 1,
+                        "phase": "supervised",
+                        "loss/mean": output.loss,
+                        "optim/grad_norm": optim.grad_norm,
+                        "optim/lr": optim.lr,
+                        "tokens/trained_per_s": output.num_tokens / step_s,
+                        "time/step_s": step_s,
+                        "time/forward_backward_s": forward_backward_s,
+                        "time/optim_s": step_s - forward_backward_s,
+                    }
+                )
                 bar.advance(text=f"loss {output.loss:.3f}")
         await self.trainer.reset_optimizer()
         await self.publish()
@@ -221,7 +241,11 @@ class Controller:
                     await self.refresh_reference()
                 if self._passed(config.algorithm.refresh_teacher_every, first):
                     await self.set_teacher(self.policy_version)
-                line |= {"time/step_s": time.perf_counter() - start, "time/generate_s": generate_s, "time/sync_s": sync_s}
+                line |= {
+                    "time/step_s": time.perf_counter() - start,
+                    "time/generate_s": generate_s,
+                    "time/sync_s": sync_s,
+                }
                 line["tokens/trained_per_s"] = line["tokens/trained"] / line["time/step_s"]
                 line["tokens/generated_per_s"] = line["tokens/generated"] / generate_s
                 self.run_dir.log_metrics(line)
@@ -265,8 +289,9 @@ class Controller:
     async def set_teacher(self, version: int) -> None:
         """This policy version scores for self-distillation from now on, and is kept for as long."""
         if self.versions is None:
-            raise RuntimeError("self-distillation: these generators hold one set of weights and no versions; launch without "
-                               "hf_weights")
+            raise RuntimeError(
+                "self-distillation: these generators hold one set of weights and no versions; launch without hf_weights"
+            )
         self.versions.pin(version, "teacher")
         previous, self.teacher_version = self.teacher_version, version
         if previous is not None:
@@ -274,11 +299,16 @@ class Controller:
 
     async def next_batch(self) -> Batch:
         """Rollouts of the next tasks that pass `algorithm.filters`; when none does RuntimeError, after a checkpoint."""
+
         async def roll_out(num_tasks: int, first: int, counts: Counter) -> list[RolloutGroup]:
             return await self.rollouts(self.source.next(num_tasks), first=first, counts=counts)
 
-        batch = await fill_batch(roll_out, self.config.algorithm, max_tokens=self.config.sampling.max_tokens,
-                                 oldest_version=self.policy_version)
+        batch = await fill_batch(
+            roll_out,
+            self.config.algorithm,
+            max_tokens=self.config.sampling.max_tokens,
+            oldest_version=self.policy_version,
+        )
         if batch.stalled:
             self.run_dir.log_rollouts(self.step, "reinforcement", batch.left_out)
             await self.save_checkpoint()
@@ -296,10 +326,21 @@ class Controller:
             await self.set_teacher(self.policy_version)
         policy.for_training, policy.teacher_version = True, self.teacher_version
         play, learn = (workflow.workflow, workflow.learn) if isinstance(workflow, SelfDistill) else (workflow, None)
-        played = await asyncio.gather(*(
-            run_group(play, task, policy, config.algorithm.group_size, group_id=f"{self.step}/{i}",
-                      seed=config.seed, reward=self.family, reward_timeout_s=config.controller.reward_timeout_s)
-            for i, task in enumerate(tasks, start=first)))
+        played = await asyncio.gather(
+            *(
+                run_group(
+                    play,
+                    task,
+                    policy,
+                    config.algorithm.group_size,
+                    group_id=f"{self.step}/{i}",
+                    seed=config.seed,
+                    reward=self.family,
+                    reward_timeout_s=config.controller.reward_timeout_s,
+                )
+                for i, task in enumerate(tasks, start=first)
+            )
+        )
         if learn is not None:
             await asyncio.gather(*(learn(rollout, policy) for group in played for rollout in group.rollouts))
         if (after_rewards := config.algorithm.after_rewards) is not None:
@@ -312,25 +353,38 @@ class Controller:
         if num_tasks is None:
             num_tasks = config.test_tasks if split == "test" else config.eval_tasks
         eval_set = EvalSetConfig(
-            split=split, num_tasks=num_tasks, num_samples=pass_at_k, pass_at_k=pass_at_k,
-            temperature=self.config.algorithm.temperature)
+            split=split,
+            num_tasks=num_tasks,
+            num_samples=pass_at_k,
+            pass_at_k=pass_at_k,
+            temperature=self.config.algorithm.temperature,
+        )
         return await self._evaluate(self.family, self.family.name, eval_set, label=f"eval/{self.step}")
 
     async def evaluate_sets(self) -> dict[str, Evaluation]:
         """The evaluations of `controller.eval_sets`, by name; logged."""
         return {
             name: await self._evaluate(self.eval_families[name], name, eval_set, label=f"eval/{self.step}/{name}")
-            for name, eval_set in self.config.controller.eval_sets.items()}
+            for name, eval_set in self.config.controller.eval_sets.items()
+        }
 
     async def _evaluate(self, family, name: str, eval_set: EvalSetConfig, *, label: str) -> Evaluation:
         start = time.perf_counter()
         shown = f"{name} " if name in self.eval_families else ""
         with self.progress.waiting(f"evaluating on {shown}{eval_set.split} tasks"):
             result = await evaluate(
-                self.policy, family, eval_set, name=name, label=label, seed=self.config.seed,
-                config=self.config.controller, workflow=self.workflow(family))
-        self.run_dir.log_metrics({
-            "step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start})
+                self.policy,
+                family,
+                eval_set,
+                name=name,
+                label=label,
+                seed=self.config.seed,
+                config=self.config.controller,
+                workflow=self.workflow(family),
+            )
+        self.run_dir.log_metrics(
+            {"step": self.step, "phase": "evaluation", **result.metrics(), "time/step_s": time.perf_counter() - start}
+        )
         self.progress.line(f"step {self.step}: {shown}{result.summary()}")
         return result
 
@@ -347,16 +401,27 @@ class Controller:
         """The newest policy, with this run's tokenizer and limits."""
         sampling = self.config.sampling
         return Policy(
-            sampler=self.generator, tokenizer=self.tokenizer, temperature=temperature, max_tokens=sampling.max_tokens,
-            max_prompt_tokens=sampling.max_prompt_tokens, stop_token_ids=sampling.stop_token_ids, stop=sampling.stop)
+            sampler=self.generator,
+            tokenizer=self.tokenizer,
+            temperature=temperature,
+            max_tokens=sampling.max_tokens,
+            max_prompt_tokens=sampling.max_prompt_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            stop=sampling.stop,
+        )
 
     def workflow(self, family: TaskFamily) -> Callable:
         """How a family's tasks are played in this run."""
         config, sampling = self.config, self.config.sampling
-        return config.algorithm.workflow or workflow_of(family, Limits(
-            max_turns=sampling.max_turns, timeout_s=sampling.rollout_timeout_s,
-            max_tokens=sampling.max_rollout_tokens or sampling.max_prompt_tokens + sampling.max_tokens,
-            step_timeout_s=config.controller.reward_timeout_s))
+        return config.algorithm.workflow or workflow_of(
+            family,
+            Limits(
+                max_turns=sampling.max_turns,
+                timeout_s=sampling.rollout_timeout_s,
+                max_tokens=sampling.max_rollout_tokens or sampling.max_prompt_tokens + sampling.max_tokens,
+                step_timeout_s=config.controller.reward_timeout_s,
+            ),
+        )
 
     def optim_params(self, role: str = "policy") -> OptimParams:
         """Optimizer parameters of the current step: the role's peak learning rate times the schedule's factor."""
@@ -365,7 +430,8 @@ class Controller:
         return OptimParams(lr=trainer.optimizer.lr * factor, betas=trainer.optimizer.betas)
 
     async def demonstrations(
-        self, tasks: list[Task], family: TaskFamily | None = None) -> list[tuple[list[int], list[int]]]:
+        self, tasks: list[Task], family: TaskFamily | None = None
+    ) -> list[tuple[list[int], list[int]]]:
         """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. ValueError without one."""
         policy, workflow = self.policy(1.0), self.workflow(family or self.family)
         pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
@@ -380,14 +446,23 @@ class Controller:
             if "critic" in self.roles:
                 await self.roles["critic"].save_checkpoint(path / "critic")
             await self.trainer.save_hf_model(
-                checkpoint.hf_dir(path), eos=self.tokenizer.eos_token_id, pad=self._pad_token_id)
+                checkpoint.hf_dir(path), eos=self.tokenizer.eos_token_id, pad=self._pad_token_id
+            )
             if self.config.trainer.lora is not None:
                 await self.trainer.save_adapter(checkpoint.adapter_dir(path))
             if self.teacher_version is not None:
                 await self.versions.save(self.teacher_version, checkpoint.teacher_file(path))
-            checkpoint.write_state(path, {
-                "step": self.step, "phase": self.phase, "policy_version": self.policy_version,
-                "teacher_version": self.teacher_version, "source": self.source.state_dict(), "seed": self.config.seed})
+            checkpoint.write_state(
+                path,
+                {
+                    "step": self.step,
+                    "phase": self.phase,
+                    "policy_version": self.policy_version,
+                    "teacher_version": self.teacher_version,
+                    "source": self.source.state_dict(),
+                    "seed": self.config.seed,
+                },
+            )
         return path
 
     @property
@@ -401,7 +476,8 @@ class Controller:
         if skipped >= self.config.controller.max_skipped_steps:
             raise RuntimeError(
                 f"optim/grad_norm={optim.grad_norm}: {skipped} optimizer steps of the {role} in a row were skipped; "
-                "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts")
+                "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts"
+            )
 
 
 def _default_dir(name: str) -> str:

@@ -37,7 +37,9 @@ def report() -> int:
     shared = shutil.disk_usage("/dev/shm")
     print(f"/dev/shm    {shared.total / 2**30:.1f} GiB, {shared.free / 2**30:.1f} free")
     if shared.free < 2**28:
-        problems.append(f"/dev/shm={shared.free / 2**20:.0f} MiB free: vLLM needs some; in a container raise --shm-size")
+        problems.append(
+            f"/dev/shm={shared.free / 2**20:.0f} MiB free: vLLM needs some; in a container raise --shm-size"
+        )
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             print(f"device      {torch.cuda.get_device_name(index)}")
@@ -45,9 +47,11 @@ def report() -> int:
         print("device      cpu (this is a CUDA build of torch, but no GPU answers)")
     else:
         print("device      cpu")
-    print(f"backends    {platform.distributed_backend()} between ranks, "
-          f"{platform.attention_backend('bfloat16')} attention in bfloat16 training, "
-          "vLLM in the generator, shared memory for weights on one host")
+    print(
+        f"backends    {platform.distributed_backend()} between ranks, "
+        f"{platform.attention_backend('bfloat16')} attention in bfloat16 training, "
+        "vLLM in the generator, shared memory for weights on one host"
+    )
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
     if not problems:

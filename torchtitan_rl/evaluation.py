@@ -42,8 +42,12 @@ class Evaluation:
     """Of each task: over its samples where there are some, else of the greedy completion."""
 
     def metrics(self) -> dict:
-        line = {"eval/name": self.name, "eval/split": self.split, "eval/accuracy": self.accuracy,
-                "eval/num_tasks": self.num_tasks}
+        line = {
+            "eval/name": self.name,
+            "eval/split": self.split,
+            "eval/accuracy": self.accuracy,
+            "eval/num_tasks": self.num_tasks,
+        }
         if self.num_samples:
             line[f"eval/avg_at_{self.num_samples}"] = self.avg_at_n
         if self.k:
@@ -69,15 +73,23 @@ def eval_families(config: RunConfig, family: TaskFamily) -> dict[str, TaskFamily
     for name, eval_set in config.controller.eval_sets.items():
         if name == family.name:
             raise ValueError(
-                f"controller.eval_sets.{name}: is the name of the run's own evaluations in the metrics; use another")
+                f"controller.eval_sets.{name}: is the name of the run's own evaluations in the metrics; use another"
+            )
         families[name] = family if eval_set.task is None else eval_set.task.build()
         source_of(families[name], eval_set.split, config.seed)  # refuses an empty split now, not in the run
     return families
 
 
 async def evaluate(
-    policy: Callable[[float], Policy], family: TaskFamily, eval_set: EvalSetConfig, *, name: str, label: str, seed: int,
-    config: ControllerConfig, workflow: Callable = single_turn,
+    policy: Callable[[float], Policy],
+    family: TaskFamily,
+    eval_set: EvalSetConfig,
+    *,
+    name: str,
+    label: str,
+    seed: int,
+    config: ControllerConfig,
+    workflow: Callable = single_turn,
 ) -> Evaluation:
     """Attempts the set's tasks, which are of `family`, greedily and then `num_samples` times each.
 
@@ -90,9 +102,22 @@ async def evaluate(
     tasks = [family.task(split, i) for i in range(num_tasks)]
 
     async def num_correct(n: int, at: float) -> list[int]:
-        groups = await asyncio.gather(*(
-            run_group(workflow, task, policy(at), n, group_id=f"{label}/{task.id}", seed=seed, reward=family,
-                      reward_timeout_s=config.reward_timeout_s, first_only=True) for task in tasks))
+        groups = await asyncio.gather(
+            *(
+                run_group(
+                    workflow,
+                    task,
+                    policy(at),
+                    n,
+                    group_id=f"{label}/{task.id}",
+                    seed=seed,
+                    reward=family,
+                    reward_timeout_s=config.reward_timeout_s,
+                    first_only=True,
+                )
+                for task in tasks
+            )
+        )
         for group in groups:
             fill_rewards(group)  # a workflow of the user's own may have rewarded turns only
         return [sum(reward >= config.correct_reward for reward in group.rewards) for group in groups]
@@ -112,5 +137,6 @@ async def evaluate(
         result.intervals[f"pass_at_{pass_at_k}"] = metrics.mean_interval(chances)
     result.pass_rates = [
         PassRate(split=split, index=i, num_samples=n, num_correct=count, prompt_hash=prompt_hash(task))
-        for i, (task, count) in enumerate(zip(tasks, counts, strict=True))]
+        for i, (task, count) in enumerate(zip(tasks, counts, strict=True))
+    ]
     return result

@@ -62,20 +62,25 @@ class Launcher:
         return len(self._hosts_used) <= 1
 
     async def start_trainer(
-        self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None,
+        self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
     ) -> RoleMesh:
         """A trainer mesh whose ranks hold their models, on GPUs of its own or on those of the role `share_with`."""
-        place = self._devices.take(MeshSize(
-            role=role, num_ranks=config.num_ranks, num_hosts=config.num_hosts, share_with=share_with))
+        place = self._devices.take(
+            MeshSize(role=role, num_ranks=config.num_ranks, num_hosts=config.num_hosts, share_with=share_with)
+        )
         procs = await self._spawn(role, config.num_ranks, place)
         await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
         actors = procs.spawn(role, PolicyTrainer, config, model, role, seed, self.log_dir, self.store_name)
         return await self._set_up(
-            role, actors, place, num_ranks=config.num_ranks,
-            tensor_parallel_size=config.parallelism.tensor_parallel_degree)
+            role,
+            actors,
+            place,
+            num_ranks=config.num_ranks,
+            tensor_parallel_size=config.parallelism.tensor_parallel_degree,
+        )
 
     async def start_generator(
-        self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None,
+        self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None
     ) -> RoleMesh:
         """One generator replica whose engine is ready; it holds no weights yet. Replicas go round the hosts."""
         ranks = config.tensor_parallel_degree
@@ -84,7 +89,8 @@ class Launcher:
         if ranks > 1:
             await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
         actors = procs.spawn(
-            role, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name, share_with is not None)
+            role, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name, share_with is not None
+        )
         return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)
 
     async def start_store(self) -> None:
@@ -104,7 +110,8 @@ class Launcher:
             first, *rest = place.hosts
             mesh = mesh.slice(hosts=slice(first, rest[-1] + 1) if rest else first)
         procs = mesh.spawn_procs(
-            per_host={"gpus": num_ranks // len(place.hosts)}, name=role.replace("-", "_"), bootstrap=bootstrap)
+            per_host={"gpus": num_ranks // len(place.hosts)}, name=role.replace("-", "_"), bootstrap=bootstrap
+        )
         self._meshes.append(procs)
         await self._in_time(procs.initialized, f"{role}: process start")
         return procs
@@ -128,8 +135,14 @@ class Launcher:
             per_host = num_ranks // len(place.hosts)
             addresses = [self.hosts.hosts[index].address for index in place.hosts for _ in range(per_host)]
         mesh = RoleMesh(
-            role, actors, num_ranks=num_ranks, tensor_parallel_size=tensor_parallel_size, timeout_s=self.call_timeout_s,
-            hosts=addresses, lost_hosts=self.hosts.lost)
+            role,
+            actors,
+            num_ranks=num_ranks,
+            tensor_parallel_size=tensor_parallel_size,
+            timeout_s=self.call_timeout_s,
+            hosts=addresses,
+            lost_hosts=self.hosts.lost,
+        )
         pids = await mesh.call_each("where", timeout_s=self.start_timeout_s)
         if not self.hosts.attached:
             self.pids += pids
@@ -151,7 +164,8 @@ class Launcher:
             stops = [self.store.stop()] if self.store is not None else []
             results = await asyncio.gather(*stops, return_exceptions=True)
             results += await asyncio.gather(
-                *(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True)
+                *(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True
+            )
             if self.hosts.attached:  # their workers stay, free for the next run
                 results += await asyncio.gather(_awaited(self.hosts.mesh.stop()), return_exceptions=True)
             for error in results:  # a mesh that has failed, or never quite started, cannot be stopped in order
@@ -161,8 +175,11 @@ class Launcher:
         try:
             await asyncio.wait_for(stop_all(), timeout_s)
         except TimeoutError:
-            logger.warning("meshes did not stop within %g s; %s", timeout_s, "end the workers of their hosts"
-                           if self.hosts.attached else "killing their processes")
+            logger.warning(
+                "meshes did not stop within %g s; %s",
+                timeout_s,
+                "end the workers of their hosts" if self.hosts.attached else "killing their processes",
+            )
         self._meshes.clear()
         self.kill()
 

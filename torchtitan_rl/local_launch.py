@@ -45,7 +45,7 @@ class LocalLauncher:
     """One part starts at a time: they seed and draw from the process's random state."""
 
     async def start_trainer(
-        self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None,
+        self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
     ) -> LocalMesh:
         """A rank that holds its model; all roles are in the one process group."""
         async with self._starting:
@@ -58,7 +58,7 @@ class LocalLauncher:
         return LocalMesh(role, rank, timeout_s=self.call_timeout_s, in_order=True)
 
     async def start_generator(
-        self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None,
+        self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None
     ) -> LocalMesh:
         """An engine, ready, on a thread of its own; it holds no weights yet."""
         async with self._starting:
@@ -88,8 +88,10 @@ class LocalLauncher:
         if self._joined:
             return
         if dist.is_initialized():
-            raise RuntimeError("backend='local': this process has a torch.distributed process group already; close the "
-                               "other local run first, or use a process of its own")
+            raise RuntimeError(
+                "backend='local': this process has a torch.distributed process group already; close the "
+                "other local run first, or use a process of its own"
+            )
         setup_logs("local", 0, 1, self.log_dir)
         self._num_threads = platform.set_threads(num_threads)
         dist.init_process_group(platform.distributed_backend(), store=dist.HashStore(), rank=0, world_size=1)

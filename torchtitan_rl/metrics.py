@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "StepMetrics", "of_batch", "summary", "mean_std",
-           "mean_interval", "pass_at_k"]
+__all__ = [
+    "SUPERVISED",
+    "REINFORCEMENT",
+    "EVALUATION",
+    "StepMetrics",
+    "of_batch",
+    "summary",
+    "mean_std",
+    "mean_interval",
+    "pass_at_k",
+]
 
 SUPERVISED = (
     "loss/mean",  # loss per trained token
@@ -120,7 +129,9 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
     oldest = min(version for completion in completions for version in completion.policy_versions)
     reward_mean, reward_std = mean_std(rewards)
     line = {
-        "phase": "reinforcement", "reward/mean": reward_mean, "reward/std": reward_std,
+        "phase": "reinforcement",
+        "reward/mean": reward_mean,
+        "reward/std": reward_std,
         "reward/zero_std_frac": mean(len(set(group.rewards)) == 1 for group in groups),
         "policy/lag_max": policy_version - oldest,
         "completion/length_mean": mean(len(c.tokens) for c in completions),
@@ -143,9 +154,11 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
 
 def summary(line: dict, num_steps: int) -> str:
     """A step in a line for people."""
-    return (f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
-            f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
-            f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s")
+    return (
+        f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
+        f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
+        f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
+    )
 
 
 def mean_std(values: Iterable[float]) -> tuple[float, float]:

@@ -9,9 +9,22 @@ from typing import Literal
 
 import torch
 
-__all__ = ["device_type", "local_device", "distributed_backend", "attention_backend", "can_sleep", "has_float8",
-           "grouped_mm_multiple", "missing_grouped_mm", "prepare_vllm", "adapt_torchtitan", "adapt_parallel_model",
-           "set_threads", "num_cores", "to_device"]
+__all__ = [
+    "device_type",
+    "local_device",
+    "distributed_backend",
+    "attention_backend",
+    "can_sleep",
+    "has_float8",
+    "grouped_mm_multiple",
+    "missing_grouped_mm",
+    "prepare_vllm",
+    "adapt_torchtitan",
+    "adapt_parallel_model",
+    "set_threads",
+    "num_cores",
+    "to_device",
+]
 
 # Asking whether there is a GPU must not start the driver: it would fix the visible devices before a process has its own.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -69,8 +82,10 @@ def missing_grouped_mm(dtype: str) -> str:
         capability = torch.cuda.get_device_capability()
         if capability >= (8, 0):
             return ""
-        return ("experts need torch's grouped matrix product, and "
-                f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, less than 8.0")
+        return (
+            "experts need torch's grouped matrix product, and "
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, less than 8.0"
+        )
     size = grouped_mm_multiple(dtype)
     rows = torch.ones(3, size, dtype=getattr(torch, dtype), requires_grad=True)
     weight = torch.ones(2, size, size, dtype=getattr(torch, dtype), requires_grad=True)
@@ -79,8 +94,10 @@ def missing_grouped_mm(dtype: str) -> str:
         out.square().sum().backward()
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        return ("experts need torch's grouped matrix product, "
-                f"which torch {torch.__version__} refuses on this CPU ({reason})")
+        return (
+            "experts need torch's grouped matrix product, "
+            f"which torch {torch.__version__} refuses on this CPU ({reason})"
+        )
     return ""
 
 

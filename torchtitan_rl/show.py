@@ -15,8 +15,13 @@ def _num_adapter_parameters(lora: LoRAConfig, shape: Qwen3Shape) -> int:
     """rank x (in + out) of each layer that has an adapter; query, key and value are one layer."""
     heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     ffn = shape.dim + shape.hidden_dim
-    in_and_out = {"qkv_proj": shape.dim + heads + 2 * kv_heads, "o_proj": heads + shape.dim,
-                  "gate_proj": ffn, "up_proj": ffn, "down_proj": ffn}
+    in_and_out = {
+        "qkv_proj": shape.dim + heads + 2 * kv_heads,
+        "o_proj": heads + shape.dim,
+        "gate_proj": ffn,
+        "up_proj": ffn,
+        "down_proj": ffn,
+    }
     return shape.n_layers * lora.rank * sum(in_and_out[target] for target in set(lora.target_modules))
 
 
@@ -61,5 +66,7 @@ def show(config: RunConfig) -> None:
         print(f"adapters: {_num_adapter_parameters(config.trainer.lora, shape):,} parameters, which alone train")
     for name, size in memory_estimate(config, shape).items():
         print(f"memory, {name}: about {size / 2**30:.2f} GiB")
-    print(f"processes: {config.trainer.num_ranks} trainer, "
-          f"{config.generator.num_replicas} x {config.generator.tensor_parallel_degree} generator, 1 store, 1 controller")
+    print(
+        f"processes: {config.trainer.num_ranks} trainer, "
+        f"{config.generator.num_replicas} x {config.generator.tensor_parallel_degree} generator, 1 store, 1 controller"
+    )

@@ -73,16 +73,28 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
             pending.cancel()
     roles = {
         role: TrainingClient(
-            meshes[role][0], max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
-            max_datum_tokens=trainer.training.seq_len, temperature=config.algorithm.temperature,
-            vocab_size=resolve_shape(model).vocab_size, placement=placement)
+            meshes[role][0],
+            max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+            max_datum_tokens=trainer.training.seq_len,
+            temperature=config.algorithm.temperature,
+            vocab_size=resolve_shape(model).vocab_size,
+            placement=placement,
+        )
         for role, (trainer, model) in wanted.items()
     }
     versions = PolicyVersions(
-        roles["policy"], launcher.store, config.weight_sync, getattr(torch, config.generator.dtype),
-        one_host=launcher.one_host)
-    return Stack(roles=roles, versions=versions, placement=placement,
-                 generator=_sampling_client(config, meshes["generator"], versions, placement))
+        roles["policy"],
+        launcher.store,
+        config.weight_sync,
+        getattr(torch, config.generator.dtype),
+        one_host=launcher.one_host,
+    )
+    return Stack(
+        roles=roles,
+        versions=versions,
+        placement=placement,
+        generator=_sampling_client(config, meshes["generator"], versions, placement),
+    )
 
 
 async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> SamplingClient:
@@ -94,15 +106,21 @@ async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher
 def _generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path, share_with: str | None) -> list:
     return [
         launcher.start_generator(
-            config.generator, model_dir, role=f"generator-{i}", seed=config.seed, share_with=share_with)
+            config.generator, model_dir, role=f"generator-{i}", seed=config.seed, share_with=share_with
+        )
         for i in range(config.generator.num_replicas)
     ]
 
 
 def _sampling_client(config: RunConfig, meshes, versions, placement: Placement) -> SamplingClient:
     return SamplingClient(
-        list(meshes), versions, max_model_len=config.generator.max_model_len,
-        timeout_s=config.controller.sample_timeout_s, verify=config.weight_sync.verify, placement=placement)
+        list(meshes),
+        versions,
+        max_model_len=config.generator.max_model_len,
+        timeout_s=config.controller.sample_timeout_s,
+        verify=config.weight_sync.verify,
+        placement=placement,
+    )
 
 
 def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generators_only: bool) -> Hosts | None:
@@ -114,12 +132,16 @@ def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generator
     if backend != "local":
         raise ValueError(f"backend={backend!r}: is not known; use 'actors' or 'local'")
     if hosts is not None:
-        raise ValueError(f"backend='local': is this process alone, and {len(hosts.hosts)} hosts are attached; leave one "
-                         "of them out")
+        raise ValueError(
+            f"backend='local': is this process alone, and {len(hosts.hosts)} hosts are attached; leave one of them out"
+        )
     check_local(config, generators_only=generators_only)
     here = local_host()
-    check_fits(config, [Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])],
-               generators_only=generators_only)
+    check_fits(
+        config,
+        [Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])],
+        generators_only=generators_only,
+    )
     return None
 
 

@@ -9,9 +9,7 @@ from collections.abc import Awaitable, Callable
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.datums import to_datums, with_gae, with_inputs
-from torchtitan_rl.algorithm.distill import (
-    teacher_request, with_distillation, with_teacher, without_distillation,
-)
+from torchtitan_rl.algorithm.distill import teacher_request, with_distillation, with_teacher, without_distillation
 from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup
@@ -20,7 +18,7 @@ __all__ = ["scored", "step_on", "timed"]
 
 
 async def scored(
-    groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig, *, oldest_version: int,
+    groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig, *, oldest_version: int
 ) -> list[Datum]:
     """Training data of judged groups, with what reference, teacher and critic say of them. Their forwards overlap.
 
@@ -30,8 +28,11 @@ async def scored(
     data = to_datums(groups, config, oldest_version=oldest_version)
     if not data:
         raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
-    waits = {role: client.forward(data, **(teacher_request(config.distill) if role == "teacher" else {}))
-             for role, client in roles.items() if role != "policy" or config.recompute_logprobs_per_batch}
+    waits = {
+        role: client.forward(data, **(teacher_request(config.distill) if role == "teacher" else {}))
+        for role, client in roles.items()
+        if role != "policy" or config.recompute_logprobs_per_batch
+    }
     outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
     if "policy" in outputs:
         data = with_inputs(data, old_logprobs=outputs["policy"].policy_logprobs)
@@ -40,8 +41,12 @@ async def scored(
     if "critic" in outputs:
         rewards = [reward for group in groups for reward in group.rewards]
         data = with_gae(
-            data, [rewards[datum.rollout] for datum in data], outputs["critic"].values, config,
-            keep_groups={index for index, group in enumerate(groups) if group.precomputed})
+            data,
+            [rewards[datum.rollout] for datum in data],
+            outputs["critic"].values,
+            config,
+            keep_groups={index for index, group in enumerate(groups) if group.precomputed},
+        )
     if config.distill is not None:
         data = with_teacher(data, outputs["teacher"], config.distill)
     taught = config.distill is not None and not config.distill.rewards
@@ -52,8 +57,11 @@ async def scored(
 
 
 async def step_on(
-    minibatch: list[Datum], roles: dict[str, TrainingClient], config: AlgorithmConfig,
-    optim_params: Callable[[str], OptimParams], line: metrics.StepMetrics,
+    minibatch: list[Datum],
+    roles: dict[str, TrainingClient],
+    config: AlgorithmConfig,
+    optim_params: Callable[[str], OptimParams],
+    line: metrics.StepMetrics,
 ) -> dict[str, OptimStepOutput]:
     """One optimizer step of the policy, and of the critic where there is one. Returns both by role; fills `line`."""
     policy = roles["policy"]
@@ -68,7 +76,8 @@ async def step_on(
     forward_backward = policy.forward_backward(with_distillation(minibatch), policy_objective(config))
     optim_step = policy.optim_step(optim_params("policy"))
     (output, forward_backward_s), (optim, step_s), *others = await asyncio.gather(
-        timed(forward_backward, start), timed(optim_step, start), *steps.values())
+        timed(forward_backward, start), timed(optim_step, start), *steps.values()
+    )
     line.add(output, optim)
     line.mean("time/forward_backward_s", forward_backward_s)
     line.mean("time/optim_s", step_s - forward_backward_s)
@@ -76,12 +85,16 @@ async def step_on(
 
 
 def _critic_step(
-    minibatch: list[Datum], critic: TrainingClient, config: AlgorithmConfig, params: OptimParams,
+    minibatch: list[Datum],
+    critic: TrainingClient,
+    config: AlgorithmConfig,
+    params: OptimParams,
     line: metrics.StepMetrics,
 ) -> Awaitable[OptimStepOutput]:
     """Submits the critic's step; awaiting it gathers its metrics."""
     forward_backward = critic.forward_backward(
-        without_distillation(minibatch), config.critic_loss_fn, loss_config=config.critic_loss_config)
+        without_distillation(minibatch), config.critic_loss_fn, loss_config=config.critic_loss_config
+    )
     optim_step = critic.optim_step(params)
 
     async def gather() -> OptimStepOutput:

@@ -14,8 +14,21 @@ from typing import Any
 import torch
 
 __all__ = [
-    "Task", "SamplingParams", "Request", "Completion", "Turn", "Rollout", "RolloutGroup",
-    "Datum", "LossInputs", "LossFunction", "Microbatch", "Accumulated", "OptimParams", "ForwardBackwardOutput", "OptimStepOutput",
+    "Task",
+    "SamplingParams",
+    "Request",
+    "Completion",
+    "Turn",
+    "Rollout",
+    "RolloutGroup",
+    "Datum",
+    "LossInputs",
+    "LossFunction",
+    "Microbatch",
+    "Accumulated",
+    "OptimParams",
+    "ForwardBackwardOutput",
+    "OptimStepOutput",
 ]
 
 
@@ -180,12 +193,16 @@ class Datum:
                 )
         for name, tensor in {"target_tokens": self.target_tokens, **self.loss_inputs}.items():
             if tensor.dim() > (1 if name == "loss_mask" else 2) or 0 in tensor.shape:
-                raise ValueError(f"datum.{name}: has shape {tuple(tensor.shape)}; give "
-                                 + ("(T,)" if name == "loss_mask" else "(T,) or (T, n)"))
+                raise ValueError(
+                    f"datum.{name}: has shape {tuple(tensor.shape)}; give "
+                    + ("(T,)" if name == "loss_mask" else "(T,) or (T, n)")
+                )
         weights = self.loss_inputs.get("weights", self.target_tokens)
         if weights.dim() == 2 and weights.shape != self.target_tokens.shape:
-            raise ValueError(f"datum.weights: has shape {tuple(weights.shape)} where target_tokens has "
-                             f"{tuple(self.target_tokens.shape)}; give one per token, or one per target")
+            raise ValueError(
+                f"datum.weights: has shape {tuple(weights.shape)} where target_tokens has "
+                f"{tuple(self.target_tokens.shape)}; give one per token, or one per target"
+            )
         for name, tensor in self.loss_inputs.items():
             if not torch.isfinite(tensor).all():
                 raise ValueError(

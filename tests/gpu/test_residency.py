@@ -27,14 +27,22 @@ def rank(tmp_path_factory):
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(free.getsockname()[1]))
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1])
+        )
     dist.init_process_group("nccl")
     config = TrainerConfig()
     config.training.mixed_precision_param = "bfloat16"
     shape = Qwen3Shape(vocab_size=4096, dim=768, n_layers=12, n_heads=12, n_kv_heads=4, head_dim=64, hidden_dim=2048)
-    yield TrainerRank(config, ModelConfig(assets="chars", shape=shape), "policy", 0, torch.device("cuda", 0), MemoryStore(),
-                      str(tmp_path_factory.mktemp("dump")))
+    yield TrainerRank(
+        config,
+        ModelConfig(assets="chars", shape=shape),
+        "policy",
+        0,
+        torch.device("cuda", 0),
+        MemoryStore(),
+        str(tmp_path_factory.mktemp("dump")),
+    )
     dist.destroy_process_group()
 
 

@@ -23,10 +23,18 @@ def random_datums(num: int, *, seed: int = 0, min_len: int = 2, max_len: int = 1
     for length, mask in zip(lengths, masks):
         tokens = torch.randint(3, 60, (length + 1,), generator=generator)
         advantage = torch.randn((), generator=generator)
-        datums.append(Datum(
-            tokens=tokens[:-1], target_tokens=tokens[1:],
-            loss_inputs={"loss_mask": mask, "weights": mask / total, "advantages": mask * advantage,
-                         "sampling_logprobs": mask * (torch.randn(length, generator=generator) * 0.1 - 4.1)}))
+        datums.append(
+            Datum(
+                tokens=tokens[:-1],
+                target_tokens=tokens[1:],
+                loss_inputs={
+                    "loss_mask": mask,
+                    "weights": mask / total,
+                    "advantages": mask * advantage,
+                    "sampling_logprobs": mask * (torch.randn(length, generator=generator) * 0.1 - 4.1),
+                },
+            )
+        )
     return datums
 
 
@@ -36,10 +44,17 @@ def distillation_datums(num: int, *, seed: int, dim: int, num_targets: int = 3, 
     for datum in random_datums(num, seed=seed, **lengths):
         length, mask_T = len(datum), datum.loss_inputs["loss_mask"]
         shares_TK = torch.rand(length, num_targets, generator=generator)
-        made.append(Datum(
-            tokens=datum.tokens, target_tokens=torch.rand(length, 60, generator=generator).argsort(1)[:, :num_targets],
-            loss_inputs={"loss_mask": mask_T, "weights": shares_TK * datum.loss_inputs["weights"][:, None],
-                         "teacher_hidden": torch.randn(length, dim, generator=generator)}))
+        made.append(
+            Datum(
+                tokens=datum.tokens,
+                target_tokens=torch.rand(length, 60, generator=generator).argsort(1)[:, :num_targets],
+                loss_inputs={
+                    "loss_mask": mask_T,
+                    "weights": shares_TK * datum.loss_inputs["weights"][:, None],
+                    "teacher_hidden": torch.randn(length, dim, generator=generator),
+                },
+            )
+        )
     return made
 
 

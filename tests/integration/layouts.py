@@ -14,8 +14,12 @@ from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
 from torchtitan_rl.types import Datum, OptimParams
 
 # 67 rows of vocabulary do not divide by two: TP ranks hold 34 and 33.
-MODEL = ModelConfig(assets="chars", shape=Qwen3Shape(
-    vocab_size=67, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=96, max_seq_len=64))
+MODEL = ModelConfig(
+    assets="chars",
+    shape=Qwen3Shape(
+        vocab_size=67, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=96, max_seq_len=64
+    ),
+)
 
 
 def trainer_config(dp: int = 1, tp: int = 1, replicate: int = 1, **changes) -> TrainerConfig:
@@ -64,8 +68,13 @@ def started(loop, config, **how):
 
 def client(mesh, max_tokens: int = 10**6) -> TrainingClient:
     """A client is only a way to call a mesh; one for each microbatch budget costs nothing."""
-    return TrainingClient(mesh, max_tokens_per_microbatch=max_tokens, max_datum_tokens=64, temperature=1.0,
-                          vocab_size=MODEL.shape.vocab_size)
+    return TrainingClient(
+        mesh,
+        max_tokens_per_microbatch=max_tokens,
+        max_datum_tokens=64,
+        temperature=1.0,
+        vocab_size=MODEL.shape.vocab_size,
+    )
 
 
 def recorded_batches(num: int, num_datums: int = 12, max_len: int = 20) -> list[list[Datum]]:

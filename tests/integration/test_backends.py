@@ -125,8 +125,10 @@ def test_the_likeliest_tokens_are_the_trainers_and_the_prompts_own_is_left_out(l
             await running.generator.score_top(SEQUENCE, 65)
         with pytest.raises(ValueError, match="top_k=0: must be at least 1; use score for the tokens that are there"):
             await running.generator.score_top(SEQUENCE, 0)
-        return (await asyncio.gather(*asked, running.generator.score(SEQUENCE)),
-                await running.trainer.forward([datum], temperature=1.0, top_k=64))
+        return (
+            await asyncio.gather(*asked, running.generator.score(SEQUENCE)),
+            await running.trainer.forward([datum], temperature=1.0, top_k=64),
+        )
 
     (*tops, own), output = loop.run_until_complete(run())
     (tokens_TK,), (logprobs_TK,) = output.top_tokens, output.top_logprobs
@@ -147,8 +149,9 @@ def test_a_pinned_version_can_be_sampled_and_scored_until_it_is_released(loop, r
         await _step(running, seed=3)
         new = await running.publish()
         as_new = await running.generator.score(SEQUENCE)
-        scores = await asyncio.gather(*(
-            running.generator.score(SEQUENCE, policy_version=version) for version in (old, None, new)))
+        scores = await asyncio.gather(
+            *(running.generator.score(SEQUENCE, policy_version=version) for version in (old, None, new))
+        )
         sampled = await running.generator.sample(PROMPT, SamplingParams(max_tokens=4, seed=0), policy_version=old)
         await running.generator.score(SEQUENCE)  # back to the newest
         stored = await running.launcher.store.versions()
@@ -179,8 +182,9 @@ def test_tokens_sampled_across_a_pull_carry_both_versions(loop, running):
 
 def test_the_same_requests_give_the_same_tokens_and_bits(loop, running):
     async def sample():
-        return await asyncio.gather(*(
-            running.generator.sample(PROMPT[: 2 + i % 4], SamplingParams(max_tokens=8, seed=i)) for i in range(24)))
+        return await asyncio.gather(
+            *(running.generator.sample(PROMPT[: 2 + i % 4], SamplingParams(max_tokens=8, seed=i)) for i in range(24))
+        )
 
     first, second = loop.run_until_complete(sample()), loop.run_until_complete(sample())
     assert [(c.tokens, c.logprobs) for c in first] == [(c.tokens, c.logprobs) for c in second]

@@ -30,8 +30,22 @@ def runs(tmp_path_factory):
     for backend in ("actors", "local"):
         paths[backend], processes[backend] = tmp_path_factory.mktemp(backend) / "run", set()
         process = subprocess.Popen(
-            [*COMMAND, "train", QUICKSTART, *SHORT, "--quiet", "--backend", backend,
-             "--output-dir", str(paths[backend])], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            [
+                *COMMAND,
+                "train",
+                QUICKSTART,
+                *SHORT,
+                "--quiet",
+                "--backend",
+                backend,
+                "--output-dir",
+                str(paths[backend]),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         end = time.monotonic() + 150
         while process.poll() is None:
             assert time.monotonic() < end
@@ -52,7 +66,8 @@ def test_every_number_that_no_clock_measured_is_equal(runs):
 def test_so_is_every_rollout(runs):
     for step in (1, 2):
         actors, local = (
-            (runs[0][backend] / "rollouts" / f"step-{step:06d}.jsonl").read_text() for backend in ("actors", "local"))
+            (runs[0][backend] / "rollouts" / f"step-{step:06d}.jsonl").read_text() for backend in ("actors", "local")
+        )
         assert len(actors.splitlines()) == 16 and actors == local
 
 
@@ -89,9 +104,25 @@ def config():
 """)
     commands = "p len(inputs.weights) > 0, threading.current_thread() is threading.main_thread()\nc\n"
     result = subprocess.run(
-        [sys.executable, "-m", "torchtitan_rl.cli", "train", str(config), *SHORT, "--quiet", "--backend", "local",
-         "--output-dir", str(tmp_path / "run")],
-        input=commands * 2, capture_output=True, text=True, timeout=150, cwd=ROOT)
+        [
+            sys.executable,
+            "-m",
+            "torchtitan_rl.cli",
+            "train",
+            str(config),
+            *SHORT,
+            "--quiet",
+            "--backend",
+            "local",
+            "--output-dir",
+            str(tmp_path / "run"),
+        ],
+        input=commands * 2,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=ROOT,
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("(True, True)") == 2
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 2
@@ -123,7 +154,8 @@ def test_generators_alone_serve_a_checkpoint_locally(loop, tmp_path):
             path, trained = await controller.save_checkpoint(), await controller.generator.score(tokens)
         weights = checkpoint.hf_weights(path)
         async with await Controller.launch(
-                small_config(tmp_path / "eval"), hf_weights=weights, backend="local") as controller:
+            small_config(tmp_path / "eval"), hf_weights=weights, backend="local"
+        ) as controller:
             return drawn, trained, await controller.generator.score(tokens)
 
     drawn, trained, loaded = loop.run_until_complete(scores())
@@ -133,8 +165,12 @@ def test_generators_alone_serve_a_checkpoint_locally(loop, tmp_path):
 def test_ctrl_c_ends_a_local_run(tmp_path):
     path = tmp_path / "run"
     process = subprocess.Popen(
-        [*COMMAND, "train", QUICKSTART, "--quiet", "--backend", "local", "--output-dir", str(path)], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        [*COMMAND, "train", QUICKSTART, "--quiet", "--backend", "local", "--output-dir", str(path)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     end = time.monotonic() + 120
     while not (path / "metrics.jsonl").exists() or len(lines(path)) < 3:
         assert time.monotonic() < end and process.poll() is None

@@ -53,7 +53,8 @@ def test_without_settings_a_line_has_no_filter_and_no_grouping_in_it(loop, contr
     line = one_batch(loop, controller)
     assert not [name for name in line if name.startswith("filter/")]
     assert {record["group_id"] for record in records(controller, controller.step)} == {
-        f"{controller.step - 1}/{i}" for i in range(4)}
+        f"{controller.step - 1}/{i}" for i in range(4)
+    }
 
 
 def test_the_grouping_hook_is_honoured(loop, controller):
@@ -68,8 +69,9 @@ def test_the_grouping_hook_is_honoured(loop, controller):
     held = records(controller, controller.step)
     assert {record["group_id"] for record in held} == {"everyone"}
     # GRPO by hand: a quarter of the rewards is 1, so their mean is 1/4 and their standard deviation sqrt(3)/4.
-    assert [record["advantage"] for record in held] == pytest.approx([
-        (record["reward"] - 0.25) / (math.sqrt(3) / 4) for record in held])
+    assert [record["advantage"] for record in held] == pytest.approx(
+        [(record["reward"] - 0.25) / (math.sqrt(3) / 4) for record in held]
+    )
 
 
 def test_precomputed_advantages_reach_the_trainer_and_nan_does_not(loop, controller, caplog):
@@ -111,7 +113,10 @@ def test_a_run_with_nothing_to_train_on_ends_with_an_explanation(loop, controlle
     step, version = controller.step, controller.policy_version
     filters = FilterConfig(zero_variance=True, max_stalled_rounds=2)
     message = r"2 rounds with 8 groups left nothing to train on \(.*; rewards from 0.5 to 0.5\)"
-    with algorithm(controller, filters=filters), rewards(controller, lambda task, completions: [0.5] * len(completions)):
+    with (
+        algorithm(controller, filters=filters),
+        rewards(controller, lambda task, completions: [0.5] * len(completions)),
+    ):
         with pytest.raises(RuntimeError, match=message):
             one_batch(loop, controller)
     assert (controller.step, controller.policy_version) == (step, version)

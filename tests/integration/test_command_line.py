@@ -17,9 +17,24 @@ ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "torchtitan_rl.cli"]
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
 SHORT = [
-    "--supervised.num-steps", "2", "--supervised.batch-size", "8", "--algorithm.tasks-per-step", "4",
-    "--algorithm.group-size", "4", "--controller.num-steps", "2", "--controller.eval-every", "1",
-    "--controller.eval-tasks", "8", "--controller.test-tasks", "8", "--controller.pass-at-k", "2",
+    "--supervised.num-steps",
+    "2",
+    "--supervised.batch-size",
+    "8",
+    "--algorithm.tasks-per-step",
+    "4",
+    "--algorithm.group-size",
+    "4",
+    "--controller.num-steps",
+    "2",
+    "--controller.eval-every",
+    "1",
+    "--controller.eval-tasks",
+    "8",
+    "--controller.test-tasks",
+    "8",
+    "--controller.pass-at-k",
+    "2",
 ]
 
 
@@ -31,8 +46,10 @@ def left_behind(before: set[str]) -> list[str]:
     """Segments in shared memory that were not there, and processes of ours without a parent."""
     segments = sorted(set(os.listdir("/dev/shm")) - before)
     orphans = [
-        " ".join(p.info["cmdline"] or [])[:80] for p in psutil.process_iter(["cmdline", "ppid"])
-        if p.info["ppid"] == 1 and "monarch" in " ".join(p.info["cmdline"] or [])]
+        " ".join(p.info["cmdline"] or [])[:80]
+        for p in psutil.process_iter(["cmdline", "ppid"])
+        if p.info["ppid"] == 1 and "monarch" in " ".join(p.info["cmdline"] or [])
+    ]
     return segments + orphans
 
 
@@ -64,8 +81,11 @@ def lines(path: Path) -> list[dict]:
 def test_a_run_leaves_the_files_it_promises(short_runs):
     path = short_runs[0]
     records = lines(path)
-    for phase, names in (("supervised", metrics.SUPERVISED), ("reinforcement", metrics.REINFORCEMENT),
-                         ("evaluation", metrics.EVALUATION)):
+    for phase, names in (
+        ("supervised", metrics.SUPERVISED),
+        ("reinforcement", metrics.REINFORCEMENT),
+        ("evaluation", metrics.EVALUATION),
+    ):
         found = [record for record in records if record["phase"] == phase]
         assert found and all(set(names) <= record.keys() for record in found), phase
     config = json.loads((path / "config.json").read_text())
@@ -82,7 +102,9 @@ def test_a_run_leaves_the_files_it_promises(short_runs):
 
 def test_the_same_seed_gives_the_same_bytes(short_runs):
     columns = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/")
-    first, second = ([{k: repr(v) for k, v in r.items() if k.startswith(columns)} for r in lines(p)] for p in short_runs)
+    first, second = (
+        [{k: repr(v) for k, v in r.items() if k.startswith(columns)} for r in lines(p)] for p in short_runs
+    )
     assert first == second
 
 
@@ -98,7 +120,7 @@ def test_a_checkpoint_evaluates_and_samples(short_runs, tmp_path):
 
 def mistake(result: subprocess.CompletedProcess, *expected: str) -> None:
     """A short message that names what is wrong, and no traceback."""
-    message = result.stderr[result.stderr.index("error: "):]
+    message = result.stderr[result.stderr.index("error: ") :]
     assert result.returncode == 1
     assert "Traceback" not in result.stderr + result.stdout
     assert len(message.strip().splitlines()) <= 3
@@ -106,17 +128,26 @@ def mistake(result: subprocess.CompletedProcess, *expected: str) -> None:
         assert text in message, message
 
 
-@pytest.mark.parametrize("arguments, expected", [
-    (["train", "configs/quickstrat.py"], ["config='configs/quickstrat.py'", "did you mean configs/quickstart.py?"]),
-    (["train", QUICKSTART, "--trainer.optimiser.lr", "1"], ["--trainer.optimiser.lr=1", "did you mean --trainer.optimizer.lr?"]),
-    (["train", QUICKSTART, "--seed", "abc"], ["--seed=abc", "int"]),
-    (["train", QUICKSTART, "--generator.tensor-parallel-degree", "3"], ["generator.tensor_parallel_degree=3", "n_heads=4"]),
-    (["eval", QUICKSTART, "--checkpoint", "nowhere"], ["checkpoint='nowhere'", "no such directory"]),
-    (["train", QUICKSTART, "--model.shape.vocab-size", "32"], ["vocab_size=32", "64 tokens"]),
-    (["train", QUICKSTART, "--task.num-validation", "0"], ["task.validation: 0 tasks"]),
-    (["train", QUICKSTART, "--sampling.max-tokens", "60"], ["trainer.training.seq_len=64", "76"]),
-    (["train", QUICKSTART, "--output-dir", "/proc/nowhere"], ["output_dir='/proc/nowhere'", "cannot be written"]),
-])
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["train", "configs/quickstrat.py"], ["config='configs/quickstrat.py'", "did you mean configs/quickstart.py?"]),
+        (
+            ["train", QUICKSTART, "--trainer.optimiser.lr", "1"],
+            ["--trainer.optimiser.lr=1", "did you mean --trainer.optimizer.lr?"],
+        ),
+        (["train", QUICKSTART, "--seed", "abc"], ["--seed=abc", "int"]),
+        (
+            ["train", QUICKSTART, "--generator.tensor-parallel-degree", "3"],
+            ["generator.tensor_parallel_degree=3", "n_heads=4"],
+        ),
+        (["eval", QUICKSTART, "--checkpoint", "nowhere"], ["checkpoint='nowhere'", "no such directory"]),
+        (["train", QUICKSTART, "--model.shape.vocab-size", "32"], ["vocab_size=32", "64 tokens"]),
+        (["train", QUICKSTART, "--task.num-validation", "0"], ["task.validation: 0 tasks"]),
+        (["train", QUICKSTART, "--sampling.max-tokens", "60"], ["trainer.training.seq_len=64", "76"]),
+        (["train", QUICKSTART, "--output-dir", "/proc/nowhere"], ["output_dir='/proc/nowhere'", "cannot be written"]),
+    ],
+)
 def test_mistakes_are_refused_before_anything_starts(arguments, expected):
     mistake(run(*arguments, timeout=60), *expected)
 
@@ -147,11 +178,14 @@ def config():
 """
 
 
-@pytest.mark.parametrize("body, expected", [
-    ("raise KeyError('boom')", "raised KeyError: 'boom'"),
-    ("time.sleep(1000)", "gave no answer"),
-    ("return [float('nan')] * len(completions)", "returned nan"),
-])  # None, infinity and wrong counts: tests/unit/tasks/test_family.py
+@pytest.mark.parametrize(
+    "body, expected",
+    [
+        ("raise KeyError('boom')", "raised KeyError: 'boom'"),
+        ("time.sleep(1000)", "gave no answer"),
+        ("return [float('nan')] * len(completions)", "returned nan"),
+    ],
+)  # None, infinity and wrong counts: tests/unit/tasks/test_family.py
 def test_a_bad_reward_function_ends_the_run_with_its_name(tmp_path, body, expected):
     file = tmp_path / "bad.py"
     file.write_text(BAD_REWARD.format(configs=str(ROOT / "configs"), body=body))
@@ -160,15 +194,30 @@ def test_a_bad_reward_function_ends_the_run_with_its_name(tmp_path, body, expect
 
 
 def test_a_prompt_longer_than_its_limit_is_refused(tmp_path):
-    result = run("train", QUICKSTART, *SHORT, "--sampling.max-prompt-tokens", "5", "--output-dir", str(tmp_path / "run"))
+    result = run(
+        "train", QUICKSTART, *SHORT, "--sampling.max-prompt-tokens", "5", "--output-dir", str(tmp_path / "run")
+    )
     mistake(result, "sampling.max_prompt_tokens=5", "its prompt has")
 
 
 @pytest.mark.parametrize("generator_tp", ["1", "2"])
 def test_ctrl_c_ends_a_run_within_five_seconds_and_says_where(tmp_path, generator_tp):
     process = subprocess.Popen(
-        [*COMMAND, "train", QUICKSTART, "--output-dir", str(tmp_path / "run"), "--generator.tensor-parallel-degree", generator_tp],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT)
+        [
+            *COMMAND,
+            "train",
+            QUICKSTART,
+            "--output-dir",
+            str(tmp_path / "run"),
+            "--generator.tensor-parallel-degree",
+            generator_tp,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=ROOT,
+    )
     metrics_file = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 100
     while not (metrics_file.exists() and metrics_file.stat().st_size) and time.monotonic() < deadline:
@@ -188,7 +237,8 @@ def test_dry_run_and_show_need_neither_vllm_nor_monarch():
         script = (
             "import sys; from torchtitan_rl.cli import main; "
             f"code = main(['train', 'configs/{config}', '--dry-run']) or main(['show', 'configs/{config}']); "
-            "print([m for m in ('vllm', 'monarch') if m in sys.modules]); sys.exit(code)")
+            "print([m for m in ('vllm', 'monarch') if m in sys.modules]); sys.exit(code)"
+        )
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
         assert result.returncode == 0, result.stderr
         assert "valid; nothing was started" in result.stdout and result.stdout.strip().endswith("[]")

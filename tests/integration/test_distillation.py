@@ -37,7 +37,9 @@ def clients(loop, tmp_path_factory):
         "tied": (trainer_config(), model(tie_embeddings=True)),
         "adapted": (trainer_config(lora=LoRAConfig(rank=4, alpha=8)), MODEL),
         "halved": (trainer_config(training__mixed_precision_param="bfloat16"), MODEL),
-        "teacher": (trainer_config(), model(dim=96, n_layers=1)), "critic": (trainer_config(), MODEL)}
+        "teacher": (trainer_config(), model(dim=96, n_layers=1)),
+        "critic": (trainer_config(), MODEL),
+    }
 
     async def start():
         made = {}
@@ -45,7 +47,8 @@ def clients(loop, tmp_path_factory):
             role = name if name in ("teacher", "critic") else "policy"
             mesh = await launcher.start_trainer(config, of, role=role, seed=seed)
             made[name] = TrainingClient(
-                mesh, max_tokens_per_microbatch=30, max_datum_tokens=64, temperature=TEMPERATURE, vocab_size=VOCABULARY)
+                mesh, max_tokens_per_microbatch=30, max_datum_tokens=64, temperature=TEMPERATURE, vocab_size=VOCABULARY
+            )
         return made
 
     made = loop.run_until_complete(start())
@@ -56,9 +59,16 @@ def clients(loop, tmp_path_factory):
 async def distributions(client, data):
     """Log-probabilities of the whole vocabulary, (T, V) in double precision, of all datums end to end."""
     output = await client.forward(data, top_k=VOCABULARY)
-    return torch.cat([
-        torch.zeros(len(datum), VOCABULARY).scatter(1, tokens_TK, logprobs_TK)
-        for datum, tokens_TK, logprobs_TK in zip(data, output.top_tokens, output.top_logprobs)]).double().numpy()
+    return (
+        torch.cat(
+            [
+                torch.zeros(len(datum), VOCABULARY).scatter(1, tokens_TK, logprobs_TK)
+                for datum, tokens_TK, logprobs_TK in zip(data, output.top_tokens, output.top_logprobs)
+            ]
+        )
+        .double()
+        .numpy()
+    )
 
 
 async def taught(teacher, data):
@@ -71,10 +81,13 @@ async def gradient(client):
     return {name: grad for name, grad in gradients.items() if grad is not None}
 
 
-@pytest.mark.parametrize(("policy", "teacher", "tolerance"), [
-    ("tied", "teacher", 1e-4), ("adapted", "tied", 1e-4), ("halved", "teacher", 1e-2)])
+@pytest.mark.parametrize(
+    ("policy", "teacher", "tolerance"),
+    [("tied", "teacher", 1e-4), ("adapted", "tied", 1e-4), ("halved", "teacher", 1e-2)],
+)
 def test_the_kl_is_that_of_the_two_models_distributions_and_training_lowers_it(
-        loop, clients, policy, teacher, tolerance):
+    loop, clients, policy, teacher, tolerance
+):
     (made, versions), data = clients, random_datums(6, seed=1)
     client, teacher = made[policy], made[teacher]
     mask_T = torch.cat([datum.loss_inputs["loss_mask"] for datum in data]).numpy()
@@ -110,10 +123,16 @@ def test_top_k_distillation_is_the_cross_entropy_with_the_teachers_likeliest_tok
     async def run(top_k):
         said = await made["teacher"].forward(data, top_k=top_k)
         targets = [
-            Datum(tokens=datum.tokens, target_tokens=tokens_TK, loss_inputs={
-                "loss_mask": datum.loss_inputs["loss_mask"],
-                "weights": logprobs_TK.exp() * datum.loss_inputs["weights"][:, None]})
-            for datum, tokens_TK, logprobs_TK in zip(data, said.top_tokens, said.top_logprobs)]
+            Datum(
+                tokens=datum.tokens,
+                target_tokens=tokens_TK,
+                loss_inputs={
+                    "loss_mask": datum.loss_inputs["loss_mask"],
+                    "weights": logprobs_TK.exp() * datum.loss_inputs["weights"][:, None],
+                },
+            )
+            for datum, tokens_TK, logprobs_TK in zip(data, said.top_tokens, said.top_logprobs)
+        ]
         output = await made["tied"].forward_backward(targets, cross_entropy)
         assert [row.shape for row in output.policy_logprobs] == [tokens.shape for tokens in said.top_tokens]
         assert output.num_tokens == sum(int(d.loss_inputs["loss_mask"].sum()) for d in data)
@@ -155,8 +174,10 @@ def test_a_teachers_head_is_not_in_checkpoints_and_leaves_the_device_with_the_mo
     client._mesh._worker.model.lm_head.teacher_weight_VD = None  # as it started
     alone, held, gone, first, again = loop.run_until_complete(run())
     assert held - alone == 4 * VOCABULARY * 96 and gone == 0 and first == again != 0
-    saved = [FileSystemReader(str(tmp_path / name / "model")).read_metadata().state_dict_metadata.keys()
-             for name in ("without", "with")]
+    saved = [
+        FileSystemReader(str(tmp_path / name / "model")).read_metadata().state_dict_metadata.keys()
+        for name in ("without", "with")
+    ]
     assert saved[0] == saved[1]
 
 
@@ -165,8 +186,11 @@ def test_what_cannot_be_is_refused(loop, clients):
 
     async def run():
         made["tied"]._mesh._worker.model.lm_head.teacher_weight_VD = None
-        with pytest.raises(RuntimeError, match="policy-0.forward_backward: RuntimeError: teacher_hidden: 96 numbers "
-                                               "per token, but no teacher's head is held; copy the head"):
+        with pytest.raises(
+            RuntimeError,
+            match="policy-0.forward_backward: RuntimeError: teacher_hidden: 96 numbers "
+            "per token, but no teacher's head is held; copy the head",
+        ):
             await made["tied"].forward_backward(await taught(made["teacher"], data), reverse_kl)
         with pytest.raises(RuntimeError, match="ValueError: teacher_kl=None: the data carry no teacher_hidden"):
             await made["tied"].forward_backward(data, reverse_kl)

@@ -41,20 +41,26 @@ def stack(loop, tmp_path_factory):
 
 
 def _sample(controller, **params):
-    return asyncio.gather(*(
-        controller.generator.sample(prompt, SamplingParams(max_tokens=8, seed=i, ignore_eos=True, **params))
-        for i, prompt in enumerate(PROMPTS)), return_exceptions=True)
+    return asyncio.gather(
+        *(
+            controller.generator.sample(prompt, SamplingParams(max_tokens=8, seed=i, ignore_eos=True, **params))
+            for i, prompt in enumerate(PROMPTS)
+        ),
+        return_exceptions=True,
+    )
 
 
 def test_two_replicas_of_two_ranks_side_by_side_give_the_tokens_of_the_whole_model(loop, stack):
     model, _, controller = stack
 
     async def run():
-        requests = [Request(prompt, SamplingParams(max_tokens=8, seed=i, ignore_eos=True))
-                    for i, prompt in enumerate(PROMPTS)]
+        requests = [
+            Request(prompt, SamplingParams(max_tokens=8, seed=i, ignore_eos=True)) for i, prompt in enumerate(PROMPTS)
+        ]
         # At the same time: ranks that shared memory with those of another engine would add up each other's numbers.
-        both = await asyncio.gather(*(
-            replica.mesh.call_rank(0, "sample", requests) for replica in controller.generator._replicas))
+        both = await asyncio.gather(
+            *(replica.mesh.call_rank(0, "sample", requests) for replica in controller.generator._replicas)
+        )
         return both, await _sample(controller), await _sample(controller, temperature=0.0)
 
     (first, second), routed, greedy = loop.run_until_complete(run())
@@ -71,7 +77,7 @@ def test_two_replicas_of_two_ranks_side_by_side_give_the_tokens_of_the_whole_mod
 def _logprobs(model, prompt, tokens):
     """Of every token of the vocabulary at each position of the completion."""
     with torch.no_grad():
-        return model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)[len(prompt) - 1:-1]
+        return model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
 
 
 def test_a_following_ranks_engine_thread_dies_and_the_other_replica_serves_its_requests(loop, stack):

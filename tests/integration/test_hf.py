@@ -16,8 +16,10 @@ def test_a_run_starts_from_the_weights_of_a_directory(loop, controller, tmp_path
         await controller.trainer.save_hf_model(tmp_path / "model", eos=1, pad=0)
         exported, expected = await controller.trainer.parameters(), await controller.trainer.forward(data)
         config = small_config(
-            tmp_path / "run", model=ModelConfig(assets=str(tmp_path / "model"), pretrained=True),
-            trainer__parallelism__data_parallel_shard_degree=2)
+            tmp_path / "run",
+            model=ModelConfig(assets=str(tmp_path / "model"), pretrained=True),
+            trainer__parallelism__data_parallel_shard_degree=2,
+        )
         async with await Controller.launch(config) as other:
             return exported, expected, await other.trainer.parameters(), await other.trainer.forward(data)
 

@@ -19,11 +19,34 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ["bash", str(ROOT / "scripts" / "train_torchrun.sh")]
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
 SHORT = [
-    "--supervised.num-steps", "2", "--supervised.batch-size", "8", "--algorithm.tasks-per-step", "4",
-    "--algorithm.group-size", "4", "--controller.num-steps", "2", "--controller.eval-every", "0",
-    "--controller.eval-tasks", "8", "--controller.test-tasks", "8", "--controller.pass-at-k", "0",
-    "--trainer.num-hosts", "2", "--trainer.parallelism.data-parallel-shard-degree", "2", "--trainer.num-threads", "1",
-    "--generator.num-replicas", "2", "--generator.num-threads", "1",
+    "--supervised.num-steps",
+    "2",
+    "--supervised.batch-size",
+    "8",
+    "--algorithm.tasks-per-step",
+    "4",
+    "--algorithm.group-size",
+    "4",
+    "--controller.num-steps",
+    "2",
+    "--controller.eval-every",
+    "0",
+    "--controller.eval-tasks",
+    "8",
+    "--controller.test-tasks",
+    "8",
+    "--controller.pass-at-k",
+    "0",
+    "--trainer.num-hosts",
+    "2",
+    "--trainer.parallelism.data-parallel-shard-degree",
+    "2",
+    "--trainer.num-threads",
+    "1",
+    "--generator.num-replicas",
+    "2",
+    "--generator.num-threads",
+    "1",
 ]
 ADDRESSES = ["127.0.0.1", "127.0.0.2"]
 
@@ -66,12 +89,23 @@ class Launch:
         self.outputs = [directory / f"host-{rank}.txt" for rank in ranks]
         self.processes = [
             subprocess.Popen(
-                [*SCRIPT, QUICKSTART, *SHORT, "--output-dir", str(directory / "run"), *arguments], cwd=ROOT,
-                stdout=output.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {
-                    "TORCHTITAN_RL_PYTHON": sys.executable, "NNODES": str(num_nodes), "NODE_RANK": str(rank),
-                    "MASTER_PORT": str(port), "TORCHTITAN_RL_HOST_ADDRESS": ADDRESSES[rank], **environment})
-            for rank, output in zip(ranks, self.outputs, strict=True)]
+                [*SCRIPT, QUICKSTART, *SHORT, "--output-dir", str(directory / "run"), *arguments],
+                cwd=ROOT,
+                stdout=output.open("w"),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ
+                | {
+                    "TORCHTITAN_RL_PYTHON": sys.executable,
+                    "NNODES": str(num_nodes),
+                    "NODE_RANK": str(rank),
+                    "MASTER_PORT": str(port),
+                    "TORCHTITAN_RL_HOST_ADDRESS": ADDRESSES[rank],
+                    **environment,
+                },
+            )
+            for rank, output in zip(ranks, self.outputs, strict=True)
+        ]
 
     def wait(self, timeout: float) -> list[int]:
         end = time.monotonic() + timeout
@@ -123,23 +157,31 @@ def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
     _, alive = psutil.wait_procs(processes, timeout=5)
     assert not alive
     assert "greedy accuracy after reinforcement" in run.text(0)
-    assert all((tmp_path / "run" / "logs" / name).exists() for name in (
-        "policy-0.log", "policy-1.log", "generator-0-0.log", "generator-1-0.log"))
+    assert all(
+        (tmp_path / "run" / "logs" / name).exists()
+        for name in ("policy-0.log", "policy-1.log", "generator-0-0.log", "generator-1-0.log")
+    )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["phase"] == "reinforcement"]
     assert len(steps) == 2 and all(line["mismatch/kl"] <= 1e-6 for line in steps)
 
 
-@pytest.mark.parametrize("victim, named", [
-    ("worker", r"error: .*host 127\.0\.0\.2:\d+"),
-    ("everything", r"error: .*host 127\.0\.0\.2:\d+"),
-    ("rank", r"error: policy-1\.\w+ on 127\.0\.0\.2:\d+: its process died"),
-], ids=["worker", "everything", "rank"])
+@pytest.mark.parametrize(
+    "victim, named",
+    [
+        ("worker", r"error: .*host 127\.0\.0\.2:\d+"),
+        ("everything", r"error: .*host 127\.0\.0\.2:\d+"),
+        ("rank", r"error: policy-1\.\w+ on 127\.0\.0\.2:\d+: its process died"),
+    ],
+    ids=["worker", "everything", "rank"],
+)
 def test_what_dies_is_named_with_its_host_within_fifteen_seconds(launch, tmp_path, victim, named):
     run = launch("--supervised.num-steps", "5000")
     run.wait_for_metrics()
     processes = run.descendants()
-    (worker,) = [p for p in processes if "torchtitan_rl.hosts.worker" in p.cmdline() and ADDRESSES[1] in p.cmdline()[-1]]
+    (worker,) = [
+        p for p in processes if "torchtitan_rl.hosts.worker" in p.cmdline() and ADDRESSES[1] in p.cmdline()[-1]
+    ]
     start = time.monotonic()
     if victim == "worker":
         worker.kill()
@@ -170,38 +212,72 @@ def test_more_hosts_than_the_launch_has_are_refused_with_the_numbers(launch):
     assert "error: trainer.num_hosts=3 (policy): the launch has 1 host (127.0.0.1:" in run.text()
 
 
-@pytest.mark.parametrize("arguments, expected", [
-    (["--trainer.num-hosts", "2"], "trainer.num_hosts=2 (policy): the launch has 1 host (this host)"),
-    (["--trainer.num-hosts", "2", "--hosts", "tcp://10.0.0.1:1,tcp://10.0.0.2:1"],
-     "trainer.num_hosts=2 (policy): does not divide the mesh's 1 ranks"),
-    (["--generator.num-replicas", "1000"], "generator ranks on this host, whose"),
-    (["--trainer.num-threads", "1000"], "trainer.num_threads=1000: this host has"),
-])
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--trainer.num-hosts", "2"], "trainer.num_hosts=2 (policy): the launch has 1 host (this host)"),
+        (
+            ["--trainer.num-hosts", "2", "--hosts", "tcp://10.0.0.1:1,tcp://10.0.0.2:1"],
+            "trainer.num_hosts=2 (policy): does not divide the mesh's 1 ranks",
+        ),
+        (["--generator.num-replicas", "1000"], "generator ranks on this host, whose"),
+        (["--trainer.num-threads", "1000"], "trainer.num_threads=1000: this host has"),
+    ],
+)
 def test_a_dry_run_refuses_what_does_not_fit(arguments, expected):
     result = subprocess.run(
-        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--dry-run", *arguments], cwd=ROOT,
-        capture_output=True, text=True, timeout=120)
+        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--dry-run", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 1 and expected in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize("hosts, expected", [
-    ("10.0.0.1:5", "hosts='10.0.0.1:5': is not the address of a worker"),
-    ("tcp://127.0.0.1:1,tcp://127.0.0.1:1", "a worker is named twice"),
-])
+@pytest.mark.parametrize(
+    "hosts, expected",
+    [
+        ("10.0.0.1:5", "hosts='10.0.0.1:5': is not the address of a worker"),
+        ("tcp://127.0.0.1:1,tcp://127.0.0.1:1", "a worker is named twice"),
+    ],
+)
 def test_addresses_of_another_form_are_refused(hosts, expected):
     result = subprocess.run(
-        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--hosts", hosts], cwd=ROOT,
-        capture_output=True, text=True, timeout=120)
+        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--hosts", hosts],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 1 and expected in result.stderr, result.stderr
 
 
 def test_a_slurm_job_is_printed_and_not_submitted(tmp_path):
     result = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "train_job.sh"), "slurm", QUICKSTART, "--num-hosts", "2",
-         "--gpus-per-host", "4", "--time-limit", "01:00:00", "--dry-run", "--trainer.num-hosts", "2",
-         "--trainer.parallelism.data-parallel-shard-degree", "2"],
-        cwd=tmp_path, env=os.environ | {"TORCHTITAN_RL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=120)
+        [
+            "bash",
+            str(ROOT / "scripts" / "train_job.sh"),
+            "slurm",
+            QUICKSTART,
+            "--num-hosts",
+            "2",
+            "--gpus-per-host",
+            "4",
+            "--time-limit",
+            "01:00:00",
+            "--dry-run",
+            "--trainer.num-hosts",
+            "2",
+            "--trainer.parallelism.data-parallel-shard-degree",
+            "2",
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"TORCHTITAN_RL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stderr
     for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=01:00:00"):
         assert line in result.stdout.splitlines()

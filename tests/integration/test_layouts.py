@@ -37,19 +37,27 @@ async def _two_steps(config):
             await controller.trainer.optim_step(OptimParams(lr=1e-3))
         await controller.publish()
         output = await controller.trainer.forward(data)
-        scored = await asyncio.gather(*(
-            controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in data))
-        sampled = await asyncio.gather(*(
-            controller.generator.sample(prompt, SamplingParams(max_tokens=5 + i, seed=i))
-            for i, prompt in enumerate(PROMPTS)))
+        scored = await asyncio.gather(
+            *(controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in data)
+        )
+        sampled = await asyncio.gather(
+            *(
+                controller.generator.sample(prompt, SamplingParams(max_tokens=5 + i, seed=i))
+                for i, prompt in enumerate(PROMPTS)
+            )
+        )
         again = await controller.trainer.forward([_as_datum(p, c) for p, c in zip(PROMPTS, sampled)])
         best = (await controller.trainer.forward(data, top_k=3)).top_logprobs
-        tops = await asyncio.gather(*(
-            controller.generator.score_top([*d.tokens.tolist(), int(d.target_tokens[-1])], 3) for d in data))
-        both = (torch.cat([torch.tensor(c.logprobs) for c in sampled]
-                          + [logprobs_TK.flatten() for _, logprobs_TK in tops]),
-                torch.cat([row[-len(c.tokens):] for row, c in zip(again.policy_logprobs, sampled)]
-                          + [logprobs_TK.flatten() for logprobs_TK in best]))
+        tops = await asyncio.gather(
+            *(controller.generator.score_top([*d.tokens.tolist(), int(d.target_tokens[-1])], 3) for d in data)
+        )
+        both = (
+            torch.cat([torch.tensor(c.logprobs) for c in sampled] + [logprobs_TK.flatten() for _, logprobs_TK in tops]),
+            torch.cat(
+                [row[-len(c.tokens) :] for row, c in zip(again.policy_logprobs, sampled)]
+                + [logprobs_TK.flatten() for logprobs_TK in best]
+            ),
+        )
         return torch.cat(output.policy_logprobs), torch.cat([torch.tensor(s) for s in scored]), sampled, both
 
 
@@ -61,8 +69,11 @@ def reference(loop, tmp_path_factory):
 @pytest.mark.parametrize("dp, tp", [(2, 1), (1, 2)])
 def test_two_steps_give_the_log_probabilities_of_one_rank(loop, reference, tmp_path, dp, tp):
     config = small_config(
-        tmp_path / "run", generator__tensor_parallel_degree=2, trainer__parallelism__tensor_parallel_degree=tp,
-        trainer__parallelism__data_parallel_shard_degree=dp)
+        tmp_path / "run",
+        generator__tensor_parallel_degree=2,
+        trainer__parallelism__tensor_parallel_degree=tp,
+        trainer__parallelism__data_parallel_shard_degree=dp,
+    )
     trained, scored, sampled, both = loop.run_until_complete(_two_steps(config))
     expected_trained, expected_scored, expected_sampled, _ = reference
     assert (trained - expected_trained).abs().max() <= 1e-4
@@ -86,6 +97,7 @@ def test_generator_and_trainer_agree_in_float32(reference):
 
 def test_a_bfloat16_generator_stays_near_the_trainer(loop, tmp_path):
     trained, scored, _, both = loop.run_until_complete(
-        _two_steps(small_config(tmp_path / "run", generator__dtype="bfloat16")))
+        _two_steps(small_config(tmp_path / "run", generator__dtype="bfloat16"))
+    )
     for largest, kl in (_mismatch(scored, trained), _mismatch(*both)):
         assert 1e-4 < largest < 0.1 and kl <= 1e-3, (largest, kl)

@@ -35,8 +35,9 @@ async def logprobs(controller):
     """The trainer's, and after a publication the generator's, of the same tokens."""
     await controller.publish()
     output = await controller.trainer.forward(DATA)
-    scored = await asyncio.gather(*(
-        controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in DATA))
+    scored = await asyncio.gather(
+        *(controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in DATA)
+    )
     return torch.cat(output.policy_logprobs), torch.cat([torch.tensor(s) for s in scored])
 
 
@@ -59,8 +60,14 @@ def trained(loop, tmp_path_factory):
         gradients = [await step(controller) for _ in range(2)]
         after = await controller.trainer.parameters()
         return SimpleNamespace(
-            controller=controller, before=before, after=after, gradients=gradients[1], directory=directory,
-            logprobs=await logprobs(controller), checkpoint=await controller.save_checkpoint())
+            controller=controller,
+            before=before,
+            after=after,
+            gradients=gradients[1],
+            directory=directory,
+            logprobs=await logprobs(controller),
+            checkpoint=await controller.save_checkpoint(),
+        )
 
     trained = loop.run_until_complete(start())
     yield trained
@@ -154,8 +161,10 @@ def test_another_layout_continues_from_the_checkpoint(loop, trained, tmp_path, d
     from torchtitan_rl.controller import Controller
 
     config = lora_config(
-        tmp_path / "run", trainer__parallelism__data_parallel_shard_degree=dp,
-        trainer__parallelism__tensor_parallel_degree=tp)
+        tmp_path / "run",
+        trainer__parallelism__data_parallel_shard_degree=dp,
+        trainer__parallelism__tensor_parallel_degree=tp,
+    )
     if dp == 2:  # the base from a directory instead of from the seed: the same weights
         config.model = ModelConfig(assets=str(trained.directory / "base"), pretrained=True)
     else:

@@ -16,8 +16,15 @@ from torchtitan_rl.types import OptimParams
 DATA = random_datums(7)
 
 
-def moe_config(output_dir: Path, *, dp: int = 1, tp: int = 1, ep: int = 1, generator_tp: int = 1,
-               activation_checkpoint: str = "none") -> RunConfig:
+def moe_config(
+    output_dir: Path,
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    generator_tp: int = 1,
+    activation_checkpoint: str = "none",
+) -> RunConfig:
     """configs/moe_debug.py with a smaller model, a load-balancing bias, and this layout."""
     config = load_config(str(ROOT / "configs" / "moe_debug.py"))
     config.output_dir = str(output_dir)
@@ -50,8 +57,9 @@ async def _train(config: RunConfig, export: Path | None = None) -> dict:
 
 async def _score(controller) -> dict:
     output = await controller.trainer.forward(DATA)
-    scored = await asyncio.gather(*(
-        controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in DATA))
+    scored = await asyncio.gather(
+        *(controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in DATA)
+    )
     return {"trained": torch.cat(output.policy_logprobs), "scored": torch.cat([torch.tensor(s) for s in scored])}
 
 
@@ -80,8 +88,11 @@ def test_the_load_balancing_bias_moves_once_per_step(expert_parallel):
         assert torch.allclose(steps_E, steps_E.round(), atol=1e-4) and steps_E.max() <= 2.0001
 
 
-@pytest.mark.parametrize("layout", [{"generator_tp": 2}, {"tp": 2, "activation_checkpoint": "full"}],
-                         ids=["one rank", "tensor-parallel experts, recomputed"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"generator_tp": 2}, {"tp": 2, "activation_checkpoint": "full"}],
+    ids=["one rank", "tensor-parallel experts, recomputed"],
+)
 def test_other_layouts_give_the_gradients_of_expert_parallelism(loop, expert_parallel, layout, tmp_path):
     result = loop.run_until_complete(_train(moe_config(tmp_path / "run", **layout)))
     gradients, expected = result["gradients"], expert_parallel["gradients"]

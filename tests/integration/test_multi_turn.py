@@ -48,10 +48,13 @@ def test_the_calculator(tmp_path, monkeypatch):
                 text = tokenizer.decode(before.completion.tokens)
                 grown = before.prompt_tokens + before.completion.tokens
                 assert text.endswith("]"), "only a call is answered"
-                assert after.prompt_tokens[:len(grown)] == grown
-                assert tokenizer.decode(after.prompt_tokens[len(grown):]).endswith(";")
-            sampled += [(token, logprob) for turn in rollout.turns
-                        for token, logprob in zip(turn.completion.tokens, turn.completion.logprobs)]
+                assert after.prompt_tokens[: len(grown)] == grown
+                assert tokenizer.decode(after.prompt_tokens[len(grown) :]).endswith(";")
+            sampled += [
+                (token, logprob)
+                for turn in rollout.turns
+                for token, logprob in zip(turn.completion.tokens, turn.completion.logprobs)
+            ]
             assert rollout.reward == pytest.approx(sum(turn.reward for turn in rollout.turns))
         for datum in data:
             inputs = datum.loss_inputs

@@ -20,8 +20,12 @@ from torchtitan_rl.types import OptimParams
 
 EVERYTHING = 10**6
 LAYOUTS = {
-    "dp2": dict(dp=2), "tp2": dict(tp=2), "dp2-tp2": dict(dp=2, tp=2), "replicate2": dict(replicate=2),
-    "replicate2-dp2": dict(replicate=2, dp=2), "selective": dict(activation_checkpoint="selective"),
+    "dp2": dict(dp=2),
+    "tp2": dict(tp=2),
+    "dp2-tp2": dict(dp=2, tp=2),
+    "replicate2": dict(replicate=2),
+    "replicate2-dp2": dict(replicate=2, dp=2),
+    "selective": dict(activation_checkpoint="selective"),
     "full": dict(activation_checkpoint="full"),
 }
 DISTILLED = ["dp2", "tp2", "dp2-tp2"]
@@ -67,7 +71,8 @@ def check_gradient(loop, mesh, one_mesh, data, seed, budget, num_calls, loss_fn)
     calls = [order[start::num_calls] for start in range(min(num_calls, len(data)))]
     rows, expected = loop.run_until_complete(gradient(client(one_mesh), [data], loss_fn))
     got_rows, got = loop.run_until_complete(
-        gradient(client(mesh, budget), [[data[i] for i in call] for call in calls], loss_fn))
+        gradient(client(mesh, budget), [[data[i] for i in call] for call in calls], loss_fn)
+    )
     assert expected.norm() > 0
     assert relative_l2(got, expected) <= 1e-5
     for index, row in zip([i for call in calls for i in call], got_rows, strict=True):
@@ -75,14 +80,20 @@ def check_gradient(loop, mesh, one_mesh, data, seed, budget, num_calls, loss_fn)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(num=st.integers(1, 9), max_len=st.integers(1, 20), seed=st.integers(0, 2**32),
-       budget=st.one_of(st.just(1), st.integers(2, 60), st.just(EVERYTHING)), num_calls=st.integers(1, 4),
-       loss_fn=st.sampled_from([importance_sampling, ppo]))
+@given(
+    num=st.integers(1, 9),
+    max_len=st.integers(1, 20),
+    seed=st.integers(0, 2**32),
+    budget=st.one_of(st.just(1), st.integers(2, 60), st.just(EVERYTHING)),
+    num_calls=st.integers(1, 4),
+    loss_fn=st.sampled_from([importance_sampling, ppo]),
+)
 @example(num=1, max_len=1, seed=0, budget=1, num_calls=1, loss_fn=ppo)  # fewer datums than ranks, one odd token
 @example(num=7, max_len=15, seed=1, budget=1, num_calls=1, loss_fn=importance_sampling)  # a microbatch each
 @example(num=7, max_len=15, seed=2, budget=EVERYTHING, num_calls=7, loss_fn=importance_sampling)  # a call each
 def test_a_gradient_is_that_of_one_rank_and_one_microbatch(
-        loop, laid_out, one_rank, num, max_len, seed, budget, num_calls, loss_fn):
+    loop, laid_out, one_rank, num, max_len, seed, budget, num_calls, loss_fn
+):
     data = random_datums(num, seed=seed, min_len=1, max_len=max_len)
     check_gradient(loop, laid_out, one_rank[0], data, seed, budget, num_calls, loss_fn)
 
@@ -94,14 +105,21 @@ def reverse_kl_by_the_mask(inputs):
 
 @pytest.mark.parametrize("laid_out", DISTILLED, indirect=True)
 @settings(max_examples=4, deadline=None, derandomize=True)
-@given(num=st.integers(1, 9), max_len=st.integers(1, 20), seed=st.integers(0, 2**32), num_targets=st.integers(1, 5),
-       budget=st.one_of(st.just(1), st.integers(2, 60)), num_calls=st.integers(1, 4),
-       loss_fn=st.sampled_from([cross_entropy, reverse_kl_by_the_mask]))
+@given(
+    num=st.integers(1, 9),
+    max_len=st.integers(1, 20),
+    seed=st.integers(0, 2**32),
+    num_targets=st.integers(1, 5),
+    budget=st.one_of(st.just(1), st.integers(2, 60)),
+    num_calls=st.integers(1, 4),
+    loss_fn=st.sampled_from([cross_entropy, reverse_kl_by_the_mask]),
+)
 @example(num=1, max_len=1, seed=0, num_targets=1, budget=1, num_calls=1, loss_fn=reverse_kl_by_the_mask)
 @example(num=7, max_len=15, seed=1, num_targets=3, budget=1, num_calls=2, loss_fn=reverse_kl_by_the_mask)
 @example(num=7, max_len=15, seed=2, num_targets=3, budget=EVERYTHING, num_calls=1, loss_fn=cross_entropy)
 def test_a_gradient_of_distillation_is_that_of_one_rank_and_one_microbatch(
-        loop, laid_out, one_rank, num, max_len, seed, num_targets, budget, num_calls, loss_fn):
+    loop, laid_out, one_rank, num, max_len, seed, num_targets, budget, num_calls, loss_fn
+):
     data = distillation_datums(num, seed=seed, dim=64, num_targets=num_targets, min_len=1, max_len=max_len)
     check_gradient(loop, laid_out, one_rank[0], data, seed, budget, num_calls, loss_fn)
 
@@ -109,10 +127,13 @@ def test_a_gradient_of_distillation_is_that_of_one_rank_and_one_microbatch(
 @pytest.mark.parametrize("laid_out", DISTILLED, indirect=True)
 def test_the_likeliest_tokens_and_hidden_states_are_those_of_one_rank(loop, laid_out, one_rank):
     data = random_datums(7, seed=3)
+
     # 40 of 67 tokens are more than a TP rank has rows, 34 and 33; one rank says all 67.
     async def both():  # in the loop: a call made outside it leaves Monarch's context behind for other tests
-        return (await client(laid_out, 20).forward(data, top_k=40, hidden=True),
-                await client(one_rank[0]).forward(data, top_k=67, hidden=True))
+        return (
+            await client(laid_out, 20).forward(data, top_k=40, hidden=True),
+            await client(one_rank[0]).forward(data, top_k=67, hidden=True),
+        )
 
     here, there = loop.run_until_complete(both())
     for index, datum in enumerate(data):

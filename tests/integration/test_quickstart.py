@@ -23,8 +23,10 @@ def quickstart(path: Path, *arguments: str) -> tuple[float, float]:
     subprocess.run([*SCRIPT, "--output-dir", str(path), *arguments], check=True, timeout=800)
     evaluations = lines(path, "evaluation")
     (test,) = [record for record in evaluations if record["eval/split"] == "test"]
-    print(f"\nwarm start {evaluations[0]['eval/accuracy']:.3f} (pass@8 {evaluations[0]['eval/pass_at_8']:.3f}), "
-          f"test {test['eval/accuracy']:.3f}")
+    print(
+        f"\nwarm start {evaluations[0]['eval/accuracy']:.3f} (pass@8 {evaluations[0]['eval/pass_at_8']:.3f}), "
+        f"test {test['eval/accuracy']:.3f}"
+    )
     return evaluations[0]["eval/accuracy"], test["eval/accuracy"]
 
 
@@ -47,11 +49,13 @@ def test_shuffled_rewards_teach_nothing(tmp_path):
 
 def test_the_first_reinforcement_step_comes_within_twenty_seconds(tmp_path):
     start = time.monotonic()
-    process = subprocess.Popen([
-        *SCRIPT, "--output-dir", str(tmp_path / "run"), "--supervised.num-steps", "0", "--controller.num-steps", "1"])
+    process = subprocess.Popen(
+        [*SCRIPT, "--output-dir", str(tmp_path / "run"), "--supervised.num-steps", "0", "--controller.num-steps", "1"]
+    )
     metrics_file = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (
-            metrics_file.exists() and '"phase": "reinforcement"' in metrics_file.read_text()):
+        metrics_file.exists() and '"phase": "reinforcement"' in metrics_file.read_text()
+    ):
         time.sleep(0.05)
     seconds = time.monotonic() - start
     print(f"\n{seconds:.1f} s")

@@ -35,6 +35,7 @@ def served(controller, monkeypatch):
     """The prompts each replica was sent, by role."""
     prompts = {replica.mesh.role: [] for replica in controller.generator._replicas}
     for replica in controller.generator._replicas:
+
         def call_leader(endpoint, *args, call=replica.mesh.call_leader, role=replica.mesh.role, **kwargs):
             if endpoint == "sample":
                 prompts[role] += [request.tokens for request in args[0]]
@@ -45,8 +46,10 @@ def served(controller, monkeypatch):
 
 
 def _requests(prompts, max_tokens):
-    return [Request(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True))
-            for seed, prompt in enumerate(prompts)]
+    return [
+        Request(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True))
+        for seed, prompt in enumerate(prompts)
+    ]
 
 
 def _sample(controller, requests):
@@ -76,7 +79,8 @@ def test_four_replicas_give_the_tokens_and_log_probabilities_of_one(loop, contro
     one, four = loop.run_until_complete(run())
     _assert_the_same(four, one)
     assert {role: sorted(prompts) for role, prompts in served.items()} == {
-        f"generator-{i}": sorted([PROMPTS[i]] * 6 + [PROMPTS[i + 4]] * 6) for i in range(4)}
+        f"generator-{i}": sorted([PROMPTS[i]] * 6 + [PROMPTS[i + 4]] * 6) for i in range(4)
+    }
 
 
 def test_the_next_turn_goes_where_its_prefix_is_cached_until_weights_change(loop, controller, served):
@@ -131,7 +135,8 @@ def test_training_goes_on_without_it(loop, controller):
     lines = [json.loads(line) for line in (controller.run_dir.path / "metrics.jsonl").read_text().splitlines()]
     assert [line["generator/healthy_replicas"] for line in lines] == [3, 3]
     assert controller.versions.held() == {
-        controller.policy_version: ["generator-0", "generator-1", "generator-3", "newest"]}
+        controller.policy_version: ["generator-0", "generator-1", "generator-3", "newest"]
+    }
 
 
 def test_a_replica_whose_engine_thread_dies_in_a_living_process_is_lost_too(loop, controller):
@@ -153,8 +158,9 @@ def test_requests_that_vllm_refuses_harm_nobody(loop, controller):
     async def run():
         requests = _requests([PROMPTS[0], [20, 10**6], PROMPTS[1]], max_tokens=4)
         requests[2].params.temperature = -1.0
-        return await asyncio.gather(*(
-            controller.generator.sample(r.tokens, r.params) for r in requests), return_exceptions=True)
+        return await asyncio.gather(
+            *(controller.generator.sample(r.tokens, r.params) for r in requests), return_exceptions=True
+        )
 
     before = controller.generator.health()
     fine, no_such_token, cold = loop.run_until_complete(run())
@@ -166,9 +172,12 @@ def test_requests_that_vllm_refuses_harm_nobody(loop, controller):
 
 def test_when_all_are_dead_every_call_names_them_within_15_s(loop, controller):
     async def run():
-        batch = asyncio.ensure_future(asyncio.gather(*(
-            controller.generator.sample(r.tokens, r.params) for r in _requests(LONG_BATCH, max_tokens=56)),
-            return_exceptions=True))
+        batch = asyncio.ensure_future(
+            asyncio.gather(
+                *(controller.generator.sample(r.tokens, r.params) for r in _requests(LONG_BATCH, max_tokens=56)),
+                return_exceptions=True,
+            )
+        )
         await asyncio.sleep(0.05)
         assert not batch.done()
         for index in (0, 1):

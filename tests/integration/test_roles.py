@@ -25,6 +25,7 @@ def role(**parallelism):
 
 def recorder(directory: str):
     """A hook that notes every optimizer step of its rank."""
+
     def register(optimizers, model_parts, parallel_dims):
         import torch.distributed as dist
 
@@ -41,9 +42,13 @@ def config(tmp_path: Path, colocation: str):
     """The policy on two ranks, a reference on one, a critic on two in another layout."""
     (tmp_path / "steps").mkdir()
     made = small_config(
-        tmp_path / "run", trainer__parallelism__data_parallel_shard_degree=2, algorithm__tasks_per_minibatch=3,
-        algorithm__recompute_logprobs_per_minibatch=True, controller__num_steps=4,
-        trainer__post_optimizer_build_fn=recorder(str(tmp_path / "steps")))
+        tmp_path / "run",
+        trainer__parallelism__data_parallel_shard_degree=2,
+        algorithm__tasks_per_minibatch=3,
+        algorithm__recompute_logprobs_per_minibatch=True,
+        controller__num_steps=4,
+        trainer__post_optimizer_build_fn=recorder(str(tmp_path / "steps")),
+    )
     made.roles.reference, made.roles.critic = role(), role(tensor_parallel_degree=2)
     made.roles.refresh_reference_every, made.roles.colocation = 4, colocation
     return made
@@ -53,7 +58,8 @@ async def run(controller):
     """A warm start, two batches of two minibatches (three groups and one), and what is left afterwards."""
     await controller.supervise()
     policy, reference, critic = await asyncio.gather(
-        *(controller.role(name).parameters() for name in ("policy", "reference", "critic")))
+        *(controller.role(name).parameters() for name in ("policy", "reference", "critic"))
+    )
     assert torch.equal(flat(policy), flat(reference))  # reinforcement starts at the reference
     assert critic.pop("lm_head.weight").count_nonzero() == 0 < policy.pop("lm_head.weight").count_nonzero()
     assert torch.equal(flat(policy), flat(critic))
@@ -125,9 +131,15 @@ def test_a_reference_that_was_refreshed_says_what_the_policy_says(loop, apart):
         await controller.trainer.forward_backward(data, importance_sampling)
         await controller.trainer.optim_step(OptimParams(lr=1e-2))
         policy, before = await asyncio.gather(
-            controller.trainer.forward(data), controller.role("reference").forward(data))
+            controller.trainer.forward(data), controller.role("reference").forward(data)
+        )
         await controller.refresh_reference()
-        return policy, before, await controller.role("reference").forward(data), await controller.launcher.store.versions()
+        return (
+            policy,
+            before,
+            await controller.role("reference").forward(data),
+            await controller.launcher.store.versions(),
+        )
 
     policy, before, after, versions = loop.run_until_complete(score())
     policy, before, after = (torch.cat(output.policy_logprobs) for output in (policy, before, after))
@@ -154,13 +166,21 @@ def test_recomputed_log_probabilities_make_the_first_ratio_exactly_one(loop, apa
     assert loop.run_until_complete(train()) == 0.0
 
 
-@pytest.mark.parametrize(("per", "tasks_per_minibatch", "moves"), [
-    ("batch", 0, False), ("batch", 2, True), ("minibatch", 2, False)])
-def test_ratios_are_against_the_policy_as_the_batch_or_the_minibatch_starts(loop, apart, per, tasks_per_minibatch, moves):
+@pytest.mark.parametrize(
+    ("per", "tasks_per_minibatch", "moves"), [("batch", 0, False), ("batch", 2, True), ("minibatch", 2, False)]
+)
+def test_ratios_are_against_the_policy_as_the_batch_or_the_minibatch_starts(
+    loop, apart, per, tasks_per_minibatch, moves
+):
     controller, _ = apart
     algorithm = controller.config.algorithm
-    changes = {"recompute_logprobs_per_batch": per == "batch", "recompute_logprobs_per_minibatch": per == "minibatch",
-               "tasks_per_minibatch": tasks_per_minibatch, "loss_fn": _ratios, "loss_config": {}}
+    changes = {
+        "recompute_logprobs_per_batch": per == "batch",
+        "recompute_logprobs_per_minibatch": per == "minibatch",
+        "tasks_per_minibatch": tasks_per_minibatch,
+        "loss_fn": _ratios,
+        "loss_config": {},
+    }
     before = {name: getattr(algorithm, name) for name in changes}
 
     async def train():
@@ -199,8 +219,12 @@ def test_the_kl_to_a_reference_on_another_mesh_is_that_of_both_distributions(loo
 
     async def logp_TV(client):
         said = await client.forward(data, top_k=64)
-        return torch.cat([torch.zeros(len(tokens), 64).scatter(1, tokens, logprobs).double()
-                          for tokens, logprobs in zip(said.top_tokens, said.top_logprobs)])
+        return torch.cat(
+            [
+                torch.zeros(len(tokens), 64).scatter(1, tokens, logprobs).double()
+                for tokens, logprobs in zip(said.top_tokens, said.top_logprobs)
+            ]
+        )
 
     async def run():
         await policy.forward_backward(data, importance_sampling)
@@ -221,8 +245,11 @@ def test_the_kl_to_a_reference_on_another_mesh_is_that_of_both_distributions(loo
 def test_a_critic_learns_the_returns_it_is_shown(loop, apart):
     controller, _ = apart
     critic, data = controller.role("critic"), random_datums(6)
-    data = with_inputs(data, returns=[torch.full((len(d),), float(i % 2)) for i, d in enumerate(data)],
-                       values=[torch.zeros(len(d)) for d in data])
+    data = with_inputs(
+        data,
+        returns=[torch.full((len(d),), float(i % 2)) for i, d in enumerate(data)],
+        values=[torch.zeros(len(d)) for d in data],
+    )
 
     async def train():
         errors = []
@@ -241,9 +268,13 @@ def test_what_a_role_cannot_do_is_refused(loop, apart):
     controller, _ = apart
 
     async def refused():
-        with pytest.raises(ValueError, match=r"role='teacher': is not configured \(this run has policy, reference, critic\)"):
+        with pytest.raises(
+            ValueError, match=r"role='teacher': is not configured \(this run has policy, reference, critic\)"
+        ):
             controller.role("teacher")
-        with pytest.raises(RuntimeError, match="role='reference': is only scored; forward_backward needs one of policy, critic"):
+        with pytest.raises(
+            RuntimeError, match="role='reference': is only scored; forward_backward needs one of policy, critic"
+        ):
             await controller.role("reference").forward_backward(random_datums(2), importance_sampling)
         with pytest.raises(RuntimeError, match="role='critic': has a value head"):
             await controller.role("critic").save_hf_model(controller.run_dir.path / "no", eos=0, pad=0)

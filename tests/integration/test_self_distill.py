@@ -32,9 +32,14 @@ def running(loop, tmp_path_factory):
     from torchtitan_rl.controller import Controller
 
     config = small_config(
-        tmp_path_factory.mktemp("self_distill") / "run", algorithm__loss_fn=importance_sampling,
-        algorithm__loss_config={}, algorithm__precomputed_advantages="require", algorithm__refresh_teacher_every=2,
-        algorithm__workflow=self_distill(single_turn, prompt=answer_as_hint), controller__num_steps=4)
+        tmp_path_factory.mktemp("self_distill") / "run",
+        algorithm__loss_fn=importance_sampling,
+        algorithm__loss_config={},
+        algorithm__precomputed_advantages="require",
+        algorithm__refresh_teacher_every=2,
+        algorithm__workflow=self_distill(single_turn, prompt=answer_as_hint),
+        controller__num_steps=4,
+    )
 
     async def run():
         controller, scored = await Controller.launch(config), []
@@ -58,7 +63,8 @@ def test_the_teacher_is_the_version_that_reinforcement_starts_from_until_it_is_r
     controller, scored = running
     per_step = 16  # four groups of four
     assert [(step, version) for step, version, _ in scored] == [
-        (step, version) for step, version in ((0, 2), (1, 2), (2, 4), (3, 4)) for _ in range(per_step)]
+        (step, version) for step, version in ((0, 2), (1, 2), (2, 4), (3, 4)) for _ in range(per_step)
+    ]
     assert controller.teacher_version == 6 == controller.policy_version
     assert [version for version, holders in controller.versions.held().items() if "teacher" in holders] == [6]
 
@@ -80,7 +86,7 @@ def test_a_turn_has_the_scores_of_the_hinted_prompt_as_advantages_and_trains_wit
         hint = controller.tokenizer.encode(answer_as_hint(rollout), add_special_tokens=False)
         said = rollout.turns[0].completion
         scores = await controller.generator.score([*hint, *said.tokens], policy_version=controller.teacher_version)
-        return groups, rollout.turns[0], scores[len(hint) - 1:], await controller.scored(groups)
+        return groups, rollout.turns[0], scores[len(hint) - 1 :], await controller.scored(groups)
 
     groups, turn, teacher, data = loop.run_until_complete(run())
     assert turn.advantages == pytest.approx([t - s for s, t in zip(turn.completion.logprobs, teacher)], abs=1e-5)
@@ -104,7 +110,8 @@ def test_a_checkpoint_holds_the_teacher_and_its_number(loop, running):
     assert json.loads((path / "state.json").read_text())["teacher_version"] == controller.teacher_version
     saved = load_file(checkpoint.teacher_file(path))
     assert {name: tensor.shape for name, tensor in saved.items() if name in parameters} == {
-        name: tensor.shape for name, tensor in parameters.items()}
+        name: tensor.shape for name, tensor in parameters.items()
+    }
     assert all(torch.equal(saved[name], tensor) for name, tensor in parameters.items())  # float32 there, too
 
 
@@ -127,7 +134,8 @@ def test_a_warm_start_after_a_first_look_at_rollouts_is_where_the_teacher_begins
     loop.run_until_complete(controller.supervise())
     assert controller.teacher_version == controller.policy_version > before
     assert [version for version, holders in controller.versions.held().items() if "teacher" in holders] == [
-        controller.policy_version]
+        controller.policy_version
+    ]
 
 
 def test_siblings_that_did_better_teach_with_their_likeliest_tokens(loop, running):

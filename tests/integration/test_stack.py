@@ -70,8 +70,9 @@ def test_generator_and_trainer_agree_on_log_probabilities(loop, controller):
 
         data = to_datums(groups, controller.config.algorithm)
         trained = await controller.trainer.forward(data)
-        scored = await asyncio.gather(*(
-            controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in data))
+        scored = await asyncio.gather(
+            *(controller.generator.score([*d.tokens.tolist(), int(d.target_tokens[-1])]) for d in data)
+        )
         output = await controller.trainer.forward_backward(data, ppo)
         await controller.trainer.optim_step(OptimParams(lr=0.0))
         return trained, scored, output, data
@@ -92,7 +93,7 @@ def test_sampling_log_probabilities_are_those_after_temperature(loop, controller
         sequence = torch.tensor(PROMPT + completion.tokens)
         datum = Datum(tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={})
         output = await controller.trainer.forward([datum], temperature=0.5)
-        return completion, output.policy_logprobs[0][len(PROMPT) - 1:]
+        return completion, output.policy_logprobs[0][len(PROMPT) - 1 :]
 
     completion, logprobs = loop.run_until_complete(run())
     assert torch.allclose(torch.tensor(completion.logprobs), logprobs, atol=1e-5)
@@ -100,8 +101,9 @@ def test_sampling_log_probabilities_are_those_after_temperature(loop, controller
 
 def test_the_same_requests_give_the_same_tokens_and_bits_whatever_the_cache_holds(loop, controller):
     async def sample():
-        return await asyncio.gather(*(
-            controller.generator.sample(PROMPT[: 2 + i % 4], SamplingParams(max_tokens=8, seed=i)) for i in range(24)))
+        return await asyncio.gather(
+            *(controller.generator.sample(PROMPT[: 2 + i % 4], SamplingParams(max_tokens=8, seed=i)) for i in range(24))
+        )
 
     first, second = loop.run_until_complete(sample()), loop.run_until_complete(sample())
     assert [c.tokens for c in first] == [c.tokens for c in second]
@@ -177,8 +179,10 @@ def test_versions_can_be_pinned_scored_and_are_deleted_when_nobody_holds_them(lo
         new = await controller.publish()
         as_new = await controller.generator.score(tokens)
         mixed = await asyncio.gather(
-            controller.generator.score(tokens, policy_version=old), controller.generator.score(tokens),
-            controller.generator.score(tokens, policy_version=new))
+            controller.generator.score(tokens, policy_version=old),
+            controller.generator.score(tokens),
+            controller.generator.score(tokens, policy_version=new),
+        )
         sampled = await controller.generator.sample(PROMPT, SamplingParams(max_tokens=4, seed=0), policy_version=old)
         await controller.generator.score(tokens)  # back to the newest
         stored = await controller.launcher.store.versions()

@@ -21,9 +21,13 @@ def running(loop, tmp_path_factory):
     from torchtitan_rl.controller import Controller
 
     config = small_config(
-        tmp_path_factory.mktemp("teacher") / "run", algorithm__distill=DistillConfig(divergence="full"),
-        algorithm__loss_fn=importance_sampling, algorithm__loss_config={}, task__correct_demonstrations=1.0,
-        algorithm__schedule=ScheduleConfig())
+        tmp_path_factory.mktemp("teacher") / "run",
+        algorithm__distill=DistillConfig(divergence="full"),
+        algorithm__loss_fn=importance_sampling,
+        algorithm__loss_config={},
+        task__correct_demonstrations=1.0,
+        algorithm__schedule=ScheduleConfig(),
+    )
     config.supervised.num_steps, config.supervised.batch_size = 40, 32
     config.roles.teacher = RoleConfig(trainer=TrainerConfig(), model=config.model)
     config.roles.teacher.trainer.training.seq_len = 64
@@ -54,11 +58,18 @@ async def full_kl(controller, groups) -> float:
     return output.metrics["distill/kl"]
 
 
-@pytest.mark.parametrize("distill", [
-    DistillConfig(divergence="tokens"), DistillConfig(divergence="tokens", discount=0.5, rewards=True),
-    DistillConfig(divergence="top_k", top_k=8), DistillConfig(divergence="top_k", top_k=8, rewards=True),
-    DistillConfig(divergence="full"), DistillConfig(divergence="full", rewards=True)],
-    ids=lambda d: f"{d.divergence}-{'mixed' if d.rewards else 'alone'}")
+@pytest.mark.parametrize(
+    "distill",
+    [
+        DistillConfig(divergence="tokens"),
+        DistillConfig(divergence="tokens", discount=0.5, rewards=True),
+        DistillConfig(divergence="top_k", top_k=8),
+        DistillConfig(divergence="top_k", top_k=8, rewards=True),
+        DistillConfig(divergence="full"),
+        DistillConfig(divergence="full", rewards=True),
+    ],
+    ids=lambda d: f"{d.divergence}-{'mixed' if d.rewards else 'alone'}",
+)
 def test_steps_bring_the_policy_nearer_to_the_teacher(loop, running, distill):
     controller, first = running
     controller.config.algorithm.distill = distill
@@ -79,4 +90,6 @@ def test_steps_bring_the_policy_nearer_to_the_teacher(loop, running, distill):
     assert all(line["mismatch/kl"] < 1e-6 and line["optim/grad_norm"] > 0 for line in lines)
     assert all((group.advantages is not None) == distill.rewards for group in groups)
     if distill.divergence == "full" and not distill.rewards:
-        assert lines[0]["loss/mean"] == pytest.approx(lines[0]["distill/kl"], rel=1e-5)  # a token mean, and nothing else
+        assert lines[0]["loss/mean"] == pytest.approx(
+            lines[0]["distill/kl"], rel=1e-5
+        )  # a token mean, and nothing else

@@ -31,7 +31,16 @@ def test_64_entries_special_tokens_first(tokenizer):
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
     assert tokenizer.bos_token_id is None
     assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3, 12, 13, 19, 20, 45, 49]) == [
-        "<pad>", "<eos>", "<unk>", "0", "9", "+", " ", "a", "z", "\n",
+        "<pad>",
+        "<eos>",
+        "<unk>",
+        "0",
+        "9",
+        "+",
+        " ",
+        "a",
+        "z",
+        "\n",
     ]
 
 

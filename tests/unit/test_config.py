@@ -17,7 +17,14 @@ from torchtitan_rl.algorithm.advantages import grpo
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.losses import ppo
 from torchtitan_rl.config import (
-    RoleConfig, RunConfig, SamplingConfig, apply_overrides, flat, function_name, load_config, resolved,
+    RoleConfig,
+    RunConfig,
+    SamplingConfig,
+    apply_overrides,
+    flat,
+    function_name,
+    load_config,
+    resolved,
 )
 from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.show import memory_estimate, show
@@ -31,12 +38,19 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def run_config():
     """A small valid config: 4 heads, 2 KV heads, 64 positions, at most 8 + 12 tokens."""
     config = RunConfig(
-        name="unit", task=LetterSort.Config(min_letters=4, max_letters=6),
-        model=ModelConfig(assets="chars", shape=Qwen3Shape(
-            vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24, max_seq_len=64)),
+        name="unit",
+        task=LetterSort.Config(min_letters=4, max_letters=6),
+        model=ModelConfig(
+            assets="chars",
+            shape=Qwen3Shape(
+                vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24, max_seq_len=64
+            ),
+        ),
         algorithm=AlgorithmConfig(advantage_fn=grpo, loss_fn=ppo, loss_config={"clip_low": 0.2, "clip_high": 0.28}),
         sampling=SamplingConfig(max_prompt_tokens=8, max_tokens=12),
-        trainer=TrainerConfig(optimizer=AdamWConfig(lr=1e-3)), generator=GeneratorConfig(max_model_len=32))
+        trainer=TrainerConfig(optimizer=AdamWConfig(lr=1e-3)),
+        generator=GeneratorConfig(max_model_len=32),
+    )
     config.trainer.training.seq_len = 32
     return config
 
@@ -75,19 +89,22 @@ def test_a_missing_file_is_refused_with_the_nearest_name(tmp_path):
     written(tmp_path, GOOD, "quickstart.py")
     path = str(tmp_path / "quikstart.py")
     assert refusal(load_config, path) == (
-        f"config={path!r}: there is no such file; did you mean {tmp_path / 'quickstart.py'}?")
+        f"config={path!r}: there is no such file; did you mean {tmp_path / 'quickstart.py'}?"
+    )
 
 
 def test_a_missing_file_with_nothing_near_it(tmp_path):
     for path in (str(tmp_path / "quickstart.py"), str(tmp_path / "nowhere" / "quickstart.py"), str(tmp_path)):
         assert refusal(load_config, path) == (
-            f"config={path!r}: there is no such file; give the path of a Python file with a config() function")
+            f"config={path!r}: there is no such file; give the path of a Python file with a config() function"
+        )
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     path = written(tmp_path, "name: x", "run.yaml")
     assert refusal(load_config, path) == (
-        f"config={path!r}: is not a Python file; give a .py file with a config() function")
+        f"config={path!r}: is not a Python file; give a .py file with a config() function"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "config = 3"])
@@ -101,11 +118,14 @@ def test_a_config_function_that_returns_something_else_is_refused(tmp_path):
     assert refusal(load_config, path) == f"config={path!r}: config() returned a dict; return a RunConfig"
 
 
-@pytest.mark.parametrize(("text", "what"), [
-    ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-    ("1 / 0", "ZeroDivisionError: division by zero"),
-    ("def config(:", "SyntaxError: "),
-])
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def config(:", "SyntaxError: "),
+    ],
+)
 def test_a_file_that_raises_is_refused_with_the_reason(text, what, tmp_path):
     path = written(tmp_path, text)
     message = refusal(load_config, path)
@@ -117,10 +137,17 @@ def test_a_file_that_raises_at_length_is_refused_in_few_lines(tmp_path):
     assert "RuntimeError: one" in refusal(load_config, path)
 
 
-@pytest.mark.parametrize(("body", "what"), [
-    ("RunConfig(name='x', tusk=3)", "tusk"),
-    ("RunConfig(name='x', task=LetterSort.Config(min_letters=9, max_letters=6), model=ModelConfig())", "min_letters=9"),
-], ids=["unknown field", "refused value"])
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("RunConfig(name='x', tusk=3)", "tusk"),
+        (
+            "RunConfig(name='x', task=LetterSort.Config(min_letters=9, max_letters=6), model=ModelConfig())",
+            "min_letters=9",
+        ),
+    ],
+    ids=["unknown field", "refused value"],
+)
 def test_a_config_function_that_raises_is_refused_by_its_file(body, what, tmp_path):
     path = written(tmp_path, HEADER + f"\ndef config():\n    return {body}\n")
     message = refusal(load_config, path)
@@ -180,13 +207,34 @@ def test_several_overrides_are_applied_in_order():
 
 def test_the_fields_people_set_most():
     config = overridden(
-        "--seed", "7", "--output-dir", "runs/a", "--controller.num-steps", "3", "--trainer.optimizer.lr", "0.5",
-        "--generator.dtype", "float32", "--generator.tensor-parallel-degree", "2", "--generator.num-replicas", "2",
-        "--trainer.parallelism.data-parallel-shard-degree", "2", "--model.shape.dim", "32", "--task.max-letters", "5")
+        "--seed",
+        "7",
+        "--output-dir",
+        "runs/a",
+        "--controller.num-steps",
+        "3",
+        "--trainer.optimizer.lr",
+        "0.5",
+        "--generator.dtype",
+        "float32",
+        "--generator.tensor-parallel-degree",
+        "2",
+        "--generator.num-replicas",
+        "2",
+        "--trainer.parallelism.data-parallel-shard-degree",
+        "2",
+        "--model.shape.dim",
+        "32",
+        "--task.max-letters",
+        "5",
+    )
     assert (config.seed, config.output_dir, config.controller.num_steps) == (7, "runs/a", 3)
     assert config.trainer.optimizer.lr == 0.5 and config.trainer.parallelism.data_parallel_shard_degree == 2
     assert (config.generator.dtype, config.generator.tensor_parallel_degree, config.generator.num_replicas) == (
-        "float32", 2, 2)
+        "float32",
+        2,
+        2,
+    )
     assert config.model.shape.dim == 32 and config.task.max_letters == 5
 
 
@@ -233,38 +281,45 @@ def test_values_that_look_like_flags_or_hold_an_equals_sign():
     assert overridden("--name", "two words").name == "two words"
 
 
-@pytest.mark.parametrize(("flag", "text", "kind"), [
-    ("--seed", "3.5", "int"),
-    ("--seed", "", "int"),
-    ("--trainer.optimizer.lr", "fast", "float"),
-    ("--weight-sync.verify", "maybe", "bool"),
-    ("--trainer.optimizer.betas", "0.8", "tuple[float, float]"),
-    ("--trainer.optimizer.betas", "0.8 0.9 0.99", "tuple[float, float]"),
-    ("--sampling.stop-token-ids", "1 x", "list[int]"),
-    ("--algorithm.loss-config.clip-low", "x", "float"),
-    ("--generator.dtype", "float16", "Literal['float32', 'bfloat16']"),
-    ("--algorithm.loss-fn", "ppo", "Callable"),
-])
+@pytest.mark.parametrize(
+    ("flag", "text", "kind"),
+    [
+        ("--seed", "3.5", "int"),
+        ("--seed", "", "int"),
+        ("--trainer.optimizer.lr", "fast", "float"),
+        ("--weight-sync.verify", "maybe", "bool"),
+        ("--trainer.optimizer.betas", "0.8", "tuple[float, float]"),
+        ("--trainer.optimizer.betas", "0.8 0.9 0.99", "tuple[float, float]"),
+        ("--sampling.stop-token-ids", "1 x", "list[int]"),
+        ("--algorithm.loss-config.clip-low", "x", "float"),
+        ("--generator.dtype", "float16", "Literal['float32', 'bfloat16']"),
+        ("--algorithm.loss-fn", "ppo", "Callable"),
+    ],
+)
 def test_a_value_of_the_wrong_type_is_refused(flag, text, kind):
     assert override_refusal(flag, text) == f"{flag}={text}: is not of type {kind}; give a value of that type"
 
 
-@pytest.mark.parametrize(("flag", "near"), [
-    ("--sede", "--seed"),
-    ("--controller.numsteps", "--controller.num-steps"),
-    ("--controler.num-steps", "--controller.num-steps"),
-    ("--trainer.lr", "--trainer.optimizer.lr"),
-    ("--algorithm.loss-config.clip-lo", "--algorithm.loss-config.clip-low"),
-    ("--seed.x", "--seed"),
-    ("--max-prompt-tokens", "--sampling.max-prompt-tokens"),
-])
+@pytest.mark.parametrize(
+    ("flag", "near"),
+    [
+        ("--sede", "--seed"),
+        ("--controller.numsteps", "--controller.num-steps"),
+        ("--controler.num-steps", "--controller.num-steps"),
+        ("--trainer.lr", "--trainer.optimizer.lr"),
+        ("--algorithm.loss-config.clip-lo", "--algorithm.loss-config.clip-low"),
+        ("--seed.x", "--seed"),
+        ("--max-prompt-tokens", "--sampling.max-prompt-tokens"),
+    ],
+)
 def test_an_unknown_field_is_refused_with_the_nearest_name(flag, near):
     assert override_refusal(flag, "1") == f"{flag}=1: there is no such field; did you mean {near}?"
 
 
 def test_an_unknown_field_with_nothing_near_it():
     assert override_refusal("--zzz", "1") == (
-        "--zzz=1: there is no such field; `torchtitan-rl show CONFIG` lists all fields")
+        "--zzz=1: there is no such field; `torchtitan-rl show CONFIG` lists all fields"
+    )
 
 
 def test_overrides_never_add_a_field():
@@ -283,8 +338,7 @@ def test_a_flag_without_a_value_is_refused():
 
 @pytest.mark.parametrize("argument", ["seed", "-s", "3"])
 def test_an_argument_that_is_no_override_is_refused(argument):
-    assert override_refusal(argument, "3") == (
-        f"argument={argument!r}: is not an override; write --field.path value")
+    assert override_refusal(argument, "3") == (f"argument={argument!r}: is not an override; write --field.path value")
 
 
 # validate
@@ -310,24 +364,28 @@ def test_a_valid_config_is_left_as_it_was():
 def test_a_vocabulary_smaller_than_the_tokenizers():
     assert invalid("model", "shape", "vocab_size", value=63) == (
         "model.shape.vocab_size=63: the tokenizer of model.assets='chars' has 64 tokens; "
-        "use the tokenizer the model was made for")
+        "use the tokenizer the model was made for"
+    )
 
 
 def test_assets_without_a_tokenizer(tmp_path):
     assert invalid("model", "assets", value=str(tmp_path)) == (
-        f"model.assets={str(tmp_path)!r}: has no tokenizer.json; give a directory with a tokenizer")
+        f"model.assets={str(tmp_path)!r}: has no tokenizer.json; give a directory with a tokenizer"
+    )
 
 
 def test_a_tokenizer_is_as_large_as_its_largest_id(tmp_path):
     # Byte-pair vocabularies keep special tokens beside the rest, often past the end of the others.
-    (tmp_path / "tokenizer.json").write_text(json.dumps({
-        "model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 70, "content": "<eos>"}]}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 70, "content": "<eos>"}]})
+    )
     assert "has 71 tokens" in invalid("model", "assets", value=str(tmp_path))
 
 
 def test_assets_that_are_not_there():
     assert invalid("model", "assets", value="no/such/directory").startswith(
-        "model.assets='no/such/directory': there is no such directory")
+        "model.assets='no/such/directory': there is no such directory"
+    )
 
 
 def test_a_model_without_sizes():
@@ -339,12 +397,15 @@ def test_a_shape_and_a_flavour():
 
 
 @pytest.mark.parametrize("where", [("trainer", "parallelism"), ("generator",)], ids=".".join)
-@pytest.mark.parametrize(("degree", "complaint"), [
-    (0, "must be at least 1"),
-    (-1, "must be at least 1"),
-    (3, "must divide the model's n_heads=4; use one of [1, 2]"),
-    (4, "must divide the model's n_kv_heads=2; use one of [1, 2]"),
-])
+@pytest.mark.parametrize(
+    ("degree", "complaint"),
+    [
+        (0, "must be at least 1"),
+        (-1, "must be at least 1"),
+        (3, "must divide the model's n_heads=4; use one of [1, 2]"),
+        (4, "must divide the model's n_kv_heads=2; use one of [1, 2]"),
+    ],
+)
 def test_a_tensor_parallel_degree_that_does_not_divide(where, degree, complaint):
     message = invalid(*where, "tensor_parallel_degree", value=degree)
     assert message == f"{'.'.join(where)}.tensor_parallel_degree={degree}: {complaint}"
@@ -356,7 +417,8 @@ def test_a_rank_that_would_hold_no_vocabulary():
     config.trainer.parallelism.tensor_parallel_degree = 12  # 64 rows in parts of 6: ten ranks have 6, one 4, one none
     assert refusal(validate, config) == (
         "trainer.parallelism.tensor_parallel_degree=12: vocab_size=64 in parts of 6 leaves a rank without vocabulary; "
-        "lower it")
+        "lower it"
+    )
 
 
 @pytest.mark.parametrize("where", [("trainer", "parallelism"), ("generator",)], ids=".".join)
@@ -366,7 +428,8 @@ def test_a_feed_forward_that_cannot_be_divided_leaves_one_degree(where):
     target = config.generator if where == ("generator",) else config.trainer.parallelism
     target.tensor_parallel_degree = 2
     assert refusal(validate, config) == (
-        f"{'.'.join(where)}.tensor_parallel_degree=2: must divide the model's hidden_dim=25; use one of [1]")
+        f"{'.'.join(where)}.tensor_parallel_degree=2: must divide the model's hidden_dim=25; use one of [1]"
+    )
 
 
 @pytest.mark.parametrize("name", ["data_parallel_shard_degree", "data_parallel_replicate_degree"])
@@ -385,7 +448,8 @@ def test_a_kind_of_parallelism_that_is_not_supported(name):
 def test_another_spmd_backend():
     assert invalid("trainer", "parallelism", "spmd_backend", value="full_dtensor") == (
         "trainer.parallelism.spmd_backend='full_dtensor': use 'partial_dtensor', the backend that runs on gloo as well "
-        "as on NCCL")
+        "as on NCCL"
+    )
 
 
 @pytest.mark.parametrize("where", [("trainer", "training", "seq_len"), ("generator", "max_model_len")], ids=".".join)
@@ -393,7 +457,8 @@ def test_contexts_are_bounded_by_the_model_and_by_what_is_sampled(where):
     shown = ".".join(where)
     assert invalid(*where, value=65) == f"{shown}=65: exceeds the model's max_seq_len=64; lower it"
     assert invalid(*where, value=19) == (
-        f"{shown}=19: is shorter than sampling.max_prompt_tokens + max_tokens = 20; raise it or lower one of them")
+        f"{shown}=19: is shorter than sampling.max_prompt_tokens + max_tokens = 20; raise it or lower one of them"
+    )
     for fits in (20, 64):
         config = run_config()
         apply_overrides(config, [f"--{shown}", str(fits)])
@@ -405,13 +470,16 @@ def test_limits_of_rollouts():
     config.sampling.max_rollout_tokens = config.sampling.max_prompt_tokens + 1
     validate(config)
     assert invalid("sampling", "max_rollout_tokens", value=config.sampling.max_prompt_tokens).startswith(
-        f"sampling.max_rollout_tokens={config.sampling.max_prompt_tokens}: leaves nothing after a prompt")
+        f"sampling.max_rollout_tokens={config.sampling.max_prompt_tokens}: leaves nothing after a prompt"
+    )
     assert invalid("sampling", "max_rollout_tokens", value=10_000).startswith(
-        f"sampling.max_rollout_tokens=10000: exceeds generator.max_model_len={config.generator.max_model_len}; lower it")
+        f"sampling.max_rollout_tokens=10000: exceeds generator.max_model_len={config.generator.max_model_len}; lower it"
+    )
     assert invalid("sampling", "max_turns", value=0) == "sampling.max_turns=0: must be at least 1"
     for value in (0.0, float("inf"), float("nan")):
         assert invalid("sampling", "rollout_timeout_s", value=value) == (
-            f"sampling.rollout_timeout_s={value}: must be positive; use seconds")
+            f"sampling.rollout_timeout_s={value}: must be positive; use seconds"
+        )
     assert invalid("sampling", "stop", value=["a", ""]).startswith("sampling.stop=['a', '']: an empty text")
 
 
@@ -427,10 +495,17 @@ def test_a_workflow_takes_what_it_is_given():
     assert "wrong: cannot be called as (task, policy, rollout_id=, seed=)" in message
 
 
-@pytest.mark.parametrize("where", [
-    ("algorithm", "group_size"), ("algorithm", "tasks_per_step"), ("sampling", "max_tokens"),
-    ("generator", "num_replicas"), ("supervised", "batch_size"),
-], ids=".".join)
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("algorithm", "group_size"),
+        ("algorithm", "tasks_per_step"),
+        ("sampling", "max_tokens"),
+        ("generator", "num_replicas"),
+        ("supervised", "batch_size"),
+    ],
+    ids=".".join,
+)
 def test_counts_are_positive(where):
     assert invalid(*where, value=0) == f"{'.'.join(where)}=0: must be at least 1"
 
@@ -438,7 +513,8 @@ def test_counts_are_positive(where):
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_training_samples_are_not_greedy(temperature):
     assert invalid("algorithm", "temperature", value=temperature) == (
-        f"algorithm.temperature={temperature}: training samples need a positive one")
+        f"algorithm.temperature={temperature}: training samples need a positive one"
+    )
 
 
 def test_a_negative_seed():
@@ -499,10 +575,15 @@ def test_flat_goes_through_sections_and_dicts_in_order():
 def test_show_prints_flags_sizes_and_processes(capsys):
     show(run_config())
     lines = capsys.readouterr().out.splitlines()
-    for line in ("--name 'unit'", "--controller.num-steps 100", "--algorithm.loss-config.clip-low 0.2",
-                 "--algorithm.loss-fn torchtitan_rl.algorithm.losses:ppo", "--model.flavor None",
-                 "model: 6,512 parameters",  # 64 x 16 + 2 x 2736 + 16, see test_model_config
-                 "processes: 1 trainer, 1 x 1 generator, 1 store, 1 controller"):
+    for line in (
+        "--name 'unit'",
+        "--controller.num-steps 100",
+        "--algorithm.loss-config.clip-low 0.2",
+        "--algorithm.loss-fn torchtitan_rl.algorithm.losses:ppo",
+        "--model.flavor None",
+        "model: 6,512 parameters",  # 64 x 16 + 2 x 2736 + 16, see test_model_config
+        "processes: 1 trainer, 1 x 1 generator, 1 store, 1 controller",
+    ):
         assert line in lines
 
 
@@ -568,11 +649,19 @@ def test_a_boolean_may_be_written_either_way():
     assert overridden("--weight-sync.verify", "True").weight_sync.verify is True
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("algorithm.temperature", "nan"), ("trainer.optimizer.lr", "nan"), ("trainer.optimizer.lr", "-1"),
-    ("sampling.max_prompt_tokens", "-5"), ("controller.num_steps", "-5"), ("trainer.max_tokens_per_microbatch", "0"),
-    ("controller.eval_tasks", "0"), ("task.min_letters", "9"),
-])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("algorithm.temperature", "nan"),
+        ("trainer.optimizer.lr", "nan"),
+        ("trainer.optimizer.lr", "-1"),
+        ("sampling.max_prompt_tokens", "-5"),
+        ("controller.num_steps", "-5"),
+        ("trainer.max_tokens_per_microbatch", "0"),
+        ("controller.eval_tasks", "0"),
+        ("task.min_letters", "9"),
+    ],
+)
 def test_values_that_make_no_sense_are_refused(field, value):
     config = overridden(f"--{field}", value)
     with pytest.raises(ValueError, match=field.rsplit(".", 1)[-1]):
@@ -604,16 +693,26 @@ def test_a_roles_layout_is_checked_like_the_policys():
         validate(config)
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"refresh_reference_every": 5}, "roles.refresh_reference_every=5: there is no reference to refresh"),
-    ({"reference": role(), "refresh_reference_every": -1}, "roles.refresh_reference_every=-1: must not be negative"),
-    ({"colocation": "policy_reference"}, "roles.colocation='policy_reference': there is no reference"),
-    ({"teacher": role()}, "roles.teacher.model=None: a teacher is another model than the policy"),
-    ({"teacher": role(ModelConfig(assets="chars", shape=shape(vocab_size=80)))},
-     "roles.teacher.model: has a vocabulary of 80 tokens, the policy has 64"),
-    ({"reference": role(ModelConfig(assets="chars", shape=shape(n_layers=3))), "refresh_reference_every": 2},
-     "roles.refresh_reference_every=2: the reference has another shape"),
-])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"refresh_reference_every": 5}, "roles.refresh_reference_every=5: there is no reference to refresh"),
+        (
+            {"reference": role(), "refresh_reference_every": -1},
+            "roles.refresh_reference_every=-1: must not be negative",
+        ),
+        ({"colocation": "policy_reference"}, "roles.colocation='policy_reference': there is no reference"),
+        ({"teacher": role()}, "roles.teacher.model=None: a teacher is another model than the policy"),
+        (
+            {"teacher": role(ModelConfig(assets="chars", shape=shape(vocab_size=80)))},
+            "roles.teacher.model: has a vocabulary of 80 tokens, the policy has 64",
+        ),
+        (
+            {"reference": role(ModelConfig(assets="chars", shape=shape(n_layers=3))), "refresh_reference_every": 2},
+            "roles.refresh_reference_every=2: the reference has another shape",
+        ),
+    ],
+)
 def test_roles_that_make_no_sense_together_are_refused(given, message):
     config = run_config()
     for name, value in given.items():
@@ -635,7 +734,9 @@ def test_experts_have_no_adapters():
     config = run_config()
     config.model.shape = shape(experts=ExpertsShape(num_experts=4, top_k=2))
     config.trainer.lora = LoRAConfig(rank=4, target_modules=["qkv_proj", "up_proj"])
-    with pytest.raises(ValueError, match="trainer.lora.target_modules='up_proj': experts of a mixture have no adapters"):
+    with pytest.raises(
+        ValueError, match="trainer.lora.target_modules='up_proj': experts of a mixture have no adapters"
+    ):
         validate(config)
     config.trainer.lora = LoRAConfig(rank=4, target_modules=["qkv_proj", "o_proj"])
     validate(config)
@@ -663,8 +764,10 @@ def test_a_batch_is_a_whole_number_of_steps():
     assert config.algorithm.steps_per_batch == 6
     with pytest.raises(ValueError) as caught:
         validate(config)
-    assert str(caught.value) == ("controller.num_steps=100: a batch is 6 optimizer steps (algorithm.num_epochs x its "
-                                 "minibatches); use a multiple, such as 96 or 102")
+    assert str(caught.value) == (
+        "controller.num_steps=100: a batch is 6 optimizer steps (algorithm.num_epochs x its "
+        "minibatches); use a multiple, such as 96 or 102"
+    )
     config.controller.num_steps = 96
     validate(config)
 
@@ -672,7 +775,9 @@ def test_a_batch_is_a_whole_number_of_steps():
 def test_a_minibatch_larger_than_the_batch_is_refused():
     config = run_config()
     config.algorithm.tasks_per_minibatch = 17
-    with pytest.raises(ValueError, match=r"algorithm.tasks_per_minibatch=17: must be between 0 .* and .*tasks_per_step=16"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.tasks_per_minibatch=17: must be between 0 .* and .*tasks_per_step=16"
+    ):
         validate(config)
 
 
@@ -683,7 +788,9 @@ def test_a_role_of_another_vocabulary_or_dtype_is_refused():
         validate(config)
     config.roles.critic, config.roles.reference = None, role()
     config.roles.reference.trainer.training.dtype = "bfloat16"
-    with pytest.raises(ValueError, match="roles.reference.trainer.training.dtype='bfloat16': the policy's, .* is 'float32'"):
+    with pytest.raises(
+        ValueError, match="roles.reference.trainer.training.dtype='bfloat16': the policy's, .* is 'float32'"
+    ):
         validate(config)
 
 
@@ -691,7 +798,10 @@ def test_what_a_critic_is_trained_by_is_checked_before_the_start():
     config = run_config()
     config.roles.critic = role()
     config.algorithm.critic_loss_config = {"clipp": 0.2}
-    with pytest.raises(ValueError, match="algorithm.critic_loss_config.clipp=0.2: .*:value_loss has no such argument; did you mean clip"):
+    with pytest.raises(
+        ValueError,
+        match="algorithm.critic_loss_config.clipp=0.2: .*:value_loss has no such argument; did you mean clip",
+    ):
         validate(config)
     config.algorithm.critic_loss_config, config.algorithm.gae_lambda = {}, 1.5
     with pytest.raises(ValueError, match="algorithm.gae_lambda=1.5: must be between 0 and 1"):

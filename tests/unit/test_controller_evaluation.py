@@ -28,7 +28,8 @@ class ShortWords:
         answer = "".join(sorted(word)) if len(word) <= 4 else word
         tokens = self.tokenizer.encode(answer, add_special_tokens=False)
         return Completion(
-            tokens=tokens, logprobs=[0.0] * len(tokens), policy_versions=[0] * len(tokens), finish_reason="stop")
+            tokens=tokens, logprobs=[0.0] * len(tokens), policy_versions=[0] * len(tokens), finish_reason="stop"
+        )
 
 
 def controller_of(config, path):
@@ -43,9 +44,13 @@ def config():
     config.task = LetterSort.Config(min_letters=5, max_letters=6, num_validation=6, num_test=6)
     config.controller.eval_tasks = 6
     config.controller.eval_sets = {
-        "pairs": EvalSetConfig(task=LetterSort.Config(min_letters=2, max_letters=2, num_validation=3, num_test=3),
-                               num_samples=2, pass_at_k=1),
-        "seen": EvalSetConfig(split="train", num_tasks=5)}
+        "pairs": EvalSetConfig(
+            task=LetterSort.Config(min_letters=2, max_letters=2, num_validation=3, num_test=3),
+            num_samples=2,
+            pass_at_k=1,
+        ),
+        "seen": EvalSetConfig(split="train", num_tasks=5),
+    }
     return config
 
 
@@ -60,7 +65,10 @@ def test_every_set_has_a_line_of_its_own(config, tmp_path):
     lines = controller.run_dir.read_metrics()
     columns = ("eval/name", "eval/split", "eval/num_tasks", "eval/accuracy")
     assert [tuple(line[column] for column in columns) for line in lines] == [
-        ("letter_sort", "validation", 6, 0.0), ("pairs", "validation", 3, 1.0), ("seen", "train", 5, 0.0)]
+        ("letter_sort", "validation", 6, 0.0),
+        ("pairs", "validation", 3, 1.0),
+        ("seen", "train", 5, 0.0),
+    ]
     assert all(line["phase"] == "evaluation" and line["step"] == 0 for line in lines)
     assert [lines[1][f"eval/{name}"] for name in ("avg_at_2", "pass_at_1", "pass_at_1_ci95_low")] == [1.0, 1.0, 1.0]
 
@@ -104,15 +112,20 @@ def test_eval_writes_the_pass_rates_and_prints_every_set(config, tmp_path, monke
     flags = ["--split", "train", "--num-tasks", "4", "--pass-rates", str(rates)]
     assert run_eval(config, tmp_path, monkeypatch, *flags) == 0
     assert [(rate.split, rate.index, rate.num_correct, rate.num_samples) for rate in read_pass_rates(rates)] == [
-        ("train", i, 0, config.controller.pass_at_k) for i in range(4)]
+        ("train", i, 0, config.controller.pass_at_k) for i in range(4)
+    ]
     assert capsys.readouterr().out == (
-        "train accuracy 0.0000\npairs validation accuracy 1.0000\nseen train accuracy 0.0000\n")
+        "train accuracy 0.0000\npairs validation accuracy 1.0000\nseen train accuracy 0.0000\n"
+    )
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--num-tasks", "0"], "--num-tasks=0: must be at least 1"),
-    (["--pass-rates", "nowhere/rates"], "--pass-rates=nowhere/rates: cannot be written"),
-])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--num-tasks", "0"], "--num-tasks=0: must be at least 1"),
+        (["--pass-rates", "nowhere/rates"], "--pass-rates=nowhere/rates: cannot be written"),
+    ],
+)
 def test_mistakes_of_eval_are_refused_before_anything_starts(config, tmp_path, monkeypatch, flags, message):
     with pytest.raises(ValueError, match=message):
         run_eval(config, tmp_path, monkeypatch, *flags)

@@ -55,15 +55,22 @@ def evaluation(**fields):
     def policy(temperature):
         return Policy(sampler=sampler, tokenizer=TOKENIZER, max_tokens=1, max_prompt_tokens=1, temperature=temperature)
 
-    return asyncio.run(evaluate(
-        policy, Letters(), EvalSetConfig(**fields), name="set", label="eval/0", seed=0, config=ControllerConfig()))
+    return asyncio.run(
+        evaluate(
+            policy, Letters(), EvalSetConfig(**fields), name="set", label="eval/0", seed=0, config=ControllerConfig()
+        )
+    )
 
 
 def test_avg_and_pass_and_their_intervals():
     result = evaluation(num_samples=4, pass_at_k=2)
     line = result.metrics()
     assert {name: line[name] for name in ("eval/name", "eval/split", "eval/num_tasks", "eval/accuracy")} == {
-        "eval/name": "set", "eval/split": "validation", "eval/num_tasks": 4, "eval/accuracy": 0.5}
+        "eval/name": "set",
+        "eval/split": "validation",
+        "eval/num_tasks": 4,
+        "eval/accuracy": 0.5,
+    }
     assert line["eval/avg_at_4"] == (0 + 1 + 2 + 4) / 16
     # Two of four are both wrong with chances 1, C(3,2)/C(4,2) = 1/2, C(2,2)/C(4,2) = 1/6 and 0.
     assert line["eval/pass_at_2"] == pytest.approx((0 + 1 / 2 + 5 / 6 + 1) / 4)
@@ -80,7 +87,11 @@ def test_avg_and_pass_and_their_intervals():
 def test_the_pass_rates_it_measured():
     sampled, greedy = evaluation(num_samples=4).pass_rates, evaluation(split="test", num_tasks=2).pass_rates
     assert [(rate.split, rate.index, rate.num_correct, rate.num_samples) for rate in sampled] == [
-        ("validation", 0, 0, 4), ("validation", 1, 1, 4), ("validation", 2, 2, 4), ("validation", 3, 4, 4)]
+        ("validation", 0, 0, 4),
+        ("validation", 1, 1, 4),
+        ("validation", 2, 2, 4),
+        ("validation", 3, 4, 4),
+    ]
     assert [(rate.split, rate.num_correct, rate.num_samples) for rate in greedy] == [("test", 0, 1), ("test", 0, 1)]
     assert sampled[2].prompt_hash == prompt_hash(Letters().task("validation", 2)) != sampled[1].prompt_hash
 
@@ -108,19 +119,23 @@ def test_sets_have_families_of_their_own_or_the_runs():
 def test_a_set_that_cannot_be_evaluated_or_told_apart_is_refused():
     family = LetterSort.Config().build()
     assert refusal(eval_families, with_set("letter_sort"), family) == (
-        "controller.eval_sets.letter_sort: is the name of the run's own evaluations in the metrics; use another")
+        "controller.eval_sets.letter_sort: is the name of the run's own evaluations in the metrics; use another"
+    )
     empty = with_set(task=LetterSort.Config(num_test=0), split="test")
     assert refusal(eval_families, empty, family).startswith("task.test: 0 tasks in letter_sort")
 
 
-@pytest.mark.parametrize("fields, message", [
-    ({"name": "validation"}, "controller.eval_sets.validation: the run's own evaluations are validation and test"),
-    ({"name": "a-b"}, "controller.eval_sets.a-b: "),
-    ({"num_tasks": 0}, "controller.eval_sets.held_out.num_tasks=0: must be at least 1"),
-    ({"split": "dev"}, "controller.eval_sets.held_out.split='dev': is not a split"),
-    ({"num_samples": -1}, "controller.eval_sets.held_out.num_samples=-1: must not be negative"),
-    ({"num_samples": 4, "pass_at_k": 5}, "controller.eval_sets.held_out.pass_at_k=5: must be between 0 and num_s"),
-    ({"num_samples": 4, "temperature": 0.0}, "controller.eval_sets.held_out.temperature=0.0: samples of one task"),
-])
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"name": "validation"}, "controller.eval_sets.validation: the run's own evaluations are validation and test"),
+        ({"name": "a-b"}, "controller.eval_sets.a-b: "),
+        ({"num_tasks": 0}, "controller.eval_sets.held_out.num_tasks=0: must be at least 1"),
+        ({"split": "dev"}, "controller.eval_sets.held_out.split='dev': is not a split"),
+        ({"num_samples": -1}, "controller.eval_sets.held_out.num_samples=-1: must not be negative"),
+        ({"num_samples": 4, "pass_at_k": 5}, "controller.eval_sets.held_out.pass_at_k=5: must be between 0 and num_s"),
+        ({"num_samples": 4, "temperature": 0.0}, "controller.eval_sets.held_out.temperature=0.0: samples of one task"),
+    ],
+)
 def test_mistakes_in_a_set_are_refused(fields, message):
     assert refusal(validate, with_set(**fields)).startswith(message)

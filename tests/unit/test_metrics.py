@@ -54,43 +54,57 @@ def test_about_95_of_100_intervals_hold_the_true_mean():
     assert 0.93 < held / 2000 < 0.97
 
 
-@pytest.mark.parametrize("n, c, k, expected", [
-    (8, 2, 1, 0.25),  # k=1 is the fraction of correct samples
-    (4, 1, 2, 0.5),  # 1 - C(3,2)/C(4,2) = 1 - 3/6
-    (5, 2, 3, 0.9),  # 1 - C(3,3)/C(5,3) = 1 - 1/10
-    (8, 0, 8, 0.0),
-    (8, 1, 8, 1.0),  # with all samples looked at, one correct is enough
-    (5, 3, 3, 1.0),  # only two are wrong, so three hold a correct one
-])
+@pytest.mark.parametrize(
+    "n, c, k, expected",
+    [
+        (8, 2, 1, 0.25),  # k=1 is the fraction of correct samples
+        (4, 1, 2, 0.5),  # 1 - C(3,2)/C(4,2) = 1 - 3/6
+        (5, 2, 3, 0.9),  # 1 - C(3,3)/C(5,3) = 1 - 1/10
+        (8, 0, 8, 0.0),
+        (8, 1, 8, 1.0),  # with all samples looked at, one correct is enough
+        (5, 3, 3, 1.0),  # only two are wrong, so three hold a correct one
+    ],
+)
 def test_pass_at_k(n, c, k, expected):
     assert metrics.pass_at_k(n, c, k) == expected
 
 
-@pytest.mark.parametrize("n, c, k, message", [
-    (4, 1, 5, "k=5: must be between 1 and num_samples=4"),
-    (4, 1, 0, "k=0: must be"),
-    (4, 5, 1, "num_correct=5: must be between 0 and num_samples=4"),
-    (4, -1, 1, "num_correct=-1"),
-])
+@pytest.mark.parametrize(
+    "n, c, k, message",
+    [
+        (4, 1, 5, "k=5: must be between 1 and num_samples=4"),
+        (4, 1, 0, "k=0: must be"),
+        (4, 5, 1, "num_correct=5: must be between 0 and num_samples=4"),
+        (4, -1, 1, "num_correct=-1"),
+    ],
+)
 def test_pass_at_k_refuses_impossible_counts(n, c, k, message):
     with pytest.raises(ValueError, match=message):
         metrics.pass_at_k(n, c, k)
 
 
 def output(num_tokens, loss=0.5, **sums):
-    return ForwardBackwardOutput(policy_logprobs=[], values=[], loss=loss, num_tokens=num_tokens, metrics=sums,
-                                 interval=(0.0, 1.0))
+    return ForwardBackwardOutput(
+        policy_logprobs=[], values=[], loss=loss, num_tokens=num_tokens, metrics=sums, interval=(0.0, 1.0)
+    )
 
 
 def test_the_steps_of_a_batch_become_one_line():
     line = StepMetrics()
     for num_tokens, norm, entropy, largest, kl in ((1, 2.0, 4.0, 0.25, 1e-9), (3, 4.0, 0.0, 0.75, 9.0)):
-        line.add(output(num_tokens, **{"policy/entropy": entropy, "advantage/abs_max": largest, "mismatch/kl": kl}),
-                 OptimStepOutput(grad_norm=norm, lr=norm, policy_version=1, skipped=norm > 3))
+        line.add(
+            output(num_tokens, **{"policy/entropy": entropy, "advantage/abs_max": largest, "mismatch/kl": kl}),
+            OptimStepOutput(grad_norm=norm, lr=norm, policy_version=1, skipped=norm > 3),
+        )
         line.mean("time/optim_s", 0.5)
     line = line.line()
     assert line["policy/entropy"] == 1.0  # per token
     assert line["advantage/abs_max"] == 0.75
     assert line["mismatch/kl"] == 1e-9  # of the first step, which saw the policy that sampled
-    assert (line["optim/grad_norm"], line["optim/lr"], line["optim/skipped"], line["optim/num_steps"]) == (3.0, 4.0, 1, 2)
+    assert (line["optim/grad_norm"], line["optim/lr"], line["optim/skipped"], line["optim/num_steps"]) == (
+        3.0,
+        4.0,
+        1,
+        2,
+    )
     assert (line["tokens/trained"], line["time/optim_s"], line["policy/clip_frac"]) == (4, 1.0, 0.0)

@@ -40,7 +40,13 @@ class BuiltModel:
 
 
 def build_model(
-    config: TrainerConfig, model_config: ModelConfig, *, role: str, seed: int, parallel_dims, device: torch.device,
+    config: TrainerConfig,
+    model_config: ModelConfig,
+    *,
+    role: str,
+    seed: int,
+    parallel_dims,
+    device: torch.device,
     dump_dir: str,
 ) -> BuiltModel:
     """Spec, converters, sharding by torchtitan's canonical plan, weights from files or from the seed."""
@@ -52,10 +58,13 @@ def build_model(
     if role == "critic":
         spec = critic_spec(spec)
     spec = training_spec(
-        spec, SimpleNamespace(parallelism=config.parallelism),
+        spec,
+        SimpleNamespace(parallelism=config.parallelism),
         attention=platform.attention_backend(config.training.mixed_precision_param)
-        if config.attention == "auto" else config.attention,
-        chunk_bytes=config.logprob_chunk_mib * 2**20)
+        if config.attention == "auto"
+        else config.attention,
+        chunk_bytes=config.logprob_chunk_mib * 2**20,
+    )
     base = spec.model
     if config.lora is not None:
         spec = lora.lora_spec(spec, config.lora)
@@ -65,8 +74,14 @@ def build_model(
     _stay_tied(model)
     ac_class = _ACTIVATION_CHECKPOINT[config.activation_checkpoint]
     model = spec.parallelize_fn(
-        model, parallel_dims=parallel_dims, training=config.training, parallelism=config.parallelism,
-        compile_config=config.compile, ac_config=ac_class() if ac_class else None, dump_folder=dump_dir)
+        model,
+        parallel_dims=parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=ac_class() if ac_class else None,
+        dump_folder=dump_dir,
+    )
     platform.adapt_parallel_model(model)
     model.to_empty(device=device)
     with torch.no_grad():
@@ -87,7 +102,8 @@ def build_optimizers(config: TrainerConfig, spec: ModelSpec, model: torch.nn.Mod
     """torchtitan's AdamW container, with what the spec and the config register on it."""
     optimizer = config.optimizer
     container = default_adamw(
-        lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+        lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
+    )
     container.implementation = optimizer.implementation
     optimizers = container.build(model_parts=[model])
     for register in (spec.post_optimizer_build_fn, config.post_optimizer_build_fn):
@@ -99,11 +115,17 @@ def build_optimizers(config: TrainerConfig, spec: ModelSpec, model: torch.nn.Mod
 def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Each rank keeps its part of whole tensors that every rank has; what `state` does not name stays as it is."""
     held = model.state_dict()
-    model.load_state_dict(held | {
-        name: distribute_tensor(tensor.to(device), held[name].device_mesh, held[name].placements, src_data_rank=None)
-        if isinstance(held[name], DTensor) else tensor.to(device)
-        for name, tensor in state.items()
-    })
+    model.load_state_dict(
+        held
+        | {
+            name: distribute_tensor(
+                tensor.to(device), held[name].device_mesh, held[name].placements, src_data_rank=None
+            )
+            if isinstance(held[name], DTensor)
+            else tensor.to(device)
+            for name, tensor in state.items()
+        }
+    )
 
 
 def _draw(base, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -45,16 +45,19 @@ class LoRAConfig:
             raise ValueError(f"trainer.lora.alpha={self.alpha}: must be positive; use the rank, or twice the rank")
         if not self.target_modules:
             raise ValueError(
-                f"trainer.lora.target_modules=[]: nothing would train; name some of {', '.join(_LORA_TARGETS)}")
+                f"trainer.lora.target_modules=[]: nothing would train; name some of {', '.join(_LORA_TARGETS)}"
+            )
         for target in self.target_modules:
             if target in ("q_proj", "k_proj", "v_proj"):
                 raise ValueError(
-                    f"trainer.lora.target_modules={target!r}: query, key and value are one layer; use 'qkv_proj'")
+                    f"trainer.lora.target_modules={target!r}: query, key and value are one layer; use 'qkv_proj'"
+                )
             if target not in _LORA_TARGETS:
                 near = difflib.get_close_matches(target, _LORA_TARGETS, 1)
                 raise ValueError(
                     f"trainer.lora.target_modules={target!r}: is not a layer that can have an adapter; "
-                    + (f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(_LORA_TARGETS)}"))
+                    + (f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(_LORA_TARGETS)}")
+                )
 
 
 def _training() -> TrainingConfig:

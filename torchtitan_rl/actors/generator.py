@@ -22,7 +22,13 @@ class Generator(Actor):
     Config = GeneratorConfig
 
     def __init__(
-        self, config: GeneratorConfig, model_dir: str, role: str, seed: int, log_dir: str | None, store_name: str,
+        self,
+        config: GeneratorConfig,
+        model_dir: str,
+        role: str,
+        seed: int,
+        log_dir: str | None,
+        store_name: str,
         sleeps: bool = False,
     ):
         """`sleeps`: it shares its devices with trainers, and gives them up when told to."""
@@ -43,7 +49,8 @@ class Generator(Actor):
             from torchtitan_rl.weights.store import WeightStore
 
         self.rank = GeneratorRank(
-            self.config, self.model_dir, self.seed, rank, WeightStore(self.store_name), sleeps=self.sleeps)
+            self.config, self.model_dir, self.seed, rank, WeightStore(self.store_name), sleeps=self.sleeps
+        )
         await self.rank.start(threads)
 
     @concurrent_endpoint

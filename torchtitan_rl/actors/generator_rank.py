@@ -28,8 +28,7 @@ class GeneratorRank:
     """
 
     def __init__(
-        self, config: GeneratorConfig, model_dir: str, seed: int, rank: int, store: WeightStore, *,
-        sleeps: bool = False,
+        self, config: GeneratorConfig, model_dir: str, seed: int, rank: int, store: WeightStore, *, sleeps: bool = False
     ):
         """`sleeps`: it shares its devices with trainers, and gives them up when told to."""
         self.store = store
@@ -69,8 +68,10 @@ class GeneratorRank:
             with safe_open(file, "pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
         state, held = self.engine.from_hf(tensors), self.engine.held()
-        offered = {name: packing.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
-                   for name, tensor in state.items()}
+        offered = {
+            name: packing.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
+            for name, tensor in state.items()
+        }
         if difference := packing.explain_difference(offered, held):
             raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
         self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})

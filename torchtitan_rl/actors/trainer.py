@@ -28,7 +28,7 @@ class PolicyTrainer(Actor):
     Config = TrainerConfig
 
     def __init__(
-        self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, log_dir: str | None, store_name: str,
+        self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, log_dir: str | None, store_name: str
     ):
         self.config, self.model, self.role, self.seed = config, model, role, seed
         self.log_dir, self.store_name = log_dir, store_name
@@ -50,9 +50,11 @@ class PolicyTrainer(Actor):
 
         device = platform.local_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(
-            platform.distributed_backend(), timeout=timedelta(seconds=self.config.comm.init_timeout_seconds))
+            platform.distributed_backend(), timeout=timedelta(seconds=self.config.comm.init_timeout_seconds)
+        )
         self.rank = TrainerRank(
-            self.config, self.model, self.role, self.seed, device, WeightStore(self.store_name), self.log_dir or "")
+            self.config, self.model, self.role, self.seed, device, WeightStore(self.store_name), self.log_dir or ""
+        )
 
     @endpoint
     async def forward(self, batches: list, temperature: float, top_k: int, hidden: bool):

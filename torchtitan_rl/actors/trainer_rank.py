@@ -46,7 +46,13 @@ class TrainerRank:
     """
 
     def __init__(
-        self, config: TrainerConfig, model: ModelConfig, role: str, seed: int, device: torch.device, store: WeightStore,
+        self,
+        config: TrainerConfig,
+        model: ModelConfig,
+        role: str,
+        seed: int,
+        device: torch.device,
+        store: WeightStore,
         dump_dir: str,
     ):
         self.config, self.model_config, self.role, self.seed, self.device = config, model, role, seed, device
@@ -58,8 +64,9 @@ class TrainerRank:
         self.parallel_dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
         self.parallel_dims.build_mesh()
         set_determinism(self.parallel_dims, device, config.debug, distinct_seed_mesh_dims=[])
-        built = build_model(config, model, role=role, seed=seed, parallel_dims=self.parallel_dims, device=device,
-                            dump_dir=dump_dir)
+        built = build_model(
+            config, model, role=role, seed=seed, parallel_dims=self.parallel_dims, device=device, dump_dir=dump_dir
+        )
         self.model, self.shape, self.adapter = built.model, built.shape, built.adapter
         tensor_parallel = self.parallel_dims.get_optional_mesh("tp")
         self._tensor_parallel_rank = 0 if tensor_parallel is None else tensor_parallel.get_local_rank()
@@ -69,7 +76,7 @@ class TrainerRank:
         logger.info("model: %s, %d parameters, degrees %s", self.shape, self.shape.num_parameters, self.parallel_dims)
 
     def forward(
-        self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False,
+        self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False
     ) -> Accumulated:
         """Log-probabilities (a critic: values) of this rank's microbatches, in order, and what else is asked for."""
         self._require("forward", "model")
@@ -79,7 +86,7 @@ class TrainerRank:
         return result
 
     def forward_backward(
-        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float,
+        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
     ) -> Accumulated:
         """Adds this rank's microbatches to the gradient, in order."""
         self._require("forward_backward", "model", "gradients")
@@ -88,22 +95,36 @@ class TrainerRank:
     def _accumulate(self, batches, loss_fn: LossFunction | None, temperature: float, **changes) -> Accumulated:
         # Sequence parallelism cuts the packed tokens into one equal part per TP rank.
         return accumulate_gradients(
-            self.model, batches, loss_fn, self.device, temperature=temperature, multiple_of=self.parallel_dims.tp,
-            **changes)
+            self.model,
+            batches,
+            loss_fn,
+            self.device,
+            temperature=temperature,
+            multiple_of=self.parallel_dims.tp,
+            **changes,
+        )
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         """Clips, steps, zeroes the gradient. A gradient that is not finite is dropped and the step skipped."""
         self._require("optim_step", "model", "optimizer", "gradients")
         given = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
         defaults = {"max_grad_norm": self.config.training.max_norm} | {
-            name: getattr(self.config.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")}
+            name: getattr(self.config.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")
+        }
         params = OptimParams(**{name: defaults[name] if value is None else value for name, value in given.items()})
         norm, stepped = clip_and_step(
-            list(self.model.parameters()), self.optimizers, params, max_grad_norm=params.max_grad_norm,
-            grad_scale=grad_scale, expert_parallel=self.parallel_dims.ep_enabled)
+            list(self.model.parameters()),
+            self.optimizers,
+            params,
+            max_grad_norm=params.max_grad_norm,
+            grad_scale=grad_scale,
+            expert_parallel=self.parallel_dims.ep_enabled,
+        )
         self.policy_version += stepped
         if not self._train_timeout_set:  # the first step compiles and allocates; later ones get the tighter bound
-            if self.device.type == "cuda":  # gloo's timeout cannot be changed; there the controller's deadline bounds it
+            if (
+                self.device.type == "cuda"
+            ):  # gloo's timeout cannot be changed; there the controller's deadline bounds it
                 set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
             self._train_timeout_set = True
         return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.policy_version, skipped=not stepped)
@@ -147,7 +168,8 @@ class TrainerRank:
         if missing:
             raise RuntimeError(
                 f"{self.role}.{operation}: {' and '.join(missing)} offloaded; call it through a TrainingClient, "
-                "which brings back what an operation needs")
+                "which brings back what an operation needs"
+            )
 
     # Weights in and out.
 
@@ -183,8 +205,7 @@ class TrainerRank:
         offered = {name: entry for name, entry in manifest.entries.items() if name not in own}
         if difference := packing.explain_difference(offered, held):
             raise RuntimeError(f"{self.role}.pull_copy: the published weights do not fit this model: {difference}")
-        load_whole(
-            self.model, {n: t for n, t in packing.read(payload, manifest).items() if n not in own}, self.device)
+        load_whole(self.model, {n: t for n, t in packing.read(payload, manifest).items() if n not in own}, self.device)
 
     async def push_head(self, transport: str) -> None:
         """Publishes the head's weight as it is, for another trainer role to hold as its teacher's."""
@@ -203,7 +224,7 @@ class TrainerRank:
         self.model.lm_head.hold_teacher(weight.to(compute_dtype), self._tensor_parallel_rank, self.parallel_dims.tp)
 
     async def _publish(
-        self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool, *, only: str | None = None,
+        self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool, *, only: str | None = None
     ) -> None:
         self._require("push_weights", "model")
         state, adapters = self._base_and_adapters()
@@ -212,7 +233,8 @@ class TrainerRank:
         # The fused QKV weight shows as wq, wk and wv, so what is not a buffer by name is a parameter.
         buffers = {_plain(name) for name, _ in self.model.named_buffers()}
         manifest = packing.plan(
-            version, ((name, t.shape, t.dtype, name not in buffers) for name, t in state.items()), dtype)
+            version, ((name, t.shape, t.dtype, name not in buffers) for name, t in state.items()), dtype
+        )
         publisher = dist.get_rank() == 0
         handle, payload = "", None
         if publisher and transport == "shared_memory":
@@ -284,7 +306,9 @@ class TrainerRank:
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
         """Writes a Hugging Face directory: config, tokenizer, safetensors; adapters are merged in."""
         if self.role == "critic":
-            raise ValueError("role='critic': has a value head, which Qwen3's Hugging Face form lacks; use save_checkpoint")
+            raise ValueError(
+                "role='critic': has a value head, which Qwen3's Hugging Face form lacks; use save_checkpoint"
+            )
         self._require("save_hf_model", "model")
         state, adapters = self._base_and_adapters()
         state = hf.full_state(state)

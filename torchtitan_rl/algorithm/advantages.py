@@ -16,8 +16,16 @@ import torch
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["batch_advantages", "batch_estimator", "estimator_for", "group_centered", "grpo", "reinforce",
-           "reinforce_pp_baseline", "rloo"]
+__all__ = [
+    "batch_advantages",
+    "batch_estimator",
+    "estimator_for",
+    "group_centered",
+    "grpo",
+    "reinforce",
+    "reinforce_pp_baseline",
+    "rloo",
+]
 
 
 _STDS = ("none", "population", "unbiased")
@@ -86,7 +94,8 @@ def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
         near = difflib.get_close_matches(role, chosen, 1)
         hint = f"did you mean {near[0]!r}, or add it" if near else "add it"
         raise ValueError(
-            f"algorithm.advantage_fn: has no estimator for role {role!r}, only for {', '.join(chosen)}; {hint}")
+            f"algorithm.advantage_fn: has no estimator for role {role!r}, only for {', '.join(chosen)}; {hint}"
+        )
     return chosen[role]
 
 
@@ -116,14 +125,17 @@ def _estimate(advantage_fn: Callable, groups: list[RolloutGroup]) -> list[list[f
     called = f"algorithm.advantage_fn={getattr(advantage_fn, '__name__', repr(advantage_fn))}"
     if len(given) != len(groups):
         raise ValueError(
-            f"{called}: gave {len(given)} tensors for {len(groups)} groups; return one per group, in order")
+            f"{called}: gave {len(given)} tensors for {len(groups)} groups; return one per group, in order"
+        )
     for advantages_G, group in zip(given, groups, strict=True):
         is_tensor = isinstance(advantages_G, torch.Tensor)
         right_shape = is_tensor and advantages_G.shape == (len(group.rollouts),)
         if not right_shape or not torch.isfinite(advantages_G).all():
             shown = advantages_G.tolist() if is_tensor else advantages_G
-            raise ValueError(f"{called}: gave {shown} for rewards {group.rewards} of group {group.id}; "
-                             "return a tensor of one finite number per rollout")
+            raise ValueError(
+                f"{called}: gave {shown} for rewards {group.rewards} of group {group.id}; "
+                "return a tensor of one finite number per rollout"
+            )
     return [advantages_G.tolist() for advantages_G in given]
 
 
@@ -131,4 +143,3 @@ def _sees_batch(advantage_fn: Callable) -> bool:
     while isinstance(advantage_fn, functools.partial):
         advantage_fn = advantage_fn.func
     return getattr(advantage_fn, "sees_batch", False)
-

@@ -33,8 +33,11 @@ class Batch:
 
 
 async def fill_batch(
-    roll_out: Callable[[int, int, Counter], Awaitable[list[RolloutGroup]]], config: AlgorithmConfig, *,
-    max_tokens: int, oldest_version: int = 0,
+    roll_out: Callable[[int, int, Counter], Awaitable[list[RolloutGroup]]],
+    config: AlgorithmConfig,
+    *,
+    max_tokens: int,
+    oldest_version: int = 0,
 ) -> Batch:
     """Groups of `config.tasks_per_step` tasks that pass `config.filters`, or of as many as its limits allow.
 
@@ -74,6 +77,8 @@ def _explanation(batch: Batch, config: AlgorithmConfig, rounds: int) -> str:
     found = ", ".join(counted) or "no rollouts"
     if not rewards:
         return f"{where}: {rounds} rounds left nothing to train on ({found}); see that the workflow plays turns"
-    return (f"{where}: {rounds} rounds with {len(batch.sampled)} groups left nothing to train on ({found}; rewards from "
-            f"{min(rewards):g} to {max(rewards):g}); if rewards are as high as they can be the task is learned, else make "
-            "it easier, check the reward, raise group_size or sampling.max_tokens, or switch the filter off")
+    return (
+        f"{where}: {rounds} rounds with {len(batch.sampled)} groups left nothing to train on ({found}; rewards from "
+        f"{min(rewards):g} to {max(rewards):g}); if rewards are as high as they can be the task is learned, else make "
+        "it easier, check the reward, raise group_size or sampling.max_tokens, or switch the filter off"
+    )

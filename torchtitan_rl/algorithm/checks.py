@@ -16,7 +16,11 @@ from typing import Any, get_args, get_type_hints
 from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.probe import (
-    probe_advantages, probe_correction, probe_loss, probe_reduction, reads_advantages,
+    probe_advantages,
+    probe_correction,
+    probe_loss,
+    probe_reduction,
+    reads_advantages,
 )
 from torchtitan_rl.algorithm.schedules import ScheduleConfig
 from torchtitan_rl.config import RolesConfig, RunConfig, function_name
@@ -60,34 +64,47 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     for name in ("kl_coef", "entropy_coef"):
         if not 0 <= getattr(algorithm, name) < math.inf:
             raise ValueError(
-                f"algorithm.{name}={getattr(algorithm, name)}: must be finite and not negative; use 0 for none")
+                f"algorithm.{name}={getattr(algorithm, name)}: must be finite and not negative; use 0 for none"
+            )
     if algorithm.kl_coef:
         if roles.reference is None:
-            raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef}: there is no reference to measure the KL to; set "
-                             "roles.reference or use 0")
+            raise ValueError(
+                f"algorithm.kl_coef={algorithm.kl_coef}: there is no reference to measure the KL to; set "
+                "roles.reference or use 0"
+            )
         if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-            raise ValueError("algorithm.kl_estimator='k1': its gradient as a loss has mean 0, so it would not hold the "
-                             "policy; use 'k2' (the gradient of the KL), 'k3', or algorithm.kl_in='reward'")
+            raise ValueError(
+                "algorithm.kl_estimator='k1': its gradient as a loss has mean 0, so it would not hold the "
+                "policy; use 'k2' (the gradient of the KL), 'k3', or algorithm.kl_in='reward'"
+            )
     if algorithm.correction_fn is None and algorithm.correction_config:
-        raise ValueError(f"algorithm.correction_config={algorithm.correction_config}: there is no correction for it "
-                         "to configure; set algorithm.correction_fn or leave it empty")
+        raise ValueError(
+            f"algorithm.correction_config={algorithm.correction_config}: there is no correction for it "
+            "to configure; set algorithm.correction_fn or leave it empty"
+        )
     recomputed = algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch
     if algorithm.recompute_logprobs_per_batch and algorithm.recompute_logprobs_per_minibatch:
-        raise ValueError("algorithm.recompute_logprobs_per_batch=True: recompute_logprobs_per_minibatch=True takes its "
-                         "place at every step; keep one of them")
+        raise ValueError(
+            "algorithm.recompute_logprobs_per_batch=True: recompute_logprobs_per_minibatch=True takes its "
+            "place at every step; keep one of them"
+        )
     if algorithm.correction_fn is not None and not recomputed:
         raise ValueError(
             f"algorithm.correction_fn={function_name(algorithm.correction_fn)}: the loss's ratios are against the "
-            "generator already, nothing is left to correct; set algorithm.recompute_logprobs_per_batch=True")
+            "generator already, nothing is left to correct; set algorithm.recompute_logprobs_per_batch=True"
+        )
     if roles.critic is None:
         for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
             if getattr(algorithm, name) != default:
-                raise ValueError(f"algorithm.{name}={getattr(algorithm, name)}: is for a critic and this run has none; "
-                                 f"set roles.critic or use {default}")
+                raise ValueError(
+                    f"algorithm.{name}={getattr(algorithm, name)}: is for a critic and this run has none; "
+                    f"set roles.critic or use {default}"
+                )
     for name in ("gae_gamma", "gae_lambda"):
         if not 0 <= getattr(algorithm, name) <= 1:
             raise ValueError(
-                f"algorithm.{name}={getattr(algorithm, name)}: must be between 0 and 1; use 1 for no discount")
+                f"algorithm.{name}={getattr(algorithm, name)}: must be between 0 and 1; use 1 for no discount"
+            )
 
 
 def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
@@ -106,29 +123,49 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     probe_advantages(algorithm)
     probe_reduction(f"algorithm.reduction={function_name(algorithm.reduction)}", algorithm.reduction)
     _check_arguments("loss", algorithm.loss_fn, algorithm.loss_config)
-    probe_loss(f"algorithm.loss_fn={function_name(algorithm.loss_fn)}", algorithm.loss_fn, algorithm.loss_config,
-               outputs=outputs, columns=columns)
+    probe_loss(
+        f"algorithm.loss_fn={function_name(algorithm.loss_fn)}",
+        algorithm.loss_fn,
+        algorithm.loss_config,
+        outputs=outputs,
+        columns=columns,
+    )
     loss = partial(algorithm.loss_fn, **algorithm.loss_config)
     if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads_advantages(loss, columns, outputs):
-        raise ValueError(f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
-                         "the KL would not count; use 'loss'")
+        raise ValueError(
+            f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
+            "the KL would not count; use 'loss'"
+        )
     needs = {
         "algorithm.distill.divergence='tokens'": divergence == "tokens",
         "algorithm.distill.rewards=True": bool(divergence) and algorithm.distill.rewards,
-        "self-distillation": any(not teacher.top_k or getattr(teacher, "advantage_fn", None)
-                                 for teacher in algorithm.own_teachers)}
+        "self-distillation": any(
+            not teacher.top_k or getattr(teacher, "advantage_fn", None) for teacher in algorithm.own_teachers
+        ),
+    }
     for what, needed in needs.items():
         if needed and not reads_advantages(loss, columns, outputs):
-            raise ValueError(f"algorithm.loss_fn={function_name(algorithm.loss_fn)}: does not read advantages, by which "
-                             f"{what} is to train; use importance_sampling or ppo")
+            raise ValueError(
+                f"algorithm.loss_fn={function_name(algorithm.loss_fn)}: does not read advantages, by which "
+                f"{what} is to train; use importance_sampling or ppo"
+            )
     if algorithm.correction_fn is not None:
         _check_arguments("correction", algorithm.correction_fn, algorithm.correction_config)
-        probe_correction(f"algorithm.correction_fn={function_name(algorithm.correction_fn)}", algorithm.correction_fn,
-                         algorithm.correction_config, columns)
+        probe_correction(
+            f"algorithm.correction_fn={function_name(algorithm.correction_fn)}",
+            algorithm.correction_fn,
+            algorithm.correction_config,
+            columns,
+        )
     if roles.critic is not None:
         _check_arguments("critic_loss", algorithm.critic_loss_fn, algorithm.critic_loss_config)
-        probe_loss(f"algorithm.critic_loss_fn={function_name(algorithm.critic_loss_fn)}", algorithm.critic_loss_fn,
-                   algorithm.critic_loss_config, outputs=["predicted_values"], columns=columns)
+        probe_loss(
+            f"algorithm.critic_loss_fn={function_name(algorithm.critic_loss_fn)}",
+            algorithm.critic_loss_fn,
+            algorithm.critic_loss_config,
+            outputs=["predicted_values"],
+            columns=columns,
+        )
 
 
 def _check_arguments(name: str, function: Callable, given: dict[str, float]) -> None:
@@ -142,7 +179,8 @@ def _check_arguments(name: str, function: Callable, given: dict[str, float]) -> 
             near = difflib.get_close_matches(argument, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
             raise ValueError(
-                f"algorithm.{name}_config.{argument}={value}: {function_name(function)} has no such argument; {hint}")
+                f"algorithm.{name}_config.{argument}={value}: {function_name(function)} has no such argument; {hint}"
+            )
 
 
 def _check_schedule(where: str, schedule: ScheduleConfig) -> None:
@@ -152,11 +190,14 @@ def _check_schedule(where: str, schedule: ScheduleConfig) -> None:
     if not 0 <= schedule.warmup_ratio <= 1:
         raise ValueError(f"{where}.warmup_ratio={schedule.warmup_ratio}: is a part of all steps; use 0 to 1")
     if schedule.warmup_steps and schedule.warmup_ratio:
-        raise ValueError(f"{where}.warmup_ratio={schedule.warmup_ratio}: warmup_steps={schedule.warmup_steps} says how "
-                         "long the warm-up is already; set one of them to 0")
+        raise ValueError(
+            f"{where}.warmup_ratio={schedule.warmup_ratio}: warmup_steps={schedule.warmup_steps} says how "
+            "long the warm-up is already; set one of them to 0"
+        )
     if not 0 <= schedule.final_factor < math.inf:
         raise ValueError(
-            f"{where}.final_factor={schedule.final_factor}: must be finite and not negative; use 0 to end at 0")
+            f"{where}.final_factor={schedule.final_factor}: must be finite and not negative; use 0 to end at 0"
+        )
 
 
 def _check_function(where: str, given: Any, module: ModuleType) -> None:

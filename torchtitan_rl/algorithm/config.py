@@ -66,7 +66,8 @@ class AlgorithmConfig:
     temperature: float = 1.0
     """Of sampling and, so that log-probabilities agree, of the trainer's logits."""
     advantage_fn: Callable | dict[str, Callable] = field(
-        default_factory=lambda: _default("advantages", "group_centered"))
+        default_factory=lambda: _default("advantages", "group_centered")
+    )
     """`(rewards_G) -> advantages_G`, or one for each role of a workflow by its name; see algorithm/advantages.py."""
     precomputed_advantages: Literal["auto", "require", "ignore"] = "auto"
     """Advantages that turns carry: use them where a whole group has sound ones, insist on them, or do not look."""
@@ -125,7 +126,10 @@ class AlgorithmConfig:
                 raise ValueError(f"algorithm.stepwise_mode={value!r}: is not a mode; use 'broadcast'")
             warnings.warn(
                 "algorithm.stepwise_mode='per_step': is deprecated and now means 'broadcast'; to weigh turns one by "
-                "one set algorithm.trajectory_grouping_hook (docs/grouping.md)", DeprecationWarning, stacklevel=3)
+                "one set algorithm.trajectory_grouping_hook (docs/grouping.md)",
+                DeprecationWarning,
+                stacklevel=3,
+            )
             value = "broadcast"
         object.__setattr__(self, name, value)
 

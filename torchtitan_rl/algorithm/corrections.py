@@ -32,14 +32,14 @@ def truncated_sequence(inputs: LossInputs, *, cap: float = 2.0) -> tuple[torch.T
 
 
 def masked_token(
-    inputs: LossInputs, *, low: float = 0.5, high: float = 5.0,
+    inputs: LossInputs, *, low: float = 0.5, high: float = 5.0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """rho_t of each token within [low, high]; a token outside does not train."""
     return _masked(inputs, _token_log_weights(inputs), low, high)
 
 
 def masked_sequence(
-    inputs: LossInputs, *, low: float = 0.0, high: float = 2.0,
+    inputs: LossInputs, *, low: float = 0.0, high: float = 2.0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """prod rho_t of each datum within [low, high]; a datum outside does not train."""
     return _masked(inputs, _sequence_log_weights(inputs), low, high)
@@ -64,8 +64,10 @@ def _masked(inputs: LossInputs, log_weights_T: torch.Tensor, low: float, high: f
     if not 0 <= low < high:
         raise ValueError(f"low={low}: the bounds {low:g} and {high:g} of a weight cross or are negative; use 0.5 and 5")
     if not (low <= 1 <= high):
-        raise ValueError(f"low={low}: a weight of 1, where trainer and generator agree, is outside [{low:g}, {high:g}] "
-                         "and nothing would train; use bounds on either side of 1")
+        raise ValueError(
+            f"low={low}: a weight of 1, where trainer and generator agree, is outside [{low:g}, {high:g}] "
+            "and nothing would train; use bounds on either side of 1"
+        )
     weights_T = _weights(log_weights_T)
     outside_T = (weights_T < low) | (weights_T > high)
     return _with_metrics(inputs, torch.where(outside_T, 0.0, weights_T), changed_T=outside_T)
@@ -77,5 +79,7 @@ def _weights(log_weights_T: torch.Tensor) -> torch.Tensor:
 
 def _with_metrics(inputs: LossInputs, factor_T: torch.Tensor, changed_T: torch.Tensor):
     trained_T = inputs.loss_mask > 0
-    return factor_T, {"correction/weight_mean": factor_T[trained_T].sum(),
-                      "correction/changed_frac": (changed_T & trained_T).sum()}
+    return factor_T, {
+        "correction/weight_mean": factor_T[trained_T].sum(),
+        "correction/changed_frac": (changed_T & trained_T).sum(),
+    }

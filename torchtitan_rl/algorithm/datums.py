@@ -34,8 +34,14 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig, *, oldest_ver
             num_rollouts += 1
     weights = config.reduction([inputs["loss_mask"] for _, _, inputs, _ in parts], [group for group, _ in origins])
     return [
-        Datum(tokens=tokens, target_tokens=targets, loss_inputs={**inputs, "weights": weight}, group=group,
-              rollout=rollout, soft_targets=soft)
+        Datum(
+            tokens=tokens,
+            target_tokens=targets,
+            loss_inputs={**inputs, "weights": weight},
+            group=group,
+            rollout=rollout,
+            soft_targets=soft,
+        )
         for (tokens, targets, inputs, soft), weight, (group, rollout) in zip(parts, weights, origins, strict=True)
     ]
 
@@ -44,7 +50,8 @@ def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]
     """New datums with more loss inputs (or others in their place): one (T,) or (T, n) tensor per datum and name."""
     return [
         dataclasses.replace(
-            datum, loss_inputs={**datum.loss_inputs, **{name: rows[i] for name, rows in columns.items()}})
+            datum, loss_inputs={**datum.loss_inputs, **{name: rows[i] for name, rows in columns.items()}}
+        )
         for i, datum in enumerate(data)
     ]
 
@@ -58,15 +65,20 @@ def minibatches(data: list[Datum], tasks_per_minibatch: int, reduction: Callable
     size = tasks_per_minibatch or len(groups)
     parts = []
     for start in range(0, len(groups), size):
-        chosen = set(groups[start:start + size])
+        chosen = set(groups[start : start + size])
         part = [datum for datum in data if datum.group in chosen]
-        parts.append(with_inputs(
-            part, weights=reduction([d.loss_inputs["loss_mask"] for d in part], [d.group for d in part])))
+        parts.append(
+            with_inputs(part, weights=reduction([d.loss_inputs["loss_mask"] for d in part], [d.group for d in part]))
+        )
     return parts
 
 
 def with_gae(
-    data: list[Datum], rewards: list[float], values: list[torch.Tensor], config: AlgorithmConfig, *,
+    data: list[Datum],
+    rewards: list[float],
+    values: list[torch.Tensor],
+    config: AlgorithmConfig,
+    *,
     keep_groups: Collection[int] = (),
 ) -> list[Datum]:
     """Advantages, returns and values by GAE, for one reward and a critic's values per datum.
@@ -77,8 +89,10 @@ def with_gae(
         gae(values_T, datum.loss_inputs["loss_mask"], reward, gamma=config.gae_gamma, lam=config.gae_lambda)
         for datum, reward, values_T in zip(data, rewards, values, strict=True)
     ]
-    advantages = [datum.loss_inputs["advantages"] if datum.group in keep_groups else advantages_T
-                  for datum, (advantages_T, _) in zip(data, pairs, strict=True)]
+    advantages = [
+        datum.loss_inputs["advantages"] if datum.group in keep_groups else advantages_T
+        for datum, (advantages_T, _) in zip(data, pairs, strict=True)
+    ]
     return with_inputs(data, values=values, advantages=advantages, returns=[returns for _, returns in pairs])
 
 
@@ -96,8 +110,10 @@ def _weigh(groups: list[RolloutGroup], config: AlgorithmConfig, oldest_version: 
         if group.precomputed:
             group.advantages = [_mean([number for turn in turns for number in turn]) for turns in given[index]]
         else:
-            given[index] = [[[advantage] * len(turn.completion.tokens) for turn in rollout.turns]
-                            for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)]
+            given[index] = [
+                [[advantage] * len(turn.completion.tokens) for turn in rollout.turns]
+                for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
+            ]
     return given
 
 
@@ -106,8 +122,10 @@ def _check_rewards(group: RolloutGroup) -> None:
     for rollout in group.rollouts:
         unneeded = rollout.reward is None and group.precomputed
         if not unneeded and (rollout.reward is None or not math.isfinite(rollout.reward)):
-            raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} is not a finite number; "
-                             "judge every rollout, or group them with algorithm.grouping.form_groups")
+            raise ValueError(
+                f"reward={rollout.reward}: of rollout {rollout.id} is not a finite number; "
+                "judge every rollout, or group them with algorithm.grouping.form_groups"
+            )
 
 
 def _mean(numbers: list[float]) -> float:
@@ -124,10 +142,10 @@ def _sequences(rollout: Rollout, advantages: list[list[float]], oldest_version: 
     tokens, mask, sampling, weighed, soft = [], [], [], [], []
     for turn, advantages_of_turn in zip(rollout.turns, advantages, strict=True):
         _check_turn(rollout, turn)
-        if tokens and turn.prompt_tokens[:len(tokens)] != tokens:
+        if tokens and turn.prompt_tokens[: len(tokens)] != tokens:
             yield _part(tokens, mask, sampling, weighed, soft)
             tokens, mask, sampling, weighed, soft = [], [], [], [], []
-        unseen, logprobs = turn.prompt_tokens[len(tokens):], turn.completion.logprobs
+        unseen, logprobs = turn.prompt_tokens[len(tokens) :], turn.completion.logprobs
         before = [0.0] * len(unseen)
         tokens += unseen + turn.completion.tokens
         # A token sampled with log-probability -inf does not train.
@@ -141,18 +159,29 @@ def _sequences(rollout: Rollout, advantages: list[list[float]], oldest_version: 
 
 
 def _part(
-    tokens: list[int], mask: list[float], sampling: list[float], weighed: list[float],
+    tokens: list[int],
+    mask: list[float],
+    sampling: list[float],
+    weighed: list[float],
     soft: list[tuple[int, torch.Tensor, torch.Tensor]],
 ):
     """The token before is what predicts a token, so what is said of the first is left out."""
     sequence, mask_T = torch.tensor(tokens), torch.tensor(mask[1:])
-    return sequence[:-1], sequence[1:], {
-        "loss_mask": mask_T, "advantages": mask_T * torch.tensor(weighed[1:]),
-        "sampling_logprobs": torch.tensor(sampling[1:])}, _soft_targets(soft, len(tokens))
+    return (
+        sequence[:-1],
+        sequence[1:],
+        {
+            "loss_mask": mask_T,
+            "advantages": mask_T * torch.tensor(weighed[1:]),
+            "sampling_logprobs": torch.tensor(sampling[1:]),
+        },
+        _soft_targets(soft, len(tokens)),
+    )
 
 
 def _soft_targets(
-    soft: list[tuple[int, torch.Tensor, torch.Tensor]], length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    soft: list[tuple[int, torch.Tensor, torch.Tensor]], length: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Tokens and weights (T, K) of (first position, tokens, weights) of turns; weight 0 where there are none, or fewer."""
     if not soft:
         return None
@@ -169,18 +198,25 @@ def _check_turn(rollout: Rollout, turn: Turn) -> None:
     logprobs = turn.completion.logprobs
     for part in turn.soft_targets or ():
         if part.shape != turn.soft_targets[0].shape or len(part) != len(logprobs):
-            raise ValueError(f"turn.soft_targets: of shapes {[tuple(p.shape) for p in turn.soft_targets]}, rollout "
-                             f"{rollout.id} sampled {len(logprobs)} tokens; give tokens (n, K) and weights (n, K)")
+            raise ValueError(
+                f"turn.soft_targets: of shapes {[tuple(p.shape) for p in turn.soft_targets]}, rollout "
+                f"{rollout.id} sampled {len(logprobs)} tokens; give tokens (n, K) and weights (n, K)"
+            )
         if not torch.isfinite(part).all():
-            raise ValueError(f"turn.soft_targets: of rollout {rollout.id} are not all finite; the teacher's weights or "
-                             "numerics are broken")
+            raise ValueError(
+                f"turn.soft_targets: of rollout {rollout.id} are not all finite; the teacher's weights or "
+                "numerics are broken"
+            )
     if turn.completion.filtered:
-        raise ValueError(f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
-                         "of the policy, sample training rollouts without")
+        raise ValueError(
+            f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
+            "of the policy, sample training rollouts without"
+        )
     if any(map(math.isnan, logprobs)):
         raise RuntimeError(
             f"rollout={rollout.id}: token {[math.isnan(x) for x in logprobs].index(True)} was sampled with "
-            "log-probability NaN; the generator's weights or numerics are broken, look at optim/grad_norm before it")
+            "log-probability NaN; the generator's weights or numerics are broken, look at optim/grad_norm before it"
+        )
 
 
 def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: AlgorithmConfig) -> list[Datum]:
@@ -189,7 +225,7 @@ def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: Algor
     for prompt, completion in pairs:
         sequences.append(torch.tensor(prompt + completion))
         mask_T = torch.zeros(len(prompt) + len(completion) - 1)
-        mask_T[len(prompt) - 1:] = 1.0
+        mask_T[len(prompt) - 1 :] = 1.0
         masks.append(mask_T)
     weights = config.reduction(masks, list(range(len(masks))))
     return [

@@ -23,7 +23,7 @@ __all__ = ["token_advantages", "teacher_request", "with_teacher", "with_distilla
 
 
 def token_advantages(
-    student: Sequence[float], teacher: Sequence[float], *, coef: float, discount: float = 0.0,
+    student: Sequence[float], teacher: Sequence[float], *, coef: float, discount: float = 0.0
 ) -> list[float]:
     """A_t = -coef x sum over s >= t of discount^(s - t) x (student_s - teacher_s): of one rollout's sampled tokens.
 
@@ -55,17 +55,21 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
     Advantages from it have their mean over the batch's trained tokens taken off.
     """
     if config.divergence == "full":
-        return [dataclasses.replace(datum, teacher_hidden=hidden)
-                for datum, hidden in zip(data, output.hidden, strict=True)]
+        return [
+            dataclasses.replace(datum, teacher_hidden=hidden) for datum, hidden in zip(data, output.hidden, strict=True)
+        ]
     if config.divergence == "top_k":
         return [
             dataclasses.replace(datum, soft_targets=(tokens, config.coef * logprobs.exp()))
-            for datum, tokens, logprobs in zip(data, output.top_tokens, output.top_logprobs, strict=True)]
+            for datum, tokens, logprobs in zip(data, output.top_tokens, output.top_logprobs, strict=True)
+        ]
     earned = [_earned(datum, config) for datum in data]
     # A baseline: far from the teacher all are negative, and pushing down what was sampled raises what was not.
     baseline = sum(map(math.fsum, earned)) / max(1, sum(map(len, earned)))
-    return [_with_advantages(datum, [own - baseline for own in numbers], config.rewards)
-            for datum, numbers in zip(data, earned, strict=True)]
+    return [
+        _with_advantages(datum, [own - baseline for own in numbers], config.rewards)
+        for datum, numbers in zip(data, earned, strict=True)
+    ]
 
 
 def with_distillation(data: list[Datum]) -> list[Datum]:
@@ -76,8 +80,12 @@ def with_distillation(data: list[Datum]) -> list[Datum]:
     widths = {datum.soft_targets[0].shape[1] for datum in data if datum.soft_targets is not None}
     if widths:
         data = [_softened(datum, max(widths)) for datum in data]
-    return [datum if datum.teacher_hidden is None else dataclasses.replace(
-        _with_inputs(datum, teacher_hidden=datum.teacher_hidden), teacher_hidden=None) for datum in data]
+    return [
+        datum
+        if datum.teacher_hidden is None
+        else dataclasses.replace(_with_inputs(datum, teacher_hidden=datum.teacher_hidden), teacher_hidden=None)
+        for datum in data
+    ]
 
 
 def without_distillation(data: list[Datum]) -> list[Datum]:
@@ -90,11 +98,13 @@ def _softened(datum: Datum, width: int) -> Datum:
     weights_TK = torch.zeros((len(datum), width))
     if datum.soft_targets is not None:
         tokens, shares = datum.soft_targets
-        tokens_TK[:, :tokens.shape[1]] = tokens
-        weights_TK[:, :tokens.shape[1]] = datum.loss_inputs["weights"][:, None] * shares
+        tokens_TK[:, : tokens.shape[1]] = tokens
+        weights_TK[:, : tokens.shape[1]] = datum.loss_inputs["weights"][:, None] * shares
     return dataclasses.replace(
-        _with_inputs(datum, soft_weights=weights_TK), soft_targets=None,
-        target_tokens=torch.cat([datum.target_tokens[:, None], tokens_TK], 1))
+        _with_inputs(datum, soft_weights=weights_TK),
+        soft_targets=None,
+        target_tokens=torch.cat([datum.target_tokens[:, None], tokens_TK], 1),
+    )
 
 
 def _earned(datum: Datum, config: DistillConfig) -> list[float]:

@@ -43,7 +43,11 @@ class FilterConfig:
 
 
 def filtered(
-    groups: list[RolloutGroup], config: AlgorithmConfig, *, max_tokens: int, oldest_version: int = 0,
+    groups: list[RolloutGroup],
+    config: AlgorithmConfig,
+    *,
+    max_tokens: int,
+    oldest_version: int = 0,
     counts: Counter | None = None,
 ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """(groups to train on, groups left out), in order, by `config.filters`; lowers rewards and masks rollouts in place.
@@ -61,7 +65,8 @@ def filtered(
         if filters.overlong == "penalty":
             for rollout in group.rollouts:
                 penalty = overlong_penalty(
-                    _longest(rollout), max_tokens, filters.overlong_buffer, filters.overlong_penalty)
+                    _longest(rollout), max_tokens, filters.overlong_buffer, filters.overlong_penalty
+                )
                 rollout.reward -= penalty
                 counts["filter/overlong_penalty_sum"] += penalty
         elif filters.overlong == "mask":
@@ -76,8 +81,9 @@ def filtered(
         if all(rollout.masked for rollout in group.rollouts):
             counts["filter/overlong_groups"] += 1
             left_out.append(group)
-        elif filters.zero_variance and len(set(group.rewards)) == 1 and not _weighs_itself(
-                group, config, oldest_version):
+        elif (
+            filters.zero_variance and len(set(group.rewards)) == 1 and not _weighs_itself(group, config, oldest_version)
+        ):
             counts["filter/zero_variance_groups"] += 1
             left_out.append(group)
         else:

@@ -8,7 +8,7 @@ __all__ = ["gae"]
 
 
 def gae(
-    values_T: torch.Tensor, mask_T: torch.Tensor, reward: float, *, gamma: float, lam: float,
+    values_T: torch.Tensor, mask_T: torch.Tensor, reward: float, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages, returns) of one sequence, both (T,) and 0 where the mask is (Schulman et al., arXiv:1506.02438).
 

@@ -16,9 +16,7 @@ __all__ = ["form_groups", "by_task_and_role", "fill_rewards"]
 logger = logging.getLogger(__name__)
 
 
-def form_groups(
-    rollouts: list[Rollout], config: AlgorithmConfig, counts: Counter | None = None,
-) -> list[RolloutGroup]:
+def form_groups(rollouts: list[Rollout], config: AlgorithmConfig, counts: Counter | None = None) -> list[RolloutGroup]:
     """The groups of a batch, by `config.trajectory_grouping_hook` or by task and role, every reward filled in.
 
     Rollouts without turns have nothing to train on and take no part. `counts` is given how many those were
@@ -30,8 +28,9 @@ def form_groups(
     played = [rollout for rollout in rollouts if rollout.turns]
     if skipped := [rollout.id for rollout in rollouts if not rollout.turns]:
         counts["filter/skipped_rollouts"] += len(skipped)
-        logger.warning("%d of %d rollouts have no turns and are skipped; the first is %s",
-                       len(skipped), len(rollouts), skipped[0])
+        logger.warning(
+            "%d of %d rollouts have no turns and are skipped; the first is %s", len(skipped), len(rollouts), skipped[0]
+        )
     if config.trajectory_grouping_hook is None:
         groups = by_task_and_role(played)
     else:
@@ -41,7 +40,11 @@ def form_groups(
             counts["filter/ungrouped_rollouts"] += len(left_out)
             logger.warning(
                 "algorithm.trajectory_grouping_hook=%s: left out %d of %d rollouts, at least in part; the first is %s",
-                _name(config.trajectory_grouping_hook), len(left_out), len(played), left_out[0])
+                _name(config.trajectory_grouping_hook),
+                len(left_out),
+                len(played),
+                left_out[0],
+            )
     for group in groups:
         fill_rewards(group)
     return groups
@@ -76,19 +79,25 @@ def fill_rewards(group: RolloutGroup) -> None:
         return
     if len(own) < len(group.rollouts):
         if own:
-            logger.warning("group %s: %d of %d rollouts have a reward; all take what their last turn earned",
-                           group.id, len(own), len(group.rollouts))
+            logger.warning(
+                "group %s: %d of %d rollouts have a reward; all take what their last turn earned",
+                group.id,
+                len(own),
+                len(group.rollouts),
+            )
         for rollout in group.rollouts:
             rollout.reward = rollout.turns[-1].reward if rollout.turns else None
             if rollout.reward is None:
                 raise ValueError(
                     f"rollout={rollout.id}: its last turn has no reward, and {len(own)} of {len(group.rollouts)} "
                     f"rollouts of group {group.id} have one of their own; give every rollout a reward, or every last "
-                    "turn")
+                    "turn"
+                )
     for rollout in group.rollouts:
         if not math.isfinite(rollout.reward):
             raise ValueError(
-                f"reward={rollout.reward}: of rollout {rollout.id} is not finite; give every rollout a finite reward")
+                f"reward={rollout.reward}: of rollout {rollout.id} is not finite; give every rollout a finite reward"
+            )
 
 
 def _check_hook(groups: object, rollouts: list[Rollout], hook: str) -> list[str]:
@@ -117,17 +126,20 @@ def _check_hook(groups: object, rollouts: list[Rollout], hook: str) -> list[str]
             if id(rollout) not in given and rollout.id in ids:
                 raise ValueError(
                     f"{where}: group {group.id!r} holds a copy of rollout {rollout.id}; return the rollout itself (its "
-                    "reward may be set), or give a part of it an id of its own")
+                    "reward may be set), or give a part of it an id of its own"
+                )
             if foreign or not rollout.turns:
                 raise ValueError(
                     f"{where}: group {group.id!r} holds rollout {rollout.id}, of which {foreign} of "
                     f"{len(rollout.turns)} turns were not given to it (a copied turn is another turn); build groups of "
-                    "the turns it is given")
+                    "the turns it is given"
+                )
             for turn in rollout.turns:
                 if id(turn) in placed:
                     raise ValueError(
                         f"{where}: a turn of rollout {owner[id(turn)].id} is in group {placed[id(turn)]!r} and again "
-                        f"in group {group.id!r}; it would train twice, put it in one")
+                        f"in group {group.id!r}; it would train twice, put it in one"
+                    )
                 placed[id(turn)] = group.id
     return [rollout.id for rollout in rollouts if any(id(turn) not in placed for turn in rollout.turns)]
 

@@ -37,8 +37,13 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def penalized(
-    advantages_T: torch.Tensor, mask_T: torch.Tensor, policy_T: torch.Tensor, reference_T: torch.Tensor, *,
-    coef: float, estimator: str,
+    advantages_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    policy_T: torch.Tensor,
+    reference_T: torch.Tensor,
+    *,
+    coef: float,
+    estimator: str,
 ) -> torch.Tensor:
     """Advantages minus coef x the token's own KL estimate, 0 where the mask is: the KL as a reward, undiscounted into
     neither past nor future and without a baseline."""

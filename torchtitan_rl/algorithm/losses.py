@@ -14,8 +14,19 @@ import torch
 
 from torchtitan_rl.types import LossInputs
 
-__all__ = ["LOG_RATIO_LIMIT", "cispo", "cross_entropy", "datum_sums", "dro", "gspo", "importance_sampling",
-           "masked_difference", "ppo", "reverse_kl", "value_loss"]
+__all__ = [
+    "LOG_RATIO_LIMIT",
+    "cispo",
+    "cross_entropy",
+    "datum_sums",
+    "dro",
+    "gspo",
+    "importance_sampling",
+    "masked_difference",
+    "ppo",
+    "reverse_kl",
+    "value_loss",
+]
 
 LOG_RATIO_LIMIT = 20.0
 """Nats. Beyond a factor of e^20 a ratio is held: exp would overflow, and its gradient poison even a clipped token."""
@@ -28,8 +39,10 @@ def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Ten
     these tokens x what the position counts. Raises ValueError when the two shapes differ.
     """
     if inputs.weights.shape != inputs.policy_logprobs.shape:
-        raise ValueError(f"weights: have shape {tuple(inputs.weights.shape)} where the targets' log-probabilities have "
-                         f"{tuple(inputs.policy_logprobs.shape)}; give every target a weight")
+        raise ValueError(
+            f"weights: have shape {tuple(inputs.weights.shape)} where the targets' log-probabilities have "
+            f"{tuple(inputs.policy_logprobs.shape)}; give every target a weight"
+        )
     return -(inputs.weights * inputs.policy_logprobs).sum(), {}
 
 
@@ -41,7 +54,8 @@ def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor
     if inputs.teacher_kl is None:
         raise ValueError("teacher_kl=None: the data carry no teacher_hidden to compute it from; distil from a teacher")
     return (inputs.weights * inputs.teacher_kl).sum(), {
-        "distill/kl": torch.where(inputs.loss_mask > 0, inputs.teacher_kl.detach(), 0.0).sum()}
+        "distill/kl": torch.where(inputs.loss_mask > 0, inputs.teacher_kl.detach(), 0.0).sum()
+    }
 
 
 def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -50,7 +64,7 @@ def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, tor
 
 
 def ppo(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = float("inf"),
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = float("inf")
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped surrogate of Schulman et al. 2017 (arXiv:1707.06347), with separate bounds as in DAPO (arXiv:2503.14476).
 
@@ -59,13 +73,15 @@ def ppo(
     """
     _check_clip(clip_low, clip_high)
     if not dual_clip > 1:
-        raise ValueError(f"dual_clip={dual_clip}: must be above 1, or it would hold the ratio of an unchanged policy; "
-                         "use about 3, or leave it out")
+        raise ValueError(
+            f"dual_clip={dual_clip}: must be above 1, or it would hold the ratio of an unchanged policy; "
+            "use about 3, or leave it out"
+        )
     return _clipped_surrogate(inputs, _ratio(inputs), clip_low, clip_high, dual_clip)
 
 
 def gspo(
-    inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4,
+    inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's surrogate with one ratio per sequence: the geometric mean of its tokens' (Zheng et al., arXiv:2507.18071).
 
@@ -80,7 +96,7 @@ def gspo(
 
 
 def cispo(
-    inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28,
+    inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy gradient with a clipped ratio as a constant factor (CISPO, MiniMax-M1, arXiv:2506.13585).
 
@@ -105,9 +121,7 @@ def dro(inputs: LossInputs, *, beta: float = 0.05) -> tuple[torch.Tensor, dict[s
     return -(inputs.weights * (inputs.advantages * _trained_logprobs(inputs) - 0.5 * beta * square_T)).sum(), {}
 
 
-def value_loss(
-    inputs: LossInputs, *, clip: float = float("inf"),
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A critic's half squared error against `returns`: sum weights x max of it and of that with the value held within
     `clip` of the value before the batch (the clipped value loss of the PPO authors' implementation)."""
     if not clip > 0:
@@ -118,7 +132,8 @@ def value_loss(
     mask_T = inputs.loss_mask
     return (inputs.weights * loss_T).sum(), {
         "critic/squared_error": (mask_T * error_T.detach()).sum(),
-        "critic/value_mean": (mask_T * inputs.predicted_values.detach()).sum()}
+        "critic/value_mean": (mask_T * inputs.predicted_values.detach()).sum(),
+    }
 
 
 # Parts, for losses of your own too.
@@ -170,8 +185,10 @@ def _trained_logprobs(inputs: LossInputs) -> torch.Tensor:
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
     if not 1 - clip_low <= 1 + clip_high:
-        raise ValueError(f"clip_low={clip_low}: the bounds 1 - clip_low = {1 - clip_low:g} and 1 + clip_high = "
-                         f"{1 + clip_high:g} cross; use distances from 1, such as 0.2 and 0.28")
+        raise ValueError(
+            f"clip_low={clip_low}: the bounds 1 - clip_low = {1 - clip_low:g} and 1 + clip_high = "
+            f"{1 + clip_high:g} cross; use distances from 1, such as 0.2 and 0.28"
+        )
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not value >= 0:
             raise ValueError(f"{name}={value}: must not be negative, it is a distance from a ratio of 1; use 0.2")

@@ -33,8 +33,13 @@ def policy_objective(config: AlgorithmConfig) -> LossFunction:
         objective = _nothing
     kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     if kl_coef or config.entropy_coef:
-        objective = partial(_regularized, loss_fn=objective, kl_coef=kl_coef, kl_estimator=config.kl_estimator,
-                            entropy_coef=config.entropy_coef)
+        objective = partial(
+            _regularized,
+            loss_fn=objective,
+            kl_coef=kl_coef,
+            kl_estimator=config.kl_estimator,
+            entropy_coef=config.entropy_coef,
+        )
     full_coef = distill.coef if distill is not None and distill.divergence == "full" else 0.0
     return partial(_distilled, loss_fn=objective, full_coef=full_coef)
 
@@ -47,9 +52,20 @@ def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
     if not config.kl_coef or config.kl_in != "reward":
         return data
     return [
-        dataclasses.replace(datum, loss_inputs={**datum.loss_inputs, "advantages": penalized(
-            datum.loss_inputs["advantages"], datum.loss_inputs["loss_mask"], datum.loss_inputs["sampling_logprobs"],
-            datum.loss_inputs["reference_logprobs"], coef=config.kl_coef, estimator=config.kl_estimator)})
+        dataclasses.replace(
+            datum,
+            loss_inputs={
+                **datum.loss_inputs,
+                "advantages": penalized(
+                    datum.loss_inputs["advantages"],
+                    datum.loss_inputs["loss_mask"],
+                    datum.loss_inputs["sampling_logprobs"],
+                    datum.loss_inputs["reference_logprobs"],
+                    coef=config.kl_coef,
+                    estimator=config.kl_estimator,
+                ),
+            },
+        )
         for datum in data
     ]
 
@@ -62,7 +78,7 @@ def _corrected(inputs: LossInputs, *, loss_fn, correction_fn) -> tuple[torch.Ten
 
 
 def _regularized(
-    inputs: LossInputs, *, loss_fn, kl_coef: float, kl_estimator: str, entropy_coef: float,
+    inputs: LossInputs, *, loss_fn, kl_coef: float, kl_estimator: str, entropy_coef: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss, metrics = loss_fn(inputs)
     if kl_coef:
@@ -79,14 +95,16 @@ def _nothing(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def _distilled(
-    inputs: LossInputs, *, loss_fn: Callable, full_coef: float,
+    inputs: LossInputs, *, loss_fn: Callable, full_coef: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Data with `soft_weights` have targets (T, 1 + K): the sampled token, which is `loss_fn`'s, and the soft ones."""
     soft = None
     if "soft_weights" in inputs.tensors:
         soft = dataclasses.replace(
-            inputs, policy_logprobs=inputs.policy_logprobs[:, 1:],
-            tensors={**inputs.tensors, "weights": inputs.soft_weights})
+            inputs,
+            policy_logprobs=inputs.policy_logprobs[:, 1:],
+            tensors={**inputs.tensors, "weights": inputs.soft_weights},
+        )
         inputs = dataclasses.replace(inputs, policy_logprobs=inputs.policy_logprobs[:, 0])
     loss, metrics = loss_fn(inputs)
     if "teacher_logprobs" in inputs.tensors:  # k1 of the reverse KL, from what the policy sampled

@@ -49,8 +49,12 @@ class Scan:
     """The first turn that is to blame, and why."""
 
     def __str__(self) -> str:
-        counts = {"carry advantages": self.num_with, "have a wrong length": self.num_bad_length,
-                  "are not finite": self.num_not_finite, "are of an older policy version": self.num_stale}
+        counts = {
+            "carry advantages": self.num_with,
+            "have a wrong length": self.num_bad_length,
+            "are not finite": self.num_not_finite,
+            "are of an older policy version": self.num_stale,
+        }
         found = ", ".join(f"{count} {what}" for what, count in counts.items() if count or what == "carry advantages")
         first = f"; the first is {self.first}" if self.first else ""
         return f"{self.verdict.name}: of {self.num_turns} turns {found}{first}"
@@ -88,7 +92,7 @@ def scan(group: RolloutGroup, *, oldest_version: int = 0) -> Scan:
 
 
 def precomputed_advantages(
-    group: RolloutGroup, config: AlgorithmConfig, *, oldest_version: int = 0,
+    group: RolloutGroup, config: AlgorithmConfig, *, oldest_version: int = 0
 ) -> list[list[list[float]]] | None:
     """The group's own advantages, one per sampled token: `[rollout][turn][token]`. None: an estimator is to weigh it.
 
@@ -103,13 +107,16 @@ def precomputed_advantages(
     if config.precomputed_advantages == "require":
         raise ValueError(
             f"algorithm.precomputed_advantages='require': group {group.id} is {found}; let the workflow give every "
-            "turn advantages, or use 'auto'")
+            "turn advantages, or use 'auto'"
+        )
     if found.verdict is Verdict.EMPTY:
         logger.warning("precomputed advantages of group %s: %s; there is nothing to train on in it", group.id, found)
     elif found.verdict is not Verdict.NONE or found.num_stale:
         logger.warning(
             "precomputed advantages of group %s: %s; the whole group is weighed by algorithm.advantage_fn instead",
-            group.id, found)
+            group.id,
+            found,
+        )
     return None
 
 
@@ -141,7 +148,8 @@ def _kind(turn: Turn, where: str, oldest_version: int) -> tuple[str, str]:
     except (TypeError, ValueError):
         raise ValueError(
             f"turn.advantages={_short(turn.advantages)}: {where} carries a {type(turn.advantages).__name__}; give a "
-            "number or a flat sequence of numbers") from None
+            "number or a flat sequence of numbers"
+        ) from None
     count = len(turn.completion.logprobs)
     if isinstance(numbers, list) and len(numbers) != count:
         return "bad length", f"{len(numbers)} advantages for {count} sampled tokens"

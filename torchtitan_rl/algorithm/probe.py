@@ -15,21 +15,28 @@ __all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reductio
 
 _LENGTHS = [3, 2]
 _OUTPUTS = {  # of the model; five tokens of two datums, the first of which is not trained
-    "policy_logprobs": [-1.0, -0.52, -2.05, -0.98, -1.5], "entropy": [0.5, 1.25, 0.75, 1.0, 0.25],
-    "predicted_values": [0.1, 0.4, -0.3, 0.6, 0.2], "teacher_kl": [0.6, 0.3, 0.05, 0.7, 0.2],
+    "policy_logprobs": [-1.0, -0.52, -2.05, -0.98, -1.5],
+    "entropy": [0.5, 1.25, 0.75, 1.0, 0.25],
+    "predicted_values": [0.1, 0.4, -0.3, 0.6, 0.2],
+    "teacher_kl": [0.6, 0.3, 0.05, 0.7, 0.2],
 }
 _MASK = [0.0, 1.0, 1.0, 1.0, 1.0]
 _COLUMNS = {
-    "weights": [0.0, 0.3, 0.2, 0.35, 0.15], "loss_mask": _MASK, "advantages": [0.0, 1.0, 1.0, -0.5, -0.5],
-    "sampling_logprobs": [0.0, -0.5, -2.0, -1.0, -1.6], "old_logprobs": [0.0, -0.51, -2.02, -0.99, -1.55],
-    "reference_logprobs": [0.0, -0.6, -1.9, -1.2, -1.4], "teacher_logprobs": [0.0, -0.4, -2.2, -0.8, -1.3],
-    "values": [0.0, 0.3, -0.2, 0.5, 0.1], "returns": [0.0, 1.0, 1.0, -0.5, -0.5],
+    "weights": [0.0, 0.3, 0.2, 0.35, 0.15],
+    "loss_mask": _MASK,
+    "advantages": [0.0, 1.0, 1.0, -0.5, -0.5],
+    "sampling_logprobs": [0.0, -0.5, -2.0, -1.0, -1.6],
+    "old_logprobs": [0.0, -0.51, -2.02, -0.99, -1.55],
+    "reference_logprobs": [0.0, -0.6, -1.9, -1.2, -1.4],
+    "teacher_logprobs": [0.0, -0.4, -2.2, -0.8, -1.3],
+    "values": [0.0, 0.3, -0.2, 0.5, 0.1],
+    "returns": [0.0, 1.0, 1.0, -0.5, -0.5],
 }
 _TOLERANCE = 1e-4  # float32, and a function of the user's own may round more than once
 
 
 def probe_loss(
-    where: str, loss_fn: Callable, loss_config: dict[str, float], *, outputs: Sequence[str], columns: set[str],
+    where: str, loss_fn: Callable, loss_config: dict[str, float], *, outputs: Sequence[str], columns: set[str]
 ) -> None:
     """Refuses a loss that fails, has no gradient by any of the model's `outputs`, trains masked tokens, or is not a
     token sum with `weights`. `columns`: the loss inputs that this run's data will have.
@@ -39,21 +46,27 @@ def probe_loss(
     once, gradients = _call(where, loss_fn, loss_config, _inputs(columns, outputs), outputs)
     for grad_T in gradients:
         if not torch.isfinite(torch.cat([once[None], grad_T])).all():
-            raise ValueError(f"{where}: gave loss {once.item()} and gradient {grad_T.tolist()} on a few ordinary "
-                             "tokens; return a finite one")
+            raise ValueError(
+                f"{where}: gave loss {once.item()} and gradient {grad_T.tolist()} on a few ordinary "
+                "tokens; return a finite one"
+            )
         if grad_T[0] != 0:
-            raise ValueError(f"{where}: has gradient {grad_T[0].item():.3g} where loss_mask and weights are 0; "
-                             "multiply every token's term by inputs.weights")
+            raise ValueError(
+                f"{where}: has gradient {grad_T[0].item():.3g} where loss_mask and weights are 0; "
+                "multiply every token's term by inputs.weights"
+            )
     twice, of_twice = _call(where, loss_fn, loss_config, _inputs(columns, outputs, copies=2), outputs)
     if not (_close(twice, 2 * once) and _close(of_twice, gradients.repeat(1, 2))):
         raise ValueError(
             f"{where}: gave {once.item():.6g} for some data and {twice.item():.6g} for the same data twice, which "
-            "is no token sum; return (inputs.weights * per_token).sum(), the weights hold the mean already")
+            "is no token sum; return (inputs.weights * per_token).sum(), the weights hold the mean already"
+        )
     heavy, of_heavy = _call(where, loss_fn, loss_config, _inputs(columns, outputs, weight=2.0), outputs)
     if not (_close(heavy, 2 * once) and _close(of_heavy, 2 * gradients)):
         raise ValueError(
             f"{where}: gave {once.item():.6g}, and {heavy.item():.6g} with doubled weights, so the reduction would not "
-            "count as configured; multiply every token's term by inputs.weights once")
+            "count as configured; multiply every token's term by inputs.weights once"
+        )
 
 
 def reads_advantages(loss_fn: Callable, columns: set[str], outputs: Sequence[str]) -> bool:
@@ -65,7 +78,7 @@ def reads_advantages(loss_fn: Callable, columns: set[str], outputs: Sequence[str
 
 
 def probe_correction(
-    where: str, correction_fn: Callable, correction_config: dict[str, float], columns: set[str],
+    where: str, correction_fn: Callable, correction_config: dict[str, float], columns: set[str]
 ) -> None:
     """Refuses a correction that fails or does not return one finite, non-negative factor per token and metrics."""
     inputs = _inputs(columns, ["policy_logprobs"])
@@ -84,10 +97,15 @@ def probe_advantages(config: AlgorithmConfig) -> None:
     rewards = [[1.0] * size, [0.0] * size, [float(i % 2) for i in range(size)], graded]
     for role in config.advantage_fn if isinstance(config.advantage_fn, dict) else ["policy"]:
         groups = [
-            RolloutGroup(id=f"probe/{i}", rollouts=[
-                Rollout(id=f"probe/{i}/{j}", task=task, turns=[], reward=reward, role=role)
-                for j, reward in enumerate(rewards_G)])
-            for i, rewards_G in enumerate(rewards)]
+            RolloutGroup(
+                id=f"probe/{i}",
+                rollouts=[
+                    Rollout(id=f"probe/{i}/{j}", task=task, turns=[], reward=reward, role=role)
+                    for j, reward in enumerate(rewards_G)
+                ],
+            )
+            for i, rewards_G in enumerate(rewards)
+        ]
         _tried("algorithm.advantage_fn", partial(batch_advantages, groups, config), {})
 
 
@@ -96,12 +114,16 @@ def probe_reduction(where: str, reduction: Callable) -> None:
     masks = [torch.tensor([0.0, 1.0, 1.0]), torch.tensor([1.0]), torch.tensor([0.0, 0.0])]
     weights = _tried(where, partial(reduction, masks, [0, 0, 1]), {})
     if not isinstance(weights, list) or [getattr(w, "shape", None) for w in weights] != [mask.shape for mask in masks]:
-        raise ValueError(f"{where}: returned {_shown(weights)} for masks of 3, 1 and 2 tokens; return a list of one "
-                         "tensor of weights per mask, of its shape")
+        raise ValueError(
+            f"{where}: returned {_shown(weights)} for masks of 3, 1 and 2 tokens; return a list of one "
+            "tensor of weights per mask, of its shape"
+        )
     for mask_T, weights_T in zip(masks, weights, strict=True):
         if not torch.isfinite(weights_T).all() or (weights_T[mask_T == 0] != 0).any():
-            raise ValueError(f"{where}: gave weights {weights_T.tolist()} for the mask {mask_T.tolist()}; "
-                             "return finite ones that are 0 where the mask is")
+            raise ValueError(
+                f"{where}: gave weights {weights_T.tolist()} for the mask {mask_T.tolist()}; "
+                "return finite ones that are 0 where the mask is"
+            )
 
 
 def _inputs(columns: set[str], outputs: Sequence[str], *, copies: int = 1, weight: float = 1.0) -> LossInputs:
@@ -115,22 +137,26 @@ def _inputs(columns: set[str], outputs: Sequence[str], *, copies: int = 1, weigh
 
 
 def _call(
-    where: str, loss_fn: Callable, loss_config: dict[str, float], inputs: LossInputs, outputs: Sequence[str],
+    where: str, loss_fn: Callable, loss_config: dict[str, float], inputs: LossInputs, outputs: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, its gradients by the model's outputs, one row each)."""
     answer = _tried(where, partial(loss_fn, inputs), loss_config)
     if not _is_pair(answer) or answer[0].dim() != 0:
-        raise ValueError(f"{where}: returned {_shown(answer)}; return (loss, metric sums): a tensor without "
-                         "dimensions, and a dict")
+        raise ValueError(
+            f"{where}: returned {_shown(answer)}; return (loss, metric sums): a tensor without dimensions, and a dict"
+        )
     loss = answer[0]
     variables = [getattr(inputs, name) for name in outputs]
     gradients = torch.autograd.grad(loss, variables, allow_unused=True) if loss.requires_grad else [None]
     if all(gradient is None for gradient in gradients):
         names = " or ".join(f"inputs.{name}" for name in outputs)
-        raise ValueError(f"{where}: its loss has no gradient by {names}, so nothing would train; "
-                         f"compute it from {names} without detach()")
-    return loss.detach(), torch.stack([
-        torch.zeros_like(x) if grad is None else grad for x, grad in zip(variables, gradients, strict=True)])
+        raise ValueError(
+            f"{where}: its loss has no gradient by {names}, so nothing would train; "
+            f"compute it from {names} without detach()"
+        )
+    return loss.detach(), torch.stack(
+        [torch.zeros_like(x) if grad is None else grad for x, grad in zip(variables, gradients, strict=True)]
+    )
 
 
 def _tried(where: str, function: Callable, keywords: dict[str, float]):
@@ -147,8 +173,12 @@ def _tried(where: str, function: Callable, keywords: dict[str, float]):
 
 
 def _is_pair(answer) -> bool:
-    return (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], torch.Tensor)
-            and isinstance(answer[1], dict))
+    return (
+        isinstance(answer, tuple)
+        and len(answer) == 2
+        and isinstance(answer[0], torch.Tensor)
+        and isinstance(answer[1], dict)
+    )
 
 
 def _shown(answer) -> str:

@@ -84,5 +84,6 @@ async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
         if done:
             return task.result()
         left -= _TICK_S
-    raise WorkerLost(f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in "
-                     "controller.*_timeout_s")
+    raise WorkerLost(
+        f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
+    )

@@ -85,9 +85,11 @@ def pack(data: list[Datum]) -> Microbatch:
     check_alike(data)
     names = data[0].loss_inputs.keys()
     return Microbatch(
-        tokens_T=torch.cat([d.tokens for d in data]), target_tokens_T=torch.cat([d.target_tokens for d in data]),
+        tokens_T=torch.cat([d.tokens for d in data]),
+        target_tokens_T=torch.cat([d.target_tokens for d in data]),
         lengths=[len(d) for d in data],
-        loss_inputs={name: _sent(torch.cat([d.loss_inputs[name] for d in data])) for name in names})
+        loss_inputs={name: _sent(torch.cat([d.loss_inputs[name] for d in data])) for name in names},
+    )
 
 
 def _sent(rows: torch.Tensor) -> torch.Tensor:
@@ -98,5 +100,8 @@ def _sent(rows: torch.Tensor) -> torch.Tensor:
 def filler(like: Datum) -> Microbatch:
     """One token that cannot train. Empty shards still run a forward: FSDP all-gathers on every rank."""
     return Microbatch(
-        tokens_T=like.tokens[:1], target_tokens_T=like.target_tokens[:1], lengths=[1],
-        loss_inputs={name: _sent(torch.zeros_like(rows[:1])) for name, rows in like.loss_inputs.items()})
+        tokens_T=like.tokens[:1],
+        target_tokens_T=like.target_tokens[:1],
+        lengths=[1],
+        loss_inputs={name: _sent(torch.zeros_like(rows[:1])) for name, rows in like.loss_inputs.items()},
+    )

@@ -62,8 +62,15 @@ class RoleMesh:
     """
 
     def __init__(
-        self, role: str, actors: Any, *, num_ranks: int, tensor_parallel_size: int, timeout_s: float,
-        hosts: Sequence[str] = (), lost_hosts: Callable[[], Awaitable[list[str]]] | None = None,
+        self,
+        role: str,
+        actors: Any,
+        *,
+        num_ranks: int,
+        tensor_parallel_size: int,
+        timeout_s: float,
+        hosts: Sequence[str] = (),
+        lost_hosts: Callable[[], Awaitable[list[str]]] | None = None,
     ):
         self.role, self.actors, self.timeout_s = role, actors, timeout_s
         self.hosts, self._lost_hosts = hosts, lost_hosts
@@ -79,7 +86,8 @@ class RoleMesh:
         """
         if len(shards) != self.data_parallel_size:
             raise ValueError(
-                f"{self.role}.{endpoint}: {len(shards)} shards for {self.data_parallel_size} data-parallel ranks")
+                f"{self.role}.{endpoint}: {len(shards)} shards for {self.data_parallel_size} data-parallel ranks"
+            )
         calls = [
             getattr(worker, endpoint).call_one(shards[rank // self._tp], *args)
             for rank, worker in enumerate(self._workers)
@@ -158,11 +166,16 @@ class RoleMesh:
         """What to raise for a failed call: a host that is gone, else a process that died, else what came first."""
         if self._lost_hosts is not None and (lost := await self._lost_hosts()):
             return ProcessDied(
-                f"{self.role}.{endpoint}: host {', '.join(lost)} is gone: its worker does not answer ({first})")
+                f"{self.role}.{endpoint}: host {', '.join(lost)} is gone: its worker does not answer ({first})"
+            )
         if isinstance(first, ProcessDied):
             return first
         # Whoever died may have answered this call before. Ranks that are busy, or wait for it, do not answer in time.
-        asked = await asyncio.gather(*(
-            deadline(worker.where.call_one(), _BLAME_S, self._name(rank, endpoint))
-            for rank, worker in enumerate(self._workers)), return_exceptions=True)
+        asked = await asyncio.gather(
+            *(
+                deadline(worker.where.call_one(), _BLAME_S, self._name(rank, endpoint))
+                for rank, worker in enumerate(self._workers)
+            ),
+            return_exceptions=True,
+        )
         return next((answer for answer in asked if isinstance(answer, ProcessDied)), first)

@@ -78,7 +78,7 @@ class Router:
     # Routing.
 
     def route(
-        self, prompts: Sequence[list[int]], version: int | None, *, held: Sequence[int | None], newest: int | None,
+        self, prompts: Sequence[list[int]], version: int | None, *, held: Sequence[int | None], newest: int | None
     ) -> list[int]:
         """A replica for each prompt, in order; counts them as sent. `held` is the version each replica has loaded.
 
@@ -105,7 +105,8 @@ class Router:
         return chosen
 
     def _serving(
-        self, version: int | None, held: Sequence[int | None], newest: int | None, num_requests: int) -> list[int]:
+        self, version: int | None, held: Sequence[int | None], newest: int | None, num_requests: int
+    ) -> list[int]:
         """Healthy replicas that serve a version without changing weights, and as many idle ones, which will, as make a
         full engine's worth of the requests worth a change; at least the least loaded one.
 
@@ -117,7 +118,7 @@ class Router:
         # One that is about to serve it counts: the next requests of that version need not make another one change.
         serving = [i for i in healthy if held[i] == version or version in self._named[i]]
         idle = [i for i in healthy if i not in serving and not self.loads[i]]
-        serving += idle[:max(0, num_requests // _STICKY_REQUESTS - len(serving))]
+        serving += idle[: max(0, num_requests // _STICKY_REQUESTS - len(serving))]
         return sorted(serving) or [min(healthy, key=lambda i: (self.loads[i], i))]
 
     def _home(self, prompt: list[int], hashes: list[int]) -> int | None:
@@ -125,7 +126,7 @@ class Router:
         for num_blocks in reversed(range(len(hashes))):
             if not self._endings[hashes[num_blocks]]:
                 continue
-            rest = tuple(prompt[num_blocks * _BLOCK_TOKENS:][:_BLOCK_TOKENS - 1])
+            rest = tuple(prompt[num_blocks * _BLOCK_TOKENS :][: _BLOCK_TOKENS - 1])
             for length in reversed(range(len(rest) + 1)):
                 index, num_loads = self._homes.get((hashes[num_blocks], rest[:length]), (None, 0))
                 if index is not None and num_loads == self._num_loads[index]:
@@ -133,7 +134,7 @@ class Router:
         return None
 
     def _remember(self, prompt: list[int], hashes: list[int], index: int) -> None:
-        key = hashes[-1], tuple(prompt[(len(hashes) - 1) * _BLOCK_TOKENS:])
+        key = hashes[-1], tuple(prompt[(len(hashes) - 1) * _BLOCK_TOKENS :])
         if key not in self._homes:
             self._endings[key[0]] += 1
         self._homes[key] = index, self._num_loads[index]
@@ -149,5 +150,5 @@ def _block_hashes(prompt: list[int]) -> list[int]:
     """Hash of the first 0, 1, 2, ... whole blocks, each computed from the one before."""
     hashes = [0]
     for start in range(0, len(prompt) - _BLOCK_TOKENS + 1, _BLOCK_TOKENS):
-        hashes.append(hash((hashes[-1], *prompt[start:start + _BLOCK_TOKENS])))
+        hashes.append(hash((hashes[-1], *prompt[start : start + _BLOCK_TOKENS])))
     return hashes

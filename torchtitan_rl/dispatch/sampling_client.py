@@ -153,8 +153,14 @@ class SamplingClient:
     """
 
     def __init__(
-        self, replicas: list[RoleMesh], versions: PolicyVersions | None, *, max_model_len: int, timeout_s: float,
-        verify: bool = True, placement: Placement | None = None,
+        self,
+        replicas: list[RoleMesh],
+        versions: PolicyVersions | None,
+        *,
+        max_model_len: int,
+        timeout_s: float,
+        verify: bool = True,
+        placement: Placement | None = None,
     ):
         self._placement = placement or Placement()
         self._router = router = Router([mesh.role for mesh in replicas])
@@ -200,13 +206,14 @@ class SamplingClient:
             task.cancel()
 
     async def sample(
-        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None,
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
     ) -> Completion:
         """One completion. Raises ValueError when prompt and completion do not fit the context."""
         if len(tokens) + params.max_tokens > self._max_model_len:
             raise ValueError(
                 f"prompt of {len(tokens)} tokens + max_tokens={params.max_tokens}: exceed "
-                f"generator.max_model_len={self._max_model_len}; shorten one or raise the other")
+                f"generator.max_model_len={self._max_model_len}; shorten one or raise the other"
+            )
         if not tokens:
             raise ValueError("prompt=[]: has no tokens; give at least one")
         completion = await self._submit(Request(list(tokens), params), policy_version)
@@ -218,7 +225,7 @@ class SamplingClient:
         return await self._score(Request(list(tokens), None), policy_version)
 
     async def score_top(
-        self, tokens: list[int], top_k: int, *, policy_version: int | None = None,
+        self, tokens: list[int], top_k: int, *, policy_version: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """For each of T tokens but the first, the `top_k` likeliest tokens in its place, int64 (T - 1, top_k), and their
         log-probabilities at temperature 1, float32 of the same shape, best first. Raises ValueError for a `top_k` beyond the vocabulary."""
@@ -230,7 +237,8 @@ class SamplingClient:
         if not 2 <= len(request.tokens) < self._max_model_len:
             raise ValueError(
                 f"tokens of length {len(request.tokens)}: scoring needs at least 2 and fewer than "
-                f"generator.max_model_len={self._max_model_len}")
+                f"generator.max_model_len={self._max_model_len}"
+            )
         return await self._submit(request, version)
 
     async def _submit(self, request: Request, version: int | None):
@@ -251,8 +259,11 @@ class SamplingClient:
         """Sends every request to the replica the router chooses."""
         try:
             indices = self._router.route(
-                [request.tokens for request, _ in batch], version,
-                held=[replica.held for replica in self._replicas], newest=self.policy_version)
+                [request.tokens for request, _ in batch],
+                version,
+                held=[replica.held for replica in self._replicas],
+                newest=self.policy_version,
+            )
         except RuntimeError as error:
             _fail(batch, error)
             return
@@ -266,7 +277,9 @@ class SamplingClient:
         lost = False
         try:
             async with self._placement.turn("generator", "sample"):
-                answers = await self._replicas[index].sample([request for request, _ in batch], version, self._timeout_s)
+                answers = await self._replicas[index].sample(
+                    [request for request, _ in batch], version, self._timeout_s
+                )
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():
                     (future.set_exception if isinstance(answer, ValueError) else future.set_result)(answer)

@@ -13,9 +13,7 @@ import torch
 from torchtitan_rl.dispatch.packing import check_alike, filler, pack, plan_microbatches
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
-from torchtitan_rl.types import (
-    Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput,
-)
+from torchtitan_rl.types import Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
 
 __all__ = ["TrainingClient"]
 
@@ -28,8 +26,14 @@ class TrainingClient:
     """
 
     def __init__(
-        self, mesh: RoleMesh, *, max_tokens_per_microbatch: int, max_datum_tokens: int, temperature: float,
-        vocab_size: int, placement: Placement | None = None,
+        self,
+        mesh: RoleMesh,
+        *,
+        max_tokens_per_microbatch: int,
+        max_datum_tokens: int,
+        temperature: float,
+        vocab_size: int,
+        placement: Placement | None = None,
     ):
         """`placement` says which roles share devices with this one; None: none."""
         self._mesh, self._placement = mesh, placement or Placement()
@@ -37,8 +41,13 @@ class TrainingClient:
         self._temperature, self._vocab_size = temperature, vocab_size
 
     def forward_backward(
-        self, data: list[Datum], loss_fn: LossFunction, *, loss_config: dict[str, float] | None = None,
-        loss_weight: float = 1.0, temperature: float | None = None,
+        self,
+        data: list[Datum],
+        loss_fn: LossFunction,
+        *,
+        loss_config: dict[str, float] | None = None,
+        loss_weight: float = 1.0,
+        temperature: float | None = None,
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Adds the gradient of `loss_weight` x the summed loss of the data. Gradients accumulate over calls.
 
@@ -49,14 +58,15 @@ class TrainingClient:
             if datum.soft_targets is not None or datum.teacher_hidden is not None:
                 raise ValueError(
                     f"forward_backward.data[{index}]: carries what a teacher said, which would not train; give "
-                    "algorithm.distill.with_distillation(data) and algorithm.objective.policy_objective(config) as the loss")
+                    "algorithm.distill.with_distillation(data) and algorithm.objective.policy_objective(config) as the loss"
+                )
         if loss_config:
             loss_fn = partial(loss_fn, **loss_config)
         temperature = self._temperature if temperature is None else temperature
         return self._submit("forward_backward", data, loss_fn, temperature, loss_weight)
 
     def forward(
-        self, data: list[Datum], *, temperature: float | None = None, top_k: int = 0, hidden: bool = False,
+        self, data: list[Datum], *, temperature: float | None = None, top_k: int = 0, hidden: bool = False
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Log-probabilities of the data's targets, or a critic's values; no gradient.
 
@@ -66,10 +76,13 @@ class TrainingClient:
         """
         if not 0 <= top_k <= self._vocab_size:
             raise ValueError(
-                f"forward.top_k={top_k}: must be between 1 and the vocabulary's {self._vocab_size}; use 0 for none")
+                f"forward.top_k={top_k}: must be between 1 and the vocabulary's {self._vocab_size}; use 0 for none"
+            )
         if (top_k or hidden) and self._mesh.role == "critic":
-            raise ValueError("forward: role='critic' has a value head, neither tokens nor states to learn from; ask "
-                             "another role for top_k or hidden")
+            raise ValueError(
+                "forward: role='critic' has a value head, neither tokens nor states to learn from; ask "
+                "another role for top_k or hidden"
+            )
         temperature = self._temperature if temperature is None else temperature
         return self._submit("forward", data, temperature, top_k, hidden)
 
@@ -80,7 +93,8 @@ class TrainingClient:
             if len(datum) > self._max_datum_tokens:
                 raise ValueError(
                     f"{endpoint}.data[{index}]: {len(datum)} tokens, the trainer's context is "
-                    f"trainer.training.seq_len={self._max_datum_tokens}; raise it or shorten the datum")
+                    f"trainer.training.seq_len={self._max_datum_tokens}; raise it or shorten the datum"
+                )
         check_alike(data, f"{endpoint}.data")
         plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
         sent = data
@@ -97,9 +111,13 @@ class TrainingClient:
 
         return asyncio.ensure_future(collect())
 
-    def optim_step(self, params: OptimParams | None = None, *, grad_scale: float = 1.0) -> asyncio.Future[OptimStepOutput]:
+    def optim_step(
+        self, params: OptimParams | None = None, *, grad_scale: float = 1.0
+    ) -> asyncio.Future[OptimStepOutput]:
         """Clips `grad_scale` x the accumulated gradient, takes one optimizer step, zeroes the gradient."""
-        answers = self._run("optim_step", lambda: self._mesh.call_each("optim_step", params or OptimParams(), grad_scale))
+        answers = self._run(
+            "optim_step", lambda: self._mesh.call_each("optim_step", params or OptimParams(), grad_scale)
+        )
 
         async def agreed() -> OptimStepOutput:
             return _agreed(await answers, who=f"{self._mesh.role}.optim_step")
@@ -187,7 +205,7 @@ def _agreed(answers: list[OptimStepOutput], *, who: str) -> OptimStepOutput:
 
 
 def _merge(
-    answers: list[Accumulated], ranks: list[list[list[int]]], data: list[Datum], *, who: str,
+    answers: list[Accumulated], ranks: list[list[list[int]]], data: list[Datum], *, who: str
 ) -> ForwardBackwardOutput:
     """Rank shards back into input order; sums become means over the tokens that train.
 
@@ -200,16 +218,25 @@ def _merge(
         for name, of_rank in answer.rows.items():
             if len(slots) != len(of_rank):
                 raise RuntimeError(
-                    f"{who}: data-parallel rank {rank} answered with {len(of_rank)} rows for {len(slots)}")
+                    f"{who}: data-parallel rank {rank} answered with {len(of_rank)} rows for {len(slots)}"
+                )
             for index, row in zip(slots, of_rank):
                 if index is not None:
                     rows.setdefault(name, [None] * len(data))[index] = row
         for name, value in answer.sums.items():
             sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
-    num_tokens = sum(int((d.loss_inputs["loss_mask"] > 0).sum()) if "loss_mask" in d.loss_inputs else len(d) for d in data)
+    num_tokens = sum(
+        int((d.loss_inputs["loss_mask"] > 0).sum()) if "loss_mask" in d.loss_inputs else len(d) for d in data
+    )
     metrics = {n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in sums.items()}
     return ForwardBackwardOutput(
-        policy_logprobs=rows.get("policy_logprobs", []), values=rows.get("predicted_values", []),
-        top_tokens=rows.get("top_tokens", []), top_logprobs=rows.get("top_logprobs", []), hidden=rows.get("hidden", []),
-        loss=sum(a.loss for a in answers), num_tokens=num_tokens, metrics=metrics,
-        interval=(min(a.interval[0] for a in answers), max(a.interval[1] for a in answers)))
+        policy_logprobs=rows.get("policy_logprobs", []),
+        values=rows.get("predicted_values", []),
+        top_tokens=rows.get("top_tokens", []),
+        top_logprobs=rows.get("top_logprobs", []),
+        hidden=rows.get("hidden", []),
+        loss=sum(a.loss for a in answers),
+        num_tokens=num_tokens,
+        metrics=metrics,
+        interval=(min(a.interval[0] for a in answers), max(a.interval[1] for a in answers)),
+    )

@@ -24,7 +24,12 @@ class PolicyVersions:
     anything else (a frozen teacher, an evaluation) pins by a name of its own."""
 
     def __init__(
-        self, trainer: TrainingClient, store: WeightStore, config: WeightSyncConfig, dtype: torch.dtype, *,
+        self,
+        trainer: TrainingClient,
+        store: WeightStore,
+        config: WeightSyncConfig,
+        dtype: torch.dtype,
+        *,
         one_host: bool,
     ):
         self._trainer, self._store, self._config, self._dtype = trainer, store, config, dtype

@@ -85,10 +85,16 @@ async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float) -> li
     """What each host offers; hosts without an address say what they are called."""
     procs = mesh.spawn_procs(per_host={"gpus": 1}, name="probe")
     actors = procs.spawn("probe", HostProbe)
-    hosts = await asyncio.gather(*(
-        deadline(actors.slice(hosts=index).host.call_one(addresses[index] if addresses else None), timeout_s,
-                 f"host {addresses[index] if addresses else index}: probe")
-        for index in range(mesh.region.slice().sizes[0])))
+    hosts = await asyncio.gather(
+        *(
+            deadline(
+                actors.slice(hosts=index).host.call_one(addresses[index] if addresses else None),
+                timeout_s,
+                f"host {addresses[index] if addresses else index}: probe",
+            )
+            for index in range(mesh.region.slice().sizes[0])
+        )
+    )
     await deadline(procs.stop("answered"), timeout_s, "hosts: stop of the probes")
     return hosts
 
@@ -98,8 +104,10 @@ async def _listening(worker: str, timeout_s: float) -> None:
     end = asyncio.get_running_loop().time() + timeout_s
     while error := await _unreachable(worker):
         if asyncio.get_running_loop().time() > end:
-            raise RuntimeError(f"hosts: no worker answers at {worker} within {timeout_s:g} s ({error}); start it there "
-                               f"with `python -m torchtitan_rl.hosts.worker {worker}`, or look at its output")
+            raise RuntimeError(
+                f"hosts: no worker answers at {worker} within {timeout_s:g} s ({error}); start it there "
+                f"with `python -m torchtitan_rl.hosts.worker {worker}`, or look at its output"
+            )
         await asyncio.sleep(0.2)
 
 

@@ -17,9 +17,19 @@ from torchtitan_rl import platform
 if TYPE_CHECKING:
     from torchtitan_rl.config import RunConfig
 
-__all__ = ["Host", "local_host", "default_environment", "prepare_environment",
-           "address_towards", "use_interface_of", "MeshSize", "meshes",
-           "Place", "Devices", "check_fits"]
+__all__ = [
+    "Host",
+    "local_host",
+    "default_environment",
+    "prepare_environment",
+    "address_towards",
+    "use_interface_of",
+    "MeshSize",
+    "meshes",
+    "Place",
+    "Devices",
+    "check_fits",
+]
 
 _RANKS_PER_CORE = 2
 
@@ -77,8 +87,10 @@ def address_towards(host: str, port: int) -> str:
             probe.connect(address)
             return probe.getsockname()[0]
     except OSError as error:
-        raise ValueError(f"host={host!r}: cannot be resolved or routed to ({error}); give another address, or this "
-                         "host's own in TORCHTITAN_RL_HOST_ADDRESS") from None
+        raise ValueError(
+            f"host={host!r}: cannot be resolved or routed to ({error}); give another address, or this "
+            "host's own in TORCHTITAN_RL_HOST_ADDRESS"
+        ) from None
 
 
 def use_interface_of(host: str) -> None:
@@ -87,8 +99,10 @@ def use_interface_of(host: str) -> None:
     own = ipaddress.ip_address(socket.gethostbyname(host))
     for name, addresses in psutil.net_if_addrs().items():
         # 127.0.0.2 is ours too, though no interface lists it.
-        if any(a.family == socket.AF_INET and (a.address == str(own) or own.is_loopback and a.address == "127.0.0.1")
-               for a in addresses):
+        if any(
+            a.family == socket.AF_INET and (a.address == str(own) or own.is_loopback and a.address == "127.0.0.1")
+            for a in addresses
+        ):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
             return
@@ -112,10 +126,20 @@ def meshes(config: RunConfig) -> list[MeshSize]:
     """The meshes of a run, in the order they start."""
     generator, share_with = config.generator, config.roles.share_with
     return [
-        *(MeshSize(role=role, num_ranks=trainer.num_ranks, num_hosts=trainer.num_hosts, share_with=share_with(role))
-          for role, (trainer, _) in config.trainers().items()),
-        *(MeshSize(role=f"generator-{i}", num_ranks=generator.tensor_parallel_degree, replica=True,
-                   share_with=share_with("generator")) for i in range(generator.num_replicas))]
+        *(
+            MeshSize(role=role, num_ranks=trainer.num_ranks, num_hosts=trainer.num_hosts, share_with=share_with(role))
+            for role, (trainer, _) in config.trainers().items()
+        ),
+        *(
+            MeshSize(
+                role=f"generator-{i}",
+                num_ranks=generator.tensor_parallel_degree,
+                replica=True,
+                share_with=share_with("generator"),
+            )
+            for i in range(generator.num_replicas)
+        ),
+    ]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -142,7 +166,7 @@ class Devices:
         size = self._ranks_per_host(mesh)
         order = list(range(len(self.hosts)))
         if mesh.replica:  # round robin
-            order = order[self._next_replica:] + order[:self._next_replica]
+            order = order[self._next_replica :] + order[: self._next_replica]
         offers = {index: self._offer(index, mesh) for index in order}
         fitting = [index for index in order if offers[index] is None or len(offers[index]) >= size]
         # Neighbours, because Monarch slices a mesh of hosts by ranges.
@@ -162,11 +186,13 @@ class Devices:
         if mesh.num_hosts > len(self.hosts):
             raise ValueError(
                 f"trainer.num_hosts={mesh.num_hosts} ({mesh.role}): the launch has {_count(self.hosts, 'host')} "
-                f"({_addresses(self.hosts)}); start it on more hosts (scripts/train_torchrun.sh) or lower num_hosts")
+                f"({_addresses(self.hosts)}); start it on more hosts (scripts/train_torchrun.sh) or lower num_hosts"
+            )
         if mesh.num_ranks % mesh.num_hosts:
             raise ValueError(
                 f"trainer.num_hosts={mesh.num_hosts} ({mesh.role}): does not divide the mesh's {mesh.num_ranks} ranks "
-                "(the product of trainer.parallelism's degrees); change one of them")
+                "(the product of trainer.parallelism's degrees); change one of them"
+            )
         return mesh.num_ranks // mesh.num_hosts
 
     def _offer(self, index: int, mesh: MeshSize) -> list[str] | None:
@@ -184,11 +210,15 @@ class Devices:
         return sorted(allowed, key=users.__getitem__)
 
     def _refusal(self, mesh: MeshSize, size: int, offers: dict[int, list[str] | None]) -> str:
-        there = ", ".join(f"{len(offers[index] or [])} of {len(self._users[index])} on {self.hosts[index].address}"
-                          for index in sorted(offers))
+        there = ", ".join(
+            f"{len(offers[index] or [])} of {len(self._users[index])} on {self.hosts[index].address}"
+            for index in sorted(offers)
+        )
         what = "free GPUs" if mesh.share_with is None else f"GPUs of {mesh.share_with} to share"
-        return (f"{mesh.role}: needs {_count(size, 'GPU')} on {_count(mesh.num_hosts, 'host')}; {what}: {there}; "
-                "lower the parallel degrees or generator.num_replicas, or add GPUs")
+        return (
+            f"{mesh.role}: needs {_count(size, 'GPU')} on {_count(mesh.num_hosts, 'host')}; {what}: {there}; "
+            "lower the parallel degrees or generator.num_replicas, or add GPUs"
+        )
 
     def _check_cores(self, index: int, mesh: MeshSize, size: int) -> None:
         """On a CPU the cores are the devices. Trainers and generators take turns, so each kind is counted by itself."""
@@ -198,7 +228,8 @@ class Devices:
             kind = "generator ranks" if mesh.replica else f"ranks of {mesh.role}"
             raise ValueError(
                 f"{mesh.role}: would make {ranks} {kind} on {host.address}, whose {_count(host.num_cores, 'core')} "
-                f"carry at most {_RANKS_PER_CORE * host.num_cores}; lower the degrees or generator.num_replicas")
+                f"carry at most {_RANKS_PER_CORE * host.num_cores}; lower the degrees or generator.num_replicas"
+            )
 
     def _note(self, mesh: MeshSize, place: Place, size: int) -> None:
         self._places[mesh.role] = place
@@ -221,15 +252,20 @@ def check_fits(config: RunConfig, hosts: list[Host], *, generators_only: bool = 
     if idle := [host for index, host in enumerate(hosts) if index not in used]:
         raise ValueError(
             f"hosts={len(hosts)}: the config's meshes use {len(used)} of them, {_addresses(idle)} would be idle; raise "
-            "trainer.num_hosts or generator.num_replicas, or launch on fewer hosts")
+            "trainer.num_hosts or generator.num_replicas, or launch on fewer hosts"
+        )
     smallest = min(hosts, key=lambda host: host.num_cores)
-    asked = {"trainer" if role == "policy" else f"roles.{role}.trainer": trainer.num_threads
-             for role, (trainer, _) in config.trainers().items()} | {"generator": config.generator.num_threads}
+    asked = {
+        "trainer" if role == "policy" else f"roles.{role}.trainer": trainer.num_threads
+        for role, (trainer, _) in config.trainers().items()
+    } | {"generator": config.generator.num_threads}
     for where, threads in asked.items():
         if not 0 <= threads <= smallest.num_cores:
-            raise ValueError(f"{where}.num_threads={threads}: {smallest.address} has "
-                             f"{_count(smallest.num_cores, 'core')}; use at most {smallest.num_cores}, or 0 to share the "
-                             "cores among the ranks")
+            raise ValueError(
+                f"{where}.num_threads={threads}: {smallest.address} has "
+                f"{_count(smallest.num_cores, 'core')}; use at most {smallest.num_cores}, or 0 to share the "
+                "cores among the ranks"
+            )
 
 
 def _count(what: int | list, noun: str) -> str:

@@ -48,28 +48,35 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_rl.hosts.jobs", allow_abbrev=False,
+        prog="python -m torchtitan_rl.hosts.jobs",
+        allow_abbrev=False,
         description=f"Trains a config as a job of a scheduler, through monarch.job ({_WARNING}).",
-        epilog="Any field of the config is set by --field.path value.")
+        epilog="Any field of the config is set by --field.path value.",
+    )
     parser.add_argument("scheduler", choices=["slurm", "kubernetes"])
     parser.add_argument("config", help="a Python file with a config() function")
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument(
-        "--gpus-per-host", type=int, default=0, help="0: hosts without GPUs, with as many cores as this one")
+        "--gpus-per-host", type=int, default=0, help="0: hosts without GPUs, with as many cores as this one"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, submit nothing")
     parser.add_argument("--time-limit", help="slurm: HH:MM:SS")
     parser.add_argument("--partition", help="slurm")
     parser.add_argument("--account", help="slurm")
     parser.add_argument("--namespace", default="default", help="kubernetes")
     parser.add_argument(
-        "--image", help="kubernetes: with this package installed; the operator of MonarchMesh must be there")
+        "--image", help="kubernetes: with this package installed; the operator of MonarchMesh must be there"
+    )
     return parser
 
 
 def _node(args: argparse.Namespace, index: int) -> Host:
     """What a node is taken to offer; the run looks again once it has it."""
-    return Host(address=f"host {index}", num_cores=local_host().num_cores,
-                devices=[str(device) for device in range(args.gpus_per_host)])
+    return Host(
+        address=f"host {index}",
+        num_cores=local_host().num_cores,
+        devices=[str(device) for device in range(args.gpus_per_host)],
+    )
 
 
 def _slurm(args: argparse.Namespace, train: list[str]) -> int:
@@ -77,8 +84,14 @@ def _slurm(args: argparse.Namespace, train: list[str]) -> int:
     from monarch.job import SlurmJob
 
     job = SlurmJob(
-        {"hosts": args.num_hosts}, python_exe=sys.executable, job_name="torchtitan-rl", time_limit=args.time_limit,
-        partition=args.partition, account=args.account, gpus_per_node=args.gpus_per_host or None)
+        {"hosts": args.num_hosts},
+        python_exe=sys.executable,
+        job_name="torchtitan-rl",
+        time_limit=args.time_limit,
+        partition=args.partition,
+        account=args.account,
+        gpus_per_node=args.gpus_per_host or None,
+    )
     if not args.dry_run:
         job.apply(client_script=shlex.join(train))
         return 0
@@ -117,7 +130,8 @@ def _kubernetes(args: argparse.Namespace, train: list[str]) -> int:
         from monarch.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
     except RuntimeError:
         raise ValueError(
-            "scheduler=kubernetes: the kubernetes package is missing; run scripts/setup.sh kubernetes") from None
+            "scheduler=kubernetes: the kubernetes package is missing; run scripts/setup.sh kubernetes"
+        ) from None
     if not args.image:
         raise ValueError("image=None: pods need an image with this package installed; give --image")
 

@@ -30,8 +30,19 @@ _SILENT_S = 10.0
 _LAST_WORDS_S = 10.0
 """For the controller to say what went wrong, and for the others to hear that the run is over."""
 _PR_SET_PDEATHSIG = 1
-_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-             "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
+_TORCHRUN = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -77,8 +88,10 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
 
 def _join() -> tuple[dist.Store, int, int]:
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
-        raise ValueError(f"nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}: torchrun is to start one process per host; "
-                         "ranks are started by the run itself, as the config says")
+        raise ValueError(
+            f"nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}: torchrun is to start one process per host; "
+            "ranks are started by the run itself, as the config says"
+        )
     if "RANK" not in os.environ:
         raise ValueError("RANK: is not set; start this through torchrun, as scripts/train_torchrun.sh does")
     return next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_S)))
@@ -89,8 +102,10 @@ def _gather(store: dist.Store, size: int) -> list[str]:
     end = time.monotonic() + _JOIN_S
     while missing := [rank for rank in range(size) if not store.check([f"worker/{rank}"])]:
         if time.monotonic() > end:
-            raise RuntimeError(f"NNODES={size}: no host has come as rank {missing} within {_JOIN_S:g} s; start the "
-                               "script there with the same MASTER_ADDR, MASTER_PORT and NNODES")
+            raise RuntimeError(
+                f"NNODES={size}: no host has come as rank {missing} within {_JOIN_S:g} s; start the "
+                "script there with the same MASTER_ADDR, MASTER_PORT and NNODES"
+            )
         time.sleep(_BEAT_S)
     return [store.get(f"worker/{rank}").decode() for rank in range(size)]
 
@@ -100,7 +115,8 @@ def _own_address() -> str:
     from torchtitan_rl.hosts.inventory import address_towards
 
     return os.environ.get("TORCHTITAN_RL_HOST_ADDRESS") or address_towards(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    )
 
 
 def _free_port(address: str) -> int:
@@ -108,8 +124,10 @@ def _free_port(address: str) -> int:
         try:
             probe.bind((address, 0))
         except OSError as error:
-            raise ValueError(f"TORCHTITAN_RL_HOST_ADDRESS={address!r}: cannot be bound ({error.strerror}); give an "
-                             "address of this host") from None
+            raise ValueError(
+                f"TORCHTITAN_RL_HOST_ADDRESS={address!r}: cannot be bound ({error.strerror}); give an "
+                "address of this host"
+            ) from None
         return probe.getsockname()[1]
 
 
@@ -225,8 +243,11 @@ def _ended(worker: subprocess.Popen, address: str) -> str | None:
 
 def _start(module: str, *arguments: str) -> subprocess.Popen:
     # Without torchrun's settings: a trainer mesh that inherited them would look for its process group at torchrun.
-    env = {name: value for name, value in os.environ.items()
-           if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")
+    }
     return subprocess.Popen([sys.executable, "-m", module, *arguments], env=env, preexec_fn=_end_with_parent)
 
 

@@ -51,7 +51,7 @@ class PackedDocuments(NamedTuple):
                 row = torch.zeros(padded, dtype=torch.long)
                 row[:length] = torch.arange(start, start + length)
                 to_dense.append(row)
-                to_packed[start:start + length] = torch.arange(slot, slot + length)
+                to_packed[start : start + length] = torch.arange(slot, slot + length)
                 slot += padded
         return cls(torch.cat(to_dense).to(device), to_packed.to(device), tuple(buckets))
 
@@ -101,7 +101,9 @@ class PackedSDPA(VarlenAttention):
         super().__init__(config)
         assert config.window_size == (-1, 0), "sliding windows are not implemented here"
 
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: PackedDocuments, scale=None, enable_gqa=False, **kwargs):
+    def forward(
+        self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: PackedDocuments, scale=None, enable_gqa=False, **kwargs
+    ):
         layout = attention_masks
         q, k, v = (_ToDense.apply(x[0], layout.to_dense_P, layout.to_packed_T) for x in (q_BLNH, k_BLNH, v_BLNH))
         dense, slot = [], 0

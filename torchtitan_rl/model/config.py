@@ -7,11 +7,27 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Qwen3Shape", "ExpertsShape", "ModelConfig", "resolve_shape", "assets_dir", "has_weights",
-           "missing_weights", "write_model_dir"]
+__all__ = [
+    "Qwen3Shape",
+    "ExpertsShape",
+    "ModelConfig",
+    "resolve_shape",
+    "assets_dir",
+    "has_weights",
+    "missing_weights",
+    "write_model_dir",
+]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-                    "chat_template.jinja", "generation_config.json", "added_tokens.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "added_tokens.json",
+)
 BUILTIN_ASSETS = {"chars": Path(__file__).parent.parent / "assets" / "chars"}
 
 
@@ -80,28 +96,48 @@ class Qwen3Shape:
         hf = {"num_experts": hf["num_local_experts"], **hf} if "num_local_experts" in hf else hf
         has_experts = hf["model_type"] == "qwen3_moe"
         inner = "moe_intermediate_size" if has_experts else "intermediate_size"
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", inner,
-                 "max_position_embeddings", *(("num_experts", "num_experts_per_tok") if has_experts else ()))
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            inner,
+            "max_position_embeddings",
+            *(("num_experts", "num_experts_per_tok") if has_experts else ()),
+        )
         if missing := [name for name in sizes if name not in hf]:
             raise ValueError(f"{where}: its config.json has no {', '.join(missing)}; fetch the directory again")
         experts = None
         if has_experts:
-            for name, value, needed in (("mlp_only_layers", hf.get("mlp_only_layers") or [], []),
-                                        ("decoder_sparse_step", hf.get("decoder_sparse_step", 1), 1),
-                                        ("norm_topk_prob", hf.get("norm_topk_prob", False), True)):
+            for name, value, needed in (
+                ("mlp_only_layers", hf.get("mlp_only_layers") or [], []),
+                ("decoder_sparse_step", hf.get("decoder_sparse_step", 1), 1),
+                ("norm_topk_prob", hf.get("norm_topk_prob", False), True),
+            ):
                 if value != needed:
-                    raise ValueError(f"{where}: its config.json says {name}={value!r}; "
-                                     f"only a Qwen3 with {name}={needed!r} is supported")
-            experts = ExpertsShape(num_experts=hf["num_experts"], top_k=hf["num_experts_per_tok"],
-                                   load_balance_coeff=hf.get("load_balance_coeff"))
+                    raise ValueError(
+                        f"{where}: its config.json says {name}={value!r}; "
+                        f"only a Qwen3 with {name}={needed!r} is supported"
+                    )
+            experts = ExpertsShape(
+                num_experts=hf["num_experts"],
+                top_k=hf["num_experts_per_tok"],
+                load_balance_coeff=hf.get("load_balance_coeff"),
+            )
         rope = hf.get("rope_parameters") or {}
         return cls(
-            vocab_size=hf["vocab_size"], dim=hf["hidden_size"], n_layers=hf["num_hidden_layers"],
-            n_heads=hf["num_attention_heads"], n_kv_heads=hf["num_key_value_heads"],
+            vocab_size=hf["vocab_size"],
+            dim=hf["hidden_size"],
+            n_layers=hf["num_hidden_layers"],
+            n_heads=hf["num_attention_heads"],
+            n_kv_heads=hf["num_key_value_heads"],
             head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            hidden_dim=hf[inner], experts=experts,
+            hidden_dim=hf[inner],
+            experts=experts,
             rope_theta=hf.get("rope_theta") or rope.get("rope_theta", 1e6),
-            max_seq_len=hf["max_position_embeddings"], tie_embeddings=hf.get("tie_word_embeddings", False),
+            max_seq_len=hf["max_position_embeddings"],
+            tie_embeddings=hf.get("tie_word_embeddings", False),
             norm_eps=hf.get("rms_norm_eps", 1e-6),
         )
 
@@ -110,20 +146,41 @@ class Qwen3Shape:
         kind = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
         if self.experts is not None:
             kind = dict(
-                architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", moe_intermediate_size=self.hidden_dim,
-                num_experts=self.experts.num_experts, num_experts_per_tok=self.experts.top_k, norm_topk_prob=True,
-                decoder_sparse_step=1, mlp_only_layers=[])
+                architectures=["Qwen3MoeForCausalLM"],
+                model_type="qwen3_moe",
+                moe_intermediate_size=self.hidden_dim,
+                num_experts=self.experts.num_experts,
+                num_experts_per_tok=self.experts.top_k,
+                norm_topk_prob=True,
+                decoder_sparse_step=1,
+                mlp_only_layers=[],
+            )
             if self.experts.load_balance_coeff is not None:
                 kind["load_balance_coeff"] = self.experts.load_balance_coeff
         return dict(
-            **kind, vocab_size=self.vocab_size, hidden_size=self.dim,
-            num_hidden_layers=self.n_layers, num_attention_heads=self.n_heads, num_key_value_heads=self.n_kv_heads,
-            head_dim=self.head_dim, intermediate_size=self.hidden_dim, rope_theta=self.rope_theta,
+            **kind,
+            vocab_size=self.vocab_size,
+            hidden_size=self.dim,
+            num_hidden_layers=self.n_layers,
+            num_attention_heads=self.n_heads,
+            num_key_value_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.hidden_dim,
+            rope_theta=self.rope_theta,
             rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            max_position_embeddings=self.max_seq_len, tie_word_embeddings=self.tie_embeddings,
-            rms_norm_eps=self.norm_eps, hidden_act="silu", attention_bias=False, attention_dropout=0.0,
-            use_sliding_window=False, initializer_range=0.02, use_cache=True, torch_dtype="float32",
-            eos_token_id=eos_token_id, bos_token_id=None, pad_token_id=pad_token_id,
+            max_position_embeddings=self.max_seq_len,
+            tie_word_embeddings=self.tie_embeddings,
+            rms_norm_eps=self.norm_eps,
+            hidden_act="silu",
+            attention_bias=False,
+            attention_dropout=0.0,
+            use_sliding_window=False,
+            initializer_range=0.02,
+            use_cache=True,
+            torch_dtype="float32",
+            eos_token_id=eos_token_id,
+            bos_token_id=None,
+            pad_token_id=pad_token_id,
         )
 
 
@@ -161,8 +218,10 @@ def missing_weights(config: ModelConfig, where: str = "model") -> str:
     """Why a run cannot start although its config is valid, `where` its model's field; empty when it can."""
     if not config.pretrained or has_weights(config):
         return ""
-    return (f"{where}.assets={config.assets!r}: has no safetensors, and {where}.pretrained is set; "
-            f"give --{where}.assets the directory of a checkpoint")
+    return (
+        f"{where}.assets={config.assets!r}: has no safetensors, and {where}.pretrained is set; "
+        f"give --{where}.assets the directory of a checkpoint"
+    )
 
 
 def resolve_shape(config: ModelConfig) -> Qwen3Shape:

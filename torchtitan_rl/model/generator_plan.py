@@ -39,8 +39,14 @@ class PagedAttention(Module):
 
         vllm_config = get_current_vllm_config()
         self.attention = Attention(
-            config.n_heads, config.head_dim, config.head_dim**-0.5, num_kv_heads=config.n_kv_heads,
-            cache_config=vllm_config.cache_config, quant_config=None, prefix=f"layers.{config.layer}.attention")
+            config.n_heads,
+            config.head_dim,
+            config.head_dim**-0.5,
+            num_kv_heads=config.n_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=None,
+            prefix=f"layers.{config.layer}.attention",
+        )
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, **kwargs):
         out = self.attention(q_BLNH[0].flatten(1), k_BLNH[0].flatten(1), v_BLNH[0].flatten(1))
@@ -79,30 +85,46 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
     for index, layer in enumerate(model.layers):
         attention, ffn, moe = layer.attention, layer.feed_forward, layer.moe
         hidden = ffn.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim
-        for name, size in (("n_heads", attention.n_heads), ("n_kv_heads", attention.n_kv_heads),
-                           ("hidden_dim", hidden)):
+        for name, size in (
+            ("n_heads", attention.n_heads),
+            ("n_kv_heads", attention.n_kv_heads),
+            ("hidden_dim", hidden),
+        ):
             if size % tp:
                 raise ValueError(f"generator.tensor_parallel_degree={tp}: must divide the model's {name}={size}")
         n_heads, n_kv_heads = attention.n_heads // tp, attention.n_kv_heads // tp
         qkv = attention.qkv_linear
         layer.attention = dataclasses.replace(
-            attention, n_heads=n_heads, n_kv_heads=n_kv_heads,
+            attention,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
             qkv_linear=dataclasses.replace(
-                qkv, n_heads=n_heads, n_kv_heads=n_kv_heads,
-                wqkv=dataclasses.replace(qkv.wqkv, out_features=qkv.wqkv.out_features // tp)),
+                qkv,
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                wqkv=dataclasses.replace(qkv.wqkv, out_features=qkv.wqkv.out_features // tp),
+            ),
             wo=_row_parallel(attention.wo, tp),
             inner_attention=PagedAttention.Config(
-                layer=index, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=attention.head_dim),
+                layer=index, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=attention.head_dim
+            ),
         )
         if moe is None:
             layer.feed_forward = dataclasses.replace(
-                ffn, w1=dataclasses.replace(ffn.w1, out_features=hidden // tp),
-                w3=dataclasses.replace(ffn.w3, out_features=hidden // tp), w2=_row_parallel(ffn.w2, tp))
+                ffn,
+                w1=dataclasses.replace(ffn.w1, out_features=hidden // tp),
+                w3=dataclasses.replace(ffn.w3, out_features=hidden // tp),
+                w2=_row_parallel(ffn.w2, tp),
+            )
         elif tp > 1:
             routed = moe.routed_experts
-            layer.moe = dataclasses.replace(moe, routed_experts=SlicedExperts.Config(
-                inner_experts=dataclasses.replace(routed.inner_experts, hidden_dim=hidden // tp),
-                token_dispatcher=routed.token_dispatcher))
+            layer.moe = dataclasses.replace(
+                moe,
+                routed_experts=SlicedExperts.Config(
+                    inner_experts=dataclasses.replace(routed.inner_experts, hidden_dim=hidden // tp),
+                    token_dispatcher=routed.token_dispatcher,
+                ),
+            )
     return dataclasses.replace(spec, model=model)
 
 
@@ -110,8 +132,11 @@ def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:
     if tp == 1:
         return config
     return RowParallelLinear.Config(
-        in_features=config.in_features // tp, out_features=config.out_features, bias=config.bias,
-        param_init=config.param_init)
+        in_features=config.in_features // tp,
+        out_features=config.out_features,
+        bias=config.bias,
+        param_init=config.param_init,
+    )
 
 
 def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:

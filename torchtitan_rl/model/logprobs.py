@@ -117,7 +117,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group):
         logprobs_TK, entropy_T, lse_T, *_ = _scores(
-            hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group)
+            hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group
+        )
         ctx.save_for_backward(hidden_TD, weight_VD, targets_TK, lse_T, entropy_T)
         ctx.temperature, ctx.chunk_tokens, ctx.vocab_start = temperature, chunk_tokens, vocab_start
         ctx.set_materialize_grads(False)  # a loss without an entropy term gives None, known without asking the device
@@ -191,8 +192,14 @@ class _ChunkedKL(torch.autograd.Function):
 
 
 def chunked_logprobs(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor, *,
-    temperature: float = 1.0, chunk_tokens: int, vocab_start: int = 0, group: dist.ProcessGroup | None = None,
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target, (T,) or (T, K) as the targets are, and entropy of each distribution, (T,), at
     least float32.
@@ -202,27 +209,48 @@ def chunked_logprobs(
     gradient of `hidden_TD` is this rank's share (their sum is the whole).
     """
     logprobs_TK, entropy_T = _ChunkedLogprobs.apply(
-        hidden_TD, weight_VD, targets.reshape(len(targets), -1), temperature, chunk_tokens, vocab_start, group)
+        hidden_TD, weight_VD, targets.reshape(len(targets), -1), temperature, chunk_tokens, vocab_start, group
+    )
     return logprobs_TK.view(targets.shape), entropy_T
 
 
 def chunked_top_k(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor, *, top_k: int,
-    temperature: float = 1.0, chunk_tokens: int, vocab_start: int = 0, group: dist.ProcessGroup | None = None,
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    top_k: int,
+    temperature: float = 1.0,
+    chunk_tokens: int,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`chunked_logprobs` without gradient, and the `top_k` likeliest tokens of each distribution: int64 ids and float32
     log-probabilities, both (T, top_k), best first. Logits are compared in float32; of equal ones the lower id is first.
     """
     with torch.no_grad():
         logprobs_TK, entropy_T, _, top_tokens_TK, top_logprobs_TK = _scores(
-            hidden_TD, weight_VD, targets.reshape(len(targets), -1), temperature, chunk_tokens, vocab_start, group,
-            top_k)
+            hidden_TD,
+            weight_VD,
+            targets.reshape(len(targets), -1),
+            temperature,
+            chunk_tokens,
+            vocab_start,
+            group,
+            top_k,
+        )
     return logprobs_TK.view(targets.shape), entropy_T, top_tokens_TK, top_logprobs_TK.float()
 
 
 def chunked_kl(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, teacher_hidden_TD: torch.Tensor, teacher_weight_VD: torch.Tensor,
-    *, temperature: float = 1.0, chunk_tokens: int, group: dist.ProcessGroup | None = None,
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    teacher_hidden_TD: torch.Tensor,
+    teacher_weight_VD: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """KL(policy || teacher) over the whole vocabulary at each token, (T,), at least float32.
 
@@ -230,7 +258,8 @@ def chunked_kl(
     the vocabulary, with `group` this rank's, and gradients are then as in `chunked_logprobs`.
     """
     return _ChunkedKL.apply(
-        hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group)
+        hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group
+    )
 
 
 def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
@@ -269,7 +298,12 @@ class LogprobHead(Linear):
         self._asked: _Asked | None = None
 
     def target(
-        self, targets: torch.Tensor, temperature: float, *, top_k: int = 0, hidden: bool = False,
+        self,
+        targets: torch.Tensor,
+        temperature: float,
+        *,
+        top_k: int = 0,
+        hidden: bool = False,
         teacher_hidden_TD: torch.Tensor | None = None,
     ) -> None:
         """Says what the next call scores, (T,) or (T, K); the decoder's forward has no argument for it.
@@ -281,10 +315,13 @@ class LogprobHead(Linear):
             held, size = self.teacher_weight_VD, teacher_hidden_TD.shape[-1]
             if held is None or held.shape[1] != size:
                 having = "no teacher's head is held" if held is None else f"the teacher's head held has {held.shape[1]}"
-                raise RuntimeError(f"teacher_hidden: {size} numbers per token, but {having}; copy the head of the "
-                                   "teacher they are from with PolicyVersions.copy_head first")
+                raise RuntimeError(
+                    f"teacher_hidden: {size} numbers per token, but {having}; copy the head of the "
+                    "teacher they are from with PolicyVersions.copy_head first"
+                )
         self._asked = _Asked(
-            targets=targets, temperature=temperature, top_k=top_k, hidden=hidden, teacher_hidden_TD=teacher_hidden_TD)
+            targets=targets, temperature=temperature, top_k=top_k, hidden=hidden, teacher_hidden_TD=teacher_hidden_TD
+        )
 
     def hold_teacher(self, weight: torch.Tensor, rank: int, size: int) -> None:
         """Keeps this tensor-parallel rank's slice of a teacher's whole head, (vocabulary, D), in its dtype.
@@ -292,11 +329,13 @@ class LogprobHead(Linear):
         Raises RuntimeError when the vocabularies differ.
         """
         if len(weight) != self.out_features:
-            raise RuntimeError(f"teacher: has a vocabulary of {len(weight)} where this model has {self.out_features}; "
-                               "use a teacher with the same tokenizer")
+            raise RuntimeError(
+                f"teacher: has a vocabulary of {len(weight)} where this model has {self.out_features}; "
+                "use a teacher with the same tokenizer"
+            )
         start, rows = vocabulary_cut(self.out_features, rank, size)
-        self.teacher_weight_VD = torch.empty_like(weight[start:start + rows], device=self.weight.device)
-        self.teacher_weight_VD.copy_(weight[start:start + rows])
+        self.teacher_weight_VD = torch.empty_like(weight[start : start + rows], device=self.weight.device)
+        self.teacher_weight_VD.copy_(weight[start : start + rows])
 
     def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
         assert self._asked is not None, "LogprobHead.target() must be called before the model"
@@ -313,16 +352,38 @@ class LogprobHead(Linear):
         smaller_chunk = max(1, chunk_tokens // 3)  # of what takes up to five buffers, not two
         hidden_TD, softmax = input.flatten(0, 1), {"temperature": asked.temperature, "group": group}
         if asked.top_k:
-            said = dict(zip(("policy_logprobs", "entropy", "top_tokens", "top_logprobs"), chunked_top_k(
-                hidden_TD, weight, asked.targets, top_k=asked.top_k, chunk_tokens=smaller_chunk,
-                vocab_start=vocab_start, **softmax)))
+            said = dict(
+                zip(
+                    ("policy_logprobs", "entropy", "top_tokens", "top_logprobs"),
+                    chunked_top_k(
+                        hidden_TD,
+                        weight,
+                        asked.targets,
+                        top_k=asked.top_k,
+                        chunk_tokens=smaller_chunk,
+                        vocab_start=vocab_start,
+                        **softmax,
+                    ),
+                )
+            )
         else:
-            said = dict(zip(("policy_logprobs", "entropy"), chunked_logprobs(
-                hidden_TD, weight, asked.targets, chunk_tokens=chunk_tokens, vocab_start=vocab_start, **softmax)))
+            said = dict(
+                zip(
+                    ("policy_logprobs", "entropy"),
+                    chunked_logprobs(
+                        hidden_TD, weight, asked.targets, chunk_tokens=chunk_tokens, vocab_start=vocab_start, **softmax
+                    ),
+                )
+            )
         if asked.hidden:
             said["hidden"] = hidden_TD.detach()
         if asked.teacher_hidden_TD is not None:
             said["teacher_kl"] = chunked_kl(
-                hidden_TD, weight, asked.teacher_hidden_TD.to(self.teacher_weight_VD.dtype), self.teacher_weight_VD,
-                chunk_tokens=smaller_chunk, **softmax)
+                hidden_TD,
+                weight,
+                asked.teacher_hidden_TD.to(self.teacher_weight_VD.dtype),
+                self.teacher_weight_VD,
+                chunk_tokens=smaller_chunk,
+                **softmax,
+            )
         return {name: rows_T[None] for name, rows_T in said.items()}

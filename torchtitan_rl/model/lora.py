@@ -25,12 +25,28 @@ from torchtitan.components.lora import LoRAConverter  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 
-__all__ = ["Adapters", "lora_spec", "is_adapter", "adapter_state", "base_state", "require_frozen_base", "draw_adapters",
-           "whole", "whole_adapters", "merge", "base_fingerprint"]
+__all__ = [
+    "Adapters",
+    "lora_spec",
+    "is_adapter",
+    "adapter_state",
+    "base_state",
+    "require_frozen_base",
+    "draw_adapters",
+    "whole",
+    "whole_adapters",
+    "merge",
+    "base_fingerprint",
+]
 
 # What users call a layer, and the names torchtitan gives it (with a fused and with a separate query-key-value layer).
-_LAYERS = {"qkv_proj": ("wqkv", "wq", "wkv"), "o_proj": ("wo",), "gate_proj": ("w1",), "up_proj": ("w3",),
-           "down_proj": ("w2",)}
+_LAYERS = {
+    "qkv_proj": ("wqkv", "wq", "wkv"),
+    "o_proj": ("wo",),
+    "gate_proj": ("w1",),
+    "up_proj": ("w3",),
+    "down_proj": ("w2",),
+}
 
 Adapters = dict[str, tuple[torch.Tensor, torch.Tensor, float]]
 """(A, B, alpha / rank) by the name of the weight they change."""
@@ -46,8 +62,10 @@ def lora_spec(spec: ModelSpec, lora: LoRAConfig) -> ModelSpec:
     for target in lora.target_modules:
         if not present & set(_LAYERS[target]):
             having = [name for name, layers in _LAYERS.items() if present & set(layers)]
-            raise ValueError(f"trainer.lora.target_modules={target!r}: no linear layer of this model is one (experts of "
-                             f"a mixture have no adapters); use {', '.join(having)}")
+            raise ValueError(
+                f"trainer.lora.target_modules={target!r}: no linear layer of this model is one (experts of "
+                f"a mixture have no adapters); use {', '.join(having)}"
+            )
     layers = sorted({layer for target in lora.target_modules for layer in _LAYERS[target]} & present)
     converter = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=layers).build()
     return dataclasses.replace(spec, model=converter.convert(copy.deepcopy(spec.model)))
@@ -121,7 +139,7 @@ def _split_fused(b: torch.Tensor, rows: dict[str, int], n_kv_heads: int) -> Iter
     start = 0
     for part, size in rows.items():
         width = size // n_kv_heads
-        yield part, per_head[:, start:start + width].reshape(size, b.shape[1])
+        yield part, per_head[:, start : start + width].reshape(size, b.shape[1])
         start += width
 
 

@@ -56,8 +56,13 @@ def gradient_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def optimizer_tensors(optimizers) -> list[torch.Tensor]:
-    return [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
-            if isinstance(value, torch.Tensor)]
+    return [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def device_bytes(tensors: Iterable[torch.Tensor]) -> int:

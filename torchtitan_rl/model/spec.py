@@ -21,7 +21,11 @@ from torchtitan.models.common import CosSinRoPE, Embedding, Linear  # noqa: E402
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 from torchtitan.components.optimizer import register_moe_load_balancing_hook  # noqa: E402
 from torchtitan.models.common.config_utils import (  # noqa: E402
-    get_attention_config, make_ffn_config, make_gqa_config, make_moe_config, make_routed_experts_config,
+    get_attention_config,
+    make_ffn_config,
+    make_gqa_config,
+    make_moe_config,
+    make_routed_experts_config,
     make_router_config,
 )
 from torchtitan.models.common.decoder_sharding import dense_param_placement  # noqa: E402
@@ -56,9 +60,16 @@ def _model_config(shape: Qwen3Shape) -> Qwen3Model.Config:
             attention_norm=_norm(shape.dim, shape.norm_eps),
             ffn_norm=_norm(shape.dim, shape.norm_eps),
             attention=make_gqa_config(
-                dim=shape.dim, n_heads=shape.n_heads, n_kv_heads=shape.n_kv_heads, head_dim=shape.head_dim,
-                wqkv_param_init=_NORMAL, wo_param_init=_NORMAL, inner_attention=get_attention_config("varlen"),
-                fuse_qkv=True, rope=rope, qk_norm=_norm(shape.head_dim, shape.norm_eps),
+                dim=shape.dim,
+                n_heads=shape.n_heads,
+                n_kv_heads=shape.n_kv_heads,
+                head_dim=shape.head_dim,
+                wqkv_param_init=_NORMAL,
+                wo_param_init=_NORMAL,
+                inner_attention=get_attention_config("varlen"),
+                fuse_qkv=True,
+                rope=rope,
+                qk_norm=_norm(shape.head_dim, shape.norm_eps),
             ),
             **feed_forward(),
         )
@@ -66,23 +77,42 @@ def _model_config(shape: Qwen3Shape) -> Qwen3Model.Config:
     def feed_forward() -> dict:
         experts = shape.experts
         if experts is None:
-            return {"feed_forward": make_ffn_config(
-                dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=_NORMAL, w2w3_param_init=_NORMAL)}
-        return {"moe": make_moe_config(
-            num_experts=experts.num_experts, load_balance_coeff=experts.load_balance_coeff,
-            router=make_router_config(
-                dim=shape.dim, num_experts=experts.num_experts, top_k=experts.top_k, gate_param_init=_NORMAL,
-                score_func="softmax", route_norm=True),
-            routed_experts=make_routed_experts_config(
-                dim=shape.dim, hidden_dim=shape.hidden_dim, num_experts=experts.num_experts, top_k=experts.top_k,
-                param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _NORMAL["weight"]), comm_backend="standard"),
-        )}
+            return {
+                "feed_forward": make_ffn_config(
+                    dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=_NORMAL, w2w3_param_init=_NORMAL
+                )
+            }
+        return {
+            "moe": make_moe_config(
+                num_experts=experts.num_experts,
+                load_balance_coeff=experts.load_balance_coeff,
+                router=make_router_config(
+                    dim=shape.dim,
+                    num_experts=experts.num_experts,
+                    top_k=experts.top_k,
+                    gate_param_init=_NORMAL,
+                    score_func="softmax",
+                    route_norm=True,
+                ),
+                routed_experts=make_routed_experts_config(
+                    dim=shape.dim,
+                    hidden_dim=shape.hidden_dim,
+                    num_experts=experts.num_experts,
+                    top_k=experts.top_k,
+                    param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _NORMAL["weight"]),
+                    comm_backend="standard",
+                ),
+            )
+        }
 
     return Qwen3Model.Config(
-        vocab_size=shape.vocab_size, dim=shape.dim, norm=_norm(shape.dim, shape.norm_eps),
+        vocab_size=shape.vocab_size,
+        dim=shape.dim,
+        norm=_norm(shape.dim, shape.norm_eps),
         enable_weight_tying=shape.tie_embeddings,
         tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size, embedding_dim=shape.dim,
+            num_embeddings=shape.vocab_size,
+            embedding_dim=shape.dim,
             param_init={"weight": skip_param_init if shape.tie_embeddings else _NORMAL["weight"]},
         ),
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_NORMAL),
@@ -100,8 +130,12 @@ def build_spec(config: ModelConfig) -> ModelSpec:
                 layer.moe.load_balance_coeff = None
     else:
         spec = ModelSpec(
-            name="qwen3", flavor="custom", model=_model_config(resolve_shape(config)), parallelize_fn=parallelize_qwen3,
-            pipelining_fn=None, post_optimizer_build_fn=register_moe_load_balancing_hook,
+            name="qwen3",
+            flavor="custom",
+            model=_model_config(resolve_shape(config)),
+            parallelize_fn=parallelize_qwen3,
+            pipelining_fn=None,
+            post_optimizer_build_fn=register_moe_load_balancing_hook,
             state_dict_adapter=Qwen3Adapter,
         )
     for layer in spec.model.layers:
@@ -126,13 +160,15 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes:
         model.lm_head.sharding_config = ShardingConfig(
             state_shardings={"weight": dense_param_placement(tp=spmd.R)},
             in_src_shardings=model.lm_head.sharding_config.in_src_shardings,
-            in_dst_shardings=model.lm_head.sharding_config.in_dst_shardings)
+            in_dst_shardings=model.lm_head.sharding_config.in_dst_shardings,
+        )
         return dataclasses.replace(spec, model=model)
     head = _recast(model.lm_head, LogprobHead.Config, chunk_bytes=chunk_bytes)
     # The head's outputs are per-token numbers, equal on every TP rank, not vocabulary shards of logits.
     sharding = model.lm_head.sharding_config
     head.sharding_config = ShardingConfig(
-        state_shardings=sharding.state_shardings, in_src_shardings=sharding.in_src_shardings,
+        state_shardings=sharding.state_shardings,
+        in_src_shardings=sharding.in_src_shardings,
         in_dst_shardings=sharding.in_dst_shardings,
     )
     model.lm_head = head
@@ -164,12 +200,21 @@ def shape_of(model: Qwen3Model.Config) -> Qwen3Shape:
     else:
         hidden_dim = moe.routed_experts.inner_experts.hidden_dim
         experts = ExpertsShape(
-            num_experts=moe.num_experts, top_k=moe.router.top_k, load_balance_coeff=moe.load_balance_coeff)
+            num_experts=moe.num_experts, top_k=moe.router.top_k, load_balance_coeff=moe.load_balance_coeff
+        )
     return Qwen3Shape(
-        vocab_size=model.vocab_size, dim=model.dim, n_layers=len(model.layers), n_heads=attention.n_heads,
-        n_kv_heads=attention.n_kv_heads, head_dim=attention.head_dim,
-        hidden_dim=hidden_dim, experts=experts, rope_theta=attention.rope.theta,
-        max_seq_len=attention.rope.max_seq_len, tie_embeddings=model.enable_weight_tying, norm_eps=model.norm.eps,
+        vocab_size=model.vocab_size,
+        dim=model.dim,
+        n_layers=len(model.layers),
+        n_heads=attention.n_heads,
+        n_kv_heads=attention.n_kv_heads,
+        head_dim=attention.head_dim,
+        hidden_dim=hidden_dim,
+        experts=experts,
+        rope_theta=attention.rope.theta,
+        max_seq_len=attention.rope.max_seq_len,
+        tie_embeddings=model.enable_weight_tying,
+        norm_eps=model.norm.eps,
     )
 
 

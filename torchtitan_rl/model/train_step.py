@@ -17,14 +17,26 @@ from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatc
 
 __all__ = ["forward_logprobs", "forward_values", "accumulate_gradients", "policy_metrics", "clip_and_step"]
 
-_ROWS = {"policy_logprobs": torch.float32, "predicted_values": torch.float32, "top_tokens": torch.int64,
-         "top_logprobs": torch.float32, "hidden": None}
+_ROWS = {
+    "policy_logprobs": torch.float32,
+    "predicted_values": torch.float32,
+    "top_tokens": torch.int64,
+    "top_logprobs": torch.float32,
+    "hidden": None,
+}
 """What of a model's outputs goes back to whoever called, and in what dtype; None: its own."""
 
 
 def forward_logprobs(
-    model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1, top_k: int = 0,
-    hidden: bool = False, teacher_kl: bool = False,
+    model,
+    batch: Microbatch,
+    device: torch.device,
+    *,
+    temperature: float,
+    multiple_of: int = 1,
+    top_k: int = 0,
+    hidden: bool = False,
+    teacher_kl: bool = False,
 ) -> dict[str, torch.Tensor]:
     """What `LogprobHead` says of a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets,
     `entropy`, and what else is asked for; `teacher_kl` reads the loss input `teacher_hidden`.
@@ -35,15 +47,19 @@ def forward_logprobs(
     padding = -len(batch.tokens_T) % multiple_of
     teacher_hidden_TD = _pad(batch.loss_inputs["teacher_hidden"].to(device), padding) if teacher_kl else None
     model.lm_head.target(
-        _pad(batch.target_tokens_T, padding).to(device), temperature, top_k=top_k, hidden=hidden,
-        teacher_hidden_TD=teacher_hidden_TD)
+        _pad(batch.target_tokens_T, padding).to(device),
+        temperature,
+        top_k=top_k,
+        hidden=hidden,
+        teacher_hidden_TD=teacher_hidden_TD,
+    )
     said = _forward(model, batch, device, padding)
-    return {name: rows_1T[0, :len(batch.tokens_T)] for name, rows_1T in said.items()}
+    return {name: rows_1T[0, : len(batch.tokens_T)] for name, rows_1T in said.items()}
 
 
 def forward_values(model, batch: Microbatch, device: torch.device, *, multiple_of: int = 1) -> torch.Tensor:
     """A critic's values of a packed microbatch, (T,)."""
-    return _forward(model, batch, device, -len(batch.tokens_T) % multiple_of)[0, :len(batch.tokens_T)]
+    return _forward(model, batch, device, -len(batch.tokens_T) % multiple_of)[0, : len(batch.tokens_T)]
 
 
 def _pad(rows_T: torch.Tensor, padding: int) -> torch.Tensor:
@@ -64,8 +80,16 @@ def _forward(model, batch: Microbatch, device: torch.device, padding: int):
 
 
 def accumulate_gradients(
-    model, batches: list[Microbatch], loss_fn: LossFunction | None, device: torch.device, *,
-    temperature: float = 1.0, loss_weight: float = 1.0, multiple_of: int = 1, top_k: int = 0, hidden: bool = False,
+    model,
+    batches: list[Microbatch],
+    loss_fn: LossFunction | None,
+    device: torch.device,
+    *,
+    temperature: float = 1.0,
+    loss_weight: float = 1.0,
+    multiple_of: int = 1,
+    top_k: int = 0,
+    hidden: bool = False,
 ) -> Accumulated:
     """Adds the gradient of `loss_weight` x the summed loss to the parameters; `loss_fn=None` only scores, and can say
     more of a language model: the `top_k` likeliest tokens, the `hidden` states that enter its head.
@@ -81,12 +105,18 @@ def accumulate_gradients(
                 outputs = {"predicted_values": forward_values(model, batch, device, multiple_of=multiple_of)}
             else:
                 outputs = forward_logprobs(
-                    model, batch, device, temperature=temperature, multiple_of=multiple_of, top_k=top_k, hidden=hidden,
-                    teacher_kl=loss_fn is not None and "teacher_hidden" in batch.loss_inputs)
+                    model,
+                    batch,
+                    device,
+                    temperature=temperature,
+                    multiple_of=multiple_of,
+                    top_k=top_k,
+                    hidden=hidden,
+                    teacher_kl=loss_fn is not None and "teacher_hidden" in batch.loss_inputs,
+                )
             if loss_fn is not None:
                 datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
-                inputs = LossInputs(
-                    **outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=batch.loss_inputs)
+                inputs = LossInputs(**outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=batch.loss_inputs)
                 loss, metrics = loss_fn(inputs)
                 metrics = {**policy_metrics(inputs), **metrics}
                 (loss * loss_weight).backward()
@@ -94,7 +124,9 @@ def accumulate_gradients(
                 for name, value in metrics.items():
                     value = float(value)
                     old = result.sums.get(name)
-                    result.sums[name] = value if old is None else max(old, value) if name.endswith("_max") else old + value
+                    result.sums[name] = (
+                        value if old is None else max(old, value) if name.endswith("_max") else old + value
+                    )
         for name, rows_T in outputs.items():
             if name in _ROWS:
                 rows = rows_T.detach().to(_ROWS[name] or rows_T.dtype).cpu().split(batch.lengths)
@@ -144,7 +176,12 @@ def _disagreement(inputs: LossInputs, policy_T: torch.Tensor, mask_T: torch.Tens
 
 
 def clip_and_step(
-    parameters: list[torch.nn.Parameter], optimizers, params: OptimParams, *, max_grad_norm: float, grad_scale: float,
+    parameters: list[torch.nn.Parameter],
+    optimizers,
+    params: OptimParams,
+    *,
+    max_grad_norm: float,
+    grad_scale: float,
     expert_parallel: bool = False,
 ) -> tuple[float, bool]:
     """Scales and clips what has accumulated, steps unless the gradient is not finite, and zeroes it.

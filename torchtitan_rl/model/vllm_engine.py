@@ -206,17 +206,24 @@ class Engine:
         config = self._config
         vllm_model.register()
         args = EngineArgs(
-            model=self._model_dir, dtype=config.dtype, load_format="dummy", seed=self._seed,
-            hf_overrides={"architectures": [vllm_model.ARCHITECTURE]} if config.model_impl == "torchtitan"
+            model=self._model_dir,
+            dtype=config.dtype,
+            load_format="dummy",
+            seed=self._seed,
+            hf_overrides={"architectures": [vllm_model.ARCHITECTURE]}
+            if config.model_impl == "torchtitan"
             else {"tie_word_embeddings": False},  # a reload does not refresh a tied head
             tensor_parallel_size=config.tensor_parallel_degree,
             distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
-            max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
             kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
             gpu_memory_utilization=0.1,  # only what must be free at the start: the cache's size is given above
-            enforce_eager=config.enforce_eager, enable_sleep_mode=self._sleeps and platform.can_sleep(),
-            enable_prefix_caching=True, disable_log_stats=True,
+            enforce_eager=config.enforce_eager,
+            enable_sleep_mode=self._sleeps and platform.can_sleep(),
+            enable_prefix_caching=True,
+            disable_log_stats=True,
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after temperature
             max_logprobs=-1,  # as many of the likeliest tokens as the vocabulary has may be scored
         )
@@ -312,9 +319,12 @@ class Engine:
     def _add(self, request_id: str, request: Request, future: Future | None) -> None:
         if self._asleep:
             if future is not None:
-                future.set_exception(RuntimeError(
-                    f"asleep={sorted(self._asleep)}: the generator gave its device to a trainer; sample through a "
-                    "SamplingClient, which wakes it"))
+                future.set_exception(
+                    RuntimeError(
+                        f"asleep={sorted(self._asleep)}: the generator gave its device to a trainer; sample through a "
+                        "SamplingClient, which wakes it"
+                    )
+                )
             return
         prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self._num_loads)}
         try:
@@ -333,9 +343,12 @@ class Engine:
             tokens, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
             if request.top_k:
                 rows = [_likeliest(entry, request.top_k) for entry in entries]
-                request.future.set_result((
-                    torch.tensor([[token for token, _ in row] for row in rows]),
-                    torch.tensor([[logprob for _, logprob in row] for row in rows])))
+                request.future.set_result(
+                    (
+                        torch.tensor([[token for token, _ in row] for row in rows]),
+                        torch.tensor([[logprob for _, logprob in row] for row in rows]),
+                    )
+                )
             else:
                 request.future.set_result([entry[token].logprob for token, entry in zip(tokens, entries, strict=True)])
             return
@@ -345,8 +358,9 @@ class Engine:
         versions: list[int] = []
         for (_, version), (end, _) in zip(request.version_starts, [*request.version_starts[1:], (len(tokens), 0)]):
             versions += [version] * (end - len(versions))
-        request.future.set_result(Completion(
-            tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason))
+        request.future.set_result(
+            Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason)
+        )
 
 
 def _likeliest(entry: dict, top_k: int) -> list[tuple[int, float]]:
@@ -361,9 +375,22 @@ def _engine_params(request: Request) -> EngineSamplingParams:
     params: SamplingParams | None = request.params
     if params is None:
         return EngineSamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=request.top_k, detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY)
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=request.top_k,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
     return EngineSamplingParams(
-        max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
-        seed=params.seed, stop_token_ids=params.stop_token_ids, stop=params.stop, ignore_eos=params.ignore_eos,
-        logprobs=0, detokenize=bool(params.stop), output_kind=RequestOutputKind.FINAL_ONLY)
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        stop=params.stop,
+        ignore_eos=params.ignore_eos,
+        logprobs=0,
+        detokenize=bool(params.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

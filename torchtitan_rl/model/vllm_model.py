@@ -55,8 +55,10 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
         report = self.decoder.load_state_dict(state, strict=False)
         missing = [name for name in report.missing_keys if ".inner_attention." not in name]
         if missing or report.unexpected_keys:
-            raise ValueError(f"weights: missing {missing[:3]}, unexpected {report.unexpected_keys[:3]}; "
-                             "trainer and generator must be built from the same model config")
+            raise ValueError(
+                f"weights: missing {missing[:3]}, unexpected {report.unexpected_keys[:3]}; "
+                "trainer and generator must be built from the same model config"
+            )
         return {name for name, _ in self.named_parameters()}
 
 

@@ -11,15 +11,31 @@ from pathlib import Path
 __all__ = ["setup_rank_logging"]
 
 # "root" is what torchtitan logs to.
-_NOISY = ("PIL", "asyncio", "datasets", "filelock", "fsspec", "httpx", "huggingface_hub", "matplotlib", "monarch",
-          "root", "torch", "torchstore", "torchtitan", "transformers", "urllib3", "vllm")
+_NOISY = (
+    "PIL",
+    "asyncio",
+    "datasets",
+    "filelock",
+    "fsspec",
+    "httpx",
+    "huggingface_hub",
+    "matplotlib",
+    "monarch",
+    "root",
+    "torch",
+    "torchstore",
+    "torchtitan",
+    "transformers",
+    "urllib3",
+    "vllm",
+)
 _OWN_HANDLERS = ("vllm", "transformers")
 
 _log_file: Path | None = None
 
 
 def setup_rank_logging(
-    log_dir: str | Path, role: str, rank: int, world_size: int, level: str = "INFO", device: str | None = None,
+    log_dir: str | Path, role: str, rank: int, world_size: int, level: str = "INFO", device: str | None = None
 ) -> Path:
     """Sends this process's logs to `log_dir/role-rank.log`, and warnings to stderr. Returns the file.
 
@@ -49,10 +65,18 @@ def setup_rank_logging(
     logging.captureWarnings(True)
 
     # Straight to the file: this line must be there at any level.
-    file_handler.handle(logging.LogRecord(
-        __name__, logging.INFO, __file__, 0,
-        f"{role} rank {rank} of {world_size}, pid {os.getpid()}, host {socket.gethostname()}, "
-        f"device {device or _device(rank)}", None, None))
+    file_handler.handle(
+        logging.LogRecord(
+            __name__,
+            logging.INFO,
+            __file__,
+            0,
+            f"{role} rank {rank} of {world_size}, pid {os.getpid()}, host {socket.gethostname()}, "
+            f"device {device or _device(rank)}",
+            None,
+            None,
+        )
+    )
     return _log_file
 
 

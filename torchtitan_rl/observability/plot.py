@@ -31,11 +31,15 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
     from matplotlib.ticker import MaxNLocator
 
     accuracies = _accuracies(metrics)
-    rewards = {line["step"]: line["reward/mean"] for line in metrics
-               if line["phase"] == "reinforcement" and "reward/mean" in line}
+    rewards = {
+        line["step"]: line["reward/mean"]
+        for line in metrics
+        if line["phase"] == "reinforcement" and "reward/mean" in line
+    }
     if not accuracies and not rewards:
         raise ValueError(
-            f"metrics={len(metrics)} lines: hold neither eval/accuracy nor reward/mean; plot after some steps")
+            f"metrics={len(metrics)} lines: hold neither eval/accuracy nor reward/mean; plot after some steps"
+        )
     num_supervised = sum(line["phase"] == "supervised" for line in metrics)
 
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
@@ -75,12 +79,27 @@ def _draw_accuracies(axes: Axes, accuracies: dict[str, dict[int, float]], at_zer
     for index, (label, points) in enumerate(accuracies.items()):
         color = _SPLIT_COLORS[index % len(_SPLIT_COLORS)]
         steps = sorted(points)
-        axes.plot(steps, [points[step] for step in steps], color=color, label=label,
-                  marker=_SPLIT_MARKERS[index % len(_SPLIT_MARKERS)])
+        axes.plot(
+            steps,
+            [points[step] for step in steps],
+            color=color,
+            label=label,
+            marker=_SPLIT_MARKERS[index % len(_SPLIT_MARKERS)],
+        )
         if 0 in points:
             axes.axhline(points[0], color=color, linestyle=":", linewidth=1)
-            axes.plot([0], [points[0]], color=_SUPERVISED_COLOR, marker="D", markersize=9, markeredgecolor=color,
-                      linestyle="none", zorder=3, clip_on=False, label=f"{label} {at_zero}: {points[0]:.3f}")
+            axes.plot(
+                [0],
+                [points[0]],
+                color=_SUPERVISED_COLOR,
+                marker="D",
+                markersize=9,
+                markeredgecolor=color,
+                linestyle="none",
+                zorder=3,
+                clip_on=False,
+                label=f"{label} {at_zero}: {points[0]:.3f}",
+            )
     axes.set_ylim(-0.02, 1.02)
 
 
@@ -91,5 +110,13 @@ def _draw_phases(axes: Axes, num_supervised: int, last: int) -> None:
     if num_supervised:
         axes.axvspan(-width, 0, color=_SUPERVISED_COLOR, alpha=0.25, linewidth=0)
         axes.axvline(0, color=_SUPERVISED_COLOR, linewidth=1)
-        axes.text(-width / 2, 0.5, f"supervised: {num_supervised} steps", rotation=90, ha="center", va="center",
-                  transform=axes.get_xaxis_transform(), fontsize=9)
+        axes.text(
+            -width / 2,
+            0.5,
+            f"supervised: {num_supervised} steps",
+            rotation=90,
+            ha="center",
+            va="center",
+            transform=axes.get_xaxis_transform(),
+            fontsize=9,
+        )

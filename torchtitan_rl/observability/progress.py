@@ -25,8 +25,9 @@ _PLAIN_WIDTH = 200
 class Bar:
     """One phase: how far it is, since when, and a short text with its current numbers."""
 
-    def __init__(self, name: str, total: float, clock: Callable[[], float], changed: Callable[[Bar], None],
-                 counts: bool = True) -> None:
+    def __init__(
+        self, name: str, total: float, clock: Callable[[], float], changed: Callable[[Bar], None], counts: bool = True
+    ) -> None:
         self.name, self.total, self.counts, self.text = name, total, counts, ""
         self.num_done = 0
         self._clock, self._changed = clock, changed
@@ -79,13 +80,17 @@ class Progress:
             bar.advance(text="loss 0.12")
     """
 
-    def __init__(self, *, quiet: bool = False, file: TextIO | None = None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, quiet: bool = False, file: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         file = file or sys.stdout
         # rich would take FORCE_COLOR for a terminal and write control codes into a log.
         self._plain = not file.isatty() or Console(file=file).is_dumb_terminal
-        self._console = (Console(file=file, force_terminal=False, color_system=None, width=_PLAIN_WIDTH) if self._plain
-                         else Console(file=file))
+        self._console = (
+            Console(file=file, force_terminal=False, color_system=None, width=_PLAIN_WIDTH)
+            if self._plain
+            else Console(file=file)
+        )
         self._quiet, self._clock = quiet, clock
         self._last_plain = clock()
         self._rich: RichProgress | None = None
@@ -143,9 +148,16 @@ class Progress:
             return None
         if self._rich is None:
             self._rich = RichProgress(
-                SpinnerColumn(), TextColumn("{task.description}", markup=False), _BarColumn(), _CountColumn(),
-                _TimeColumn(), _TextColumn(table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-                console=self._console, transient=True, expand=True)
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                _BarColumn(),
+                _CountColumn(),
+                _TimeColumn(),
+                _TextColumn(table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+                console=self._console,
+                transient=True,
+                expand=True,
+            )
             self._rich.start()
         return self._rich.add_task(bar.name, total=None, bar=bar)
 
@@ -175,8 +187,13 @@ class _BarColumn(ProgressColumn):
     def render(self, task: Task) -> ProgressBar:
         bar: Bar = task.fields["bar"]
         fraction = bar.fraction
-        return ProgressBar(total=None if fraction is None else 1.0, completed=fraction or 0.0, width=24,
-                           pulse=fraction is None, animation_time=task.get_time())
+        return ProgressBar(
+            total=None if fraction is None else 1.0,
+            completed=fraction or 0.0,
+            width=24,
+            pulse=fraction is None,
+            animation_time=task.get_time(),
+        )
 
 
 class _CountColumn(ProgressColumn):

@@ -1,10 +1,10 @@
 """A run's directory: plain files that outlive the process and need no program to be read.
 
-    config.json            what ran
-    metrics.jsonl          one line per step or evaluation
-    logs/                  one file per process
-    rollouts/              step-NNNNNN.jsonl, one line per rollout
-    checkpoints/step-N     resumable state after N steps
+config.json            what ran
+metrics.jsonl          one line per step or evaluation
+logs/                  one file per process
+rollouts/              step-NNNNNN.jsonl, one line per rollout
+checkpoints/step-N     resumable state after N steps
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ class RunDir:
         except OSError as error:
             raise ValueError(
                 f"output_dir={str(path)!r}: cannot be written ({error.strerror}: {error.filename}); choose a directory "
-                "you may write to") from error
+                "you may write to"
+            ) from error
         if used:
             raise ValueError(
-                f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another output_dir")
+                f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another output_dir"
+            )
         return run_dir
 
     def checkpoint_path(self, step: int) -> Path:
@@ -79,7 +81,8 @@ class RunDir:
                 raise ValueError(f"metric={name!r}: is not of the form area/what; rename it, as in 'reward/mean'")
             if not isinstance(value, (int, float, str)):
                 raise ValueError(
-                    f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor")
+                    f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor"
+                )
         _append(self.metrics_file, [metrics])
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -99,10 +102,20 @@ class RunDir:
 
     def log_rollouts(self, step: int, phase: str, groups: list[RolloutGroup]) -> None:
         """Appends one line per rollout to `rollouts/step-NNNNNN.jsonl`."""
-        _append(self.rollouts / f"step-{step:06d}.jsonl", [
-            {"step": step, "phase": phase, "group_id": group.id, **_rollout_record(rollout),
-             "advantage": None if group.advantages is None else group.advantages[index]}
-            for group in groups for index, rollout in enumerate(group.rollouts)])
+        _append(
+            self.rollouts / f"step-{step:06d}.jsonl",
+            [
+                {
+                    "step": step,
+                    "phase": phase,
+                    "group_id": group.id,
+                    **_rollout_record(rollout),
+                    "advantage": None if group.advantages is None else group.advantages[index],
+                }
+                for group in groups
+                for index, rollout in enumerate(group.rollouts)
+            ],
+        )
 
 
 def _rollout_record(rollout: Rollout) -> dict[str, Any]:

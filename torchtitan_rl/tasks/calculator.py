@@ -47,7 +47,8 @@ class Calculator:
             if not 1 <= self.min_digits <= self.max_digits <= 6:
                 raise ValueError(
                     f"calculator.min_digits={self.min_digits}, max_digits={self.max_digits}: do not fit; choose "
-                    "1 <= min_digits <= max_digits <= 6")
+                    "1 <= min_digits <= max_digits <= 6"
+                )
             if not self.operators or set(self.operators) - set("+-*"):
                 raise ValueError(f"calculator.operators={self.operators!r}: use one or more of + - *")
             for name, value in (("call_reward", self.call_reward), ("tool_demonstrations", self.tool_demonstrations)):
@@ -93,8 +94,9 @@ class Calculator:
 
     def _draw(self, rng: random.Random) -> str:
         first, second = (
-            rng.randrange(10 ** (digits - 1), 10 ** digits)
-            for digits in (rng.randint(self.config.min_digits, self.config.max_digits) for _ in range(2)))
+            rng.randrange(10 ** (digits - 1), 10**digits)
+            for digits in (rng.randint(self.config.min_digits, self.config.max_digits) for _ in range(2))
+        )
         return f"{first}{rng.choice(self.config.operators)}{second}"
 
     def _split_of(self, problem: str) -> str:
@@ -113,7 +115,8 @@ class Calculator:
                 problems[problem] = None
         raise ValueError(
             f"calculator.min_digits={self.config.min_digits}, max_digits={self.config.max_digits}: gives {split} only "
-            f"{len(problems)} different tasks; lower num_{split} or allow more digits or operators")
+            f"{len(problems)} different tasks; lower num_{split} or allow more digits or operators"
+        )
 
 
 class CalculatorEnv(Env):

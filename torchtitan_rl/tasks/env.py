@@ -65,8 +65,13 @@ class Attempts(Env):
     """
 
     def __init__(
-        self, task: Task, reward: Callable[[Task, list[str]], Sequence[float]], *, num_attempts: int,
-        correct_reward: float = 1.0, remark: str = "That is not right. Try again.",
+        self,
+        task: Task,
+        reward: Callable[[Task, list[str]], Sequence[float]],
+        *,
+        num_attempts: int,
+        correct_reward: float = 1.0,
+        remark: str = "That is not right. Try again.",
     ) -> None:
         self.task, self.reward, self.left = task, reward, num_attempts
         self.correct_reward, self.remark = correct_reward, remark

@@ -55,7 +55,8 @@ class GuessNumber:
             wanted, found = self.num_tasks(split), self._tasks[split]
             if len(found) < wanted:
                 raise ValueError(
-                    f"guess_number.num_{split}={wanted}: range_size={config.range_size} gives {len(found)}; lower it")
+                    f"guess_number.num_{split}={wanted}: range_size={config.range_size} gives {len(found)}; lower it"
+                )
             random.Random(stable_hash(config.seed, split)).shuffle(found)
 
     def num_tasks(self, split: str) -> int | None:

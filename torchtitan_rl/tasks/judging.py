@@ -70,7 +70,7 @@ def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:
 
 
 async def _outcome_in_process(
-    function: Callable, task: Task, completions: list[str], timeout_s: float,
+    function: Callable, task: Task, completions: list[str], timeout_s: float
 ) -> tuple[Any, BaseException | None]:
     """The same as below for a function that is called in another process. Raises TimeoutError.
 

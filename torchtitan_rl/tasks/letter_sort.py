@@ -90,7 +90,9 @@ class LetterSort:
         else:
             word = self._held_out[split][index]
         answer = "".join(sorted(word))
-        return Task(id=f"{self.name}/{split}/{index}", prompt=prompt or f"{word}=", answer=answer, demonstration=demonstration)
+        return Task(
+            id=f"{self.name}/{split}/{index}", prompt=prompt or f"{word}=", answer=answer, demonstration=demonstration
+        )
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
         """1 for the right answer; otherwise up to 0.5 for letters kept and pairs in order, see `partial_credit`."""

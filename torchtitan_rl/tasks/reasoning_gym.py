@@ -69,9 +69,9 @@ class ReasoningGym:
 
     def num_tasks(self, split: str) -> int:
         check_split(split)
-        return {
-            "train": self.config.num_train, "validation": self.config.num_validation, "test": self.config.num_test,
-        }[split]
+        return {"train": self.config.num_train, "validation": self.config.num_validation, "test": self.config.num_test}[
+            split
+        ]
 
     def task(self, split: str, index: int) -> Task:
         """`answer` holds the data set's name and its entry, which is what its verifier asks for."""

@@ -68,7 +68,11 @@ class RewardProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchtitan_rl.tasks.reward_worker", str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True)
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
         self._loaded: bytes | None = None
 
     @property

@@ -46,7 +46,8 @@ class Verifiers:
             import verifiers
         except ImportError as error:
             raise RuntimeError(
-                f"verifiers: cannot be imported ({error}); install it with bash scripts/setup.sh verifiers") from error
+                f"verifiers: cannot be imported ({error}); install it with bash scripts/setup.sh verifiers"
+            ) from error
         self.config, self.played = config, config.load()
         kind = type(self.played).__name__
         if not isinstance(self.played, getattr(verifiers, "MultiTurnEnv", ())):
@@ -54,7 +55,8 @@ class Verifiers:
         if self.played.message_type != "chat" or self.played.oai_tools:
             raise ValueError(
                 f"verifiers.load: gave a {kind} with plain-text prompts or tool calls; use one of chat messages whose "
-                "tools are written in the text")
+                "tools are written in the text"
+            )
         self.rows = self.played.get_dataset()
         order = list(range(len(self.rows)))
         random.Random(stable_hash(config.seed, "verifiers")).shuffle(order)
@@ -62,9 +64,13 @@ class Verifiers:
         if held_out >= len(order):
             raise ValueError(
                 f"verifiers.num_validation={config.num_validation}, num_test={config.num_test}: leave nothing to train "
-                f"on of {len(order)} rows; lower them")
-        self._order = {"validation": order[:config.num_validation], "test": order[config.num_validation:held_out],
-                       "train": order[held_out:]}
+                f"on of {len(order)} rows; lower them"
+            )
+        self._order = {
+            "validation": order[: config.num_validation],
+            "test": order[config.num_validation : held_out],
+            "train": order[held_out:],
+        }
 
     def num_tasks(self, split: str) -> int:
         check_split(split)
@@ -97,19 +103,30 @@ class VerifiersEnv(Env):
 
     async def step(self, text: str) -> Step:
         said = {"role": "assistant", "content": text}
-        await self.of.add_trajectory_step(self.state, {
-            "prompt": self.messages, "completion": [said], "response": None, "tokens": None, "reward": None,
-            "advantage": None, "is_truncated": False, "trajectory_id": self.state["trajectory_id"], "extras": {}})
+        await self.of.add_trajectory_step(
+            self.state,
+            {
+                "prompt": self.messages,
+                "completion": [said],
+                "response": None,
+                "tokens": None,
+                "reward": None,
+                "advantage": None,
+                "is_truncated": False,
+                "trajectory_id": self.state["trajectory_id"],
+                "extras": {},
+            },
+        )
         if await self.of.is_completed(self.state):
             return await self._judged()
         grown = list(await self.of.get_prompt_messages(self.state))
         if await self.of.is_completed(self.state):  # its answer may have been the last word
             return await self._judged()
         before = [*self.messages, said]
-        if grown[:len(before)] != before:
+        if grown[: len(before)] != before:
             raise ValueError("its messages do not go on from those before; tokens that were sampled cannot be kept")
         self.messages = grown
-        return Step(observation=grown[len(before):])
+        return Step(observation=grown[len(before) :])
 
     async def _judged(self) -> Step:
         await self.of.render_completion(self.state)

@@ -1,12 +1,12 @@
 """Checkpoints: a directory per step, complete once its marker is there.
 
-    step-80/model/       torch's distributed checkpoint of parameters and optimizer: any layout can load it
-    step-80/hf/          the same parameters as a Hugging Face directory
-    step-80/lora.json    with LoRA, when model/ holds adapters only: their kind, and a fingerprint of the base
-    step-80/adapter/     with LoRA: the adapters as a PEFT directory
-    step-80/teacher.safetensors  with self-distillation: the policy version that teaches, as generators hold it
-    step-80/state.json   what the controller needs: step, phase, policy and teacher version, data cursor, seed
-    step-80/COMPLETE     written last
+step-80/model/       torch's distributed checkpoint of parameters and optimizer: any layout can load it
+step-80/hf/          the same parameters as a Hugging Face directory
+step-80/lora.json    with LoRA, when model/ holds adapters only: their kind, and a fingerprint of the base
+step-80/adapter/     with LoRA: the adapters as a PEFT directory
+step-80/teacher.safetensors  with self-distillation: the policy version that teaches, as generators hold it
+step-80/state.json   what the controller needs: step, phase, policy and teacher version, data cursor, seed
+step-80/COMPLETE     written last
 """
 
 from __future__ import annotations
@@ -15,8 +15,19 @@ import json
 import os
 from pathlib import Path
 
-__all__ = ["require_complete", "hf_weights", "begin", "write_state", "read_state", "hf_dir", "model_dir", "adapter_dir", "teacher_file",
-           "write_lora", "require_lora"]
+__all__ = [
+    "require_complete",
+    "hf_weights",
+    "begin",
+    "write_state",
+    "read_state",
+    "hf_dir",
+    "model_dir",
+    "adapter_dir",
+    "teacher_file",
+    "write_lora",
+    "require_lora",
+]
 
 _MARKER = "COMPLETE"
 _LORA = "lora.json"
@@ -55,19 +66,26 @@ def require_lora(checkpoint: Path, record: dict | None) -> None:
     if saved is None and record is None:
         return
     if saved is None:
-        raise ValueError(f"{where} holds a whole model and trainer.lora is set; start from its hf directory "
-                         "with model.assets instead")
+        raise ValueError(
+            f"{where} holds a whole model and trainer.lora is set; start from its hf directory "
+            "with model.assets instead"
+        )
     if record is None:
-        raise ValueError(f"{where} holds LoRA adapters only and trainer.lora is None; set trainer.lora, or start from "
-                         "its hf directory, where they are merged, with model.assets")
+        raise ValueError(
+            f"{where} holds LoRA adapters only and trainer.lora is None; set trainer.lora, or start from "
+            "its hf directory, where they are merged, with model.assets"
+        )
     for name, value in record.items():
         if saved.get(name) == value:
             continue
         if name == "base_xxh3":
-            raise ValueError(f"{where} its adapters belong to other base weights ({saved.get(name)}, here {value}); "
-                             "give the model.assets or the seed they were trained with")
-        raise ValueError(f"{where} was saved with trainer.lora.{name}={saved.get(name)}, here it is {value}; "
-                         "set it to what it was")
+            raise ValueError(
+                f"{where} its adapters belong to other base weights ({saved.get(name)}, here {value}); "
+                "give the model.assets or the seed they were trained with"
+            )
+        raise ValueError(
+            f"{where} was saved with trainer.lora.{name}={saved.get(name)}, here it is {value}; set it to what it was"
+        )
 
 
 def begin(checkpoint: Path) -> None:

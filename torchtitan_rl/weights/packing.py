@@ -42,7 +42,7 @@ class Manifest:
 
 
 def plan(
-    version: int | str, tensors: Iterable[tuple[str, torch.Size, torch.dtype, bool]], dtype: torch.dtype | None,
+    version: int | str, tensors: Iterable[tuple[str, torch.Size, torch.dtype, bool]], dtype: torch.dtype | None
 ) -> Manifest:
     """Lays tensors out one after another. Each is (name, shape, dtype, is a parameter).
 
@@ -59,7 +59,7 @@ def plan(
 
 def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
     """The tensor of an entry, sharing memory with the uint8 buffer."""
-    return buffer[entry.offset:entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+    return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
 
 
 def write(buffer: torch.Tensor, manifest: Manifest, name: str, tensor: torch.Tensor) -> None:

@@ -26,8 +26,20 @@ def write_peft_dir(adapters: Adapters, hf_adapter, lora: LoRAConfig, directory: 
         tensors[f"{layer}.lora_A.weight"] = a.cpu().contiguous().clone()  # query, key and value share one A
         tensors[f"{layer}.lora_B.weight"] = b.cpu().contiguous().clone()
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    (directory / "adapter_config.json").write_text(json.dumps({
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
-    }, indent=1))
+    (directory / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "base_model_name_or_path": base,
+                "r": lora.rank,
+                "lora_alpha": lora.alpha,
+                "lora_dropout": 0.0,
+                "bias": "none",
+                "fan_in_fan_out": False,
+                "inference_mode": True,
+                "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+            },
+            indent=1,
+        )
+    )

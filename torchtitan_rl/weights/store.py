@@ -131,6 +131,7 @@ class WeightStore:
 
     async def discard(self, version: int | str) -> None:
         """Forgets a version; its manifest goes first."""
+
         async def delete() -> None:
             for part in ("manifest", "payload"):
                 if await self._exists(_key(version, part)):

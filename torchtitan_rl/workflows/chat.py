@@ -26,7 +26,8 @@ class Chat:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "tokenizer.chat_template=None: the prompt is a list of messages and the tokenizer has no chat "
-                "template; set model.assets to one that has, or give prompts as text")
+                "template; set model.assets to one that has, or give prompts as text"
+            )
         self.tokenizer, self.tools = tokenizer, tools
 
     def prompt(self, messages: list[Message]) -> list[int]:
@@ -38,8 +39,10 @@ class Chat:
         messages and, with `more`, the beginning of the assistant's next one."""
         text = self._text([*history, {"role": "assistant", "content": _MARK}, *following], more)
         if text.count(_MARK) != 1:
-            raise ValueError(f"tokenizer.chat_template: shows an assistant message {text.count(_MARK)} times after "
-                             f"{len(history)} messages; use a template that shows each once")
+            raise ValueError(
+                f"tokenizer.chat_template: shows an assistant message {text.count(_MARK)} times after "
+                f"{len(history)} messages; use a template that shows each once"
+            )
         return self._encode(text.partition(_MARK)[2])
 
     def end_of_turn(self, messages: list[Message]) -> int | None:
@@ -48,7 +51,7 @@ class Chat:
         return self._first_special(self.between(messages, []))
 
     def extend(
-        self, tokens: list[int], completion: Completion, history: list[Message], following: list[Message],
+        self, tokens: list[int], completion: Completion, history: list[Message], following: list[Message]
     ) -> list[int]:
         """The next prompt: `tokens`, what was sampled after them, and what comes `between`.
 
@@ -70,11 +73,11 @@ class Chat:
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not spoken:
             raise ValueError(f"messages={repr(messages)[:80]}: has no assistant message; there is nothing to imitate")
-        tokens = self.prompt(messages[:spoken[0]])
+        tokens = self.prompt(messages[: spoken[0]])
         mask = [False] * len(tokens)
         for i, following in zip(spoken, [*spoken[1:], None]):
             said = self._encode(messages[i]["content"])
-            between = self.between(messages[:i], messages[i + 1:following], more=following is not None)
+            between = self.between(messages[:i], messages[i + 1 : following], more=following is not None)
             ends = self._first_special(between) is not None
             if not ends and i == spoken[-1] and (end := self.end_of_turn(messages[:i])) is not None:
                 between, ends = [end, *between], True  # the policy must learn to end a turn the template leaves open
@@ -91,11 +94,14 @@ class Chat:
     def _text(self, messages: list[Message], more: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=self.tools, tokenize=False, add_generation_prompt=more)
+                messages, tools=self.tools, tokenize=False, add_generation_prompt=more
+            )
         except Exception as error:  # whatever a template raises, it is about the messages
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ValueError(f"tokenizer.chat_template: refuses messages of the roles {roles} "
-                             f"({' '.join(str(error).split())}); give it what it takes") from error
+            raise ValueError(
+                f"tokenizer.chat_template: refuses messages of the roles {roles} "
+                f"({' '.join(str(error).split())}); give it what it takes"
+            ) from error
 
 
 class Dialogue:
@@ -118,7 +124,8 @@ class Dialogue:
         """`tokens` becomes the next prompt."""
         if (kind := _kind(observation)) != self.kind:
             raise ValueError(
-                f"observation={repr(observation)[:80]}: is {kind} where the first was {self.kind}; keep to one kind")
+                f"observation={repr(observation)[:80]}: is {kind} where the first was {self.kind}; keep to one kind"
+            )
         if self.kind == "messages":
             self.tokens = self.chat.extend(self.tokens, completion, self.messages, observation)
             said = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)

@@ -25,13 +25,18 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
         completion = policy.tokenizer.encode(task.demonstration, add_special_tokens=False)
         return [(policy.prompt_tokens(task), [*completion, policy.tokenizer.eos_token_id])]
     script = _Script(task, policy.tokenizer)
-    rollouts = rollouts_of(await workflow(
-        task, dataclasses.replace(policy, sampler=script, stop_token_ids=[]), rollout_id=task.id, seed=0), task)
+    rollouts = rollouts_of(
+        await workflow(
+            task, dataclasses.replace(policy, sampler=script, stop_token_ids=[]), rollout_id=task.id, seed=0
+        ),
+        task,
+    )
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     if len(turns) < len(task.demonstration):
         raise ValueError(
             f"task={task.id!r}: its demonstration has {len(task.demonstration)} turns, its environment ended "
-            f"({rollouts[-1].end_reason}) after {len(turns)}; give as many as are played")
+            f"({rollouts[-1].end_reason}) after {len(turns)}; give as many as are played"
+        )
     return [(turn.prompt_tokens, turn.completion.tokens) for turn in turns]
 
 
@@ -42,18 +47,24 @@ class _Script:
         self.task, self.tokenizer, self.said = task, tokenizer, 0
 
     async def sample(
-        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None) -> Completion:
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
+    ) -> Completion:
         texts = self.task.demonstration
         if self.said == len(texts):
-            raise ValueError(f"task={self.task.id!r}: its environment goes on after the {len(texts)} turns of its "
-                             "demonstration; add the turns that are missing")
+            raise ValueError(
+                f"task={self.task.id!r}: its environment goes on after the {len(texts)} turns of its "
+                "demonstration; add the turns that are missing"
+            )
         text = texts[self.said]
         self.said += 1
         said = self.tokenizer.encode(text, add_special_tokens=False)
         if not any(text.endswith(stop) for stop in params.stop):
             said.append(params.stop_token_ids[0] if params.stop_token_ids else self.tokenizer.eos_token_id)
         if len(said) > params.max_tokens:
-            raise ValueError(f"task={self.task.id!r}: turn {self.said} of its demonstration has {len(said)} tokens, "
-                             f"{params.max_tokens} are left to it; raise sampling.max_tokens or max_rollout_tokens")
+            raise ValueError(
+                f"task={self.task.id!r}: turn {self.said} of its demonstration has {len(said)} tokens, "
+                f"{params.max_tokens} are left to it; raise sampling.max_tokens or max_rollout_tokens"
+            )
         return Completion(
-            tokens=said, logprobs=[0.0] * len(said), policy_versions=[0] * len(said), finish_reason="stop")
+            tokens=said, logprobs=[0.0] * len(said), policy_versions=[0] * len(said), finish_reason="stop"
+        )

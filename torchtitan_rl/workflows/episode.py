@@ -32,7 +32,8 @@ class Episode:
             raise RuntimeError(f"{self.name}: is not an Env, for task {task.id!r}; return one from environment(task)")
         if env.played:
             raise RuntimeError(
-                f"{self.name}: has been played before, for task {task.id!r}; make a new one for every rollout")
+                f"{self.name}: has been played before, for task {task.id!r}; make a new one for every rollout"
+            )
         env.played = True
         self._steppable = False
 
@@ -43,15 +44,19 @@ class Episode:
 
     async def step(self, text: str) -> Step:
         if not self._steppable:
-            raise RuntimeError(f"{self.name}: step before reset or after the end, for task {self.task.id!r}; play it "
-                               "once, from reset until done")
+            raise RuntimeError(
+                f"{self.name}: step before reset or after the end, for task {self.task.id!r}; play it "
+                "once, from reset until done"
+            )
         step = await self._call("step", text)
         if not isinstance(step, Step):
             raise RuntimeError(
-                f"{self.name}: step returned {type(step).__name__} for task {self.task.id!r}; return a Step")
+                f"{self.name}: step returned {type(step).__name__} for task {self.task.id!r}; return a Step"
+            )
         if not isinstance(step.reward, numbers.Real) or not math.isfinite(step.reward):
             raise RuntimeError(
-                f"{self.name}: step gave reward {step.reward!r} for task {self.task.id!r}; give a finite number")
+                f"{self.name}: step gave reward {step.reward!r} for task {self.task.id!r}; give a finite number"
+            )
         if not step.done:
             self._checked(step.observation, "step")
         self._steppable = not step.done
@@ -66,8 +71,10 @@ class Episode:
                 return await _in_thread(function, *args)
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
-                raise RuntimeError(f"{self.name}: {method} gave no answer for task {self.task.id!r} within "
-                                   f"{self.timeout_s:g} s; speed it up or raise controller.reward_timeout_s") from None
+                raise RuntimeError(
+                    f"{self.name}: {method} gave no answer for task {self.task.id!r} within "
+                    f"{self.timeout_s:g} s; speed it up or raise controller.reward_timeout_s"
+                ) from None
             message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
             raise RuntimeError(f"{self.name}: {method} raised {message} for task {self.task.id!r}; mend it") from error
 
@@ -81,7 +88,8 @@ class Episode:
                 return observation
         raise RuntimeError(
             f"{self.name}: {method} gave {type(observation).__name__} {repr(observation)[:80]} for task "
-            f"{self.task.id!r}; give text, a list of messages or a list of tokens")
+            f"{self.task.id!r}; give text, a list of messages or a list of tokens"
+        )
 
 
 async def _in_thread(function: Callable, *args: Any) -> Any:

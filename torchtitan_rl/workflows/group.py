@@ -30,8 +30,16 @@ def workflow_of(family: TaskFamily, limits: Limits) -> Callable:
 
 
 async def run_group(
-    workflow: Callable, task: Task, policy: Policy, n: int, *, group_id: str, seed: int, reward,
-    reward_timeout_s: float, first_only: bool = False,
+    workflow: Callable,
+    task: Task,
+    policy: Policy,
+    n: int,
+    *,
+    group_id: str,
+    seed: int,
+    reward,
+    reward_timeout_s: float,
+    first_only: bool = False,
 ) -> RolloutGroup:
     """The rollouts of `n` attempts at one task with their rewards. `reward` is a family or a function, see
     `tasks.family.judge`; it judges those that neither the workflow nor an environment has rewarded.
@@ -40,16 +48,24 @@ async def run_group(
     `first_only` leaves the others out, as evaluations do. Raises RuntimeError for what `rollouts_of` refuses, and when two
     rollouts have one id.
     """
-    attempts = await asyncio.gather(*(
-        workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stable_hash(seed, group_id, i) >> 1)
-        for i in range(n)))
+    attempts = await asyncio.gather(
+        *(
+            workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stable_hash(seed, group_id, i) >> 1)
+            for i in range(n)
+        )
+    )
     attempts = [rollouts_of(attempt, task) for attempt in attempts]
     rollouts = [rollout for attempt in attempts for rollout in (attempt[:1] if first_only else attempt)]
     if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
-        raise RuntimeError(f"algorithm.workflow: gave several rollouts of task {task.id!r} the id {twice[0]!r}; give each its "
-                           "own, such as f'{rollout_id}.judge'")
-    unjudged = [rollout for rollout in rollouts if rollout.reward is None
-                and rollout.turns and all(turn.reward is None for turn in rollout.turns)]
+        raise RuntimeError(
+            f"algorithm.workflow: gave several rollouts of task {task.id!r} the id {twice[0]!r}; give each its "
+            "own, such as f'{rollout_id}.judge'"
+        )
+    unjudged = [
+        rollout
+        for rollout in rollouts
+        if rollout.reward is None and rollout.turns and all(turn.reward is None for turn in rollout.turns)
+    ]
     if unjudged:
         rewards = await judge(reward, task, [rollout.text for rollout in unjudged], reward_timeout_s)
         for rollout, value in zip(unjudged, rewards, strict=True):
@@ -63,5 +79,6 @@ def rollouts_of(attempt: Rollout | list[Rollout], task: Task) -> list[Rollout]:
     if not rollouts or not all(isinstance(rollout, Rollout) for rollout in rollouts):
         what = type(next((r for r in rollouts if not isinstance(r, Rollout)), rollouts)).__name__
         raise RuntimeError(
-            f"algorithm.workflow: returned {what} for task {task.id!r}; return a Rollout, or a list of one for each role")
+            f"algorithm.workflow: returned {what} for task {task.id!r}; return a Rollout, or a list of one for each role"
+        )
     return rollouts

@@ -49,7 +49,7 @@ async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, 
         env.close()
     if rollout.turns:
         first, last = rollout.turns[0], rollout.turns[-1]
-        said = [*last.prompt_tokens, *last.completion.tokens][len(first.prompt_tokens):]
+        said = [*last.prompt_tokens, *last.completion.tokens][len(first.prompt_tokens) :]
         rollout.text = policy.tokenizer.decode(said, skip_special_tokens=True)
     rollout.reward = math.fsum(turn.reward for turn in rollout.turns)
     return rollout
@@ -64,8 +64,12 @@ async def _play(rollout: Rollout, episode: Episode, policy: Policy, seed: int, l
         if room < 1:
             return "tokens"
         completion = await policy.complete(
-            dialogue.tokens, seed=stable_hash(seed, turn) >> 1, max_tokens=min(policy.max_tokens, room),
-            stop=env.stop, stop_token_ids=dialogue.stop_token_ids)
+            dialogue.tokens,
+            seed=stable_hash(seed, turn) >> 1,
+            max_tokens=min(policy.max_tokens, room),
+            stop=env.stop,
+            stop_token_ids=dialogue.stop_token_ids,
+        )
         rollout.turns.append(Turn(prompt_tokens=dialogue.tokens, completion=completion, reward=0.0))
         step = await episode.step(policy.text(completion))
         rollout.turns[-1].reward = float(step.reward)

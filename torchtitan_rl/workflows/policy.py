@@ -21,7 +21,8 @@ class Sampler(Protocol):
     """Anything that completes tokens, such as `dispatch.SamplingClient`. Only self-distillation has tokens scored."""
 
     async def sample(
-        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None) -> Completion: ...
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
+    ) -> Completion: ...
 
     async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]: ...
 
@@ -68,10 +69,16 @@ class Policy:
         if len(tokens) > self.max_prompt_tokens:
             raise ValueError(
                 f"task={task.id!r}: its prompt has {len(tokens)} tokens, sampling.max_prompt_tokens="
-                f"{self.max_prompt_tokens}; raise it or filter the task out")
+                f"{self.max_prompt_tokens}; raise it or filter the task out"
+            )
 
     async def complete(
-        self, tokens: list[int], *, seed: int, max_tokens: int | None = None, stop: Sequence[str] = (),
+        self,
+        tokens: list[int],
+        *,
+        seed: int,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> Completion:
         """One completion of a prompt; the same seed and version give the same tokens.
@@ -79,8 +86,12 @@ class Policy:
         `max_tokens` takes the place of the policy's own, stops are added to its own.
         """
         params = SamplingParams(
-            max_tokens=self.max_tokens if max_tokens is None else max_tokens, temperature=self.temperature, seed=seed,
-            stop_token_ids=[*stop_token_ids, *self.stop_token_ids], stop=[*stop, *self.stop])
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+            temperature=self.temperature,
+            seed=seed,
+            stop_token_ids=[*stop_token_ids, *self.stop_token_ids],
+            stop=[*stop, *self.stop],
+        )
         return await self.sampler.sample(tokens, params, policy_version=self.policy_version)
 
     def text(self, completion: Completion) -> str:

@@ -57,8 +57,12 @@ class SelfDistill:
 
 
 def self_distill(
-    workflow: Callable | None = None, *, prompt: Callable[[Rollout], Prompt | None], coef: float = 1.0,
-    discount: float = 0.0, top_k: int = 0,
+    workflow: Callable | None = None,
+    *,
+    prompt: Callable[[Rollout], Prompt | None],
+    coef: float = 1.0,
+    discount: float = 0.0,
+    top_k: int = 0,
 ) -> SelfDistill | Callable[[Callable], SelfDistill]:
     """The workflow, with advantages for each sampled token: -coef x (student - teacher), see `token_advantages`.
 
@@ -71,6 +75,7 @@ def self_distill(
     own. Raises ValueError at a temperature other than 1, at which scores are made, and when a turn does not go on from the
     first prompt.
     """
+
     def decorate(workflow: Callable) -> SelfDistill:
         return SelfDistill(workflow=workflow, prompt=prompt, coef=coef, discount=discount, top_k=top_k)
 
@@ -102,18 +107,29 @@ class DistillGroup:
         _check(self, "rollout", "siblings")
         fn = self.advantage_fn
         if fn is not None and (not callable(fn) or getattr(fn, "sees_batch", False)):
-            raise ValueError(f"advantage_fn={fn!r}: is not an estimator of one group; give one such as grpo or rloo, or None")
+            raise ValueError(
+                f"advantage_fn={fn!r}: is not an estimator of one group; give one such as grpo or rloo, or None"
+            )
 
     async def __call__(self, group: RolloutGroup, policy: Policy) -> None:
         # Those that will be compared: of one role each, and with turns.
-        await asyncio.gather(*(
-            self._learn(part, policy) for part in by_task_and_role([r for r in group.rollouts if r.turns])))
+        await asyncio.gather(
+            *(self._learn(part, policy) for part in by_task_and_role([r for r in group.rollouts if r.turns]))
+        )
 
     async def _learn(self, group: RolloutGroup, policy: Policy) -> None:
         fill_rewards(group)
-        await asyncio.gather(*(
-            _learn(rollout, self.prompt(rollout, [other for other in group.rollouts if other is not rollout]), policy, self)
-            for rollout in group.rollouts))
+        await asyncio.gather(
+            *(
+                _learn(
+                    rollout,
+                    self.prompt(rollout, [other for other in group.rollouts if other is not rollout]),
+                    policy,
+                    self,
+                )
+                for rollout in group.rollouts
+            )
+        )
         if self.advantage_fn is None:
             return
         estimated = self.advantage_fn(torch.tensor(group.rewards, dtype=torch.float64)).tolist()
@@ -123,8 +139,12 @@ class DistillGroup:
 
 
 def distill_group(
-    *, prompt: Callable[[Rollout, list[Rollout]], Prompt | None], coef: float = 1.0, discount: float = 0.0,
-    top_k: int = 0, advantage_fn: Callable | None = None,
+    *,
+    prompt: Callable[[Rollout, list[Rollout]], Prompt | None],
+    coef: float = 1.0,
+    discount: float = 0.0,
+    top_k: int = 0,
+    advantage_fn: Callable | None = None,
 ) -> DistillGroup:
     """An `algorithm.after_rewards` like `self_distill`, whose `prompt(rollout, siblings)` sees the judged rollouts.
 
@@ -140,8 +160,9 @@ def _check(settings: SelfDistill | DistillGroup, *arguments: str) -> None:
     try:
         inspect.signature(prompt).bind(*arguments)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"prompt={prompt!r}: cannot be called as ({', '.join(arguments)}) ({error}); give it that "
-                         "signature") from error
+        raise ValueError(
+            f"prompt={prompt!r}: cannot be called as ({', '.join(arguments)}) ({error}); give it that signature"
+        ) from error
     if inspect.iscoroutinefunction(prompt):
         raise ValueError(f"prompt={prompt!r}: is async; give a plain function, what it needs belongs into the workflow")
     if not 0 < coef < math.inf:
@@ -154,17 +175,20 @@ def _check(settings: SelfDistill | DistillGroup, *arguments: str) -> None:
         raise ValueError(f"discount={discount}: has no effect with top_k={top_k}, which is of one position; use 0")
 
 
-async def _learn(
-    rollout: Rollout, prompt: Prompt | None, policy: Policy, settings: SelfDistill | DistillGroup) -> None:
+async def _learn(rollout: Rollout, prompt: Prompt | None, policy: Policy, settings: SelfDistill | DistillGroup) -> None:
     """Fills `advantages` (and with top_k `soft_targets`) of the rollout's turns; one request scores all of them."""
     version = policy.teacher_version
     if version is None:
-        raise RuntimeError("policy.teacher_version=None: nobody has said which policy version teaches; the controller does "
-                           "where algorithm.workflow or after_rewards is what self_distill or distill_group has made, or "
-                           "wraps it with functools.wraps")
+        raise RuntimeError(
+            "policy.teacher_version=None: nobody has said which policy version teaches; the controller does "
+            "where algorithm.workflow or after_rewards is what self_distill or distill_group has made, or "
+            "wraps it with functools.wraps"
+        )
     if policy.temperature != 1.0:
-        raise ValueError(f"algorithm.temperature={policy.temperature}: the teacher scores at temperature 1 and the policy "
-                         "must be compared at the same; use 1")
+        raise ValueError(
+            f"algorithm.temperature={policy.temperature}: the teacher scores at temperature 1 and the policy "
+            "must be compared at the same; use 1"
+        )
     for turn in rollout.turns:
         turn.advantages = [0.0] * len(turn.completion.tokens)
     if prompt is None:
@@ -180,8 +204,9 @@ async def _learn(
             turn.soft_targets = tokens[rows], settings.coef * logprobs[rows].exp()
         return
     scores = await policy.sampler.score(sequence, policy_version=version)
-    teacher = [scores[start - 1 + i] for turn, start in zip(rollout.turns, starts)
-               for i in range(len(turn.completion.tokens))]
+    teacher = [
+        scores[start - 1 + i] for turn, start in zip(rollout.turns, starts) for i in range(len(turn.completion.tokens))
+    ]
     student = [logprob for turn in rollout.turns for logprob in turn.completion.logprobs]
     advantages = iter(token_advantages(student, teacher, coef=settings.coef, discount=settings.discount))
     for turn in rollout.turns:
@@ -192,10 +217,12 @@ def _as_teacher_reads(rollout: Rollout, prompt: list[int]) -> tuple[list[int], l
     """The whole rollout after another first prompt, and where in it each turn's completion begins."""
     sequence, starts, so_far = list(prompt), [], list(rollout.turns[0].prompt_tokens)
     for index, turn in enumerate(rollout.turns):
-        if turn.prompt_tokens[:len(so_far)] != so_far:
-            raise ValueError(f"self_distill: turn {index} of rollout {rollout.id} does not go on from the turn before, so "
-                             "its teacher cannot read what came before; keep every prompt an extension of the last")
-        sequence += turn.prompt_tokens[len(so_far):]
+        if turn.prompt_tokens[: len(so_far)] != so_far:
+            raise ValueError(
+                f"self_distill: turn {index} of rollout {rollout.id} does not go on from the turn before, so "
+                "its teacher cannot read what came before; keep every prompt an extension of the last"
+            )
+        sequence += turn.prompt_tokens[len(so_far) :]
         starts.append(len(sequence))
         sequence += turn.completion.tokens
         so_far = [*turn.prompt_tokens, *turn.completion.tokens]

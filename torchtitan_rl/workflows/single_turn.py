@@ -13,4 +13,8 @@ async def single_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int)
     tokens = policy.prompt_tokens(task)
     completion = await policy.complete(tokens, seed=seed)
     return Rollout(
-        id=rollout_id, task=task, turns=[Turn(prompt_tokens=tokens, completion=completion)], text=policy.text(completion))
+        id=rollout_id,
+        task=task,
+        turns=[Turn(prompt_tokens=tokens, completion=completion)],
+        text=policy.text(completion),
+    )

@@ -5,8 +5,11 @@ from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 
 def turn(prompt_tokens, tokens, logprobs=None, *, version=0, truncated=False, **fields):
     completion = Completion(
-        tokens=tokens, logprobs=logprobs or [-1.0] * len(tokens), policy_versions=[version] * len(tokens),
-        finish_reason="length" if truncated else "stop")
+        tokens=tokens,
+        logprobs=logprobs or [-1.0] * len(tokens),
+        policy_versions=[version] * len(tokens),
+        finish_reason="length" if truncated else "stop",
+    )
     return Turn(prompt_tokens=prompt_tokens, completion=completion, **fields)
 
 
@@ -16,8 +19,10 @@ def rollout(id, *turns, task="t", reward=0.0, **fields):
 
 def attempts(task, rewards, *, first=0):
     """One rollout of one turn of two tokens for each reward, named as the controller names them."""
-    return [rollout(f"0/{task}/{i}", turn([1], [2, 3]), task=f"task-{task}", reward=reward)
-            for i, reward in enumerate(rewards, start=first)]
+    return [
+        rollout(f"0/{task}/{i}", turn([1], [2, 3]), task=f"task-{task}", reward=reward)
+        for i, reward in enumerate(rewards, start=first)
+    ]
 
 
 def group(*rollouts, id="0/0"):

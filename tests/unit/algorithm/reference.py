@@ -60,9 +60,12 @@ def reinforce_pp_baseline(groups):
 def token_loss(sequences, term):
     """-sum over trained tokens of weight x term(ratio, advantage, policy logprob)."""
     return -math.fsum(
-        sequence["weight"][t] * term(math.exp(sequence["policy"][t] - sequence["old"][t]), sequence["advantage"][t],
-                                     sequence["policy"][t])
-        for sequence in sequences for t in range(len(sequence["mask"])) if sequence["mask"][t])
+        sequence["weight"][t]
+        * term(math.exp(sequence["policy"][t] - sequence["old"][t]), sequence["advantage"][t], sequence["policy"][t])
+        for sequence in sequences
+        for t in range(len(sequence["mask"]))
+        if sequence["mask"][t]
+    )
 
 
 def cross_entropy(sequences):
@@ -82,17 +85,20 @@ def surrogate(ratio, advantage, low, high, dual=math.inf):
 
 def ppo(sequences, clip_low=0.2, clip_high=0.2, dual_clip=math.inf):
     return token_loss(
-        sequences, lambda ratio, advantage, logprob: surrogate(ratio, advantage, clip_low, clip_high, dual_clip))
+        sequences, lambda ratio, advantage, logprob: surrogate(ratio, advantage, clip_low, clip_high, dual_clip)
+    )
 
 
 def cispo(sequences, clip_low=1.0, clip_high=0.28):
-    return token_loss(sequences, lambda ratio, advantage, logprob: min(max(ratio, 1 - clip_low), 1 + clip_high)
-                      * advantage * logprob)
+    return token_loss(
+        sequences, lambda ratio, advantage, logprob: min(max(ratio, 1 - clip_low), 1 + clip_high) * advantage * logprob
+    )
 
 
 def dro(sequences, beta=0.05):
     return token_loss(
-        sequences, lambda ratio, advantage, logprob: advantage * logprob - beta / 2 * math.log(ratio) ** 2)
+        sequences, lambda ratio, advantage, logprob: advantage * logprob - beta / 2 * math.log(ratio) ** 2
+    )
 
 
 def gspo(sequences, clip_low=3e-4, clip_high=4e-4):
@@ -103,7 +109,8 @@ def gspo(sequences, clip_low=3e-4, clip_high=4e-4):
         if trained:
             s = math.exp(math.fsum(sequence["policy"][t] - sequence["old"][t] for t in trained) / len(trained))
             terms += [
-                sequence["weight"][t] * surrogate(s, sequence["advantage"][t], clip_low, clip_high) for t in trained]
+                sequence["weight"][t] * surrogate(s, sequence["advantage"][t], clip_low, clip_high) for t in trained
+            ]
     return -math.fsum(terms)
 
 
@@ -132,8 +139,10 @@ def k3(d):
 def correction(sequences, kind, level, low=0.0, high=math.inf):
     factors = []
     for sequence in sequences:
-        rhos = [math.exp(old - sampling) if mask else 1.0
-                for old, sampling, mask in zip(sequence["old"], sequence["sampling"], sequence["mask"])]
+        rhos = [
+            math.exp(old - sampling) if mask else 1.0
+            for old, sampling, mask in zip(sequence["old"], sequence["sampling"], sequence["mask"])
+        ]
         if level == "sequence":
             rhos = [float(np.prod(rhos))] * len(rhos)
         factors.append([min(rho, high) if kind == "truncated" else rho if low <= rho <= high else 0.0 for rho in rhos])
@@ -154,10 +163,16 @@ def sequence_mean(losses, masks, groups):
 
 
 def prompt_mean(losses, masks, groups):
-    return mean([
-        token_mean([loss for loss, g in zip(losses, groups) if g == group],
-                   [mask for mask, g in zip(masks, groups) if g == group], [])
-        for group in sorted(set(groups))])
+    return mean(
+        [
+            token_mean(
+                [loss for loss, g in zip(losses, groups) if g == group],
+                [mask for mask, g in zip(masks, groups) if g == group],
+                [],
+            )
+            for group in sorted(set(groups))
+        ]
+    )
 
 
 def constant_length(losses, masks, groups, length):

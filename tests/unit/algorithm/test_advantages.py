@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from tests.unit.algorithm import reference
 from torchtitan_rl.algorithm.advantages import (
-    batch_advantages, batch_estimator, estimator_for, group_centered, grpo, reinforce, reinforce_pp_baseline, rloo,
+    batch_advantages,
+    batch_estimator,
+    estimator_for,
+    group_centered,
+    grpo,
+    reinforce,
+    reinforce_pp_baseline,
+    rloo,
 )
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
@@ -31,7 +38,10 @@ def test_grpo_divides_by_the_population_standard_deviation():
     root = math.sqrt(2)
     assert torch.allclose(
         grpo(torch.tensor([0.0, 2.0, 2.0, 4.0], dtype=torch.float64)),
-        torch.tensor([-root, 0.0, 0.0, root], dtype=torch.float64), rtol=1e-15, atol=0)
+        torch.tensor([-root, 0.0, 0.0, root], dtype=torch.float64),
+        rtol=1e-15,
+        atol=0,
+    )
     assert advantages(grpo, 0.0, 1.0) == [-1.0, 1.0]
 
 
@@ -60,10 +70,15 @@ def of_batch(estimator, *groups, roles=None):
     """Advantages of groups of rewards, through the function that training uses; `roles` by group."""
     task, roles = Task(id="t", prompt=""), roles or {}
     groups = [
-        RolloutGroup(id=f"0/{i}", rollouts=[
-            Rollout(id=f"0/{i}/{j}", task=task, turns=[], reward=reward, role=roles.get(i, "policy"))
-            for j, reward in enumerate(rewards)])
-        for i, rewards in enumerate(groups)]
+        RolloutGroup(
+            id=f"0/{i}",
+            rollouts=[
+                Rollout(id=f"0/{i}/{j}", task=task, turns=[], reward=reward, role=roles.get(i, "policy"))
+                for j, reward in enumerate(rewards)
+            ],
+        )
+        for i, rewards in enumerate(groups)
+    ]
     return batch_advantages(groups, AlgorithmConfig(advantage_fn=estimator))
 
 
@@ -93,8 +108,14 @@ def test_kinds_of_standard_deviation():
         grpo(torch.tensor([0.0, 1.0]), std="sample")
 
 
-BASELINED = [group_centered, grpo, functools.partial(grpo, std="none"), functools.partial(grpo, std="unbiased"), rloo,
-             reinforce_pp_baseline]
+BASELINED = [
+    group_centered,
+    grpo,
+    functools.partial(grpo, std="none"),
+    functools.partial(grpo, std="unbiased"),
+    rloo,
+    reinforce_pp_baseline,
+]
 
 
 @pytest.mark.parametrize("estimator", BASELINED)
@@ -126,9 +147,12 @@ rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=1, ma
 def test_estimators_equal_their_formulas(groups):
     # Centring cancels: the error is relative to the rewards, and a division by their deviation magnifies it.
     size = max(abs(reward) for group in groups for reward in group) + 1e-3
-    for estimator, formula in ((group_centered, reference.group_centered), (rloo, reference.rloo),
-                               (reinforce, reference.reinforce),
-                               (functools.partial(grpo, std="none"), lambda rewards: reference.grpo(rewards, "none"))):
+    for estimator, formula in (
+        (group_centered, reference.group_centered),
+        (rloo, reference.rloo),
+        (reinforce, reference.reinforce),
+        (functools.partial(grpo, std="none"), lambda rewards: reference.grpo(rewards, "none")),
+    ):
         for given_, group in zip(of_batch(estimator, *groups), groups, strict=True):
             assert given_ == pytest.approx(formula(group), rel=1e-10, abs=1e-10 * size)
     for kind in ("population", "unbiased"):
@@ -153,8 +177,9 @@ def test_the_order_of_rollouts_and_groups_changes_no_advantage(estimator, groups
 
 @pytest.mark.parametrize("estimator", BASELINED)
 @settings(deadline=None, derandomize=True, max_examples=40)
-@given(groups=st.lists(rewards, min_size=1, max_size=4),
-       constants=st.lists(st.integers(-16, 16), min_size=4, max_size=4))
+@given(
+    groups=st.lists(rewards, min_size=1, max_size=4), constants=st.lists(st.integers(-16, 16), min_size=4, max_size=4)
+)
 def test_a_constant_added_to_a_groups_rewards_changes_no_centred_advantage(estimator, groups, constants):
     moved = [[reward + c for reward in group] for group, c in zip(groups, constants)]
     for row, was in zip(of_batch(estimator, *moved), of_batch(estimator, *groups), strict=True):

@@ -32,14 +32,14 @@ def group(*rollouts):
 
 def lists(datum):
     """A datum as plain lists, so that one comparison covers it."""
-    return {"tokens": datum.tokens.tolist(), "targets": datum.target_tokens.tolist(),
-            **{name: tensor.tolist() for name, tensor in datum.loss_inputs.items()}}
+    return {
+        "tokens": datum.tokens.tolist(),
+        "targets": datum.target_tokens.tolist(),
+        **{name: tensor.tolist() for name, tensor in datum.loss_inputs.items()},
+    }
 
 
-PAIR = group(
-    rollout(1.0, turn([5, 6, 7], [8, 9], [-0.5, -0.25])),
-    rollout(0.0, turn([5, 6, 7], [4], [-2.0])),
-)
+PAIR = group(rollout(1.0, turn([5, 6, 7], [8, 9], [-0.5, -0.25])), rollout(0.0, turn([5, 6, 7], [4], [-2.0])))
 
 
 def test_tokens_targets_masks_and_log_probabilities_line_up():
@@ -47,11 +47,21 @@ def test_tokens_targets_masks_and_log_probabilities_line_up():
     first, second = to_datums([PAIR], AlgorithmConfig())
     third = torch.tensor(1 / 3).item()  # token mean over three trained tokens, as float32
     assert lists(first) == {
-        "tokens": [5, 6, 7, 8], "targets": [6, 7, 8, 9], "loss_mask": [0, 0, 1, 1], "advantages": [0, 0, 0.5, 0.5],
-        "sampling_logprobs": [0, 0, -0.5, -0.25], "weights": [0, 0, third, third]}
+        "tokens": [5, 6, 7, 8],
+        "targets": [6, 7, 8, 9],
+        "loss_mask": [0, 0, 1, 1],
+        "advantages": [0, 0, 0.5, 0.5],
+        "sampling_logprobs": [0, 0, -0.5, -0.25],
+        "weights": [0, 0, third, third],
+    }
     assert lists(second) == {
-        "tokens": [5, 6, 7], "targets": [6, 7, 4], "loss_mask": [0, 0, 1], "advantages": [0, 0, -0.5],
-        "sampling_logprobs": [0, 0, -2.0], "weights": [0, 0, third]}
+        "tokens": [5, 6, 7],
+        "targets": [6, 7, 4],
+        "loss_mask": [0, 0, 1],
+        "advantages": [0, 0, -0.5],
+        "sampling_logprobs": [0, 0, -2.0],
+        "weights": [0, 0, third],
+    }
     assert PAIR.advantages == [0.5, -0.5]
     assert {tensor.dtype for tensor in first.loss_inputs.values()} == {torch.float32}
     assert first.tokens.dtype == first.target_tokens.dtype == torch.int64
@@ -60,8 +70,13 @@ def test_tokens_targets_masks_and_log_probabilities_line_up():
 def test_a_prompt_of_one_token():
     (datum,) = to_datums([group(rollout(1.0, turn([5], [8, 9], [-0.5, -0.25])))], AlgorithmConfig())
     assert lists(datum) == {
-        "tokens": [5, 8], "targets": [8, 9], "loss_mask": [1, 1], "advantages": [0, 0],
-        "sampling_logprobs": [-0.5, -0.25], "weights": [0.5, 0.5]}
+        "tokens": [5, 8],
+        "targets": [8, 9],
+        "loss_mask": [1, 1],
+        "advantages": [0, 0],
+        "sampling_logprobs": [-0.5, -0.25],
+        "weights": [0.5, 0.5],
+    }
 
 
 def test_turns_that_extend_each_other_are_one_datum_with_observations_masked():
@@ -69,13 +84,20 @@ def test_turns_that_extend_each_other_are_one_datum_with_observations_masked():
     (first, second) = to_datums([group(rollout(3.0, *turns), rollout(1.0, turn([5], [7], [-3.0])))], AlgorithmConfig())
     w = torch.tensor(1 / 5).item()
     assert lists(first) == {
-        "tokens": [5, 8, 6, 6, 9, 4], "targets": [8, 6, 6, 9, 4, 2], "loss_mask": [1, 0, 0, 1, 1, 1],
-        "advantages": [1, 0, 0, 1, 1, 1], "sampling_logprobs": [-1, 0, 0, -2, -3, -4], "weights": [w, 0, 0, w, w, w]}
+        "tokens": [5, 8, 6, 6, 9, 4],
+        "targets": [8, 6, 6, 9, 4, 2],
+        "loss_mask": [1, 0, 0, 1, 1, 1],
+        "advantages": [1, 0, 0, 1, 1, 1],
+        "sampling_logprobs": [-1, 0, 0, -2, -3, -4],
+        "weights": [w, 0, 0, w, w, w],
+    }
     assert lists(second)["advantages"] == [-1.0]
     assert [(datum.group, datum.rollout) for datum in (first, second)] == [(0, 0), (0, 1)]
 
 
-@pytest.mark.parametrize("prompt", [[5, 6], [5], [4, 8, 9], [5, 8, 7]], ids=["other answer", "shorter", "other start", "cut"])
+@pytest.mark.parametrize(
+    "prompt", [[5, 6], [5], [4, 8, 9], [5, 8, 7]], ids=["other answer", "shorter", "other start", "cut"]
+)
 def test_a_turn_that_does_not_extend_the_one_before_is_another_datum_of_its_rollout(prompt):
     two_turns = rollout(3.0, turn([5], [8, 9], [-1.0, -1.0]), turn(prompt, [9], [-2.0]))
     data = to_datums([group(two_turns, rollout(1.0, turn([5], [7], [-3.0])))], AlgorithmConfig())
@@ -90,8 +112,15 @@ def test_after_a_turn_that_starts_anew_turns_are_merged_again():
     assert [datum.tokens.tolist() for datum in data] == [[5], [3, 4]]
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=3),
-                          st.booleans()), min_size=1, max_size=6))
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 2), max_size=3), st.lists(st.integers(0, 2), min_size=1, max_size=3), st.booleans()
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
 def test_every_sampled_token_trains_once_after_the_tokens_it_was_sampled_after(drawn):
     turns, so_far = [], []
     for observation, sampled, starts_anew in drawn:
@@ -101,9 +130,12 @@ def test_every_sampled_token_trains_once_after_the_tokens_it_was_sampled_after(d
     seen = []
     for datum in to_datums([group(rollout(1.0, *turns))], AlgorithmConfig()):
         for t in datum.loss_inputs["loss_mask"].nonzero()[:, 0].tolist():
-            seen.append((datum.tokens[:t + 1].tolist(), int(datum.target_tokens[t])))
-    assert seen == [(each.prompt_tokens + each.completion.tokens[:i], token)
-                    for each in turns for i, token in enumerate(each.completion.tokens)]
+            seen.append((datum.tokens[: t + 1].tolist(), int(datum.target_tokens[t])))
+    assert seen == [
+        (each.prompt_tokens + each.completion.tokens[:i], token)
+        for each in turns
+        for i, token in enumerate(each.completion.tokens)
+    ]
 
 
 def test_advantages_are_a_groups_own_and_reductions_see_which_group_a_datum_is_of():
@@ -121,8 +153,13 @@ def test_a_token_whose_log_probability_is_not_finite_does_not_train(bad):
     groups = [group(rollout(2.0, turn([5], [8, 9], [-0.5, bad])), rollout(0.0, turn([5], [7], [-1.0])))]
     data = to_datums(groups, AlgorithmConfig())
     assert lists(data[0]) == {
-        "tokens": [5, 8], "targets": [8, 9], "loss_mask": [1, 0], "advantages": [1, 0],
-        "sampling_logprobs": [-0.5, 0], "weights": [0.5, 0]}
+        "tokens": [5, 8],
+        "targets": [8, 9],
+        "loss_mask": [1, 0],
+        "advantages": [1, 0],
+        "sampling_logprobs": [-0.5, 0],
+        "weights": [0.5, 0],
+    }
     assert data[1].loss_inputs["weights"].tolist() == [0.5]
 
 
@@ -167,13 +204,15 @@ def refusal(advantage_fn):
 def test_an_estimator_with_the_wrong_number_of_advantages_is_refused():
     assert refusal(one_too_many) == (
         "algorithm.advantage_fn=one_too_many: gave [1.0, 0.0, 1.0] for rewards [1.0, 0.0] of group 0/0; "
-        "return a tensor of one finite number per rollout")
+        "return a tensor of one finite number per rollout"
+    )
 
 
 def test_an_estimator_with_advantages_that_are_not_finite_is_refused():
     assert refusal(divided_by_zero) == (
         "algorithm.advantage_fn=divided_by_zero: gave [inf, nan] for rewards [1.0, 0.0] of group 0/0; "
-        "return a tensor of one finite number per rollout")
+        "return a tensor of one finite number per rollout"
+    )
 
 
 @pytest.mark.parametrize("returned", [torch.tensor(0.5), torch.zeros(2, 1), None], ids=["number", "matrix", "None"])
@@ -196,7 +235,11 @@ def test_a_partial_estimator_is_refused_by_the_name_of_its_function():
 def test_of_a_demonstration_only_the_completion_is_learned():
     first, second = demonstration_datums([([5, 6, 7], [8, 9]), ([5], [4, 3])], AlgorithmConfig())
     assert lists(first) == {
-        "tokens": [5, 6, 7, 8], "targets": [6, 7, 8, 9], "loss_mask": [0, 0, 1, 1], "weights": [0, 0, 0.25, 0.25]}
+        "tokens": [5, 6, 7, 8],
+        "targets": [6, 7, 8, 9],
+        "loss_mask": [0, 0, 1, 1],
+        "weights": [0, 0, 0.25, 0.25],
+    }
     assert lists(second) == {"tokens": [5, 4], "targets": [4, 3], "loss_mask": [1, 1], "weights": [0.25, 0.25]}
 
 
@@ -215,8 +258,10 @@ def test_the_default_estimator_is_the_centred_one():
 def four_groups():
     """Groups of 2, 1, 2 and 1 rollouts with 1, 2, ... tokens."""
     lengths = iter(range(1, 7))
-    groups = [group(*(rollout(float(i % 2), turn([3], [5] * n, [-1.0] * n)) for i, n in zip(range(size), lengths)))
-              for size in (2, 1, 2, 1)]
+    groups = [
+        group(*(rollout(float(i % 2), turn([3], [5] * n, [-1.0] * n)) for i, n in zip(range(size), lengths)))
+        for size in (2, 1, 2, 1)
+    ]
     return to_datums(groups, AlgorithmConfig(advantage_fn=group_centered))
 
 

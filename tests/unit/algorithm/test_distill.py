@@ -48,14 +48,24 @@ def test_a_teacher_that_says_nan_or_scores_other_tokens_is_an_error():
 
 
 def datum(**inputs):
-    columns = {"loss_mask": [0.0, 1.0, 1.0], "weights": [0.0, 0.5, 0.25], "advantages": [0.0, 1.0, 1.0],
-               "sampling_logprobs": [0.0, -1.0, -2.0], "teacher_logprobs": [-9.0, -1.5, -0.5]} | inputs
-    return Datum(tokens=torch.tensor([4, 5, 6]), target_tokens=torch.tensor([5, 6, 7]),
-                 loss_inputs={name: torch.tensor(column) for name, column in columns.items()})
+    columns = {
+        "loss_mask": [0.0, 1.0, 1.0],
+        "weights": [0.0, 0.5, 0.25],
+        "advantages": [0.0, 1.0, 1.0],
+        "sampling_logprobs": [0.0, -1.0, -2.0],
+        "teacher_logprobs": [-9.0, -1.5, -0.5],
+    } | inputs
+    return Datum(
+        tokens=torch.tensor([4, 5, 6]),
+        target_tokens=torch.tensor([5, 6, 7]),
+        loss_inputs={name: torch.tensor(column) for name, column in columns.items()},
+    )
 
 
-@pytest.mark.parametrize(("rewards", "discount", "want"), [
-    (False, 0.0, [0.0, -2.0, 2.0]), (True, 0.0, [0.0, -1.0, 3.0]), (False, 0.5, [0.0, -1.25, 1.25])])
+@pytest.mark.parametrize(
+    ("rewards", "discount", "want"),
+    [(False, 0.0, [0.0, -2.0, 2.0]), (True, 0.0, [0.0, -1.0, 3.0]), (False, 0.5, [0.0, -1.25, 1.25])],
+)
 def test_a_teachers_log_ratio_less_its_mean_takes_the_place_of_the_advantage_or_is_added(rewards, discount, want):
     config = DistillConfig(coef=2.0, rewards=rewards, discount=discount)
     assert teacher_request(config) == {}
@@ -69,8 +79,10 @@ def test_the_teacher_is_asked_for_what_the_divergence_needs():
     assert teacher_request(DistillConfig(divergence="full")) == {"hidden": True}
 
 
-TOP = SimpleNamespace(top_tokens=[torch.tensor([[1, 2], [6, 3], [7, 8]])],
-                      top_logprobs=[torch.tensor([[0.9, 0.1], [0.7, 0.2], [0.5, 0.25]]).log()])
+TOP = SimpleNamespace(
+    top_tokens=[torch.tensor([[1, 2], [6, 3], [7, 8]])],
+    top_logprobs=[torch.tensor([[0.9, 0.1], [0.7, 0.2], [0.5, 0.25]]).log()],
+)
 
 
 def test_a_teachers_likeliest_tokens_become_targets_weighed_like_the_token():
@@ -78,13 +90,15 @@ def test_a_teachers_likeliest_tokens_become_targets_weighed_like_the_token():
     data = with_teacher([datum()], TOP, config)
     (made,) = with_distillation(minibatches(data, 0, token_mean)[0])
     assert made.target_tokens.tolist() == [[5, 1, 2], [6, 6, 3], [7, 7, 8]] and made.soft_targets is None
-    want = 2 * np.array([[0, 0], [0.5, 0.5], [0.5, 0.5]]) * [[0.9, 0.1], [0.7, 0.2], [0.5, 0.25]]  # weights of token_mean
+    want = (
+        2 * np.array([[0, 0], [0.5, 0.5], [0.5, 0.5]]) * [[0.9, 0.1], [0.7, 0.2], [0.5, 0.25]]
+    )  # weights of token_mean
     np.testing.assert_allclose(made.loss_inputs["soft_weights"], want, rtol=1e-6)
     assert with_distillation([datum()])[0].target_tokens.shape == (3,)
 
 
 def test_in_one_call_all_have_as_many_targets():
-    wide, = with_teacher([datum()], TOP, DistillConfig(divergence="top_k"))
+    (wide,) = with_teacher([datum()], TOP, DistillConfig(divergence="top_k"))
     narrow = dataclasses.replace(wide, soft_targets=tuple(part[:, :1] for part in wide.soft_targets))
     made = with_distillation([wide, datum(), narrow])
     assert {tuple(one.target_tokens.shape) for one in made} == {(3, 3)}
@@ -107,8 +121,13 @@ def test_targets_that_turns_bring_keep_their_places_over_turns_that_extend_each_
 
 def test_targets_computed_for_an_older_version_do_not_train():
     soft = (torch.tensor([[6], [7]]), torch.tensor([[0.5], [0.5]]))
-    old = group(rollout("a", turn([1], [2, 3], soft_targets=soft, version=3)), rollout("b", turn([1], [2, 3], version=4)))
-    assert [datum.soft_targets is None for datum in to_datums([old], AlgorithmConfig(), oldest_version=4)] == [True, True]
+    old = group(
+        rollout("a", turn([1], [2, 3], soft_targets=soft, version=3)), rollout("b", turn([1], [2, 3], version=4))
+    )
+    assert [datum.soft_targets is None for datum in to_datums([old], AlgorithmConfig(), oldest_version=4)] == [
+        True,
+        True,
+    ]
     assert to_datums([old], AlgorithmConfig(), oldest_version=3)[0].soft_targets is not None
     soft[1][0] = math.nan
     with pytest.raises(ValueError, match="of rollout a are not all finite"):
@@ -116,12 +135,20 @@ def test_targets_computed_for_an_older_version_do_not_train():
 
 
 def loss_inputs(policy, **tensors):
-    columns = {"weights": [0.0, 0.5, 0.25], "loss_mask": [0.0, 1.0, 1.0], "advantages": [0.0, 1.0, -2.0],
-               "sampling_logprobs": [0.0, -1.0, -2.0]} | tensors
+    columns = {
+        "weights": [0.0, 0.5, 0.25],
+        "loss_mask": [0.0, 1.0, 1.0],
+        "advantages": [0.0, 1.0, -2.0],
+        "sampling_logprobs": [0.0, -1.0, -2.0],
+    } | tensors
     double = lambda value: torch.tensor(value, dtype=torch.float64)
-    return LossInputs(policy_logprobs=double(policy).requires_grad_(), entropy=double([1.0, 1.0, 1.0]),
-                      datum=torch.zeros(3, dtype=torch.long), num_datums=1,
-                      tensors={name: double(value) for name, value in columns.items()})
+    return LossInputs(
+        policy_logprobs=double(policy).requires_grad_(),
+        entropy=double([1.0, 1.0, 1.0]),
+        datum=torch.zeros(3, dtype=torch.long),
+        num_datums=1,
+        tensors={name: double(value) for name, value in columns.items()},
+    )
 
 
 SOFT = {"soft_weights": [[0.0, 0.0], [0.35, 0.1], [0.125, 0.0625]]}
@@ -136,7 +163,7 @@ def test_the_objective_adds_a_cross_entropy_or_is_one(alone):
     inputs = loss_inputs(LOGPROBS, **SOFT)
     loss, metrics = policy_objective(AlgorithmConfig(loss_fn=importance_sampling, distill=distill))(inputs)
     assert loss.item() == pytest.approx(CROSS_ENTROPY + (0 if alone else PLAIN), rel=1e-12)
-    grad, = torch.autograd.grad(loss, inputs.policy_logprobs)
+    (grad,) = torch.autograd.grad(loss, inputs.policy_logprobs)
     np.testing.assert_allclose(grad[:, 1:], -np.array(SOFT["soft_weights"]), rtol=1e-12)
     assert (grad[:, 0] == 0).all() if alone else grad[1:, 0].abs().min() > 0
     assert metrics["distill/target_frac"] == 2

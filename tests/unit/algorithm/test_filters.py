@@ -16,8 +16,9 @@ from torchtitan_rl.algorithm.reductions import sequence_mean
 
 
 def config(tasks_per_step=2, precomputed_advantages="auto", **filters):
-    return AlgorithmConfig(tasks_per_step=tasks_per_step, filters=FilterConfig(**filters),
-                           precomputed_advantages=precomputed_advantages)
+    return AlgorithmConfig(
+        tasks_per_step=tasks_per_step, filters=FilterConfig(**filters), precomputed_advantages=precomputed_advantages
+    )
 
 
 def sized(length, reward, *, i=0, truncated=False):
@@ -82,7 +83,9 @@ def test_a_group_of_masked_rollouts_only_is_left_out():
     assert filtered([made], config(overlong="mask"), max_tokens=3) == ([], [made])
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (9, 1.5), (10, 2.0), (11, 2.0)])
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(0, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (9, 1.5), (10, 2.0), (11, 2.0)]
+)
 def test_the_penalty_grows_over_the_buffer(length, penalty):
     assert overlong_penalty(length, max_tokens=10, buffer=4, penalty=2.0) == penalty
 
@@ -116,8 +119,11 @@ class Tasks:
     async def roll_out(self, num_tasks, first, counts):
         self.asked.append((num_tasks, first))
         rewards = [self.rewards[i % len(self.rewards)] for i in range(first, first + num_tasks)]
-        return form_groups([each for i, of_task in enumerate(rewards, start=first) for each in attempts(i, of_task)],
-                           AlgorithmConfig(), counts)
+        return form_groups(
+            [each for i, of_task in enumerate(rewards, start=first) for each in attempts(i, of_task)],
+            AlgorithmConfig(),
+            counts,
+        )
 
 
 def filled(tasks, config, **kwargs):
@@ -172,7 +178,8 @@ def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
         "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on (filter/missing_tasks=2, "
         "filter/resampled_tasks=4, filter/zero_variance_groups=6; rewards from 0.5 to 1); if rewards are as high as they can "
         "be the task is learned, else make it easier, check the reward, raise group_size or sampling.max_tokens, or switch "
-        "the filter off")
+        "the filter off"
+    )
 
 
 def test_resampling_longer_than_the_guard_is_not_cut_short():
@@ -186,8 +193,10 @@ def test_a_workflow_that_never_plays_a_turn_stalls_the_run():
         return form_groups([rollout(f"0/{i}/0") for i in range(first, first + num_tasks)], AlgorithmConfig(), counts)
 
     batch = asyncio.run(fill_batch(roll_out, config(max_stalled_rounds=2), max_tokens=8))
-    assert batch.stalled == ("algorithm.filters.max_stalled_rounds=2: 2 rounds left nothing to train on "
-                             "(filter/skipped_rollouts=4); see that the workflow plays turns")
+    assert batch.stalled == (
+        "algorithm.filters.max_stalled_rounds=2: 2 rounds left nothing to train on "
+        "(filter/skipped_rollouts=4); see that the workflow plays turns"
+    )
 
 
 def test_what_overlong_filters_did_is_counted():
@@ -201,4 +210,6 @@ def test_what_overlong_filters_did_is_counted():
     assert metrics(overlong="drop") == {"filter/overlong_rollouts": 1, **rest}
     assert metrics(overlong="mask") == {"filter/overlong_rollouts": 1, **rest}
     assert metrics(overlong="penalty", overlong_penalty=0.5) == {
-        "filter/overlong_rollouts": 1, "filter/overlong_penalty_mean": 0.25}
+        "filter/overlong_rollouts": 1,
+        "filter/overlong_penalty_mean": 0.25,
+    }

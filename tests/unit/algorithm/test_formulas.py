@@ -14,11 +14,20 @@ from torchtitan_rl.algorithm import corrections, kl, losses
 from torchtitan_rl.types import LossInputs
 
 LOSSES = {
-    "cross_entropy": {}, "importance_sampling": {}, "ppo": {"clip_low": 0.2, "clip_high": 0.28}, "cispo": {},
-    "dro": {"beta": 0.1}, "gspo": {"clip_low": 0.3, "clip_high": 0.4},
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.28},
+    "cispo": {},
+    "dro": {"beta": 0.1},
+    "gspo": {"clip_low": 0.3, "clip_high": 0.4},
 }
-CASES = [*LOSSES.items(), ("ppo", {"dual_clip": 3.0}), ("ppo", {"clip_high": 0.5, "dual_clip": 1.25}), ("gspo", {}),
-         ("cispo", {"clip_low": 0.5, "clip_high": 3.0})]
+CASES = [
+    *LOSSES.items(),
+    ("ppo", {"dual_clip": 3.0}),
+    ("ppo", {"clip_high": 0.5, "dual_clip": 1.25}),
+    ("gspo", {}),
+    ("cispo", {"clip_low": 0.5, "clip_high": 3.0}),
+]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 ragged = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5)
@@ -39,25 +48,38 @@ def batch(ragged, seed, spread, dtype):
     for mask in ragged:
         policy = np.array(rounded(rng.uniform(-12, -0.01, len(mask))))
         sign = rng.choice([-1.0, 1.0])
-        sequences.append({
-            "mask": list(map(float, mask)), "policy": policy.tolist(),
-            "old": rounded(policy + rng.uniform(-spread, spread, len(mask))),
-            "sampling": rounded(policy + rng.uniform(-spread, spread, len(mask)) / 10),
-            "advantage": rounded(sign * rng.uniform(0.1, 2, len(mask))),
-            "weight": rounded(np.array(mask) * rng.uniform(0.1, 1, len(mask)))})
+        sequences.append(
+            {
+                "mask": list(map(float, mask)),
+                "policy": policy.tolist(),
+                "old": rounded(policy + rng.uniform(-spread, spread, len(mask))),
+                "sampling": rounded(policy + rng.uniform(-spread, spread, len(mask)) / 10),
+                "advantage": rounded(sign * rng.uniform(0.1, 2, len(mask))),
+                "weight": rounded(np.array(mask) * rng.uniform(0.1, 1, len(mask))),
+            }
+        )
     return sequences
 
 
 def packed(sequences, dtype):
     """The same as LossInputs, every tensor with gradient."""
+
     def column(name):
         return torch.tensor([x for s in sequences for x in s[name]], dtype=dtype).requires_grad_()
 
     return LossInputs(
-        policy_logprobs=column("policy"), entropy=torch.zeros(sum(len(s["mask"]) for s in sequences), dtype=dtype),
-        datum=torch.repeat_interleave(torch.tensor([len(s["mask"]) for s in sequences])), num_datums=len(sequences),
-        tensors={"weights": column("weight"), "loss_mask": column("mask").detach(), "advantages": column("advantage"),
-                 "sampling_logprobs": column("sampling"), "old_logprobs": column("old")})
+        policy_logprobs=column("policy"),
+        entropy=torch.zeros(sum(len(s["mask"]) for s in sequences), dtype=dtype),
+        datum=torch.repeat_interleave(torch.tensor([len(s["mask"]) for s in sequences])),
+        num_datums=len(sequences),
+        tensors={
+            "weights": column("weight"),
+            "loss_mask": column("mask").detach(),
+            "advantages": column("advantage"),
+            "sampling_logprobs": column("sampling"),
+            "old_logprobs": column("old"),
+        },
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -85,8 +107,16 @@ def test_masked_tokens_have_exactly_no_gradient(name, config, ragged, seed, spre
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
 def test_masked_garbage_reaches_neither_loss_nor_gradient(name, garbage):
     def answer(masked_policy, masked_old):
-        sequences = [{"mask": [0, 1, 1], "policy": [masked_policy, -1.0, -2.0], "old": [masked_old, -1.1, -1.8],
-                      "sampling": [masked_old, -1.0, -2.0], "advantage": [0.0, 1.0, 1.0], "weight": [0.0, 0.5, 0.25]}]
+        sequences = [
+            {
+                "mask": [0, 1, 1],
+                "policy": [masked_policy, -1.0, -2.0],
+                "old": [masked_old, -1.1, -1.8],
+                "sampling": [masked_old, -1.0, -2.0],
+                "advantage": [0.0, 1.0, 1.0],
+                "weight": [0.0, 0.5, 0.25],
+            }
+        ]
         inputs = packed(sequences, torch.float32)
         loss, metrics = getattr(losses, name)(inputs)
         (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs)
@@ -102,8 +132,19 @@ def test_masked_garbage_reaches_neither_loss_nor_gradient(name, garbage):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_log_ratios_beyond_twenty_stay_finite(name, log_ratio, advantage):
     policy = min(-1.0, log_ratio - 1.0)
-    inputs = packed([{"mask": [1, 1], "policy": [policy] * 2, "old": [policy - log_ratio] * 2, "sampling": [0.0] * 2,
-                      "advantage": [advantage] * 2, "weight": [0.5] * 2}], torch.float32)
+    inputs = packed(
+        [
+            {
+                "mask": [1, 1],
+                "policy": [policy] * 2,
+                "old": [policy - log_ratio] * 2,
+                "sampling": [0.0] * 2,
+                "advantage": [advantage] * 2,
+                "weight": [0.5] * 2,
+            }
+        ],
+        torch.float32,
+    )
     loss, _ = getattr(losses, name)(inputs)
     (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs)
     assert loss.isfinite() and gradient_T.isfinite().all()
@@ -114,23 +155,48 @@ def test_log_ratios_beyond_twenty_stay_finite(name, log_ratio, advantage):
 
 # Two sequences of log-ratios away from the kinks of every loss (0.8, 1.28; for cispo all beyond its bounds, where its
 # factor is a constant and finite differences see what the stopped gradient leaves). The last token is masked.
-SMOOTH = [(0.5, 1.0), (0.9, 1.0), (1.1, 1.0), (1.6, 1.0), (0.5, -0.5), (0.9, -0.5), (1.1, -0.5), (1.6, -0.5),
-          (1.3, 0.0)]
-BEYOND = [(1.5, 1.0), (2.0, 1.0), (1.4, 1.0), (1.6, 1.0), (1.7, -0.5), (1.9, -0.5), (1.5, -0.5), (1.6, -0.5),
-          (1.3, 0.0)]
+SMOOTH = [
+    (0.5, 1.0),
+    (0.9, 1.0),
+    (1.1, 1.0),
+    (1.6, 1.0),
+    (0.5, -0.5),
+    (0.9, -0.5),
+    (1.1, -0.5),
+    (1.6, -0.5),
+    (1.3, 0.0),
+]
+BEYOND = [
+    (1.5, 1.0),
+    (2.0, 1.0),
+    (1.4, 1.0),
+    (1.6, 1.0),
+    (1.7, -0.5),
+    (1.9, -0.5),
+    (1.5, -0.5),
+    (1.6, -0.5),
+    (1.3, 0.0),
+]
 
 
-@pytest.mark.parametrize(("name", "config"), [
-    *LOSSES.items(), ("ppo", {"dual_clip": 1.45}), ("gspo", {"clip_low": 0.9, "clip_high": 5.0})])
+@pytest.mark.parametrize(
+    ("name", "config"), [*LOSSES.items(), ("ppo", {"dual_clip": 1.45}), ("gspo", {"clip_low": 0.9, "clip_high": 5.0})]
+)
 def test_gradients_by_finite_differences(name, config):
     ratios = BEYOND if name == "cispo" else SMOOTH
     policy = [-1.0 - 0.1 * t for t in range(9)]
     rows = [{"mask": [1] * 4, "rows": slice(0, 4)}, {"mask": [1] * 4 + [0], "rows": slice(4, 9)}]
-    sequences = [{
-        "mask": row["mask"], "policy": policy[row["rows"]], "sampling": policy[row["rows"]],
-        "old": [p - math.log(ratio) for p, (ratio, _) in zip(policy[row["rows"]], ratios[row["rows"]])],
-        "advantage": [a for _, a in ratios[row["rows"]]],
-        "weight": [0.2 + 0.1 * t for t in range(len(row["mask"]))]} for row in rows]
+    sequences = [
+        {
+            "mask": row["mask"],
+            "policy": policy[row["rows"]],
+            "sampling": policy[row["rows"]],
+            "old": [p - math.log(ratio) for p, (ratio, _) in zip(policy[row["rows"]], ratios[row["rows"]])],
+            "advantage": [a for _, a in ratios[row["rows"]]],
+            "weight": [0.2 + 0.1 * t for t in range(len(row["mask"]))],
+        }
+        for row in rows
+    ]
     sequences[1]["weight"][4] = 0.0
     fixed = packed(sequences, torch.float64)
 
@@ -138,16 +204,28 @@ def test_gradients_by_finite_differences(name, config):
         tensors = {**fixed.tensors, "weights": weights, "advantages": advantages}
         if name == "cross_entropy":
             weights = tensors["weights"] = weights * fixed.loss_mask  # it looks at nothing else
-        return getattr(losses, name)(LossInputs(
-            policy_logprobs=policy_logprobs, datum=fixed.datum, num_datums=2, tensors=tensors), **config)[0]
+        return getattr(losses, name)(
+            LossInputs(policy_logprobs=policy_logprobs, datum=fixed.datum, num_datums=2, tensors=tensors), **config
+        )[0]
 
     assert torch.autograd.gradcheck(loss, [fixed.policy_logprobs, fixed.weights, fixed.advantages])
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token():
     # Ratios 2 (held at 1.28) and 1/2 (not held: no lower bound); the gradient is the factor alone, not the ratio's.
-    inputs = packed([{"mask": [1, 1], "policy": [-1.0, -1.0], "old": [-1 - math.log(2), -1 + math.log(2)],
-                      "sampling": [0, 0], "advantage": [3.0, -1.0], "weight": [0.5, 1.0]}], torch.float64)
+    inputs = packed(
+        [
+            {
+                "mask": [1, 1],
+                "policy": [-1.0, -1.0],
+                "old": [-1 - math.log(2), -1 + math.log(2)],
+                "sampling": [0, 0],
+                "advantage": [3.0, -1.0],
+                "weight": [0.5, 1.0],
+            }
+        ],
+        torch.float64,
+    )
     loss, metrics = losses.cispo(inputs)
     assert loss.item() == pytest.approx(0.5 * 1.28 * 3 - 0.5)
     assert torch.autograd.grad(loss, inputs.policy_logprobs)[0].tolist() == pytest.approx([-0.5 * 1.28 * 3, 0.5])
@@ -156,44 +234,78 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
 
 def test_gspo_has_one_ratio_per_sequence_and_every_token_the_same_gradient():
     # Ratios 2 and 1/2 have the geometric mean 1: neither clipped nor different. Alone, 4 is clipped.
-    inputs = packed([
-        {"mask": [0, 1, 1], "policy": [-9.0, -1, -1], "old": [0.0, -1 - math.log(2), -1 + math.log(2)],
-         "sampling": [0] * 3, "advantage": [0, 2.0, 2.0], "weight": [0, 0.25, 0.25]},
-        {"mask": [1], "policy": [-1.0], "old": [-1 - math.log(4)], "sampling": [0], "advantage": [1.0],
-         "weight": [0.5]},
-    ], torch.float64)
+    inputs = packed(
+        [
+            {
+                "mask": [0, 1, 1],
+                "policy": [-9.0, -1, -1],
+                "old": [0.0, -1 - math.log(2), -1 + math.log(2)],
+                "sampling": [0] * 3,
+                "advantage": [0, 2.0, 2.0],
+                "weight": [0, 0.25, 0.25],
+            },
+            {
+                "mask": [1],
+                "policy": [-1.0],
+                "old": [-1 - math.log(4)],
+                "sampling": [0],
+                "advantage": [1.0],
+                "weight": [0.5],
+            },
+        ],
+        torch.float64,
+    )
     loss, metrics = losses.gspo(inputs, clip_low=0.1, clip_high=0.1)
     assert loss.item() == pytest.approx(-(0.25 * 2 + 0.25 * 2 + 0.5 * 1.1))
     assert torch.autograd.grad(loss, inputs.policy_logprobs)[0].tolist() == pytest.approx([0, -0.5, -0.5, 0])
     assert metrics["policy/clip_frac"] == 1
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "objective", "grad"), [
-    (4.0, -1.0, -3.0, 0.0),  # a cost beyond three times the advantage is held
-    (2.0, -1.0, -2.0, 2.0),  # less is not
-    (4.0, 1.0, 1.2, 0.0),  # nothing new for a positive advantage
-    (0.5, -1.0, -0.8, 0.0),
-])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "grad"),
+    [
+        (4.0, -1.0, -3.0, 0.0),  # a cost beyond three times the advantage is held
+        (2.0, -1.0, -2.0, 2.0),  # less is not
+        (4.0, 1.0, 1.2, 0.0),  # nothing new for a positive advantage
+        (0.5, -1.0, -0.8, 0.0),
+    ],
+)
 def test_a_dual_clip_bounds_what_a_negative_advantage_costs(ratio, advantage, objective, grad):
-    inputs = packed([{"mask": [1], "policy": [-1.0], "old": [-1 - math.log(ratio)], "sampling": [0],
-                      "advantage": [advantage], "weight": [1.0]}], torch.float64)
+    inputs = packed(
+        [
+            {
+                "mask": [1],
+                "policy": [-1.0],
+                "old": [-1 - math.log(ratio)],
+                "sampling": [0],
+                "advantage": [advantage],
+                "weight": [1.0],
+            }
+        ],
+        torch.float64,
+    )
     loss, metrics = losses.ppo(inputs, dual_clip=3.0)
     assert loss.item() == pytest.approx(-objective)
     assert torch.autograd.grad(loss, inputs.policy_logprobs)[0].item() == pytest.approx(grad)
     assert metrics["policy/clip_frac"] == (grad == 0)
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (partial(losses.ppo, clip_high=-0.1), "clip_high=-0.1: must not be negative"),
-    (partial(losses.ppo, clip_low=-0.5, clip_high=0.2), "clip_low=-0.5: the bounds .* = 1.5 and .* = 1.2 cross"),
-    (partial(losses.gspo, clip_high=math.nan), "clip_low=0.0003: the bounds"),
-    (partial(losses.ppo, dual_clip=1.0), "dual_clip=1.0: must be above 1"),
-    (partial(losses.dro, beta=0.0), "beta=0.0: must be positive"),
-    (partial(losses.value_loss, clip=0.0), "clip=0.0: must be positive"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (partial(losses.ppo, clip_high=-0.1), "clip_high=-0.1: must not be negative"),
+        (partial(losses.ppo, clip_low=-0.5, clip_high=0.2), "clip_low=-0.5: the bounds .* = 1.5 and .* = 1.2 cross"),
+        (partial(losses.gspo, clip_high=math.nan), "clip_low=0.0003: the bounds"),
+        (partial(losses.ppo, dual_clip=1.0), "dual_clip=1.0: must be above 1"),
+        (partial(losses.dro, beta=0.0), "beta=0.0: must be positive"),
+        (partial(losses.value_loss, clip=0.0), "clip=0.0: must be positive"),
+    ],
+)
 def test_hyperparameters_that_make_no_sense_are_refused(call, message):
-    inputs = packed([{"mask": [1], "policy": [-1.0], "old": [-1.0], "sampling": [0], "advantage": [1], "weight": [1]}],
-                    torch.float32)
+    inputs = packed(
+        [{"mask": [1], "policy": [-1.0], "old": [-1.0], "sampling": [0], "advantage": [1], "weight": [1]}],
+        torch.float32,
+    )
     with pytest.raises(ValueError, match=message):
         call(inputs)
 
@@ -251,16 +363,25 @@ def test_kl_estimators_stay_finite_beyond_twenty(name, d):
 
 def test_a_kl_reward_is_taken_off_the_tokens_own_advantage():
     advantages_T = kl.penalized(
-        torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0.0, -1.0, -2.0]),
-        torch.tensor([math.nan, -1.5, -1.5]), coef=0.5, estimator="k1")
+        torch.tensor([0.0, 1.0, 1.0]),
+        torch.tensor([0.0, 1.0, 1.0]),
+        torch.tensor([0.0, -1.0, -2.0]),
+        torch.tensor([math.nan, -1.5, -1.5]),
+        coef=0.5,
+        estimator="k1",
+    )
     assert advantages_T.tolist() == [0.0, 0.75, 1.25]
 
 
 # Corrections.
 
 
-KINDS = [("truncated", "token", {"high": 1.1}), ("truncated", "sequence", {"high": 1.2}),
-         ("masked", "token", {"low": 0.9, "high": 1.15}), ("masked", "sequence", {"low": 0.5, "high": 1.5})]
+KINDS = [
+    ("truncated", "token", {"high": 1.1}),
+    ("truncated", "sequence", {"high": 1.2}),
+    ("masked", "token", {"low": 0.9, "high": 1.15}),
+    ("masked", "sequence", {"low": 0.5, "high": 1.5}),
+]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -281,26 +402,40 @@ def test_corrections(kind, level, bounds, dtype, ragged, seed):
 
 def test_what_is_truncated_or_masked_is_counted_per_token():
     # rho 2, 1/2, and of the second datum 4; the masked first token counts nowhere.
-    sequences = [{"mask": [0, 1, 1], "policy": [0, 0, 0], "old": [5.0, math.log(2), -math.log(2)], "sampling": [0] * 3,
-                  "advantage": [0] * 3, "weight": [0, 1, 1]},
-                 {"mask": [1], "policy": [0], "old": [math.log(4)], "sampling": [0], "advantage": [0], "weight": [1]}]
+    sequences = [
+        {
+            "mask": [0, 1, 1],
+            "policy": [0, 0, 0],
+            "old": [5.0, math.log(2), -math.log(2)],
+            "sampling": [0] * 3,
+            "advantage": [0] * 3,
+            "weight": [0, 1, 1],
+        },
+        {"mask": [1], "policy": [0], "old": [math.log(4)], "sampling": [0], "advantage": [0], "weight": [1]},
+    ]
     for function, config, factors, changed in (
-            (corrections.truncated_token, {"cap": 1.5}, [1.0, 1.5, 0.5, 1.5], 2),
-            (corrections.truncated_sequence, {"cap": 1.5}, [1.0, 1.0, 1.0, 1.5], 1),
-            (corrections.masked_token, {"low": 0.75, "high": 3.0}, [1.0, 2.0, 0.0, 0.0], 2),
-            (corrections.masked_sequence, {"low": 0.75, "high": 3.0}, [1.0, 1.0, 1.0, 0.0], 1)):
+        (corrections.truncated_token, {"cap": 1.5}, [1.0, 1.5, 0.5, 1.5], 2),
+        (corrections.truncated_sequence, {"cap": 1.5}, [1.0, 1.0, 1.0, 1.5], 1),
+        (corrections.masked_token, {"low": 0.75, "high": 3.0}, [1.0, 2.0, 0.0, 0.0], 2),
+        (corrections.masked_sequence, {"low": 0.75, "high": 3.0}, [1.0, 1.0, 1.0, 0.0], 1),
+    ):
         factor_T, metrics = function(packed(sequences, torch.float64), **config)
         assert factor_T.tolist() == pytest.approx(factors) and metrics["correction/changed_frac"] == changed
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (partial(corrections.truncated_token, cap=0.0), "cap=0.0: must be positive"),
-    (partial(corrections.truncated_sequence, cap=math.inf), "cap=inf: must be positive and finite"),
-    (partial(corrections.masked_token, low=5.0, high=0.5), "low=5.0: the bounds 5 and 0.5 .* cross"),
-    (partial(corrections.masked_sequence, low=1.5, high=2.0), "low=1.5: a weight of 1, .* is outside"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (partial(corrections.truncated_token, cap=0.0), "cap=0.0: must be positive"),
+        (partial(corrections.truncated_sequence, cap=math.inf), "cap=inf: must be positive and finite"),
+        (partial(corrections.masked_token, low=5.0, high=0.5), "low=5.0: the bounds 5 and 0.5 .* cross"),
+        (partial(corrections.masked_sequence, low=1.5, high=2.0), "low=1.5: a weight of 1, .* is outside"),
+    ],
+)
 def test_bounds_that_cross_or_pass_nothing_are_refused(call, message):
-    inputs = packed([{"mask": [1], "policy": [-1.0], "old": [-1.0], "sampling": [0], "advantage": [1], "weight": [1]}],
-                    torch.float32)
+    inputs = packed(
+        [{"mask": [1], "policy": [-1.0], "old": [-1.0], "sampling": [0], "advantage": [1], "weight": [1]}],
+        torch.float32,
+    )
     with pytest.raises(ValueError, match=message):
         call(inputs)

@@ -30,8 +30,12 @@ def test_nothing_to_train_gives_nothing():
 
 
 @settings(deadline=None, derandomize=True)
-@given(values=st.lists(st.floats(-3, 3), min_size=1, max_size=12), reward=st.floats(-2, 2), gamma=st.floats(0, 1),
-       lam=st.floats(0, 1))
+@given(
+    values=st.lists(st.floats(-3, 3), min_size=1, max_size=12),
+    reward=st.floats(-2, 2),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+)
 def test_it_is_the_discounted_sum_of_temporal_differences(values, reward, gamma, lam):
     """Equation 16 of the paper, summed term by term."""
     length = len(values)

@@ -15,18 +15,34 @@ from torchtitan_rl.types import LossInputs
 POLICY_LOSSES = [importance_sampling, ppo]
 
 
-def loss_inputs(policy_logprobs, *, sampling_logprobs=None, advantages=None, weights=None, loss_mask=None,
-                entropy=None, dtype=torch.float64):
+def loss_inputs(
+    policy_logprobs,
+    *,
+    sampling_logprobs=None,
+    advantages=None,
+    weights=None,
+    loss_mask=None,
+    entropy=None,
+    dtype=torch.float64,
+):
     """LossInputs of one datum from lists; the policy's log-probabilities require gradient."""
+
     def tensor(values, default):
         values = [default] * len(policy_logprobs) if values is None else values
         return torch.tensor(values, dtype=dtype)
 
     return LossInputs(
-        policy_logprobs=torch.tensor(policy_logprobs, dtype=dtype).requires_grad_(), entropy=tensor(entropy, 0.0),
-        datum=torch.zeros(len(policy_logprobs), dtype=torch.long), num_datums=1,
-        tensors={"sampling_logprobs": tensor(sampling_logprobs, 0.0), "advantages": tensor(advantages, 0.0),
-                 "weights": tensor(weights, 1.0), "loss_mask": tensor(loss_mask, 1.0)})
+        policy_logprobs=torch.tensor(policy_logprobs, dtype=dtype).requires_grad_(),
+        entropy=tensor(entropy, 0.0),
+        datum=torch.zeros(len(policy_logprobs), dtype=torch.long),
+        num_datums=1,
+        tensors={
+            "sampling_logprobs": tensor(sampling_logprobs, 0.0),
+            "advantages": tensor(advantages, 0.0),
+            "weights": tensor(weights, 1.0),
+            "loss_mask": tensor(loss_mask, 1.0),
+        },
+    )
 
 
 def value_and_grad(loss_fn, inputs, **config):
@@ -39,8 +55,10 @@ def value_and_grad(loss_fn, inputs, **config):
 
 def reference(name, inputs, clip_low=0.2, clip_high=0.2):
     """(loss, gradient by log-probability, tokens clipped) from the formulas, token by token."""
-    policy, sampling, advantage, weight, mask = (x.detach().numpy().astype(np.float64) for x in (
-        inputs.policy_logprobs, inputs.sampling_logprobs, inputs.advantages, inputs.weights, inputs.loss_mask))
+    policy, sampling, advantage, weight, mask = (
+        x.detach().numpy().astype(np.float64)
+        for x in (inputs.policy_logprobs, inputs.sampling_logprobs, inputs.advantages, inputs.weights, inputs.loss_mask)
+    )
     loss, grad, num_clipped = 0.0, np.zeros_like(policy), 0
     for t in range(len(policy)):
         if not mask[t]:
@@ -70,18 +88,30 @@ def test_cross_entropy_is_the_weighted_negative_log_probability():
 
 
 def test_cross_entropy_needs_weights_only():
-    inputs = LossInputs(policy_logprobs=torch.tensor([-3.0]), entropy=torch.zeros(1), datum=torch.zeros(1),
-                        num_datums=1, tensors={"weights": torch.ones(1)})
+    inputs = LossInputs(
+        policy_logprobs=torch.tensor([-3.0]),
+        entropy=torch.zeros(1),
+        datum=torch.zeros(1),
+        num_datums=1,
+        tensors={"weights": torch.ones(1)},
+    )
     assert cross_entropy(inputs)[0].item() == 3.0
 
 
 def several_targets(policy_TK, weights, loss_mask):
     length = len(policy_TK)
     return LossInputs(
-        policy_logprobs=torch.tensor(policy_TK).requires_grad_(), entropy=torch.full((length,), 0.5),
-        datum=torch.zeros(length, dtype=torch.long), num_datums=1, tensors={
-            "weights": torch.tensor(weights), "loss_mask": torch.tensor(loss_mask),
-            "sampling_logprobs": torch.zeros(length), "advantages": torch.ones(length)})
+        policy_logprobs=torch.tensor(policy_TK).requires_grad_(),
+        entropy=torch.full((length,), 0.5),
+        datum=torch.zeros(length, dtype=torch.long),
+        num_datums=1,
+        tensors={
+            "weights": torch.tensor(weights),
+            "loss_mask": torch.tensor(loss_mask),
+            "sampling_logprobs": torch.zeros(length),
+            "advantages": torch.ones(length),
+        },
+    )
 
 
 def test_the_cross_entropy_of_several_targets_is_top_k_distillation():
@@ -93,7 +123,10 @@ def test_the_cross_entropy_of_several_targets_is_top_k_distillation():
     assert grad_TK.tolist() == [[0.0] * 3, [-0.5, -0.25, -0.125]]
     # What was sampled is none of the targets: nothing is said about how generator and trainer disagree.
     assert {name: float(x) for name, x in policy_metrics(inputs).items()} == {
-        "policy/entropy": 0.5, "advantage/mean": 1.0, "advantage/abs_max": 1.0}
+        "policy/entropy": 0.5,
+        "advantage/mean": 1.0,
+        "advantage/abs_max": 1.0,
+    }
 
 
 @pytest.mark.parametrize("policy_TK", [[[-1.0], [-2.0]], [[-1.0, -2.0], [-0.5, -1.0]]])
@@ -115,22 +148,29 @@ def test_reverse_kl_is_the_weighted_sum_of_the_kl():
 
 def test_importance_sampling_multiplies_by_the_ratio():
     # Ratios 2 and 1/4: -(0.5 * 2 * 3 + 0.5 * 0.25 * -8) = -(3 - 1).
-    inputs = loss_inputs([math.log(0.5), math.log(0.1)], sampling_logprobs=[math.log(0.25), math.log(0.4)],
-                         advantages=[3.0, -8.0], weights=[0.5, 0.5])
+    inputs = loss_inputs(
+        [math.log(0.5), math.log(0.1)],
+        sampling_logprobs=[math.log(0.25), math.log(0.4)],
+        advantages=[3.0, -8.0],
+        weights=[0.5, 0.5],
+    )
     loss, grad, _ = value_and_grad(importance_sampling, inputs)
     assert loss == pytest.approx(-2.0) and grad == pytest.approx([-3.0, 1.0])
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "objective", "grad", "clipped"), [
-    (1.5, 1.0, 1.3, 0.0, 1),  # beyond the upper bound and it would pay: clipped
-    (1.5, -1.0, -1.5, 1.5, 0),  # beyond it, and it hurts: not clipped
-    (0.5, 1.0, 0.5, -0.5, 0),  # below the lower bound, and the way back pays: not clipped
-    (0.5, -1.0, -0.9, 0.0, 1),  # below it and it would pay: clipped
-    (1.25, 1.0, 1.25, -1.25, 0),  # between 1 + clip_low and 1 + clip_high
-    (0.8, -1.0, -0.9, 0.0, 1),  # between 1 - clip_high and 1 - clip_low
-    (1.2, -2.0, -2.4, 2.4, 0),
-    (1.5, 0.0, 0.0, 0.0, 0),
-])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "objective", "grad", "clipped"),
+    [
+        (1.5, 1.0, 1.3, 0.0, 1),  # beyond the upper bound and it would pay: clipped
+        (1.5, -1.0, -1.5, 1.5, 0),  # beyond it, and it hurts: not clipped
+        (0.5, 1.0, 0.5, -0.5, 0),  # below the lower bound, and the way back pays: not clipped
+        (0.5, -1.0, -0.9, 0.0, 1),  # below it and it would pay: clipped
+        (1.25, 1.0, 1.25, -1.25, 0),  # between 1 + clip_low and 1 + clip_high
+        (0.8, -1.0, -0.9, 0.0, 1),  # between 1 - clip_high and 1 - clip_low
+        (1.2, -2.0, -2.4, 2.4, 0),
+        (1.5, 0.0, 0.0, 0.0, 0),
+    ],
+)
 def test_ppo_with_bounds_of_different_width(ratio, advantage, objective, grad, clipped):
     inputs = loss_inputs([math.log(ratio)], advantages=[advantage])
     loss, (gradient,), metrics = value_and_grad(ppo, inputs, clip_low=0.1, clip_high=0.3)
@@ -145,25 +185,39 @@ def test_ppo_on_the_policy_that_sampled_is_the_plain_policy_gradient():
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(ragged=st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5),
-       seed=st.integers(0, 2**32), clip_low=st.floats(0.0, 0.9), clip_high=st.floats(0.0, 3.0))
+@given(
+    ragged=st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+    clip_low=st.floats(0.0, 0.9),
+    clip_high=st.floats(0.0, 3.0),
+)
 def test_losses_equal_their_formulas_on_ragged_masks(ragged, seed, clip_low, clip_high):
     rng = np.random.default_rng(seed)
     documents = []
     for mask in ragged:
         masked = np.array(mask, dtype=np.float64)
-        documents.append(loss_inputs(
-            rng.uniform(-3, 0, len(mask)).tolist(), sampling_logprobs=rng.uniform(-3, 0, len(mask)).tolist(),
-            advantages=rng.normal(size=len(mask)).tolist(), loss_mask=masked.tolist(),
-            weights=(masked * rng.uniform(0.1, 1, len(mask))).tolist()))
+        documents.append(
+            loss_inputs(
+                rng.uniform(-3, 0, len(mask)).tolist(),
+                sampling_logprobs=rng.uniform(-3, 0, len(mask)).tolist(),
+                advantages=rng.normal(size=len(mask)).tolist(),
+                loss_mask=masked.tolist(),
+                weights=(masked * rng.uniform(0.1, 1, len(mask))).tolist(),
+            )
+        )
     names = documents[0].tensors
     packed = LossInputs(
         policy_logprobs=torch.cat([d.policy_logprobs for d in documents]).detach().requires_grad_(),
-        entropy=torch.cat([d.entropy for d in documents]), num_datums=len(documents),
+        entropy=torch.cat([d.entropy for d in documents]),
+        num_datums=len(documents),
         datum=torch.repeat_interleave(torch.tensor([len(mask) for mask in ragged])),
-        tensors={name: torch.cat([d.tensors[name] for d in documents]) for name in names})
-    for loss_fn, config in ((cross_entropy, {}), (importance_sampling, {}),
-                            (ppo, {"clip_low": clip_low, "clip_high": clip_high})):
+        tensors={name: torch.cat([d.tensors[name] for d in documents]) for name in names},
+    )
+    for loss_fn, config in (
+        (cross_entropy, {}),
+        (importance_sampling, {}),
+        (ppo, {"clip_low": clip_low, "clip_high": clip_high}),
+    ):
         loss, grad, metrics = value_and_grad(loss_fn, packed, **config)
         expected_loss, expected_grad, num_clipped = reference(loss_fn.__name__, packed, **config)
         assert loss == pytest.approx(expected_loss, abs=1e-12)
@@ -184,14 +238,25 @@ def test_losses_equal_their_formulas_on_ragged_masks(ragged, seed, clip_low, cli
 @pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
 def test_masked_tokens_have_exactly_no_gradient_whatever_they_hold(loss_fn, garbage):
     for policy, sampling in ((garbage, 0.0), (0.0, garbage), (garbage, garbage)):
-        inputs = loss_inputs([policy, -1.0, policy], sampling_logprobs=[sampling, -1.0, sampling],
-                             advantages=[1e30, 2.0, -1e30], weights=[0.0, 0.5, 0.0], loss_mask=[0.0, 1.0, 0.0],
-                             entropy=[math.nan, 0.75, math.inf], dtype=torch.float32)
+        inputs = loss_inputs(
+            [policy, -1.0, policy],
+            sampling_logprobs=[sampling, -1.0, sampling],
+            advantages=[1e30, 2.0, -1e30],
+            weights=[0.0, 0.5, 0.0],
+            loss_mask=[0.0, 1.0, 0.0],
+            entropy=[math.nan, 0.75, math.inf],
+            dtype=torch.float32,
+        )
         loss, grad, metrics = value_and_grad(loss_fn, inputs)
         assert loss == -1.0 and grad == [0.0, -1.0, 0.0]
-        assert metrics == {"policy/entropy": 0.75, "mismatch/kl": 0.0, "mismatch/logprob_diff_max": 0.0,
-                           "advantage/mean": 2.0, "advantage/abs_max": 2.0,
-                           **({"policy/clip_frac": 0.0} if loss_fn is ppo else {})}
+        assert metrics == {
+            "policy/entropy": 0.75,
+            "mismatch/kl": 0.0,
+            "mismatch/logprob_diff_max": 0.0,
+            "advantage/mean": 2.0,
+            "advantage/abs_max": 2.0,
+            **({"policy/clip_frac": 0.0} if loss_fn is ppo else {}),
+        }
 
 
 @pytest.mark.parametrize("garbage", [3e38, -3e38])
@@ -203,14 +268,21 @@ def test_masked_tokens_have_exactly_no_gradient_in_the_cross_entropy(garbage):
 @pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
 def test_metrics_are_sums_over_trained_tokens(loss_fn):
     # log-ratios log 2, -log 4 and, not trained, log 8; k3 = r - 1 - log r.
-    inputs = loss_inputs([math.log(2), -math.log(4), math.log(8)], loss_mask=[1.0, 1.0, 0.0], weights=[0.5, 0.5, 0.0],
-                         advantages=[1.0, 1.0, 1.0], entropy=[0.5, 1.25, 100.0])
+    inputs = loss_inputs(
+        [math.log(2), -math.log(4), math.log(8)],
+        loss_mask=[1.0, 1.0, 0.0],
+        weights=[0.5, 0.5, 0.0],
+        advantages=[1.0, 1.0, 1.0],
+        entropy=[0.5, 1.25, 100.0],
+    )
     _, _, metrics = value_and_grad(loss_fn, inputs)
     assert metrics.pop("policy/clip_frac", 1) == 1  # the first; the second is on the side where nothing is clipped
     assert metrics == {
         "policy/entropy": 1.75,
         "mismatch/kl": pytest.approx((2 - 1 - math.log(2)) + (0.25 - 1 + math.log(4))),
-        "mismatch/logprob_diff_max": pytest.approx(math.log(4)), "advantage/mean": 2.0, "advantage/abs_max": 1.0,
+        "mismatch/logprob_diff_max": pytest.approx(math.log(4)),
+        "advantage/mean": 2.0,
+        "advantage/abs_max": 1.0,
     }
 
 
@@ -229,21 +301,34 @@ def test_a_filler_contributes_nothing(loss_fn):
     assert loss == 0.0 and grad == [0.0] and set(metrics.values()) == {0.0}
 
 
-@pytest.mark.parametrize(("loss_fn", "names"), [
-    (cross_entropy, ["weights"]),
-    (importance_sampling, ["weights", "advantages", "sampling_logprobs"]),
-    (ppo, ["weights", "advantages", "sampling_logprobs"]),
-])
+@pytest.mark.parametrize(
+    ("loss_fn", "names"),
+    [
+        (cross_entropy, ["weights"]),
+        (importance_sampling, ["weights", "advantages", "sampling_logprobs"]),
+        (ppo, ["weights", "advantages", "sampling_logprobs"]),
+    ],
+)
 def test_gradients_by_finite_differences(loss_fn, names):
     # Ratios 0.5, 0.9, 1.1, 1.6 with both signs of advantage, all away from the bounds 0.8 and 1.2.
     ratios = np.array([0.5, 0.9, 1.1, 1.6, 0.5, 0.9, 1.1, 1.6, 1.0])
-    fixed = loss_inputs(np.log(ratios).tolist(), advantages=[1.5] * 4 + [-0.5] * 4 + [1.0],
-                        weights=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.0], loss_mask=[1.0] * 8 + [0.0])
+    fixed = loss_inputs(
+        np.log(ratios).tolist(),
+        advantages=[1.5] * 4 + [-0.5] * 4 + [1.0],
+        weights=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.0],
+        loss_mask=[1.0] * 8 + [0.0],
+    )
 
     def loss(policy_logprobs, *tensors):
-        return loss_fn(LossInputs(
-            policy_logprobs=policy_logprobs, entropy=fixed.entropy, datum=fixed.datum, num_datums=1,
-            tensors={**fixed.tensors, **dict(zip(names, tensors, strict=True))}))[0]
+        return loss_fn(
+            LossInputs(
+                policy_logprobs=policy_logprobs,
+                entropy=fixed.entropy,
+                datum=fixed.datum,
+                num_datums=1,
+                tensors={**fixed.tensors, **dict(zip(names, tensors, strict=True))},
+            )
+        )[0]
 
     arguments = [fixed.policy_logprobs, *(fixed.tensors[name].clone().requires_grad_() for name in names)]
     assert torch.autograd.gradcheck(loss, arguments)
@@ -252,9 +337,17 @@ def test_gradients_by_finite_differences(loss_fn, names):
 def test_a_ratio_that_would_overflow_stays_finite_in_value_and_gradient():
     policy = torch.tensor([0.0, -1.0], requires_grad=True)
     inputs = LossInputs(
-        policy_logprobs=policy, entropy=torch.zeros(2), datum=torch.zeros(2, dtype=torch.long), num_datums=1,
-        tensors={"weights": torch.ones(2), "loss_mask": torch.ones(2), "advantages": torch.tensor([1.0, -1.0]),
-                 "sampling_logprobs": torch.tensor([-100.0, -101.0])})
+        policy_logprobs=policy,
+        entropy=torch.zeros(2),
+        datum=torch.zeros(2, dtype=torch.long),
+        num_datums=1,
+        tensors={
+            "weights": torch.ones(2),
+            "loss_mask": torch.ones(2),
+            "advantages": torch.tensor([1.0, -1.0]),
+            "sampling_logprobs": torch.tensor([-100.0, -101.0]),
+        },
+    )
     loss, _ = ppo(inputs)
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(policy.grad).all()
@@ -262,16 +355,26 @@ def test_a_ratio_that_would_overflow_stays_finite_in_value_and_gradient():
 
 def value_inputs(predicted, values, returns, mask):
     return LossInputs(
-        predicted_values=torch.tensor(predicted, requires_grad=True), datum=torch.zeros(len(mask)), num_datums=1,
-        tensors={"weights": torch.tensor(mask) / 2, "loss_mask": torch.tensor(mask), "values": torch.tensor(values),
-                 "returns": torch.tensor(returns)})
+        predicted_values=torch.tensor(predicted, requires_grad=True),
+        datum=torch.zeros(len(mask)),
+        num_datums=1,
+        tensors={
+            "weights": torch.tensor(mask) / 2,
+            "loss_mask": torch.tensor(mask),
+            "values": torch.tensor(values),
+            "returns": torch.tensor(returns),
+        },
+    )
 
 
 def test_a_value_loss_is_half_the_squared_error():
     inputs = value_inputs([1.0, 3.0, 5.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 1.0, 0.0])
     loss, metrics = value_loss(inputs)
     assert loss.item() == 0.5 * (0.5 * 1 + 0.5 * 4)
-    assert {name: float(value) for name, value in metrics.items()} == {"critic/squared_error": 5.0, "critic/value_mean": 4.0}
+    assert {name: float(value) for name, value in metrics.items()} == {
+        "critic/squared_error": 5.0,
+        "critic/value_mean": 4.0,
+    }
     (gradient,) = torch.autograd.grad(loss, inputs.predicted_values)
     assert gradient.tolist() == [0.5, 1.0, 0.0]
 

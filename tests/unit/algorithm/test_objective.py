@@ -22,12 +22,19 @@ def inputs():
     """Ratios 2 and 1 to the old policy, rho 3 and 1 of old to generator; the first token is masked."""
     column = lambda *values: torch.tensor(values, dtype=torch.float64)
     return LossInputs(
-        policy_logprobs=column(-9.0, -1.0, -2.0).requires_grad_(), entropy=column(math.nan, 0.5, 1.5).requires_grad_(),
-        datum=torch.zeros(3, dtype=torch.long), num_datums=1, tensors={
-            "weights": column(0.0, 0.5, 0.25), "loss_mask": column(0, 1, 1), "advantages": column(0, 1.0, -2.0),
+        policy_logprobs=column(-9.0, -1.0, -2.0).requires_grad_(),
+        entropy=column(math.nan, 0.5, 1.5).requires_grad_(),
+        datum=torch.zeros(3, dtype=torch.long),
+        num_datums=1,
+        tensors={
+            "weights": column(0.0, 0.5, 0.25),
+            "loss_mask": column(0, 1, 1),
+            "advantages": column(0, 1.0, -2.0),
             "old_logprobs": column(0, -1 - math.log(2), -2.0),
             "sampling_logprobs": column(0, -1 - math.log(2) - math.log(3), -2.0),
-            "reference_logprobs": column(0, -2.0, -1.0)})
+            "reference_logprobs": column(0, -2.0, -1.0),
+        },
+    )
 
 
 def value(**config):
@@ -49,8 +56,10 @@ def test_a_correction_multiplies_each_tokens_weight():
     assert metrics == {"correction/weight_mean": pytest.approx(3.5), "correction/changed_frac": 1}
 
 
-@pytest.mark.parametrize(("estimator", "first", "second"), [
-    ("k1", 1.0, -1.0), ("k2", 0.5, 0.5), ("k3", math.exp(-1) - 1 + 1, math.e - 1 - 1)])
+@pytest.mark.parametrize(
+    ("estimator", "first", "second"),
+    [("k1", 1.0, -1.0), ("k2", 0.5, 0.5), ("k3", math.exp(-1) - 1 + 1, math.e - 1 - 1)],
+)
 def test_the_kl_is_weighed_like_the_loss(estimator, first, second):
     loss, _ = value(loss_fn=importance_sampling, kl_coef=0.1, kl_estimator=estimator)
     assert loss == pytest.approx(PLAIN + 0.1 * (0.5 * first + 0.25 * second))
@@ -73,13 +82,19 @@ def test_everything_together_is_the_sum_of_its_parts_and_reads_no_masked_token()
 
 
 def test_gradients_of_every_term_by_finite_differences():
-    objective = policy_objective(AlgorithmConfig(
-        loss_fn=importance_sampling, correction_fn=truncated_token, kl_coef=0.3, kl_estimator="k3", entropy_coef=0.2))
+    objective = policy_objective(
+        AlgorithmConfig(
+            loss_fn=importance_sampling, correction_fn=truncated_token, kl_coef=0.3, kl_estimator="k3", entropy_coef=0.2
+        )
+    )
     fixed = inputs()
 
     def loss(policy_logprobs, entropy):
-        return objective(LossInputs(policy_logprobs=policy_logprobs, entropy=entropy, datum=fixed.datum, num_datums=1,
-                                    tensors=fixed.tensors))[0]
+        return objective(
+            LossInputs(
+                policy_logprobs=policy_logprobs, entropy=entropy, datum=fixed.datum, num_datums=1, tensors=fixed.tensors
+            )
+        )[0]
 
     entropy = torch.tensor([0.25, 0.5, 1.5], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(loss, [fixed.policy_logprobs, entropy])
@@ -92,10 +107,21 @@ def test_an_objective_travels_to_the_trainer():
 
 
 def datum():
-    return Datum(tokens=torch.tensor([1, 2]), target_tokens=torch.tensor([2, 3]), group=4, loss_inputs={
-        name: torch.tensor(values) for name, values in {
-            "weights": [0.0, 1.0], "loss_mask": [0.0, 1.0], "advantages": [0.0, 1.0], "sampling_logprobs": [0.0, -1.0],
-            "reference_logprobs": [-7.0, -3.0]}.items()})
+    return Datum(
+        tokens=torch.tensor([1, 2]),
+        target_tokens=torch.tensor([2, 3]),
+        group=4,
+        loss_inputs={
+            name: torch.tensor(values)
+            for name, values in {
+                "weights": [0.0, 1.0],
+                "loss_mask": [0.0, 1.0],
+                "advantages": [0.0, 1.0],
+                "sampling_logprobs": [0.0, -1.0],
+                "reference_logprobs": [-7.0, -3.0],
+            }.items()
+        },
+    )
 
 
 def test_the_kl_as_a_reward_changes_advantages_and_nothing_else():
@@ -113,8 +139,13 @@ def test_no_kl_reward_unless_it_is_configured_as_one():
 def test_every_term_at_once_does_not_depend_on_how_datums_are_packed():
     """The gradient of a real model's parameters: three datums in one microbatch, or one in each."""
     torch.manual_seed(0)
-    spec = build_spec(ModelConfig(shape=Qwen3Shape(
-        vocab_size=11, dim=16, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=8, hidden_dim=24, max_seq_len=16)))
+    spec = build_spec(
+        ModelConfig(
+            shape=Qwen3Shape(
+                vocab_size=11, dim=16, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=8, hidden_dim=24, max_seq_len=16
+            )
+        )
+    )
     view = SimpleNamespace(parallelism=ParallelismConfig(spmd_backend="partial_dtensor"))
     model = training_spec(spec, view, attention="sdpa", chunk_bytes=1024).model.build()
     model.init_weights()
@@ -123,19 +154,37 @@ def test_every_term_at_once_does_not_depend_on_how_datums_are_packed():
         column = lambda: -3 + torch.rand(length)
         mask_T = torch.tensor([0.0] + [1.0] * (length - 1))
         return Microbatch(
-            tokens_T=torch.randint(11, (length,)), target_tokens_T=torch.randint(11, (length,)), lengths=[length],
+            tokens_T=torch.randint(11, (length,)),
+            target_tokens_T=torch.randint(11, (length,)),
+            lengths=[length],
             loss_inputs={
-                "weights": mask_T * torch.rand(length), "loss_mask": mask_T, "advantages": mask_T * torch.randn(()),
-                "old_logprobs": column(), "sampling_logprobs": column(), "reference_logprobs": column()})
+                "weights": mask_T * torch.rand(length),
+                "loss_mask": mask_T,
+                "advantages": mask_T * torch.randn(()),
+                "old_logprobs": column(),
+                "sampling_logprobs": column(),
+                "reference_logprobs": column(),
+            },
+        )
 
     apart = [microbatch(length) for length in (4, 1, 6)]  # the second has nothing to train
-    together = [Microbatch(
-        tokens_T=torch.cat([b.tokens_T for b in apart]), target_tokens_T=torch.cat([b.target_tokens_T for b in apart]),
-        lengths=[4, 1, 6],
-        loss_inputs={name: torch.cat([b.loss_inputs[name] for b in apart]) for name in apart[0].loss_inputs})]
-    objective = policy_objective(AlgorithmConfig(
-        loss_fn=gspo, loss_config={"clip_low": 5.0, "clip_high": 5.0}, correction_fn=truncated_sequence, kl_coef=0.3,
-        entropy_coef=0.2))
+    together = [
+        Microbatch(
+            tokens_T=torch.cat([b.tokens_T for b in apart]),
+            target_tokens_T=torch.cat([b.target_tokens_T for b in apart]),
+            lengths=[4, 1, 6],
+            loss_inputs={name: torch.cat([b.loss_inputs[name] for b in apart]) for name in apart[0].loss_inputs},
+        )
+    ]
+    objective = policy_objective(
+        AlgorithmConfig(
+            loss_fn=gspo,
+            loss_config={"clip_low": 5.0, "clip_high": 5.0},
+            correction_fn=truncated_sequence,
+            kl_coef=0.3,
+            entropy_coef=0.2,
+        )
+    )
 
     def gradients(batches):
         model.zero_grad()

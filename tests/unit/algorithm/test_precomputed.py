@@ -17,22 +17,35 @@ from torchtitan_rl.algorithm.precomputed import Verdict, precomputed_advantages,
 
 def pair(first, second, **fields):
     """Two rollouts of one turn with two and one sampled tokens, rewards 1 and 0."""
-    return group(rollout("0/0/0", turn([5], [8, 9], advantages=first, **fields), reward=1.0),
-                 rollout("0/0/1", turn([5], [7], advantages=second, **fields), reward=0.0))
+    return group(
+        rollout("0/0/0", turn([5], [8, 9], advantages=first, **fields), reward=1.0),
+        rollout("0/0/1", turn([5], [7], advantages=second, **fields), reward=0.0),
+    )
 
 
 def weighed(made, mode="auto", **kwargs):
-    return [datum.loss_inputs["advantages"].tolist()
-            for datum in to_datums([made], AlgorithmConfig(precomputed_advantages=mode), **kwargs)]
+    return [
+        datum.loss_inputs["advantages"].tolist()
+        for datum in to_datums([made], AlgorithmConfig(precomputed_advantages=mode), **kwargs)
+    ]
 
 
 ESTIMATED = [[0.5, 0.5], [-0.5]]
 
 
-@pytest.mark.parametrize("sequence", [
-    [0.25, -2.0], (0.25, -2.0), np.array([0.25, -2.0]), np.array([0.25, -2.0], dtype=np.float32),
-    torch.tensor([0.25, -2.0]), torch.tensor([0.25, -2.0], requires_grad=True), [np.float32(0.25), torch.tensor(-2.0)]],
-    ids=["list", "tuple", "float64", "float32", "torch", "with gradient", "of numbers of others"])
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        [0.25, -2.0],
+        (0.25, -2.0),
+        np.array([0.25, -2.0]),
+        np.array([0.25, -2.0], dtype=np.float32),
+        torch.tensor([0.25, -2.0]),
+        torch.tensor([0.25, -2.0], requires_grad=True),
+        [np.float32(0.25), torch.tensor(-2.0)],
+    ],
+    ids=["list", "tuple", "float64", "float32", "torch", "with gradient", "of numbers of others"],
+)
 def test_all_skips_the_estimator(sequence, caplog):
     made = pair(sequence, 3)
     assert weighed(made) == [[0.25, -2.0], [3.0]]
@@ -51,39 +64,62 @@ def test_none_is_the_ordinary_case_and_says_nothing(caplog):
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize(("made", "verdict", "message"), [
-    (pair(0.5, None), Verdict.MIXED,
-     "MIXED: of 2 turns 1 carry advantages; the first is turn 0 of rollout 0/0/1: carries none"),
-    (pair([0.5], 0.5), Verdict.BAD_LENGTH,
-     "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length; the first is turn 0 of rollout 0/0/0: "
-     "1 advantages for 2 sampled tokens"),
-    (pair(0.5, []), Verdict.BAD_LENGTH,
-     "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length; the first is turn 0 of rollout 0/0/1: "
-     "0 advantages for 1 sampled tokens"),
-    (pair([0.5, math.nan], math.inf), Verdict.NOT_FINITE,
-     "NOT_FINITE: of 2 turns 2 carry advantages, 2 are not finite; the first is turn 0 of rollout 0/0/0: "
-     "advantage 1 is nan"),
-    (pair(None, -math.inf), Verdict.NOT_FINITE,
-     "NOT_FINITE: of 2 turns 1 carry advantages, 1 are not finite; the first is turn 0 of rollout 0/0/1: "
-     "advantage 0 is -inf"),
-    (pair([0.5] * 3, torch.tensor([math.nan])), Verdict.BAD_LENGTH,
-     "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length, 1 are not finite; the first is turn 0 of rollout "
-     "0/0/0: 3 advantages for 2 sampled tokens"),
-])
+@pytest.mark.parametrize(
+    ("made", "verdict", "message"),
+    [
+        (
+            pair(0.5, None),
+            Verdict.MIXED,
+            "MIXED: of 2 turns 1 carry advantages; the first is turn 0 of rollout 0/0/1: carries none",
+        ),
+        (
+            pair([0.5], 0.5),
+            Verdict.BAD_LENGTH,
+            "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length; the first is turn 0 of rollout 0/0/0: "
+            "1 advantages for 2 sampled tokens",
+        ),
+        (
+            pair(0.5, []),
+            Verdict.BAD_LENGTH,
+            "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length; the first is turn 0 of rollout 0/0/1: "
+            "0 advantages for 1 sampled tokens",
+        ),
+        (
+            pair([0.5, math.nan], math.inf),
+            Verdict.NOT_FINITE,
+            "NOT_FINITE: of 2 turns 2 carry advantages, 2 are not finite; the first is turn 0 of rollout 0/0/0: "
+            "advantage 1 is nan",
+        ),
+        (
+            pair(None, -math.inf),
+            Verdict.NOT_FINITE,
+            "NOT_FINITE: of 2 turns 1 carry advantages, 1 are not finite; the first is turn 0 of rollout 0/0/1: "
+            "advantage 0 is -inf",
+        ),
+        (
+            pair([0.5] * 3, torch.tensor([math.nan])),
+            Verdict.BAD_LENGTH,
+            "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length, 1 are not finite; the first is turn 0 of rollout "
+            "0/0/0: 3 advantages for 2 sampled tokens",
+        ),
+    ],
+)
 def test_what_does_not_hold_up_warns_and_the_whole_group_is_estimated(made, verdict, message, caplog):
     with caplog.at_level(logging.WARNING):
         assert weighed(made) == ESTIMATED
     assert scan(made).verdict is verdict and not made.precomputed
-    assert caplog.messages == [f"precomputed advantages of group 0/0: {message}; the whole group is weighed by "
-                               "algorithm.advantage_fn instead"]
+    assert caplog.messages == [
+        f"precomputed advantages of group 0/0: {message}; the whole group is weighed by algorithm.advantage_fn instead"
+    ]
 
 
 def test_a_group_without_turns_is_empty_and_says_so(caplog):
     empty = group(id="0/3")
     assert to_datums([empty], AlgorithmConfig()) == [] and empty.advantages == []
     assert scan(empty).verdict is scan(group(rollout("0/0/0"))).verdict is Verdict.EMPTY
-    assert caplog.messages == ["precomputed advantages of group 0/3: EMPTY: of 0 turns 0 carry advantages; there is nothing "
-                               "to train on in it"]
+    assert caplog.messages == [
+        "precomputed advantages of group 0/3: EMPTY: of 0 turns 0 carry advantages; there is nothing to train on in it"
+    ]
 
 
 def test_groups_of_a_batch_may_differ():
@@ -95,15 +131,18 @@ def test_a_turn_reused_from_an_older_version_is_not_fresh(caplog):
     new = rollout("3/0/0", turn([5], [8, 9], version=3, advantages=2.0), reward=1.0)
     old = rollout("1/0/0", turn([5], [7], version=1, advantages=2.0), reward=0.0)
     assert weighed(group(new, old), oldest_version=3) == ESTIMATED
-    assert "MIXED: of 2 turns 1 carry advantages, 1 are of an older policy version; the first is turn 0 of rollout 1/0/0: " \
-           "its advantages are of policy version 1, this batch's are of 3" in caplog.messages[0]
+    assert (
+        "MIXED: of 2 turns 1 carry advantages, 1 are of an older policy version; the first is turn 0 of rollout 1/0/0: "
+        "its advantages are of policy version 1, this batch's are of 3" in caplog.messages[0]
+    )
     assert weighed(group(new, old), oldest_version=1) == [[2.0, 2.0], [2.0]]
 
 
 def test_a_whole_group_from_an_older_version_warns_too(caplog):
     assert weighed(pair(2.0, 2.0, version=1), oldest_version=2) == ESTIMATED
     assert caplog.messages[0].startswith(
-        "precomputed advantages of group 0/0: NONE: of 2 turns 0 carry advantages, 2 are of an older policy version")
+        "precomputed advantages of group 0/0: NONE: of 2 turns 0 carry advantages, 2 are of an older policy version"
+    )
 
 
 def test_old_tokens_weighed_anew_are_fresh():
@@ -113,8 +152,9 @@ def test_old_tokens_weighed_anew_are_fresh():
 def test_require_refuses_what_auto_would_warn_of():
     assert weighed(pair(2.0, 3.0), "require") == [[2.0, 2.0], [3.0]]
     for made in (pair(None, None), pair(2.0, None), pair([2.0], 1.0), pair(math.nan, 1.0), group()):
-        with pytest.raises(ValueError, match="^algorithm.precomputed_advantages='require': group 0/0 is "
-                                             f"{scan(made).verdict.name}: "):
+        with pytest.raises(
+            ValueError, match=f"^algorithm.precomputed_advantages='require': group 0/0 is {scan(made).verdict.name}: "
+        ):
             weighed(made, "require")
 
 
@@ -126,7 +166,9 @@ def test_ignore_does_not_look(caplog):
 
 @pytest.mark.parametrize("wrong", ["high", ["0.5", "0.5"], [None, 1.0], {0: 1.0}, torch.zeros(2, 2)])
 def test_what_is_no_number_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"^turn.advantages=.*: turn 0 of rollout 0/0/0 carries a \w+; give a number or a flat"):
+    with pytest.raises(
+        ValueError, match=r"^turn.advantages=.*: turn 0 of rollout 0/0/0 carries a \w+; give a number or a flat"
+    ):
         scan(pair(wrong, 0.5))
 
 
@@ -161,10 +203,18 @@ values = st.none() | st.floats(width=32) | st.lists(st.floats(width=32), max_siz
 
 @given(st.lists(st.tuples(st.integers(1, 3), values), min_size=1, max_size=5))
 def test_whatever_turns_carry_only_finite_numbers_reach_the_data(carried):
-    made = group(*(rollout(f"0/0/{i}", turn([5], [8] * n, advantages=given), reward=float(i))
-                   for i, (n, given) in enumerate(carried)))
-    sound = all(given is not None and (not isinstance(given, list) or len(given) == n)
-                and all(map(math.isfinite, given if isinstance(given, list) else [given])) for n, given in carried)
+    made = group(
+        *(
+            rollout(f"0/0/{i}", turn([5], [8] * n, advantages=given), reward=float(i))
+            for i, (n, given) in enumerate(carried)
+        )
+    )
+    sound = all(
+        given is not None
+        and (not isinstance(given, list) or len(given) == n)
+        and all(map(math.isfinite, given if isinstance(given, list) else [given]))
+        for n, given in carried
+    )
     assert (precomputed_advantages(made, AlgorithmConfig()) is not None) == sound
     for datum in to_datums([made], AlgorithmConfig()):
         assert torch.isfinite(datum.loss_inputs["advantages"]).all()

@@ -107,8 +107,12 @@ def test_weighted_sums_are_the_means_of_their_formulas(name, ragged, num_groups,
     generator = torch.Generator().manual_seed(seed)
     losses = [torch.rand(len(mask), generator=generator, dtype=torch.float64) for mask in ragged]
     expected = getattr(reference, name)([x.tolist() for x in losses], ragged, groups, **config)
-    function = {"token_mean": token_mean, "sequence_mean": sequence_mean, "prompt_mean": prompt_mean,
-                "constant_length": constant_length}[name]
+    function = {
+        "token_mean": token_mean,
+        "sequence_mean": sequence_mean,
+        "prompt_mean": prompt_mean,
+        "constant_length": constant_length,
+    }[name]
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         weights = function([torch.tensor(mask, dtype=dtype) for mask in ragged], groups, **config)
         ours = sum(float((w.double() * x).sum()) for w, x in zip(weights, losses, strict=True))

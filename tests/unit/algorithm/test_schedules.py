@@ -65,10 +65,14 @@ def test_a_warm_up_of_all_steps_never_divides_by_zero_and_always_trains(decay, n
 
 
 @settings(deadline=None, derandomize=True)
-@given(decay=st.sampled_from(["constant", "linear", "cosine"]), num_steps=st.integers(1, 50),
-       warmup_ratio=st.floats(0, 1), final_factor=st.floats(0, 1))
+@given(
+    decay=st.sampled_from(["constant", "linear", "cosine"]),
+    num_steps=st.integers(1, 50),
+    warmup_ratio=st.floats(0, 1),
+    final_factor=st.floats(0, 1),
+)
 def test_a_schedule_rises_to_the_peak_and_then_only_falls(decay, num_steps, warmup_ratio, final_factor):
     given_ = factors(num_steps, decay=decay, warmup_ratio=warmup_ratio, final_factor=final_factor)
     top = given_.index(max(given_))
-    assert given_[:top + 1] == sorted(given_[:top + 1]) and given_[top:] == sorted(given_[top:], reverse=True)
+    assert given_[: top + 1] == sorted(given_[: top + 1]) and given_[top:] == sorted(given_[top:], reverse=True)
     assert 0 < given_[0] <= 1 and min(given_) >= 0

@@ -8,14 +8,20 @@ from hypothesis import strategies as st
 from torchtitan_rl.dispatch.packing import filler, pack, plan_microbatches
 from torchtitan_rl.types import Datum
 
-batches = given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), num_ranks=st.integers(1, 5),
-                max_tokens=st.integers(1, 60))
+batches = given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    num_ranks=st.integers(1, 5),
+    max_tokens=st.integers(1, 60),
+)
 
 
 def datum(*tokens, **loss_inputs):
     tokens = torch.tensor(tokens)
-    return Datum(tokens=tokens, target_tokens=tokens + 1,
-                 loss_inputs={name: torch.tensor(values) for name, values in loss_inputs.items()})
+    return Datum(
+        tokens=tokens,
+        target_tokens=tokens + 1,
+        loss_inputs={name: torch.tensor(values) for name, values in loss_inputs.items()},
+    )
 
 
 def test_the_longest_datum_goes_first_to_the_rank_with_the_fewest_tokens():
@@ -110,41 +116,60 @@ def test_datums_with_other_loss_inputs_are_refused():
         pack([datum(5, weights=[1.0], advantages=[0.5]), datum(7, weights=[1.0])])
     assert str(caught.value) == (
         "data[1].loss_inputs=['weights']: data[0] of the call has ['advantages', 'weights']; "
-        "give every datum of one call the same loss inputs")
+        "give every datum of one call the same loss inputs"
+    )
 
 
 def distilled(length, num_targets, size):
     numbers = torch.arange(float(length))[:, None]
     return Datum(
-        tokens=torch.arange(length), target_tokens=torch.arange(length)[:, None] + torch.arange(num_targets),
-        loss_inputs={"weights": numbers.expand(length, num_targets), "loss_mask": torch.ones(length),
-                     "teacher_hidden": numbers.expand(length, size)})
+        tokens=torch.arange(length),
+        target_tokens=torch.arange(length)[:, None] + torch.arange(num_targets),
+        loss_inputs={
+            "weights": numbers.expand(length, num_targets),
+            "loss_mask": torch.ones(length),
+            "teacher_hidden": numbers.expand(length, size),
+        },
+    )
 
 
 @settings(deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), num_targets=st.integers(1, 4),
-       size=st.integers(1, 5))
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), num_targets=st.integers(1, 4), size=st.integers(1, 5)
+)
 def test_several_targets_and_numbers_of_a_token_are_packed_row_by_row(lengths, num_targets, size):
     data = [distilled(length, num_targets, size) for length in lengths]
     batch = pack(data)
     assert batch.lengths == lengths
-    for packed, rows in ((batch.target_tokens_T, [d.target_tokens for d in data]), *(
-            (batch.loss_inputs[name], [d.loss_inputs[name] for d in data]) for name in data[0].loss_inputs)):
+    for packed, rows in (
+        (batch.target_tokens_T, [d.target_tokens for d in data]),
+        *((batch.loss_inputs[name], [d.loss_inputs[name] for d in data]) for name in data[0].loss_inputs),
+    ):
         assert all(torch.equal(a, b) for a, b in zip(packed.split(lengths), rows, strict=True))
     empty = filler(data[0])
     assert empty.target_tokens_T.shape == (1, num_targets)
     assert {name: (tuple(x.shape), x.dtype, x.count_nonzero().item()) for name, x in empty.loss_inputs.items()} == {
-        "weights": ((1, num_targets), torch.float32, 0), "loss_mask": ((1,), torch.float32, 0),
-        "teacher_hidden": ((1, size), torch.float32, 0)}
+        "weights": ((1, num_targets), torch.float32, 0),
+        "loss_mask": ((1,), torch.float32, 0),
+        "teacher_hidden": ((1, size), torch.float32, 0),
+    }
 
 
-@pytest.mark.parametrize(("other", "message"), [
-    (distilled(2, 3, 4), "data[2].target_tokens: is (T, 3) where that of data[0] is (T, 2)"),
-    (distilled(2, 2, 5), "data[2].teacher_hidden: is (T, 5) where that of data[0] is (T, 4)"),
-    (Datum(tokens=torch.arange(2), target_tokens=torch.arange(2),
-           loss_inputs={**distilled(2, 2, 4).loss_inputs, "weights": torch.ones(2)}),
-     "data[2].target_tokens: is (T,) where that of data[0] is (T, 2)"),
-])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (distilled(2, 3, 4), "data[2].target_tokens: is (T, 3) where that of data[0] is (T, 2)"),
+        (distilled(2, 2, 5), "data[2].teacher_hidden: is (T, 5) where that of data[0] is (T, 4)"),
+        (
+            Datum(
+                tokens=torch.arange(2),
+                target_tokens=torch.arange(2),
+                loss_inputs={**distilled(2, 2, 4).loss_inputs, "weights": torch.ones(2)},
+            ),
+            "data[2].target_tokens: is (T,) where that of data[0] is (T, 2)",
+        ),
+    ],
+)
 def test_datums_with_other_sizes_are_refused_by_their_position(other, message):
     with pytest.raises(ValueError) as caught:
         pack([distilled(3, 2, 4), distilled(1, 2, 4), other])
@@ -155,4 +180,7 @@ def test_a_filler_is_one_token_that_weighs_nothing():
     batch = filler(datum(5, 6, weights=[0.5, 0.5], loss_mask=[1.0, 1.0], advantages=[3.0, 3.0]))
     assert batch.tokens_T.tolist() == [5] and batch.target_tokens_T.tolist() == [6] and batch.lengths == [1]
     assert {name: tensor.tolist() for name, tensor in batch.loss_inputs.items()} == {
-        "weights": [0.0], "loss_mask": [0.0], "advantages": [0.0]}
+        "weights": [0.0],
+        "loss_mask": [0.0],
+        "advantages": [0.0],
+    }

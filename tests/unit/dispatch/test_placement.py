@@ -26,8 +26,12 @@ class Mesh:
 
 def placement(colocation, log):
     built = Placement(colocation)
-    for role, parts in {"policy": TRAINER_PARTS, "reference": ("model",), "critic": TRAINER_PARTS,
-                        "generator": GENERATOR_PARTS}.items():
+    for role, parts in {
+        "policy": TRAINER_PARTS,
+        "reference": ("model",),
+        "critic": TRAINER_PARTS,
+        "generator": GENERATOR_PARTS,
+    }.items():
         built.add(role, [Mesh(role, log)], parts)
     return built
 
@@ -50,8 +54,15 @@ def moves(colocation, operations):
     return log, asyncio.run(run())
 
 
-STEP = [("policy", "forward"), ("reference", "forward"), ("policy", "forward_backward"), ("policy", "optim_step"),
-        ("policy", "push_weights"), ("generator", "pull"), ("generator", "sample")]
+STEP = [
+    ("policy", "forward"),
+    ("reference", "forward"),
+    ("policy", "forward_backward"),
+    ("policy", "optim_step"),
+    ("policy", "push_weights"),
+    ("generator", "pull"),
+    ("generator", "sample"),
+]
 
 
 def test_nothing_moves_where_nothing_is_shared():
@@ -62,34 +73,61 @@ def test_nothing_moves_where_nothing_is_shared():
 def test_policy_and_reference_take_turns_and_only_what_is_missing_is_loaded():
     log, _ = moves("policy_reference", STEP)
     assert log == [
-        ("policy", "onload", "model"), "policy.forward",
-        ("policy", "offload", "model"), ("reference", "onload", "model"), "reference.forward",
-        ("reference", "offload", "model"), ("policy", "onload", "model", "gradients"), "policy.forward_backward",
-        ("policy", "onload", "optimizer"), "policy.optim_step",
-        "policy.push_weights", "generator.pull", "generator.sample",
+        ("policy", "onload", "model"),
+        "policy.forward",
+        ("policy", "offload", "model"),
+        ("reference", "onload", "model"),
+        "reference.forward",
+        ("reference", "offload", "model"),
+        ("policy", "onload", "model", "gradients"),
+        "policy.forward_backward",
+        ("policy", "onload", "optimizer"),
+        "policy.optim_step",
+        "policy.push_weights",
+        "generator.pull",
+        "generator.sample",
     ]
 
 
 def test_a_push_in_a_fully_shared_run_wakes_weights_then_pulls_then_wakes_the_cache():
     log, _ = moves("all", [*STEP, ("policy", "forward_backward")])
     assert log == [
-        ("policy", "onload", "model"), "policy.forward",
-        ("policy", "offload", "model"), ("reference", "onload", "model"), "reference.forward",
-        ("reference", "offload", "model"), ("policy", "onload", "model", "gradients"), "policy.forward_backward",
-        ("policy", "onload", "optimizer"), "policy.optim_step",
-        ("policy", "offload", "gradients", "optimizer"), "policy.push_weights",  # model on, optimizer off
-        ("generator", "wake", "weights"), "generator.pull",
-        ("policy", "offload", "model"), ("generator", "wake", "kv_cache"), "generator.sample",
-        ("generator", "sleep"), ("policy", "onload", "model", "gradients"), "policy.forward_backward",
+        ("policy", "onload", "model"),
+        "policy.forward",
+        ("policy", "offload", "model"),
+        ("reference", "onload", "model"),
+        "reference.forward",
+        ("reference", "offload", "model"),
+        ("policy", "onload", "model", "gradients"),
+        "policy.forward_backward",
+        ("policy", "onload", "optimizer"),
+        "policy.optim_step",
+        ("policy", "offload", "gradients", "optimizer"),
+        "policy.push_weights",  # model on, optimizer off
+        ("generator", "wake", "weights"),
+        "generator.pull",
+        ("policy", "offload", "model"),
+        ("generator", "wake", "kv_cache"),
+        "generator.sample",
+        ("generator", "sleep"),
+        ("policy", "onload", "model", "gradients"),
+        "policy.forward_backward",
     ]
 
 
 def test_gradients_that_were_evicted_are_back_for_the_optimizer_step():
-    log, _ = moves("policy_reference", [("policy", "forward_backward"), ("reference", "forward"), ("policy", "optim_step")])
+    log, _ = moves(
+        "policy_reference", [("policy", "forward_backward"), ("reference", "forward"), ("policy", "optim_step")]
+    )
     assert log == [
-        ("policy", "onload", "model", "gradients"), "policy.forward_backward",
-        ("policy", "offload", "model", "gradients"), ("reference", "onload", "model"), "reference.forward",
-        ("reference", "offload", "model"), ("policy", "onload", "model", "gradients", "optimizer"), "policy.optim_step",
+        ("policy", "onload", "model", "gradients"),
+        "policy.forward_backward",
+        ("policy", "offload", "model", "gradients"),
+        ("reference", "onload", "model"),
+        "reference.forward",
+        ("reference", "offload", "model"),
+        ("policy", "onload", "model", "gradients", "optimizer"),
+        "policy.optim_step",
     ]
 
 
@@ -114,16 +152,24 @@ def test_shared_operations_run_one_at_a_time_in_the_order_they_were_submitted():
                 order.append(f"{name} begins")
                 await asyncio.sleep(seconds)
                 order.append(f"{name} ends")
+
             return lambda: asyncio.ensure_future(body())
 
         await asyncio.gather(
             built.run("critic", "forward_backward", operation("critic", 0.02)),
             built.run("policy", "forward_backward", operation("policy", 0.01)),
-            built.run("policy", "optim_step", operation("step", 0.0)))
+            built.run("policy", "optim_step", operation("step", 0.0)),
+        )
         return order
 
     assert asyncio.run(run()) == [
-        "critic begins", "critic ends", "policy begins", "policy ends", "step begins", "step ends"]
+        "critic begins",
+        "critic ends",
+        "policy begins",
+        "policy ends",
+        "step begins",
+        "step ends",
+    ]
 
 
 def test_generator_requests_share_the_device_with_each_other_and_keep_trainers_waiting():

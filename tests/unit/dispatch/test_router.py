@@ -97,7 +97,8 @@ def test_when_none_is_left_every_replica_and_its_reason_are_named():
         route(router, [[1]])
     assert str(caught.value) == (
         "no generator replica is left (generator-0: no answer within 5 s; generator-1: its process died); look at "
-        "their logs and start the run again")
+        "their logs and start the run again"
+    )
 
 
 def test_a_named_version_goes_where_it_is_held_even_if_that_replica_is_busier():
@@ -182,8 +183,11 @@ def test_no_replica_gets_more_than_the_limit(prompts, before, num_replicas):
 
 
 @settings(deadline=None, derandomize=True)
-@given(prompt=st.lists(st.integers(0, 9), min_size=1, max_size=60), more=st.lists(st.integers(0, 9), max_size=60),
-       noise=st.lists(st.lists(st.integers(10, 19), min_size=1, max_size=60), max_size=20))
+@given(
+    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=60),
+    more=st.lists(st.integers(0, 9), max_size=60),
+    noise=st.lists(st.lists(st.integers(10, 19), min_size=1, max_size=60), max_size=20),
+)
 def test_any_extension_follows_its_prompt(prompt, more, noise):
     router = router_of()
     (home,) = route(router, [*noise, prompt])[-1:]

@@ -74,8 +74,13 @@ def client_of(num_replicas):
 
 
 async def sample_all(client, prompts, **named):
-    return await asyncio.wait_for(asyncio.gather(*(
-        client.sample(prompt, SamplingParams(max_tokens=4), **named) for prompt in prompts), return_exceptions=True), 5)
+    return await asyncio.wait_for(
+        asyncio.gather(
+            *(client.sample(prompt, SamplingParams(max_tokens=4), **named) for prompt in prompts),
+            return_exceptions=True,
+        ),
+        5,
+    )
 
 
 async def settle():
@@ -98,8 +103,10 @@ def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions
         assert sorted(meshes[0].sampled + meshes[2].sampled) == prompts
         await settle()
         assert client.health() == {
-            "generator-0": "healthy", "generator-1": "generator-1-0.sample: its process died (killed); see its log",
-            "generator-2": "healthy"}
+            "generator-0": "healthy",
+            "generator-1": "generator-1-0.sample: its process died (killed); see its log",
+            "generator-2": "healthy",
+        }
         assert versions.held() == {1: ["generator-0", "generator-2", "newest"]}
         await client.pull(await versions.publish())
         assert versions.held() == {2: ["generator-0", "generator-2", "newest"]}
@@ -109,7 +116,8 @@ def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions
 
     asyncio.run(run())
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
-        "a generator replica is lost, 2 left: generator-1-0.sample: its process died (killed); see its log"]
+        "a generator replica is lost, 2 left: generator-1-0.sample: its process died (killed); see its log"
+    ]
 
 
 def test_when_the_last_replica_is_lost_every_caller_hears_of_all_of_them():
@@ -131,9 +139,14 @@ def test_when_the_last_replica_is_lost_every_caller_hears_of_all_of_them():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("endpoint, error", [
-    ("fetch", died("generator-0", "fetch")), ("load", died("generator-0", "load")),
-    ("load", RuntimeError("generator-0-0.load: RuntimeError: the engine has stopped: KeyError(7)"))])
+@pytest.mark.parametrize(
+    "endpoint, error",
+    [
+        ("fetch", died("generator-0", "fetch")),
+        ("load", died("generator-0", "load")),
+        ("load", RuntimeError("generator-0-0.load: RuntimeError: the engine has stopped: KeyError(7)")),
+    ],
+)
 def test_a_replica_that_is_lost_in_a_pull_does_not_stop_the_others(endpoint, error):
     async def run():
         meshes, versions, client = client_of(2)

@@ -26,11 +26,20 @@ def test_outputs_come_back_in_input_order_and_sums_become_means():
     data = [datum(2, [0.0, 1.0]), datum(1, [1.0]), datum(3, [0.0, 1.0, 1.0])]
     zero, one, two, of_filler = (torch.full((n,), -float(n)) for n in (2, 1, 3, 9))
     merged = _merge(
-        [Accumulated(rows=logprobs(two, zero), loss=0.5,
-                     sums={"policy/entropy": 6.0, "mismatch/logprob_diff_max": 0.25}),
-         Accumulated(rows=logprobs(one, of_filler), loss=0.25,
-                     sums={"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75})],
-        [[[2], [0]], [[1], []]], data, who="policy.forward")
+        [
+            Accumulated(
+                rows=logprobs(two, zero), loss=0.5, sums={"policy/entropy": 6.0, "mismatch/logprob_diff_max": 0.25}
+            ),
+            Accumulated(
+                rows=logprobs(one, of_filler),
+                loss=0.25,
+                sums={"policy/entropy": 2.0, "mismatch/logprob_diff_max": 0.75},
+            ),
+        ],
+        [[[2], [0]], [[1], []]],
+        data,
+        who="policy.forward",
+    )
     assert [x is y for x, y in zip(merged.policy_logprobs, [zero, one, two], strict=True)] == [True] * 3
     assert merged.loss == 0.75  # a sum: how it is averaged is in the weights
     assert merged.num_tokens == 4
@@ -47,7 +56,10 @@ def test_a_fillers_output_is_dropped_wherever_it_stands():
 def test_a_maximum_below_zero_is_not_lifted_to_zero():
     merged = _merge(
         [Accumulated(rows=logprobs(torch.zeros(1)), loss=0.0, sums={"x_max": value}) for value in (-3.0, -2.0)],
-        [[[0]], [[1]]], [datum(1), datum(1)], who="policy.forward")
+        [[[0]], [[1]]],
+        [datum(1), datum(1)],
+        who="policy.forward",
+    )
     assert merged.metrics == {"x_max": -2.0}
 
 
@@ -70,26 +82,48 @@ def test_every_kind_of_output_comes_back_in_input_order():
 
     data = [datum(2), datum(1), datum(3)]
     merged = _merge(
-        [Accumulated(rows=logprobs(torch.zeros(3), torch.zeros(2)) | rows("top_tokens", 3, 2) | rows("hidden", 3, 2),
-                     loss=0.0, sums={}),
-         Accumulated(rows=logprobs(torch.zeros(1), torch.zeros(9)) | rows("top_tokens", 1, 9) | rows("hidden", 1, 9),
-                     loss=0.0, sums={})],
-        [[[2], [0]], [[1], []]], data, who="policy.forward")
+        [
+            Accumulated(
+                rows=logprobs(torch.zeros(3), torch.zeros(2)) | rows("top_tokens", 3, 2) | rows("hidden", 3, 2),
+                loss=0.0,
+                sums={},
+            ),
+            Accumulated(
+                rows=logprobs(torch.zeros(1), torch.zeros(9)) | rows("top_tokens", 1, 9) | rows("hidden", 1, 9),
+                loss=0.0,
+                sums={},
+            ),
+        ],
+        [[[2], [0]], [[1], []]],
+        data,
+        who="policy.forward",
+    )
     for found in (merged.top_tokens, merged.hidden):
         assert [(len(row), row[0, 0].item()) for row in found] == [(2, 2.0), (1, 1.0), (3, 3.0)]
     assert merged.top_logprobs == merged.values == []
 
 
 @settings(deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20), num_ranks=st.integers(1, 4),
-       max_tokens=st.integers(1, 30))
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(1, 30),
+)
 def test_order_survives_any_plan(lengths, num_ranks, max_tokens):
     """Every datum's output is tagged with its index and put where the plan says."""
     plan = plan_microbatches(lengths, num_ranks, max_tokens)
     answers = [
-        Accumulated(loss=0.0, sums={"x": float(sum(len(members) for members in microbatches))}, rows=logprobs(*(
-            torch.full((lengths[i],), float(i)) if i >= 0 else torch.tensor([-1.0])
-            for members in microbatches for i in members or [-1])))
+        Accumulated(
+            loss=0.0,
+            sums={"x": float(sum(len(members) for members in microbatches))},
+            rows=logprobs(
+                *(
+                    torch.full((lengths[i],), float(i)) if i >= 0 else torch.tensor([-1.0])
+                    for members in microbatches
+                    for i in members or [-1]
+                )
+            ),
+        )
         for microbatches in plan.ranks
     ]
     merged = _merge(answers, plan.ranks, [datum(length) for length in lengths], who="policy.forward")
@@ -109,18 +143,24 @@ def test_a_datum_longer_than_the_context_is_refused_by_its_position():
     with pytest.raises(ValueError) as caught:
         client.forward([datum(4), datum(5)])
     assert str(caught.value) == (
-        "forward.data[1]: 5 tokens, the trainer's context is trainer.training.seq_len=4; raise it or shorten the datum")
+        "forward.data[1]: 5 tokens, the trainer's context is trainer.training.seq_len=4; raise it or shorten the datum"
+    )
 
 
 def test_datums_with_another_number_of_targets_are_refused_whatever_their_microbatch():
     client = TrainingClient(None, max_tokens_per_microbatch=1, max_datum_tokens=4, temperature=1.0, vocab_size=7)
-    several = Datum(tokens=torch.arange(2), target_tokens=torch.zeros(2, 3, dtype=torch.int64),
-                    loss_inputs={"weights": torch.ones(2)})
+    several = Datum(
+        tokens=torch.arange(2),
+        target_tokens=torch.zeros(2, 3, dtype=torch.int64),
+        loss_inputs={"weights": torch.ones(2)},
+    )
     client._mesh = type("Mesh", (), {"role": "policy", "data_parallel_size": 1})
     with pytest.raises(ValueError) as caught:
         client.forward([datum(2), several])
-    assert str(caught.value) == ("forward.data[1].target_tokens: is (T, 3) where that of data[0] is (T,); give every "
-                                 "datum of one call as many per token")
+    assert str(caught.value) == (
+        "forward.data[1].target_tokens: is (T, 3) where that of data[0] is (T,); give every "
+        "datum of one call as many per token"
+    )
 
 
 def step(**changes):
@@ -138,5 +178,9 @@ def test_ranks_may_round_the_norm_differently_and_nothing_else():
 
 def test_a_rank_that_answers_with_too_few_rows_is_named():
     with pytest.raises(RuntimeError, match="policy.forward: data-parallel rank 1 answered with 0 rows for 1"):
-        _merge([Accumulated(rows=logprobs(*rows), loss=0.0, sums={}) for rows in ([torch.zeros(1)], [])],
-               [[[0]], [[1]]], [datum(1), datum(1)], who="policy.forward")
+        _merge(
+            [Accumulated(rows=logprobs(*rows), loss=0.0, sums={}) for rows in ([torch.zeros(1)], [])],
+            [[[0]], [[1]]],
+            [datum(1), datum(1)],
+            who="policy.forward",
+        )

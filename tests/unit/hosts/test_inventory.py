@@ -40,7 +40,8 @@ def test_without_gpus_the_trainer_is_first_and_replicas_go_round_the_hosts():
         "policy": Place(hosts=[0, 1], devices=["", ""]),
         "generator-0": Place(hosts=[0], devices=[""]),
         "generator-1": Place(hosts=[1], devices=[""]),
-        "generator-2": Place(hosts=[2], devices=[""])}
+        "generator-2": Place(hosts=[2], devices=[""]),
+    }
 
 
 def test_gpus_are_taken_in_order_and_replicas_skip_hosts_without_free_ones():
@@ -48,7 +49,8 @@ def test_gpus_are_taken_in_order_and_replicas_skip_hosts_without_free_ones():
         "policy": Place(hosts=[0, 1], devices=["0,1", "0,1"]),
         "generator-0": Place(hosts=[0], devices=["2,3"]),
         "generator-1": Place(hosts=[1], devices=["2,3"]),
-        "generator-2": Place(hosts=[2], devices=["0,1"])}
+        "generator-2": Place(hosts=[2], devices=["0,1"]),
+    }
     assert places(run_config(dp=4, num_replicas=2), gpu_hosts(2, 4))["generator-1"] == Place(hosts=[1], devices=["1"])
 
 
@@ -64,8 +66,9 @@ def test_gpus_are_not_shared_unless_asked():
     assert message.startswith("generator-0: needs 1 GPU on 1 host; free GPUs: 0 of 2 on 10.0.0.0")
     devices = Devices(gpu_hosts(1, 2))
     devices.take(MeshSize(role="policy", num_ranks=2))
-    shared = [devices.take(MeshSize(role=f"generator-{i}", num_ranks=1, replica=True, share_with="policy"))
-              for i in range(2)]
+    shared = [
+        devices.take(MeshSize(role=f"generator-{i}", num_ranks=1, replica=True, share_with="policy")) for i in range(2)
+    ]
     assert [place.devices for place in shared] == [["0"], ["1"]]  # least used first
     with pytest.raises(ValueError, match="reference: needs 3 GPUs on 1 host; GPUs of policy to share: 2 of 2"):
         devices.take(MeshSize(role="reference", num_ranks=3, share_with="policy"))
@@ -118,7 +121,8 @@ def test_the_address_that_leads_to_a_host():
 def test_a_host_that_no_mesh_uses_is_refused():
     assert refusal(run_config(), cpu_hosts(2)) == (
         "hosts=2: the config's meshes use 1 of them, 10.0.0.1 would be idle; raise trainer.num_hosts or "
-        "generator.num_replicas, or launch on fewer hosts")
+        "generator.num_replicas, or launch on fewer hosts"
+    )
     check_fits(run_config(num_replicas=2), cpu_hosts(2))
 
 

@@ -27,8 +27,13 @@ def naive_attention(q_TNH, k_TMH, v_TMH, lengths):
 
 def packed_attention(q_TNH, k_TMH, v_TMH, lengths):
     attention = PackedSDPA(PackedSDPA.Config())
-    return attention(q_TNH[None], k_TMH[None], v_TMH[None], attention_masks=PackedDocuments.build(lengths),
-                     enable_gqa=q_TNH.shape[1] != k_TMH.shape[1])[0]
+    return attention(
+        q_TNH[None],
+        k_TMH[None],
+        v_TMH[None],
+        attention_masks=PackedDocuments.build(lengths),
+        enable_gqa=q_TNH.shape[1] != k_TMH.shape[1],
+    )[0]
 
 
 def random_inputs(lengths, seed, n_heads=4, n_kv_heads=2, head_dim=8, dtype=torch.float64):

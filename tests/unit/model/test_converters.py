@@ -31,7 +31,8 @@ def test_float8_is_refused_where_the_hardware_lacks_it(name, quantization, monke
     monkeypatch.setattr(platform, "device_type", lambda: "cpu")
     assert refusal([getattr(quantization, name).Config()]) == (
         f"trainer.converters[0]={name}.Config: this cpu device has no float8; use a GPU of compute capability 8.9 or "
-        "later, or leave the converter out")
+        "later, or leave the converter out"
+    )
 
 
 @pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
@@ -54,8 +55,10 @@ def test_loras_converter_is_refused_in_favour_of_the_setting():
 
 
 def test_no_converters_import_nothing():
-    code = "import sys; from torchtitan_rl.model.converters import check_converters; check_converters([]); " \
-           "sys.exit('torchtitan.components' in sys.modules)"
+    code = (
+        "import sys; from torchtitan_rl.model.converters import check_converters; check_converters([]); "
+        "sys.exit('torchtitan.components' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -78,9 +81,11 @@ def test_a_head_that_a_converter_replaced_becomes_ours_without_the_converters_fi
 
 @pytest.mark.skipif(platform.device_type() != "cpu", reason="about a machine without a GPU")
 def test_a_converter_imported_first_does_not_leave_torchtitan_on_a_gpu_that_is_not_there():
-    code = ("import sys, torch, torchtitan.distributed.parallel_dims as dims; before = dims.device_type\n"
-            "from torchtitan_rl import platform; platform.adapt_torchtitan()\n"
-            "import torchtitan.distributed.utils as utils\n"
-            "print(before, dims.device_type, utils.device_type, utils.device_module is torch.cpu)")
+    code = (
+        "import sys, torch, torchtitan.distributed.parallel_dims as dims; before = dims.device_type\n"
+        "from torchtitan_rl import platform; platform.adapt_torchtitan()\n"
+        "import torchtitan.distributed.utils as utils\n"
+        "print(before, dims.device_type, utils.device_type, utils.device_module is torch.cpu)"
+    )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert out.split() == ["cuda", "cpu", "cpu", "True"]

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from torchtitan_rl.model.logprobs import LogprobHead, chunked_kl, chunked_logprobs, chunked_top_k, vocabulary_cut
 from torchtitan_rl.model.residency import Part, device_bytes, model_tensors
 
-ragged = dict(num_tokens=st.integers(1, 12), chunk_tokens=st.integers(1, 14), temperature=st.floats(0.25, 4.0),
-              seed=st.integers(0, 2**32))
+ragged = dict(
+    num_tokens=st.integers(1, 12),
+    chunk_tokens=st.integers(1, 14),
+    temperature=st.floats(0.25, 4.0),
+    seed=st.integers(0, 2**32),
+)
 
 
 def drawn(*shape, seed):
@@ -40,14 +44,16 @@ def assert_equal(ours, reference):
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(num_targets=st.integers(1, 5), **ragged)
 def test_several_targets_have_the_values_and_gradients_of_the_formula(
-        num_tokens, chunk_tokens, temperature, seed, num_targets):
+    num_tokens, chunk_tokens, temperature, seed, num_targets
+):
     hidden_TD = drawn(num_tokens, 6, seed=seed).requires_grad_()
     weight_VD = drawn(11, 6, seed=seed + 1).requires_grad_()
     # With repetitions: nothing says that a position's targets differ.
     targets_TK = torch.randint(11, (num_tokens, num_targets), generator=torch.Generator().manual_seed(seed))
     upstream_TK, upstream_T = drawn(num_tokens, num_targets, seed=seed + 2), drawn(num_tokens, seed=seed + 3)
     logprobs_TK, entropy_T = chunked_logprobs(
-        hidden_TD, weight_VD, targets_TK, temperature=temperature, chunk_tokens=chunk_tokens)
+        hidden_TD, weight_VD, targets_TK, temperature=temperature, chunk_tokens=chunk_tokens
+    )
     logp_TV = log_softmax(hidden_TD, weight_VD, temperature)
     p_TV, expected_T = np.exp(logp_TV), -(np.exp(logp_TV) * logp_TV).sum(-1)
     assert_equal([logprobs_TK, entropy_T], [np.take_along_axis(logp_TV, targets_TK.numpy(), 1), expected_T])
@@ -58,8 +64,10 @@ def test_several_targets_have_the_values_and_gradients_of_the_formula(
             grad_TV[token, target] += upstream
     of_entropy_TV = -upstream_T.numpy()[:, None] * p_TV * (logp_TV + expected_T[:, None])
     for outputs, upstream, expected_TV in (
-            ([logprobs_TK], [upstream_TK], grad_TV), ([entropy_T], [upstream_T], of_entropy_TV),
-            ([logprobs_TK, entropy_T], [upstream_TK, upstream_T], grad_TV + of_entropy_TV)):
+        ([logprobs_TK], [upstream_TK], grad_TV),
+        ([entropy_T], [upstream_T], of_entropy_TV),
+        ([logprobs_TK, entropy_T], [upstream_TK, upstream_T], grad_TV + of_entropy_TV),
+    ):
         ours = torch.autograd.grad(outputs, [hidden_TD, weight_VD], upstream, retain_graph=True)
         assert_equal(ours, backpropagated(expected_TV, hidden_TD, weight_VD, temperature))
 
@@ -82,8 +90,10 @@ def test_gradients_by_finite_differences(chunk_tokens):
 
     def results(hidden_TD, weight_VD):
         softmax = {"temperature": 0.7, "chunk_tokens": chunk_tokens}
-        return (chunked_logprobs(hidden_TD, weight_VD, targets_TK, **softmax)[0],
-                chunked_kl(hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, **softmax))
+        return (
+            chunked_logprobs(hidden_TD, weight_VD, targets_TK, **softmax)[0],
+            chunked_kl(hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, **softmax),
+        )
 
     assert torch.autograd.gradcheck(results, (hidden_TD, weight_VD))
 
@@ -166,8 +176,9 @@ def test_minus_zero_is_zero_and_infinities_have_their_place():
 
 
 def head_with_teacher(vocab_size=11, dim=6, teacher_dim=3):
-    head = LogprobHead(LogprobHead.Config(
-        in_features=dim, out_features=vocab_size, chunk_bytes=2 * 4 * vocab_size, bias=False))
+    head = LogprobHead(
+        LogprobHead.Config(in_features=dim, out_features=vocab_size, chunk_bytes=2 * 4 * vocab_size, bias=False)
+    )
     with torch.no_grad():
         head.weight.copy_(drawn(vocab_size, dim, seed=1))
     head.hold_teacher(drawn(vocab_size, teacher_dim, seed=2).float(), 0, 1)
@@ -182,14 +193,20 @@ def test_a_head_says_what_it_was_asked_for_and_no_more():
     head.target(targets_T, 0.7, teacher_hidden_TD=teacher_hidden_TD)
     said = head(input)
     assert said.keys() == {"policy_logprobs", "entropy", "teacher_kl"} and said["teacher_kl"].requires_grad
-    torch.testing.assert_close(said["teacher_kl"][0], chunked_kl(
-        input[0], head.weight, teacher_hidden_TD, head.teacher_weight_VD, temperature=0.7, chunk_tokens=5))
+    torch.testing.assert_close(
+        said["teacher_kl"][0],
+        chunked_kl(input[0], head.weight, teacher_hidden_TD, head.teacher_weight_VD, temperature=0.7, chunk_tokens=5),
+    )
     head.target(targets_T, 0.7, top_k=4, hidden=True)
     with torch.no_grad():
         said = head(input)
     assert {name: tuple(rows.shape) for name, rows in said.items()} == {
-        "policy_logprobs": (1, 5), "entropy": (1, 5), "top_tokens": (1, 5, 4), "top_logprobs": (1, 5, 4),
-        "hidden": (1, 5, 6)}
+        "policy_logprobs": (1, 5),
+        "entropy": (1, 5),
+        "top_tokens": (1, 5, 4),
+        "top_logprobs": (1, 5, 4),
+        "hidden": (1, 5, 6),
+    }
     assert torch.equal(said["hidden"], input)
 
 

@@ -29,7 +29,8 @@ def test_two_tokens_of_three_by_hand():
     logprobs, entropy = chunked_logprobs(torch.eye(2), head, torch.tensor([1, 0]), chunk_tokens=1)
     assert logprobs.tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 8)])
     assert entropy.tolist() == pytest.approx(
-        [math.log(2) / 2 + math.log(4) / 2, 2 / 8 * math.log(8) + 6 / 8 * math.log(8 / 6)])
+        [math.log(2) / 2 + math.log(4) / 2, 2 / 8 * math.log(8) + 6 / 8 * math.log(8 / 6)]
+    )
 
 
 def test_temperature_divides_the_logits():
@@ -40,8 +41,12 @@ def test_temperature_divides_the_logits():
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)
-@given(num_tokens=st.integers(1, 12), chunk_tokens=st.integers(1, 14), temperature=st.floats(0.25, 4.0),
-       seed=st.integers(0, 2**32))
+@given(
+    num_tokens=st.integers(1, 12),
+    chunk_tokens=st.integers(1, 14),
+    temperature=st.floats(0.25, 4.0),
+    seed=st.integers(0, 2**32),
+)
 def test_values_and_gradients_equal_those_of_full_logits(num_tokens, chunk_tokens, temperature, seed):
     hidden_TD, weight_VD, targets_T = random_inputs(num_tokens, seed)
     upstream = torch.randn(2, num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -51,8 +56,9 @@ def test_values_and_gradients_equal_those_of_full_logits(num_tokens, chunk_token
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     for which in ([0], [1], [0, 1]):  # the log-probabilities' gradient, the entropies', and both
         grads = [
-            torch.autograd.grad([results[i] for i in which], [hidden_TD, weight_VD], [upstream[i] for i in which],
-                                retain_graph=True)
+            torch.autograd.grad(
+                [results[i] for i in which], [hidden_TD, weight_VD], [upstream[i] for i in which], retain_graph=True
+            )
             for results in (ours, full)
         ]
         for one, other in zip(*grads, strict=True):
@@ -91,7 +97,8 @@ def test_only_what_requires_a_gradient_gets_one(trained):
     (logprobs.sum() + entropy.sum()).backward()
     assert frozen.grad is None
     expected = torch.autograd.grad(
-        sum(x.sum() for x in full_logprobs(hidden_TD, weight_VD, targets_T)), leaves[trained])[0]
+        sum(x.sum() for x in full_logprobs(hidden_TD, weight_VD, targets_T)), leaves[trained]
+    )[0]
     torch.testing.assert_close(leaves[trained].grad, expected, rtol=1e-10, atol=1e-12)
 
 

@@ -14,15 +14,24 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CASES = [  # (ranks, vocabulary); a vocabulary that does not divide leaves the last rank fewer rows: 6 and 5, 4, 4 and 3
-    (2, 12), (2, 11), (3, 12), (3, 11), (3, 10)]
+    (2, 12),
+    (2, 11),
+    (3, 12),
+    (3, 11),
+    (3, 10),
+]
 TOKENS, VOCABULARY = 8192, 151_936
 
 
 def start(*args):
     """This file as a program, importing this working tree."""
     return subprocess.Popen(
-        [sys.executable, __file__, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"})
+        [sys.executable, __file__, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"},
+    )
 
 
 def answers(processes, timeout):
@@ -52,8 +61,18 @@ def test_vocabulary_parallel_results_are_those_of_full_logits(differences, size,
     for rank in range(size):
         found = differences[rank][f"{size}x{vocab_size}"]
         assert found.keys() == {
-            "logprobs", "entropy", "grad_hidden", "grad_weight", "several", "kl", "several_grad_hidden",
-            "several_grad_weight", "hidden", "top_logprobs", "top_tokens_that_differ"}
+            "logprobs",
+            "entropy",
+            "grad_hidden",
+            "grad_weight",
+            "several",
+            "kl",
+            "several_grad_hidden",
+            "several_grad_weight",
+            "hidden",
+            "top_logprobs",
+            "top_tokens_that_differ",
+        }
         assert max(found.values()) <= 1e-6, (rank, found)
 
 
@@ -85,8 +104,11 @@ def _rank(rank: int, size: int, store: str) -> dict:
         upstream = torch.randn(2, num_tokens, generator=generator)
 
         # 8 tokens a chunk on every rank, whatever its own number of rows.
-        head = LogprobHead(LogprobHead.Config(
-            in_features=dim, out_features=vocab_size, chunk_bytes=8 * 4 * -(-vocab_size // num_ranks), bias=False))
+        head = LogprobHead(
+            LogprobHead.Config(
+                in_features=dim, out_features=vocab_size, chunk_bytes=8 * 4 * -(-vocab_size // num_ranks), bias=False
+            )
+        )
         mesh = meshes[num_ranks]
         head.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
         cut_hidden = distribute_tensor(hidden[None], mesh, [Replicate()]).requires_grad_()
@@ -104,7 +126,8 @@ def _rank(rank: int, size: int, store: str) -> dict:
             "entropy": float((cut[1] - full[1]).detach().abs().max()),
             "grad_hidden": relative(cut_hidden.grad.full_tensor()[0], full_hidden.grad),
             "grad_weight": relative(head.weight.grad.full_tensor(), full_weight.grad),
-            **distilled(mesh, head, hidden, weight, targets)}
+            **distilled(mesh, head, hidden, weight, targets),
+        }
 
     def distilled(mesh, head, hidden, weight, targets) -> dict[str, float]:
         """Three targets a token and the KL to a teacher of another size, with gradients; the five likeliest tokens of a
@@ -135,7 +158,7 @@ def _rank(rank: int, size: int, store: str) -> dict:
         head.target(targets, temperature, top_k=5, hidden=True)
         with torch.no_grad():
             said = head(cut_hidden)
-            logits = hidden @ weight[:-(-vocab_size // 2)].T / temperature  # of each row once
+            logits = hidden @ weight[: -(-vocab_size // 2)].T / temperature  # of each row once
             pairs = logits.sort(descending=True, stable=True).indices
             tokens = torch.stack([2 * pairs, 2 * pairs + 1], -1).flatten(1)
             tokens = torch.stack([row[row < vocab_size] for row in tokens])[:, :5]
@@ -147,7 +170,8 @@ def _rank(rank: int, size: int, store: str) -> dict:
             "several_grad_weight": relative(grads[1], weight.grad),
             "hidden": float((said["hidden"][0] - hidden).detach().abs().max()),
             "top_tokens_that_differ": int((said["top_tokens"][0] != tokens).sum()),
-            "top_logprobs": float((said["top_logprobs"][0] - logp.gather(1, tokens)).abs().max())}
+            "top_logprobs": float((said["top_logprobs"][0] - logp.gather(1, tokens)).abs().max()),
+        }
 
     def relative(a, b) -> float:
         return float((a - b).norm() / b.norm())

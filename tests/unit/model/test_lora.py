@@ -71,8 +71,9 @@ def test_making_a_spec_leaves_the_one_it_is_made_of():
     assert repr(spec.model.to_dict()) == before
 
 
-@pytest.mark.parametrize("targets", [
-    ["qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ["qkv_proj"], ["down_proj", "o_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ["qkv_proj"], ["down_proj", "o_proj"]]
+)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_the_merged_model_computes_what_the_adapted_one_does(targets, kv_heads):
     config = LoRAConfig(rank=3, alpha=5.0, target_modules=targets)
@@ -102,7 +103,10 @@ def test_rows_of_the_fused_layer_by_hand():
     b = torch.arange(8.0)[:, None]
     parts = dict(lora._split_fused(b, {"wq": 4, "wk": 2, "wv": 2}, 2))
     assert {name: part[:, 0].tolist() for name, part in parts.items()} == {
-        "wq": [0, 1, 4, 5], "wk": [2, 6], "wv": [3, 7]}
+        "wq": [0, 1, 4, 5],
+        "wk": [2, 6],
+        "wv": [3, 7],
+    }
 
 
 def test_query_key_and_value_share_one_a():
@@ -130,7 +134,8 @@ def test_experts_have_no_adapters_and_asking_for_them_is_refused():
         lora.lora_spec(spec, LoRAConfig())
     assert str(caught.value) == (
         "trainer.lora.target_modules='gate_proj': no linear layer of this model is one (experts of a mixture have no "
-        "adapters); use qkv_proj, o_proj")
+        "adapters); use qkv_proj, o_proj"
+    )
     spec.model.layers = spec.model.layers[:1]
     with torch.device("meta"):
         model = lora.lora_spec(spec, LoRAConfig(target_modules=["qkv_proj", "o_proj"])).model.build()

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_rl.model.config import (
-    BUILTIN_ASSETS, ModelConfig, Qwen3Shape, assets_dir, has_weights, missing_weights, resolve_shape, write_model_dir,
+    BUILTIN_ASSETS,
+    ModelConfig,
+    Qwen3Shape,
+    assets_dir,
+    has_weights,
+    missing_weights,
+    resolve_shape,
+    write_model_dir,
 )
 from torchtitan_rl.model.spec import build_spec, shape_of
 
@@ -16,10 +23,19 @@ TINY = Qwen3Shape(vocab_size=11, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, he
 
 shapes = st.builds(
     lambda n_kv_heads, shared, half, **sizes: Qwen3Shape(
-        n_heads=n_kv_heads * shared, n_kv_heads=n_kv_heads, head_dim=2 * half, max_seq_len=8, **sizes),
-    n_kv_heads=st.integers(1, 3), shared=st.integers(1, 3), half=st.integers(1, 5), vocab_size=st.integers(1, 40),
-    dim=st.integers(1, 30), n_layers=st.integers(1, 3), hidden_dim=st.integers(1, 50), tie_embeddings=st.booleans(),
-    rope_theta=st.sampled_from([1e4, 1e6]), norm_eps=st.sampled_from([1e-6, 1e-5]))
+        n_heads=n_kv_heads * shared, n_kv_heads=n_kv_heads, head_dim=2 * half, max_seq_len=8, **sizes
+    ),
+    n_kv_heads=st.integers(1, 3),
+    shared=st.integers(1, 3),
+    half=st.integers(1, 5),
+    vocab_size=st.integers(1, 40),
+    dim=st.integers(1, 30),
+    n_layers=st.integers(1, 3),
+    hidden_dim=st.integers(1, 50),
+    tie_embeddings=st.booleans(),
+    rope_theta=st.sampled_from([1e4, 1e6]),
+    norm_eps=st.sampled_from([1e-6, 1e-5]),
+)
 
 
 def refusal(function, *args):
@@ -58,12 +74,34 @@ def test_a_hugging_face_config_has_the_ids_of_the_tokenizer():
 
 def test_a_config_as_older_transformers_wrote_it(tmp_path):
     # rope_theta at the top level, no head_dim, no tie_word_embeddings, no rms_norm_eps.
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "qwen3", "vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 24, "rope_theta": 10000.0, "max_position_embeddings": 32}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "qwen3",
+                "vocab_size": 11,
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 24,
+                "rope_theta": 10000.0,
+                "max_position_embeddings": 32,
+            }
+        )
+    )
     assert Qwen3Shape.from_hf(tmp_path / "config.json") == Qwen3Shape(
-        vocab_size=11, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, hidden_dim=24, max_seq_len=32,
-        rope_theta=1e4, tie_embeddings=False, norm_eps=1e-6)
+        vocab_size=11,
+        dim=16,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=4,
+        hidden_dim=24,
+        max_seq_len=32,
+        rope_theta=1e4,
+        tie_embeddings=False,
+        norm_eps=1e-6,
+    )
 
 
 def test_a_config_as_newer_transformers_writes_it(tmp_path):
@@ -81,7 +119,8 @@ def test_another_kind_of_model_is_refused(model_type, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert refusal(resolve_shape, ModelConfig(assets=str(tmp_path))) == (
         f"model.assets={str(tmp_path)!r}: its config.json says model_type={model_type!r}; "
-        "only Qwen3 (model_type 'qwen3' or 'qwen3_moe') is supported")
+        "only Qwen3 (model_type 'qwen3' or 'qwen3_moe') is supported"
+    )
 
 
 @pytest.mark.parametrize("content", ["{", '{"model_type": "qwen3", "hidden_size": 16}'], ids=["not json", "no sizes"])
@@ -93,18 +132,20 @@ def test_a_damaged_config_is_refused_by_its_directory(content, tmp_path):
 def test_assets_that_are_not_there_are_refused(tmp_path):
     missing = str(tmp_path / "qwen")
     assert refusal(assets_dir, ModelConfig(assets=missing)) == (
-        f"model.assets={missing!r}: there is no such directory; give a Hugging Face model directory or one of "
-        "['chars']")
+        f"model.assets={missing!r}: there is no such directory; give a Hugging Face model directory or one of ['chars']"
+    )
 
 
 def test_sizes_that_nobody_gave_are_refused():
     assert refusal(resolve_shape, ModelConfig(assets="chars")) == (
-        "model.assets='chars': has no config.json; give model.shape, model.flavor or a model directory")
+        "model.assets='chars': has no config.json; give model.shape, model.flavor or a model directory"
+    )
 
 
 def test_a_shape_and_a_flavour_together_are_refused():
     assert refusal(resolve_shape, ModelConfig(shape=TINY, flavor="0.6B")) == (
-        "model.flavor='0.6B': model.shape is set too; keep one of them")
+        "model.flavor='0.6B': model.shape is set too; keep one of them"
+    )
 
 
 def test_a_shape_of_ones_own_is_taken_as_it_is():
@@ -129,6 +170,7 @@ def test_a_run_that_must_start_from_a_checkpoint_does_not_start_without_one(tmp_
     assert missing_weights(ModelConfig(assets=directory)) == ""
     assert missing_weights(ModelConfig(assets=directory, pretrained=True)) == (
         f"model.assets={directory!r}: has no safetensors, and model.pretrained is set; "
-        "give --model.assets the directory of a checkpoint")
+        "give --model.assets the directory of a checkpoint"
+    )
     (tmp_path / "model.safetensors").touch()
     assert missing_weights(ModelConfig(assets=directory, pretrained=True)) == ""

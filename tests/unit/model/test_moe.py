@@ -26,8 +26,17 @@ CPU = torch.device("cpu")
 
 
 def tiny(**changes):
-    sizes = dict(vocab_size=11, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24, max_seq_len=32,
-                 experts=ExpertsShape(num_experts=6, top_k=2))
+    sizes = dict(
+        vocab_size=11,
+        dim=16,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        hidden_dim=24,
+        max_seq_len=32,
+        experts=ExpertsShape(num_experts=6, top_k=2),
+    )
     return Qwen3Shape(**{**sizes, **changes})
 
 
@@ -75,28 +84,54 @@ def test_a_shape_survives_a_torchtitan_and_a_hugging_face_config(coeff, tmp_path
 
 def test_the_30b_flavour_is_the_model_of_that_name(tmp_path):
     # As published; intermediate_size is of dense layers, of which there are none.
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
-        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1000000.0, "max_position_embeddings": 40960,
-        "tie_word_embeddings": False, "rms_norm_eps": 1e-6}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "qwen3_moe",
+                "vocab_size": 151936,
+                "hidden_size": 2048,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                "rope_theta": 1000000.0,
+                "max_position_embeddings": 40960,
+                "tie_word_embeddings": False,
+                "rms_norm_eps": 1e-6,
+            }
+        )
+    )
     shape = resolve_shape(ModelConfig(assets=str(tmp_path)))
     assert shape == flavor_shape("30B-A3B")
     assert shape.num_parameters == 30_532_122_624
 
 
-@pytest.mark.parametrize(("changes", "complaint"), [
-    ({"norm_topk_prob": False}, "says norm_topk_prob=False; only a Qwen3 with norm_topk_prob=True is supported"),
-    ({"mlp_only_layers": [0]}, "says mlp_only_layers=[0]; only a Qwen3 with mlp_only_layers=[] is supported"),
-    ({"decoder_sparse_step": 2}, "says decoder_sparse_step=2; only a Qwen3 with decoder_sparse_step=1 is supported"),
-    ({"num_experts": ...}, "has no num_experts; fetch the directory again"),
-], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"norm_topk_prob": False}, "says norm_topk_prob=False; only a Qwen3 with norm_topk_prob=True is supported"),
+        ({"mlp_only_layers": [0]}, "says mlp_only_layers=[0]; only a Qwen3 with mlp_only_layers=[] is supported"),
+        (
+            {"decoder_sparse_step": 2},
+            "says decoder_sparse_step=2; only a Qwen3 with decoder_sparse_step=1 is supported",
+        ),
+        ({"num_experts": ...}, "has no num_experts; fetch the directory again"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
 def test_a_mixture_of_another_kind_is_refused(changes, complaint, tmp_path):
     content = {name: value for name, value in {**tiny().to_hf(1, 0), **changes}.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert refusal(resolve_shape, ModelConfig(assets=str(tmp_path))) == (
-        f"model.assets={str(tmp_path)!r}: its config.json {complaint}")
+        f"model.assets={str(tmp_path)!r}: its config.json {complaint}"
+    )
 
 
 # The experts' arithmetic.
@@ -115,9 +150,12 @@ def test_experts_multiply_in_the_dtype_of_their_input(dtype):
     got, got_rows = {name: weight.grad.clone() for name, weight in experts.named_parameters()}, rows.grad.clone()
     experts.zero_grad()
     rows.grad = None
-    expected = torch.cat([
-        (F.silu(part @ w1.to(dtype).T) * (part @ w3.to(dtype).T)) @ w2.to(dtype).T
-        for part, w1, w2, w3 in zip(rows.split([2, 0, 3]), experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)])
+    expected = torch.cat(
+        [
+            (F.silu(part @ w1.to(dtype).T) * (part @ w3.to(dtype).T)) @ w2.to(dtype).T
+            for part, w1, w2, w3 in zip(rows.split([2, 0, 3]), experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
+        ]
+    )
     expected.float().square().sum().backward()
     assert out.dtype == dtype
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
@@ -146,8 +184,11 @@ def test_the_trainers_model_is_transformers_qwen3_moe(tie_embeddings, tmp_path):
     spec = for_training(shape)
     model = with_random_weights(spec)
     state = spec.state_dict_adapter(spec.model, None).to_hf(model.state_dict())
-    save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, tmp_path / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in state.items()},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (tmp_path / "config.json").write_text(json.dumps(shape.to_hf(1, 0)))
     reference, info = Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -156,8 +197,11 @@ def test_the_trainers_model_is_transformers_qwen3_moe(tie_embeddings, tmp_path):
     with torch.no_grad():
         expected_LV = reference.eval()(tokens[None]).logits[0].log_softmax(-1)
         batch = Microbatch(  # the document once per token of the vocabulary, scored against that token
-            tokens_T=tokens.repeat(vocab), target_tokens_T=torch.arange(vocab).repeat_interleave(len(tokens)),
-            lengths=[len(tokens)] * vocab, loss_inputs={})
+            tokens_T=tokens.repeat(vocab),
+            target_tokens_T=torch.arange(vocab).repeat_interleave(len(tokens)),
+            lengths=[len(tokens)] * vocab,
+            loss_inputs={},
+        )
         logprobs_T = forward_logprobs(model, batch, CPU, temperature=1.0)["policy_logprobs"]
     torch.testing.assert_close(logprobs_T.view(vocab, -1).T, expected_LV, rtol=0, atol=1e-4)
     assert expected_LV.std() > 0.5  # a model that says something, so that agreement means something
@@ -211,9 +255,12 @@ def test_slices_of_experts_sum_to_the_whole(generator_plan):
     with torch.no_grad():
         whole, parts = layer(x_BLD), []
         for rank in range(2):
-            part.load_state_dict({
-                name: generator_plan.shard_for_rank(f"layers.0.moe.{name}", tensor, rank, 2)
-                for name, tensor in layer.state_dict().items()})
+            part.load_state_dict(
+                {
+                    name: generator_plan.shard_for_rank(f"layers.0.moe.{name}", tensor, rank, 2)
+                    for name, tensor in layer.state_dict().items()
+                }
+            )
             parts.append(part(x_BLD))
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-5)
     assert whole.std() > 0.1 and not torch.allclose(parts[0], parts[1], atol=0.1)
@@ -224,10 +271,12 @@ def test_slices_of_experts_sum_to_the_whole(generator_plan):
 
 def run_config(**shape):
     config = RunConfig(
-        name="unit", task=LetterSort.Config(min_letters=4, max_letters=6),
+        name="unit",
+        task=LetterSort.Config(min_letters=4, max_letters=6),
         model=ModelConfig(assets="chars", shape=tiny(**{"vocab_size": 64, "max_seq_len": 64, **shape})),
         sampling=SamplingConfig(max_prompt_tokens=8, max_tokens=12),
-        generator=GeneratorConfig(dtype="float32", max_model_len=32))
+        generator=GeneratorConfig(dtype="float32", max_model_len=32),
+    )
     config.trainer.training.seq_len = 32
     return config
 
@@ -243,47 +292,69 @@ DP = "--trainer.parallelism.data-parallel-shard-degree"
 TP = "--trainer.parallelism.tensor-parallel-degree"
 
 
-@pytest.mark.parametrize("overrides", [
-    [], [EP, "2", DP, "2"], [EP, "2", TP, "2"], [EP, "2", DP, "4"], [EP, "2", DP, "2", TP, "2"],
-    ["--generator.tensor-parallel-degree", "2"], ["--model.shape.experts.num-experts", "4"],
-])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [EP, "2", DP, "2"],
+        [EP, "2", TP, "2"],
+        [EP, "2", DP, "4"],
+        [EP, "2", DP, "2", TP, "2"],
+        ["--generator.tensor-parallel-degree", "2"],
+        ["--model.shape.experts.num-experts", "4"],
+    ],
+)
 def test_layouts_that_experts_allow(overrides):
     config = run_config()
     apply_overrides(config, overrides)
     validate(config)
 
 
-@pytest.mark.parametrize(("overrides", "degree", "ranks", "fits"), [
-    ([EP, "2"], 2, 1, [1]),
-    ([EP, "3", DP, "4"], 3, 4, [1, 2]),
-    ([EP, "4", DP, "4"], 4, 4, [1, 2]),  # four ranks, but six experts
-    ([EP, "2", "--trainer.parallelism.data-parallel-replicate-degree", "2"], 2, 1, [1]),
-])
+@pytest.mark.parametrize(
+    ("overrides", "degree", "ranks", "fits"),
+    [
+        ([EP, "2"], 2, 1, [1]),
+        ([EP, "3", DP, "4"], 3, 4, [1, 2]),
+        ([EP, "4", DP, "4"], 4, 4, [1, 2]),  # four ranks, but six experts
+        ([EP, "2", "--trainer.parallelism.data-parallel-replicate-degree", "2"], 2, 1, [1]),
+    ],
+)
 def test_an_expert_parallel_degree_that_does_not_fit(overrides, degree, ranks, fits):
     assert invalid(*overrides) == (
         f"trainer.parallelism.expert_parallel_degree={degree}: must divide the model's num_experts=6 and "
-        f"data_parallel_shard_degree x tensor_parallel_degree = {ranks}, whose ranks it uses; use one of {fits}")
+        f"data_parallel_shard_degree x tensor_parallel_degree = {ranks}, whose ranks it uses; use one of {fits}"
+    )
 
 
 def test_expert_parallelism_without_experts():
     assert invalid(EP, "2", DP, "2", experts=None) == (
-        "trainer.parallelism.expert_parallel_degree=2: the model has no experts; use 1")
+        "trainer.parallelism.expert_parallel_degree=2: the model has no experts; use 1"
+    )
     assert invalid(EP, "0") == "trainer.parallelism.expert_parallel_degree=0: must be at least 1"
 
 
 @pytest.mark.parametrize("top_k", [0, 7])
 def test_more_experts_per_token_than_there_are(top_k):
     assert invalid(experts=ExpertsShape(num_experts=6, top_k=top_k)) == (
-        f"model.shape.experts.top_k={top_k}: must be from 1 to num_experts=6")
+        f"model.shape.experts.top_k={top_k}: must be from 1 to num_experts=6"
+    )
 
 
-@pytest.mark.parametrize(("overrides", "complaint"), [
-    (["--trainer.parallelism.data-parallel-replicate-degree", "2"],
-     "data_parallel_replicate_degree=2: a checkpoint's experts cannot be read into replicas; use 1, and a larger "
-     "data_parallel_shard_degree"),
-    ([DP, "4"], "data_parallel_shard_degree=4: a checkpoint's num_experts=6 cannot be read into 4 equal parts; use a "
-     "degree that divides them"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (
+            ["--trainer.parallelism.data-parallel-replicate-degree", "2"],
+            "data_parallel_replicate_degree=2: a checkpoint's experts cannot be read into replicas; use 1, and a larger "
+            "data_parallel_shard_degree",
+        ),
+        (
+            [DP, "4"],
+            "data_parallel_shard_degree=4: a checkpoint's num_experts=6 cannot be read into 4 equal parts; use a "
+            "degree that divides them",
+        ),
+    ],
+)
 def test_layouts_that_a_checkpoint_cannot_be_read_into(overrides, complaint, tmp_path):
     config = run_config()
     apply_overrides(config, overrides)
@@ -296,7 +367,8 @@ def test_layouts_that_a_checkpoint_cannot_be_read_into(overrides, complaint, tmp
 
 def test_vllms_own_model_is_for_dense_models():
     assert invalid("--generator.model-impl", "vllm") == (
-        "generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
+        "generator.model_impl='vllm': is for dense models only; use 'torchtitan'"
+    )
 
 
 def test_sizes_that_the_experts_kernel_cannot_take():
@@ -305,9 +377,11 @@ def test_sizes_that_the_experts_kernel_cannot_take():
     assert invalid(hidden_dim=26) == "model.shape.hidden_dim: 26 " + needs.format(*fp32)
     assert invalid(dim=18) == "model.shape.dim: 18 " + needs.format(*fp32)
     assert invalid("--generator.dtype", "bfloat16", hidden_dim=20) == (
-        "model.shape.hidden_dim: 20 " + needs.format(*bf16))
+        "model.shape.hidden_dim: 20 " + needs.format(*bf16)
+    )
     assert invalid(TP, "2", hidden_dim=20) == (
-        "model.shape.hidden_dim: 10 on each of 2 tensor-parallel ranks " + needs.format(*fp32))
+        "model.shape.hidden_dim: 10 on each of 2 tensor-parallel ranks " + needs.format(*fp32)
+    )
     config = run_config(hidden_dim=20)  # with expert parallelism the trainer's TP ranks hold whole experts
     apply_overrides(config, [TP, "2", EP, "2"])
     validate(config)
@@ -323,7 +397,8 @@ def test_a_device_without_the_experts_kernel_is_refused(monkeypatch):
     assert invalid() == (
         "trainer.training.mixed_precision_param='float32': experts need torch's grouped matrix product, which torch "
         f"{torch.__version__} refuses on this CPU (Could not run 'aten::_grouped_mm'); use a dense model or another "
-        "device")
+        "device"
+    )
     validate(run_config(experts=None))  # a dense model does not ask for it
 
 

@@ -82,7 +82,8 @@ def test_a_generator_rank_has_its_share_of_heads_and_features(generator_plan):
         assert (attention.n_heads, attention.n_kv_heads) == (2, 1)
         assert (attention.qkv_linear.n_heads, attention.qkv_linear.n_kv_heads) == (2, 1)
         assert attention.inner_attention == generator_plan.PagedAttention.Config(
-            layer=index, n_heads=2, n_kv_heads=1, head_dim=8)
+            layer=index, n_heads=2, n_kv_heads=1, head_dim=8
+        )
         # Half of 4 query, 2 key and 2 value heads of 8; half of the feed-forward's 24.
         layers = (attention.qkv_linear.wqkv, attention.wo, ffn.w1, ffn.w3, ffn.w2)
         assert [(x.in_features, x.out_features) for x in layers] == [(16, 32), (16, 16), (16, 12), (16, 12), (12, 16)]
@@ -91,11 +92,10 @@ def test_a_generator_rank_has_its_share_of_heads_and_features(generator_plan):
     assert spec.model.lm_head.out_features == 11  # embedding and head are whole on every rank
 
 
-@pytest.mark.parametrize(("degree", "changes", "complaint"), [
-    (3, {}, "n_heads=4"),
-    (4, {}, "n_kv_heads=2"),
-    (2, {"hidden_dim": 25}, "hidden_dim=25"),
-])
+@pytest.mark.parametrize(
+    ("degree", "changes", "complaint"),
+    [(3, {}, "n_heads=4"), (4, {}, "n_kv_heads=2"), (2, {"hidden_dim": 25}, "hidden_dim=25")],
+)
 def test_degrees_that_do_not_divide_are_refused(degree, changes, complaint, generator_plan):
     spec = build_spec(ModelConfig(shape=tiny(**changes)))
     before = snapshot(spec)
@@ -110,10 +110,18 @@ def test_parts_of_parameters_are_the_shapes_a_generator_rank_holds(generator_pla
     halves = {name: generator_plan.shard_for_rank(name, tensor, 1, 2).shape for name, tensor in state.items()}
     layer = {name.removeprefix("layers.1."): tuple(shape) for name, shape in halves.items() if "layers.1." in name}
     assert layer == {
-        "attention.qkv_linear.wq.weight": (16, 16), "attention.qkv_linear.wk.weight": (8, 16),
-        "attention.qkv_linear.wv.weight": (8, 16), "attention.wo.weight": (16, 16), "attention.q_norm.weight": (8,),
-        "attention.k_norm.weight": (8,), "feed_forward.w1.weight": (12, 16), "feed_forward.w2.weight": (16, 12),
-        "feed_forward.w3.weight": (12, 16), "attention_norm.weight": (16,), "ffn_norm.weight": (16,)}
+        "attention.qkv_linear.wq.weight": (16, 16),
+        "attention.qkv_linear.wk.weight": (8, 16),
+        "attention.qkv_linear.wv.weight": (8, 16),
+        "attention.wo.weight": (16, 16),
+        "attention.q_norm.weight": (8,),
+        "attention.k_norm.weight": (8,),
+        "feed_forward.w1.weight": (12, 16),
+        "feed_forward.w2.weight": (16, 12),
+        "feed_forward.w3.weight": (12, 16),
+        "attention_norm.weight": (16,),
+        "ffn_norm.weight": (16,),
+    }
     assert halves["tok_embeddings.weight"] == halves["lm_head.weight"] == (11, 16)
 
 
@@ -124,8 +132,10 @@ def test_a_column_then_a_row_layer_in_parts_sum_to_the_whole(generator_plan):
     w1 = torch.randn(24, 16, generator=generator, dtype=torch.float64)
     w2 = torch.randn(16, 24, generator=generator, dtype=torch.float64)
     parts = [
-        x @ generator_plan.shard_for_rank("layers.0.feed_forward.w1.weight", w1, rank, 2).T
-        @ generator_plan.shard_for_rank("layers.0.feed_forward.w2.weight", w2, rank, 2).T for rank in range(2)
+        x
+        @ generator_plan.shard_for_rank("layers.0.feed_forward.w1.weight", w1, rank, 2).T
+        @ generator_plan.shard_for_rank("layers.0.feed_forward.w2.weight", w2, rank, 2).T
+        for rank in range(2)
     ]
     torch.testing.assert_close(parts[0] + parts[1], x @ w1.T @ w2.T)
     assert generator_plan.shard_for_rank("layers.0.feed_forward.w1.weight", w1, 0, 1) is w1
@@ -137,12 +147,32 @@ def test_a_column_then_a_row_layer_in_parts_sum_to_the_whole(generator_plan):
 def test_the_smallest_flavours():
     small, larger = flavor_shape("0.6B"), flavor_shape("1.7B")
     assert small == Qwen3Shape(
-        vocab_size=151936, dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072,
-        rope_theta=1e6, max_seq_len=40960, tie_embeddings=True, norm_eps=1e-6)
+        vocab_size=151936,
+        dim=1024,
+        n_layers=28,
+        n_heads=16,
+        n_kv_heads=8,
+        head_dim=128,
+        hidden_dim=3072,
+        rope_theta=1e6,
+        max_seq_len=40960,
+        tie_embeddings=True,
+        norm_eps=1e-6,
+    )
     assert small.num_parameters == 596_049_920
     assert larger == Qwen3Shape(
-        vocab_size=151936, dim=2048, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=6144,
-        rope_theta=1e6, max_seq_len=40960, tie_embeddings=True, norm_eps=1e-6)
+        vocab_size=151936,
+        dim=2048,
+        n_layers=28,
+        n_heads=16,
+        n_kv_heads=8,
+        head_dim=128,
+        hidden_dim=6144,
+        rope_theta=1e6,
+        max_seq_len=40960,
+        tie_embeddings=True,
+        norm_eps=1e-6,
+    )
     assert larger.num_parameters == 1_720_574_976
 
 
@@ -186,8 +216,11 @@ def every_logprob(model, tokens, vocab_size, **kwargs):
     """(T, V) log-probabilities: the document once per token of the vocabulary, packed, scored against that token."""
     length = len(tokens)
     batch = Microbatch(
-        tokens_T=tokens.repeat(vocab_size), target_tokens_T=torch.arange(vocab_size).repeat_interleave(length),
-        lengths=[length] * vocab_size, loss_inputs={})
+        tokens_T=tokens.repeat(vocab_size),
+        target_tokens_T=torch.arange(vocab_size).repeat_interleave(length),
+        lengths=[length] * vocab_size,
+        loss_inputs={},
+    )
     with torch.no_grad():
         said = forward_logprobs(model, batch, CPU, **{"temperature": 1.0, **kwargs})
         logprobs, entropy = said["policy_logprobs"], said["entropy"]
@@ -226,10 +259,15 @@ def test_packed_documents_and_padding_do_not_change_a_log_probability():
 
     def score(which, **kwargs):
         batch = Microbatch(
-            tokens_T=torch.cat([documents[i] for i in which]), target_tokens_T=torch.cat([targets[i] for i in which]),
-            lengths=[len(documents[i]) for i in which], loss_inputs={})
+            tokens_T=torch.cat([documents[i] for i in which]),
+            target_tokens_T=torch.cat([targets[i] for i in which]),
+            lengths=[len(documents[i]) for i in which],
+            loss_inputs={},
+        )
         with torch.no_grad():
-            return forward_logprobs(model, batch, CPU, temperature=1.0, **kwargs)["policy_logprobs"].split(batch.lengths)
+            return forward_logprobs(model, batch, CPU, temperature=1.0, **kwargs)["policy_logprobs"].split(
+                batch.lengths
+            )
 
     alone = [score([i])[0] for i in range(3)]
     for order in ([0, 1, 2], [2, 0, 1]):

@@ -8,8 +8,10 @@ import textwrap
 
 def run(tmp_path, code, call="setup_rank_logging(log_dir, 'trainer', 1, 2, 'INFO', device='cpu')"):
     """(stderr, lines of the log file) of a process that sets up logging and runs the code."""
-    program = (f"import logging, sys, warnings\nfrom torchtitan_rl.observability.logs import setup_rank_logging\n"
-               f"log_dir = {str(tmp_path / 'logs')!r}\nfile = {call}\n{textwrap.dedent(code)}")
+    program = (
+        f"import logging, sys, warnings\nfrom torchtitan_rl.observability.logs import setup_rank_logging\n"
+        f"log_dir = {str(tmp_path / 'logs')!r}\nfile = {call}\n{textwrap.dedent(code)}"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
@@ -24,8 +26,9 @@ def test_the_first_line_says_who_it_is(tmp_path):
 
 
 def test_the_first_line_is_there_at_any_level_and_the_device_is_found(tmp_path):
-    stderr, lines = run(tmp_path, "logging.getLogger('x').warning('no')",
-                        "setup_rank_logging(log_dir, 'trainer', 1, 2, 'ERROR')")
+    stderr, lines = run(
+        tmp_path, "logging.getLogger('x').warning('no')", "setup_rank_logging(log_dir, 'trainer', 1, 2, 'ERROR')"
+    )
     assert re.search("trainer rank 1 of 2, .*, device (cpu|cuda:1)$", lines[0])
     assert len(lines) == 1 and stderr == ""
 
@@ -37,27 +40,35 @@ def test_warnings_reach_the_console_too(tmp_path):
 
 
 def test_third_parties_are_quiet_on_the_console_until_something_is_an_error(tmp_path):
-    stderr, lines = run(tmp_path, """
+    stderr, lines = run(
+        tmp_path,
+        """
         for name in ("vllm.engine", "torch._dynamo", "root"):
             logging.getLogger(None if name == "root" else name).warning("noise")
         logging.getLogger("vllmish").warning("mine")
         logging.getLogger("vllm").error("broken")
-    """)
+    """,
+    )
     assert stderr == "trainer-1 WARNING vllmish: mine\ntrainer-1 ERROR vllm: broken\n"
     assert sum("noise" in line for line in lines) == 3 and len(lines) == 6
 
 
 def test_python_warnings_are_captured_and_shown_unless_an_installed_package_is_to_blame(tmp_path):
-    stderr, lines = run(tmp_path, """
+    stderr, lines = run(
+        tmp_path,
+        """
         warnings.warn("ours")
         warnings.warn_explicit("theirs", UserWarning, "/x/site-packages/y.py", 3)
-    """)
+    """,
+    )
     assert "ours" in stderr and "theirs" not in stderr
     assert any("ours" in line for line in lines) and any("UserWarning: theirs" in line for line in lines)
 
 
 def test_a_second_call_changes_nothing_but_adopts_packages_with_handlers_of_their_own(tmp_path):
-    stderr, lines = run(tmp_path, """
+    stderr, lines = run(
+        tmp_path,
+        """
         theirs = logging.getLogger("transformers")
         theirs.addHandler(logging.StreamHandler())
         theirs.propagate = False
@@ -65,7 +76,8 @@ def test_a_second_call_changes_nothing_but_adopts_packages_with_handlers_of_thei
         assert setup_rank_logging(log_dir, "generator", 0, 1, "INFO") == file
         theirs.warning("special tokens")
         logging.getLogger("ours").warning("once")
-    """)
+    """,
+    )
     assert stderr == "trainer-1 WARNING ours: once\n"
     assert [line.split(": ")[-1] for line in lines[1:]] == ["special tokens", "once"]
     assert not (tmp_path / "logs" / "generator-0.log").exists()
@@ -78,11 +90,14 @@ def test_a_replaced_process_appends(tmp_path):
 
 
 def test_an_unknown_level(tmp_path):
-    run(tmp_path, """
+    run(
+        tmp_path,
+        """
         try:
             setup_rank_logging(log_dir, "trainer", 1, 2, "LOUD")
         except ValueError as error:
             assert "log level='LOUD': is not known; use DEBUG, INFO, WARNING or ERROR" == str(error)
         else:
             raise AssertionError
-    """)
+    """,
+    )

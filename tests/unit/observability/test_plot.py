@@ -31,10 +31,16 @@ def test_a_whole_run(tmp_path):
     assert check(path) > 10  # it is not blank
 
 
-@pytest.mark.parametrize("lines", [
-    REINFORCEMENT, [evaluation(0, 0.3)], [*SUPERVISED, evaluation(0, math.nan)], REINFORCEMENT[:1],
-    [evaluation(0, 0.1, name=f"set {index}") for index in range(7)],
-])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        REINFORCEMENT,
+        [evaluation(0, 0.3)],
+        [*SUPERVISED, evaluation(0, math.nan)],
+        REINFORCEMENT[:1],
+        [evaluation(0, 0.1, name=f"set {index}") for index in range(7)],
+    ],
+)
 def test_parts_of_a_run(tmp_path, lines):
     check(plot_curve(lines, tmp_path / "curve.png"))
 
@@ -51,7 +57,9 @@ def test_nothing_to_draw(tmp_path):
 
 
 def test_importing_the_module_imports_nothing_heavy():
-    code = ("import sys; from torchtitan_rl import metrics; "
-            "from torchtitan_rl.observability import logs, plot, progress, run_dir; "
-            "print([m for m in ('torch', 'vllm', 'monarch', 'matplotlib') if m in sys.modules])")
+    code = (
+        "import sys; from torchtitan_rl import metrics; "
+        "from torchtitan_rl.observability import logs, plot, progress, run_dir; "
+        "print([m for m in ('torch', 'vllm', 'monarch', 'matplotlib') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

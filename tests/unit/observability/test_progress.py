@@ -92,7 +92,8 @@ def test_an_inner_phase_leaves_no_line_unless_it_fails(clock):
         with progress.phase("evaluation", total=2):
             raise RuntimeError
     assert out.getvalue() == (
-        "evaluation: 0/2 stopped after 0.0 s\nreinforcement: 1/9 stopped after 0.0 s, reward 0.5\n")
+        "evaluation: 0/2 stopped after 0.0 s\nreinforcement: 1/9 stopped after 0.0 s, reward 0.5\n"
+    )
 
 
 def test_quiet_prints_errors_only(clock, capsys):

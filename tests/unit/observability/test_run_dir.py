@@ -13,8 +13,10 @@ LINE = {"step": 3, "phase": "reinforcement", "reward/mean": 0.1, "time/step_s": 
 
 def rollout(id, *turns, **fields):
     """Each turn is (tokens, policy versions, finish reason)."""
-    completions = [Completion(tokens=tokens, logprobs=[-1.0] * len(tokens), policy_versions=versions, finish_reason=why)
-                   for tokens, versions, why in turns]
+    completions = [
+        Completion(tokens=tokens, logprobs=[-1.0] * len(tokens), policy_versions=versions, finish_reason=why)
+        for tokens, versions, why in turns
+    ]
     turns = [Turn(prompt_tokens=[1], completion=completion) for completion in completions]
     return Rollout(id=id, task=Task(id="sort/train/17", prompt="cab="), turns=turns, **fields)
 
@@ -56,7 +58,8 @@ def test_metrics_keep_every_bit_and_are_on_disk_at_once(tmp_path):
     run_dir.log_metrics(LINE)
     assert (tmp_path / "metrics.jsonl").read_text() == (
         '{"step": 3, "phase": "reinforcement", "reward/mean": 0.1, "time/step_s": 1e-300, '
-        '"optim/lr": 0.3333333333333333}\n')
+        '"optim/lr": 0.3333333333333333}\n'
+    )
     run_dir.log_metrics({"step": 4, "phase": "evaluation", "eval/split": "test", "eval/pass@8": 1})
     assert run_dir.read_metrics() == [LINE, {"step": 4, "phase": "evaluation", "eval/split": "test", "eval/pass@8": 1}]
 
@@ -69,7 +72,7 @@ def test_what_is_not_finite_stays_valid_json(tmp_path):
         raise AssertionError(name)
 
     json.loads(run_dir.metrics_file.read_text(), parse_constant=no_constants)
-    line, = run_dir.read_metrics()
+    (line,) = run_dir.read_metrics()
     assert math.isnan(line["loss/mean"]) and line["optim/grad_norm"] == -math.inf
 
 
@@ -109,9 +112,20 @@ def test_rollouts(tmp_path):
     run_dir.log_rollouts(7, "evaluation", [RolloutGroup(id="e/0", rollouts=[rollout("e/0/0", text="\udc80")])])
     records = lines(tmp_path / "rollouts" / "step-000007.jsonl")
     assert records[0] == {
-        "step": 7, "phase": "reinforcement", "group_id": "7/0", "rollout_id": "7/0/0", "task_id": "sort/train/17",
-        "prompt": "cab=", "text": "abc é\u2028\n", "reward": 1.0, "advantage": 0.5, "num_tokens": [3, 1],
-        "finish_reason": "length", "policy_version_min": 2, "policy_version_max": 4}
+        "step": 7,
+        "phase": "reinforcement",
+        "group_id": "7/0",
+        "rollout_id": "7/0/0",
+        "task_id": "sort/train/17",
+        "prompt": "cab=",
+        "text": "abc é\u2028\n",
+        "reward": 1.0,
+        "advantage": 0.5,
+        "num_tokens": [3, 1],
+        "finish_reason": "length",
+        "policy_version_min": 2,
+        "policy_version_max": 4,
+    }
     assert (records[1]["advantage"], records[1]["num_tokens"], records[1]["finish_reason"]) == (-0.5, [], None)
     assert (records[2]["phase"], records[2]["advantage"], records[2]["text"]) == ("evaluation", None, "\udc80")
     assert len(records) == 3
@@ -121,4 +135,7 @@ def test_config(tmp_path):
     run_dir = RunDir.create(tmp_path)
     run_dir.write_config({"seed": 0, "trainer": {"lr": 0.003, "betas": (0.9, 0.95)}, "clip_high": math.inf})
     assert json.loads((tmp_path / "config.json").read_text()) == {
-        "seed": 0, "trainer": {"lr": 0.003, "betas": [0.9, 0.95]}, "clip_high": "Infinity"}
+        "seed": 0,
+        "trainer": {"lr": 0.003, "betas": [0.9, 0.95]},
+        "clip_high": "Infinity",
+    }

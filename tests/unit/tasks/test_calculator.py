@@ -59,11 +59,16 @@ def test_in_chat_calls_are_answered_with_tool_messages():
 
 def test_problems_are_within_the_config_and_splits_share_none():
     family = Calculator.Config(min_digits=1, max_digits=2, operators="*", num_validation=30, num_test=30).build()
-    prompts = {split: {family.task(split, i).prompt for i in range(count)}
-               for split, count in (("train", 2000), ("validation", 30), ("test", 30))}
+    prompts = {
+        split: {family.task(split, i).prompt for i in range(count)}
+        for split, count in (("train", 2000), ("validation", 30), ("test", 30))
+    }
     assert len(prompts["validation"]) == len(prompts["test"]) == 30
-    assert not (prompts["train"] & prompts["test"] or prompts["train"] & prompts["validation"]
-                or prompts["validation"] & prompts["test"])
+    assert not (
+        prompts["train"] & prompts["test"]
+        or prompts["train"] & prompts["validation"]
+        or prompts["validation"] & prompts["test"]
+    )
     for prompt in prompts["train"]:
         first, second = prompt.removesuffix("=").split("*")
         assert 1 <= int(first) <= 99 and 1 <= int(second) <= 99
@@ -84,7 +89,8 @@ def test_the_fraction_of_demonstrations_that_use_the_tool():
 
 def test_no_demonstration_answers_right_without_a_call():
     family = Calculator.Config(
-        min_digits=1, max_digits=1, operators="*", tool_demonstrations=0.0, num_validation=1, num_test=1).build()
+        min_digits=1, max_digits=1, operators="*", tool_demonstrations=0.0, num_validation=1, num_test=1
+    ).build()
     tasks = [family.task("train", i) for i in range(200)]
     calls = [task.prompt for task in tasks if len(task.demonstration) == 2]
     # Repeating the first number of `n*1` would be right; there are nine such problems of 81.
@@ -98,12 +104,15 @@ def test_these_tasks_never_change():
     assert family.task("test", 7) != Calculator.Config(seed=1).build().task("test", 7)
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"min_digits": 3, "max_digits": 2}, "calculator.min_digits=3, max_digits=2: do not fit"),
-    ({"operators": "+/"}, r"calculator.operators='\+/': use one or more"),
-    ({"operators": ""}, "calculator.operators=''"),
-    ({"call_reward": 1.5}, "calculator.call_reward=1.5: is not a fraction"),
-])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"min_digits": 3, "max_digits": 2}, "calculator.min_digits=3, max_digits=2: do not fit"),
+        ({"operators": "+/"}, r"calculator.operators='\+/': use one or more"),
+        ({"operators": ""}, "calculator.operators=''"),
+        ({"call_reward": 1.5}, "calculator.call_reward=1.5: is not a fraction"),
+    ],
+)
 def test_settings_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Calculator.Config(**settings)

@@ -49,11 +49,14 @@ def test_halving_always_wins():
 
 def test_splits_share_no_task():
     family = GuessNumber.Config().build()
-    tasks = {split: {(task.prompt, task.answer) for task in (family.task(split, i) for i in range(count))}
-             for split, count in (("train", 4000), ("validation", 64), ("test", 100))}
+    tasks = {
+        split: {(task.prompt, task.answer) for task in (family.task(split, i) for i in range(count))}
+        for split, count in (("train", 4000), ("validation", 64), ("test", 100))
+    }
     assert (len(tasks["validation"]), len(tasks["test"])) == (64, 100)
-    assert not (tasks["train"] & tasks["test"] or tasks["train"] & tasks["validation"]
-                or tasks["validation"] & tasks["test"])
+    assert not (
+        tasks["train"] & tasks["test"] or tasks["train"] & tasks["validation"] or tasks["validation"] & tasks["test"]
+    )
 
 
 def test_demonstrations_are_whole_games_of_guesses_in_the_range():

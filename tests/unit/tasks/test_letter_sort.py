@@ -43,8 +43,10 @@ def test_these_tasks_never_change():
 
 def test_tasks_are_the_same_in_another_process():
     # Python's own hash of a string would differ.
-    program = "from torchtitan_rl.tasks.letter_sort import LetterSort as L; " \
-              "f = L.Config().build(); print(f.task('validation', 5).prompt, f.task('train', 5).prompt)"
+    program = (
+        "from torchtitan_rl.tasks.letter_sort import LetterSort as L; "
+        "f = L.Config().build(); print(f.task('validation', 5).prompt, f.task('train', 5).prompt)"
+    )
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     family = letter_sort()
     assert printed.split() == [family.task("validation", 5).prompt, family.task("train", 5).prompt]
@@ -150,7 +152,8 @@ def test_a_reward_of_ones_own_takes_the_place_of_the_familys():
 def test_a_source_goes_through_train_and_validation():
     family = letter_sort(num_validation=4)
     assert [task.id for task in TaskSource(family, "train", seed=1).next(2)] == [
-        "letter_sort/train/4294967296", "letter_sort/train/4294967297",
+        "letter_sort/train/4294967296",
+        "letter_sort/train/4294967297",
     ]
     ids = {task.id for task in TaskSource(family, "validation", seed=1).next(4)}
     assert ids == {f"letter_sort/validation/{i}" for i in range(4)}

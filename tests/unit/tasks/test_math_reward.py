@@ -15,15 +15,21 @@ def rewards_of(answer, *completions):
     return asyncio.run(judge(math_equal, Task(id="m/0", prompt="", answer=answer), list(completions), 60.0))
 
 
-@pytest.mark.parametrize("answer, right, wrong", [
-    ("72", ["So #### 72", "It is \\boxed{72}.", "The answer is $72.0$", "3 more than 69 are 72"],
-     ["#### 71", "", "72 #### 5"]),
-    ("1,000", ["#### 1000", "\\boxed{1,000}"], ["#### 1", "#### 100"]),
-    ("-3", ["x = $-3$"], ["x = $3$"]),
-    ("\\frac{1}{2}", ["\\boxed{0.5}", "the answer is 1/2", "$\\frac{2}{4}$"], ["\\boxed{2}", "#### 1"]),
-    ("x^2+2x+1", ["$(x+1)^2$"], ["$(x+1)^3$"]),
-    ("\\sqrt{8}", ["\\boxed{2\\sqrt{2}}"], ["\\boxed{2.8}"]),
-])
+@pytest.mark.parametrize(
+    "answer, right, wrong",
+    [
+        (
+            "72",
+            ["So #### 72", "It is \\boxed{72}.", "The answer is $72.0$", "3 more than 69 are 72"],
+            ["#### 71", "", "72 #### 5"],
+        ),
+        ("1,000", ["#### 1000", "\\boxed{1,000}"], ["#### 1", "#### 100"]),
+        ("-3", ["x = $-3$"], ["x = $3$"]),
+        ("\\frac{1}{2}", ["\\boxed{0.5}", "the answer is 1/2", "$\\frac{2}{4}$"], ["\\boxed{2}", "#### 1"]),
+        ("x^2+2x+1", ["$(x+1)^2$"], ["$(x+1)^3$"]),
+        ("\\sqrt{8}", ["\\boxed{2\\sqrt{2}}"], ["\\boxed{2.8}"]),
+    ],
+)
 def test_answers_are_compared_by_value(answer, right, wrong):
     pytest.importorskip("math_verify", reason="scripts/setup.sh math")
     assert rewards_of(answer, *right, *wrong) == [1.0] * len(right) + [0.0] * len(wrong)

@@ -95,7 +95,8 @@ def test_splits_by_index_give_families_equal_shares_and_end_with_the_shortest():
     mixed = mixture(a=2, b=None, c=5)
     assert mixed.num_tasks("validation") == 6
     assert ids(mixed.task("validation", i) for i in range(6)) == [
-        f"{name}/numbers/validation/{i}" for i in range(2) for name in "abc"]
+        f"{name}/numbers/validation/{i}" for i in range(2) for name in "abc"
+    ]
     assert mixture(a=None, b=None).num_tasks("train") is None
     with pytest.raises(IndexError, match="index=6: mixture has 6 tasks in validation"):
         mixed.task("validation", 6)
@@ -132,18 +133,23 @@ def bad_reward(task, completions):
 
 def test_an_error_names_the_function_and_not_the_mixture():
     mixed = Mixture.Config(tasks={"sort": LetterSort.Config(reward=bad_reward)}).build()
-    with pytest.raises(RuntimeError, match=f"reward={__name__}:bad_reward: raised OSError: no score for task "
-                                           "'sort/letter_sort/train/0'"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"reward={__name__}:bad_reward: raised OSError: no score for task 'sort/letter_sort/train/0'",
+    ):
         asyncio.run(judge(mixed, mixed.task("train", 0), ["x"], 5.0))
 
 
-@pytest.mark.parametrize("tasks, weights, message", [
-    ({}, {}, r"mixture.tasks={}: is empty"),
-    ({"a/b": Numbers(1)}, {}, r"mixture.tasks\['a/b'\]: task ids begin with it and overrides contain it; use a"),
-    ({"a": Numbers(1)}, {"b": 1.0}, r"mixture.weights\['b'\]=1.0: there is no such task; use a"),
-    ({"a": Numbers(1)}, {"a": 0.0}, r"mixture.weights\['a'\]=0.0: must be positive and finite"),
-    ({"a": Numbers(1)}, {"a": float("inf")}, r"mixture.weights\['a'\]=inf: must be positive and finite"),
-])
+@pytest.mark.parametrize(
+    "tasks, weights, message",
+    [
+        ({}, {}, r"mixture.tasks={}: is empty"),
+        ({"a/b": Numbers(1)}, {}, r"mixture.tasks\['a/b'\]: task ids begin with it and overrides contain it; use a"),
+        ({"a": Numbers(1)}, {"b": 1.0}, r"mixture.weights\['b'\]=1.0: there is no such task; use a"),
+        ({"a": Numbers(1)}, {"a": 0.0}, r"mixture.weights\['a'\]=0.0: must be positive and finite"),
+        ({"a": Numbers(1)}, {"a": float("inf")}, r"mixture.weights\['a'\]=inf: must be positive and finite"),
+    ],
+)
 def test_mistakes_are_refused(tasks, weights, message):
     with pytest.raises(ValueError, match=message):
         Mixture.Config(tasks=tasks, weights=weights)

@@ -9,7 +9,11 @@ from torchtitan_rl.tasks.family import TaskSource, judge
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.pass_rate_filter import (
-    PassRate, PassRateFilter, prompt_hash, read_pass_rates, write_pass_rates,
+    PassRate,
+    PassRateFilter,
+    prompt_hash,
+    read_pass_rates,
+    write_pass_rates,
 )
 
 FAMILY = LetterSort.Config().build()
@@ -17,9 +21,15 @@ FAMILY = LetterSort.Config().build()
 
 def measured(path, counts, split="train"):
     """A file in which task i was passed counts[i] times in 8."""
-    write_pass_rates(path, [
-        PassRate(split=split, index=i, num_samples=8, num_correct=count, prompt_hash=prompt_hash(FAMILY.task(split, i)))
-        for i, count in enumerate(counts)])
+    write_pass_rates(
+        path,
+        [
+            PassRate(
+                split=split, index=i, num_samples=8, num_correct=count, prompt_hash=prompt_hash(FAMILY.task(split, i))
+            )
+            for i, count in enumerate(counts)
+        ],
+    )
     return str(path)
 
 

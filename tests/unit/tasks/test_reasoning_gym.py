@@ -81,7 +81,11 @@ def test_a_split_with_nothing_of_its_own_is_an_error():
 def test_data_sets_take_turns():
     family = reasoning_gym(datasets={**ADD, "spell_backward": {}}, num_train=5)
     assert [family.task("train", i).answer["dataset"] for i in range(5)] == [
-        "chain_sum", "spell_backward", "chain_sum", "spell_backward", "chain_sum",
+        "chain_sum",
+        "spell_backward",
+        "chain_sum",
+        "spell_backward",
+        "chain_sum",
     ]
 
 

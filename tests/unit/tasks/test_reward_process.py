@@ -193,8 +193,12 @@ asyncio.run(judge(never_ends, TASK, [sys.argv[1]], 60.0))
 def test_processes_end_with_a_run_that_is_interrupted_or_killed(end, tmp_path):
     file = tmp_path / "pid"
     run = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(file)], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)})
+        [sys.executable, "-c", RUN, str(file)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     deadline = time.monotonic() + 60
     while not (file.exists() and file.read_text()):
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()

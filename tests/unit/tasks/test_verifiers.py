@@ -34,9 +34,16 @@ def found(completion, answer, **kwargs) -> float:
 def load(max_turns=3, rows=10):
     from datasets import Dataset
 
-    return Higher(max_turns=max_turns, rubric=vf.Rubric(funcs=[found], weights=[2.0]), dataset=Dataset.from_dict({
-        "prompt": [[{"role": "user", "content": f"number {i}?"}] for i in range(rows)],
-        "answer": [str(i) for i in range(rows)]}))
+    return Higher(
+        max_turns=max_turns,
+        rubric=vf.Rubric(funcs=[found], weights=[2.0]),
+        dataset=Dataset.from_dict(
+            {
+                "prompt": [[{"role": "user", "content": f"number {i}?"}] for i in range(rows)],
+                "answer": [str(i) for i in range(rows)],
+            }
+        ),
+    )
 
 
 def family(load=load, **config):
@@ -44,8 +51,16 @@ def family(load=load, **config):
 
 
 def play(family, task, *said):
-    return asyncio.run(multi_turn(task, policy(*said, max_prompt_tokens=128), rollout_id="0/0/0", seed=0,
-                                  env=family.environment(task), limits=LIMITS))
+    return asyncio.run(
+        multi_turn(
+            task,
+            policy(*said, max_prompt_tokens=128),
+            rollout_id="0/0/0",
+            seed=0,
+            env=family.environment(task),
+            limits=LIMITS,
+        )
+    )
 
 
 def test_a_game_that_is_won():
@@ -55,7 +70,8 @@ def test_a_game_that_is_won():
     rollout = play(sides, task, f"{number - 1}<eos>", f"{number}<eos>")
     assert (rollout.reward, rollout.end_reason, [turn.reward for turn in rollout.turns]) == (1.0, "done", [0.0, 1.0])
     assert CHARS.decode(rollout.turns[1].prompt_tokens) == (
-        f"<user>:number {number}?\n<assistant>:{number - 1}<eos>\n<user>:higher\n<assistant>:")
+        f"<user>:number {number}?\n<assistant>:{number - 1}<eos>\n<user>:higher\n<assistant>:"
+    )
 
 
 def test_a_game_that_ends_by_its_own_limit_of_turns():
@@ -74,8 +90,10 @@ def test_siblings_do_not_share_a_state():
 
 def test_splits_share_no_row():
     sides = family()
-    rows = {split: {sides.task(split, i).answer["answer"] for i in range(sides.num_tasks(split))}
-            for split in ("train", "validation", "test")}
+    rows = {
+        split: {sides.task(split, i).answer["answer"] for i in range(sides.num_tasks(split))}
+        for split in ("train", "validation", "test")
+    }
     assert [len(rows[split]) for split in ("train", "validation", "test")] == [5, 2, 3]
     assert len(set().union(*rows.values())) == 10
 

@@ -5,7 +5,15 @@ import json
 import pytest
 
 from torchtitan_rl.weights.checkpoint import (
-    adapter_dir, hf_dir, hf_weights, model_dir, read_state, require_complete, require_lora, write_lora, write_state,
+    adapter_dir,
+    hf_dir,
+    hf_weights,
+    model_dir,
+    read_state,
+    require_complete,
+    require_lora,
+    write_lora,
+    write_state,
 )
 
 STATE = {"step": 80, "phase": "reinforcement", "policy_version": 380, "source": {"epoch": 0, "cursor": 2560}, "seed": 0}
@@ -21,7 +29,8 @@ def refusal(function, path):
 def test_a_missing_checkpoint_is_refused(function, tmp_path):
     path = tmp_path / "step-80"
     assert refusal(function, path) == (
-        f"checkpoint={str(path)!r}: there is no such directory; give a run's checkpoints/step-N")
+        f"checkpoint={str(path)!r}: there is no such directory; give a run's checkpoints/step-N"
+    )
 
 
 @pytest.mark.parametrize("function", [require_complete, hf_weights])
@@ -31,7 +40,8 @@ def test_a_half_written_checkpoint_is_refused(function, tmp_path):
     (tmp_path / "state.json").write_text(json.dumps(STATE))
     assert refusal(function, tmp_path) == (
         f"checkpoint={str(tmp_path)!r}: is incomplete (no COMPLETE marker: it was cut off while being written, or is "
-        "not a checkpoint); use another checkpoints/step-N")
+        "not a checkpoint); use another checkpoints/step-N"
+    )
 
 
 def test_a_complete_checkpoint_gives_back_its_state_and_its_weights(tmp_path):
@@ -68,14 +78,17 @@ def test_adapters_are_loaded_where_they_belong(tmp_path):
     assert adapter_dir(tmp_path) == tmp_path / "adapter"
 
 
-@pytest.mark.parametrize(("saved", "here", "complaint"), [
-    (None, RECORD, "holds a whole model and trainer.lora is set"),
-    (RECORD, None, "holds LoRA adapters only and trainer.lora is None"),
-    (RECORD, RECORD | {"rank": 4}, "was saved with trainer.lora.rank=8, here it is 4"),
-    (RECORD, RECORD | {"alpha": 8.0}, "was saved with trainer.lora.alpha=16.0, here it is 8.0"),
-    (RECORD, RECORD | {"target_modules": ["qkv_proj"]}, "was saved with trainer.lora.target_modules=['o_proj']"),
-    (RECORD, RECORD | {"base_xxh3": "f" * 16}, "other base weights (0123456789abcdef, here ffffffffffffffff)"),
-])
+@pytest.mark.parametrize(
+    ("saved", "here", "complaint"),
+    [
+        (None, RECORD, "holds a whole model and trainer.lora is set"),
+        (RECORD, None, "holds LoRA adapters only and trainer.lora is None"),
+        (RECORD, RECORD | {"rank": 4}, "was saved with trainer.lora.rank=8, here it is 4"),
+        (RECORD, RECORD | {"alpha": 8.0}, "was saved with trainer.lora.alpha=16.0, here it is 8.0"),
+        (RECORD, RECORD | {"target_modules": ["qkv_proj"]}, "was saved with trainer.lora.target_modules=['o_proj']"),
+        (RECORD, RECORD | {"base_xxh3": "f" * 16}, "other base weights (0123456789abcdef, here ffffffffffffffff)"),
+    ],
+)
 def test_adapters_of_another_kind_or_base_are_refused(saved, here, complaint, tmp_path):
     write_lora(tmp_path, saved)
     message = refusal(lambda path: require_lora(path, here), tmp_path)

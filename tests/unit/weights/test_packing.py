@@ -22,16 +22,23 @@ def published(tensors, parameters, dtype):
 
 
 def test_tensors_lie_one_after_another_at_multiples_of_64_bytes():
-    manifest = plan(3, [
-        ("w", torch.Size([3, 5]), f32, True),  # 15 x 2 bytes
-        ("rope", torch.Size([4, 5]), f32, False),  # 20 x 4 bytes, past one multiple of 64
-        ("norm", torch.Size([32]), bf16, True),  # 64 bytes exactly
-        ("scale", torch.Size([]), f32, True),
-    ], bf16)
+    manifest = plan(
+        3,
+        [
+            ("w", torch.Size([3, 5]), f32, True),  # 15 x 2 bytes
+            ("rope", torch.Size([4, 5]), f32, False),  # 20 x 4 bytes, past one multiple of 64
+            ("norm", torch.Size([32]), bf16, True),  # 64 bytes exactly
+            ("scale", torch.Size([]), f32, True),
+        ],
+        bf16,
+    )
     assert manifest.version == 3
     assert manifest.entries == {
-        "w": Entry((3, 5), bf16, 0), "rope": Entry((4, 5), f32, 64), "norm": Entry((32,), bf16, 192),
-        "scale": Entry((), bf16, 256)}
+        "w": Entry((3, 5), bf16, 0),
+        "rope": Entry((4, 5), f32, 64),
+        "norm": Entry((32,), bf16, 192),
+        "scale": Entry((), bf16, 256),
+    }
     assert [entry.nbytes for entry in manifest.entries.values()] == [30, 80, 64, 2]
     assert manifest.nbytes == 320
 
@@ -59,9 +66,12 @@ def test_what_is_read_shares_memory_with_the_buffer():
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)
-@given(shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6),
-       dtype=st.sampled_from([bf16, f32]), own=st.lists(st.sampled_from([bf16, f32]), min_size=6, max_size=6),
-       seed=st.integers(0, 2**32))
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6),
+    dtype=st.sampled_from([bf16, f32]),
+    own=st.lists(st.sampled_from([bf16, f32]), min_size=6, max_size=6),
+    seed=st.integers(0, 2**32),
+)
 def test_tensors_come_out_as_they_went_in(shapes, dtype, own, seed):
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"t{i}": torch.randn(shape, generator=generator).to(own[i]) for i, shape in enumerate(shapes)}
@@ -112,11 +122,13 @@ def test_differences_are_named():
     assert explain_difference({}, {"w": ((2, 3), bf16)}) == "w is held but not published"
     assert explain_difference(entries, {"w": ((3, 2), bf16)}) == "w has shape (2, 3) published, (3, 2) held"
     assert explain_difference(entries, {"w": ((2, 3), f32)}) == (
-        "w has dtype torch.bfloat16 published, torch.float32 held")
+        "w has dtype torch.bfloat16 published, torch.float32 held"
+    )
 
 
 def test_three_differences_are_listed_and_the_rest_counted():
     entries = {name: Entry((1,), f32, 0) for name in "abcde"}
     held = {"a": ((1,), f32), "b": ((2,), f32), "f": ((1,), f32)}
     assert explain_difference(entries, held) == (
-        "b has shape (1,) published, (2,) held; c is published but not held; d is published but not held and 2 more")
+        "b has shape (1,) published, (2,) held; c is published but not held; d is published but not held and 2 more"
+    )

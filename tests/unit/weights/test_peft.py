@@ -13,17 +13,23 @@ from torchtitan_rl.weights.peft import write_peft_dir
 
 def test_names_shapes_and_config(tmp_path):
     a = torch.randn(2, 4)
-    adapters = {"layers.3.attention.qkv_linear.wq.weight": (a, torch.randn(8, 2), 0.5),
-                "layers.3.attention.qkv_linear.wk.weight": (a, torch.randn(4, 2), 0.5),
-                "layers.0.feed_forward.w2.weight": (torch.randn(2, 6), torch.randn(4, 2), 0.5)}
+    adapters = {
+        "layers.3.attention.qkv_linear.wq.weight": (a, torch.randn(8, 2), 0.5),
+        "layers.3.attention.qkv_linear.wk.weight": (a, torch.randn(4, 2), 0.5),
+        "layers.0.feed_forward.w2.weight": (torch.randn(2, 6), torch.randn(4, 2), 0.5),
+    }
     names = Qwen3StateDictAdapter(SimpleNamespace(enable_weight_tying=True), None)
     write_peft_dir(adapters, names, LoRAConfig(rank=2, alpha=1.0), tmp_path / "new" / "adapter", base="some/base")
     held = load_file(tmp_path / "new" / "adapter" / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers"
     assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
-        f"{prefix}.3.self_attn.q_proj.lora_A.weight": (2, 4), f"{prefix}.3.self_attn.q_proj.lora_B.weight": (8, 2),
-        f"{prefix}.3.self_attn.k_proj.lora_A.weight": (2, 4), f"{prefix}.3.self_attn.k_proj.lora_B.weight": (4, 2),
-        f"{prefix}.0.mlp.down_proj.lora_A.weight": (2, 6), f"{prefix}.0.mlp.down_proj.lora_B.weight": (4, 2)}
+        f"{prefix}.3.self_attn.q_proj.lora_A.weight": (2, 4),
+        f"{prefix}.3.self_attn.q_proj.lora_B.weight": (8, 2),
+        f"{prefix}.3.self_attn.k_proj.lora_A.weight": (2, 4),
+        f"{prefix}.3.self_attn.k_proj.lora_B.weight": (4, 2),
+        f"{prefix}.0.mlp.down_proj.lora_A.weight": (2, 6),
+        f"{prefix}.0.mlp.down_proj.lora_B.weight": (4, 2),
+    }
     assert torch.equal(held[f"{prefix}.3.self_attn.k_proj.lora_A.weight"], a)
     config = json.loads((tmp_path / "new" / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 1.0, "LORA")

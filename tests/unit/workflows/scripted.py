@@ -23,9 +23,10 @@ class Scripted:
         said = self.said.pop(0)
         said = self.tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
         reason = "stop" if len(said) <= params.max_tokens else "length"
-        said = said[:params.max_tokens]
+        said = said[: params.max_tokens]
         return Completion(
-            tokens=said, logprobs=[-0.5] * len(said), policy_versions=[3] * len(said), finish_reason=reason)
+            tokens=said, logprobs=[-0.5] * len(said), policy_versions=[3] * len(said), finish_reason=reason
+        )
 
 
 def policy(*said, tokenizer=CHARS, **settings) -> Policy:

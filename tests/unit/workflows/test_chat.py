@@ -51,13 +51,20 @@ def byte_bpe(chat_template):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-        special_tokens=[AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        special_tokens=[AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")],
+    )
     corpus = ["the answer is 408 and the tool said so\nuser\nassistant\nsystem\ntool_response"] * 4
     tokenizer.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>", chat_template=chat_template,
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        chat_template=chat_template,
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
 
 
 QWEN = byte_bpe(QWEN_LIKE)
@@ -84,16 +91,24 @@ def play(env, policy):
 def trained_tokens(rollout):
     """All tokens of a rollout's longest datum, and the targets with a loss over all its datums."""
     data = to_datums([RolloutGroup(id="0", rollouts=[rollout])], AlgorithmConfig())
-    targets = [token for datum in data
-               for token, mask in zip(datum.target_tokens.tolist(), datum.loss_inputs["loss_mask"]) if mask]
+    targets = [
+        token
+        for datum in data
+        for token, mask in zip(datum.target_tokens.tolist(), datum.loss_inputs["loss_mask"])
+        if mask
+    ]
     return torch.cat([data[-1].tokens, data[-1].target_tokens[-1:]]).tolist(), targets
 
 
 def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_the_character_tokenizer():
     env = Calculator.Config(chat=True).build().environment(Task(id="c", prompt=[USER], answer="408"))
     rollout = play(env, policy("[12*34]", "408<eos>"))
-    messages = [USER, {"role": "assistant", "content": "[12*34]"}, {"role": "tool", "content": "408"},
-                {"role": "assistant", "content": "408"}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": "[12*34]"},
+        {"role": "tool", "content": "408"},
+        {"role": "assistant", "content": "408"},
+    ]
     # The call ended at its stop string: the end of that turn is the template's, not the policy's.
     rendered = CHARS.apply_chat_template(messages, return_dict=False)
     assert CHARS.decode(rendered) == "<user>:12*34\n<assistant>:[12*34]<eos>\n<tool>:408\n<assistant>:408<eos>\n"
@@ -109,8 +124,12 @@ def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_a_bpe_
     heard = [{"role": "tool", "content": "408"}, {"role": "tool", "content": "and so on"}]
     policy_ = policy(*said, tokenizer=QWEN, max_tokens=128, max_prompt_tokens=256)
     rollout = play(Talk([USER], heard, tools=tools), policy_)
-    messages = [USER, {"role": "assistant", "content": said[0].removesuffix("<|im_end|>")}, *heard,
-                {"role": "assistant", "content": "the answer is 408"}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": said[0].removesuffix("<|im_end|>")},
+        *heard,
+        {"role": "assistant", "content": "the answer is 408"},
+    ]
     rendered = QWEN.apply_chat_template(messages, tools=tools, return_dict=False)
     whole, targets = trained_tokens(rollout)
     assert QWEN.decode(rendered) == QWEN.decode(whole) + "\n"
@@ -127,7 +146,7 @@ def test_a_completion_in_tokens_that_the_tokenizer_would_not_choose_is_kept_as_i
     assert QWEN.encode("theanswer") != letters
     rollout = play(Talk([USER], [USER]), policy([*letters, end], "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256))
     whole, targets = trained_tokens(rollout)
-    assert targets[:len(letters) + 1] == [*letters, end]
+    assert targets[: len(letters) + 1] == [*letters, end]
     messages = [USER, {"role": "assistant", "content": "theanswer"}, USER, {"role": "assistant", "content": "so"}]
     rendered = QWEN.apply_chat_template(messages, return_dict=False)
     assert QWEN.decode(whole) + "\n" == QWEN.decode(rendered) and len(whole) + 1 > len(rendered)
@@ -137,23 +156,29 @@ def test_reasoning_that_a_template_would_leave_out_later_stays_in_later_prompts(
     said = "<think>\nso\n</think>\nthe answer<|im_end|>"
     rollout = play(Talk([USER], [USER]), policy(said, "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256))
     first, second = rollout.turns
-    assert second.prompt_tokens[:len(first.prompt_tokens)] == first.prompt_tokens
+    assert second.prompt_tokens[: len(first.prompt_tokens)] == first.prompt_tokens
     assert QWEN.decode(second.prompt_tokens) == (
-        "<|im_start|>user\n12*34<|im_end|>\n<|im_start|>assistant\n" + said
-        + "\n<|im_start|>user\n12*34<|im_end|>\n<|im_start|>assistant\n")
+        "<|im_start|>user\n12*34<|im_end|>\n<|im_start|>assistant\n"
+        + said
+        + "\n<|im_start|>user\n12*34<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_completion_cut_off_by_the_token_limit_is_given_the_end_of_its_turn():
     policy_ = policy("the answer is", "408<|im_end|>", tokenizer=QWEN, max_tokens=2, max_prompt_tokens=256)
     rollout = play(Talk([USER], [USER]), policy_)
     assert rollout.turns[0].completion.truncated
-    after = rollout.turns[1].prompt_tokens[len(rollout.turns[0].prompt_tokens) + 2:]
+    after = rollout.turns[1].prompt_tokens[len(rollout.turns[0].prompt_tokens) + 2 :]
     assert QWEN.decode(after) == "<|im_end|>\n<|im_start|>user\n12*34<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_conversation_to_imitate_has_the_tokens_of_a_rollout_that_says_the_same():
-    messages = [USER, {"role": "assistant", "content": "[12*34]"}, {"role": "tool", "content": "408"},
-                {"role": "assistant", "content": "408"}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": "[12*34]"},
+        {"role": "tool", "content": "408"},
+        {"role": "assistant", "content": "408"},
+    ]
     tokens, mask = Chat(CHARS).render(messages)
     assert tokens == CHARS.apply_chat_template(messages, return_dict=False)
     assert CHARS.decode([token for token, policys in zip(tokens, mask) if policys]) == "[12*34]<eos>408<eos>"
@@ -169,8 +194,13 @@ def test_a_conversation_to_imitate_has_the_tokens_of_a_rollout_that_says_the_sam
 def test_a_chatml_template_of_others_that_leaves_the_last_turn_open():
     folder = Path(importlib.util.find_spec("vllm").origin).parent / "transformers_utils" / "chat_templates"
     tokenizer = byte_bpe((folder / "template_chatml.jinja").read_text())
-    messages = [{"role": "system", "content": "so"}, USER, {"role": "assistant", "content": "the answer"}, USER,
-                {"role": "assistant", "content": "408"}]
+    messages = [
+        {"role": "system", "content": "so"},
+        USER,
+        {"role": "assistant", "content": "the answer"},
+        USER,
+        {"role": "assistant", "content": "408"},
+    ]
     tokens, mask = Chat(tokenizer).render(messages)
     assert tokens == tokenizer.apply_chat_template(messages, return_dict=False) + tokenizer.encode("<|im_end|>")
     said = tokenizer.decode([token for token, policys in zip(tokens, mask) if policys])
@@ -183,12 +213,20 @@ def mistral(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistral")
     data = Path(importlib.util.find_spec("mistral_common").origin).parent / "data"
     shutil.copy(data / "mistral_instruct_tokenizer_240323.model.v3", folder / "tokenizer.model")
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
-        "chat_template": "{{ bos_token }}{% for m in messages %}"
-                         "{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
-                         "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
-                         "{% else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% endfor %}"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "LlamaTokenizer",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "unk_token": "<unk>",
+                "chat_template": "{{ bos_token }}{% for m in messages %}"
+                "{% if m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+                "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
+                "{% else %}{{ '[INST] ' + m.content + '[/INST]' }}{% endif %}{% endfor %}",
+            }
+        )
+    )
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -198,8 +236,12 @@ def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_mistra
     policy_ = policy(*said, tokenizer=mistral, max_prompt_tokens=256)
     heard = [{"role": "tool", "content": "408, a café"}]
     rollout = play(Talk([USER], heard), policy_)
-    messages = [USER, {"role": "assistant", "content": "Compute 12*34, yes."}, *heard,
-                {"role": "assistant", "content": "It is 408."}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": "Compute 12*34, yes."},
+        *heard,
+        {"role": "assistant", "content": "It is 408."},
+    ]
     whole, targets = trained_tokens(rollout)
     assert whole == mistral.apply_chat_template(messages, return_dict=False)
     assert targets == said[0] + said[1]
@@ -207,13 +249,16 @@ def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_mistra
 
 
 def test_a_template_that_marks_no_end_of_a_turn():
-    plain = byte_bpe("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-                     "{% if add_generation_prompt %}assistant: {% endif %}")
+    plain = byte_bpe(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     chat = Chat(plain)
     assert chat.end_of_turn([USER]) is None
     newline = plain.encode("\n")
     completion = Completion(
-        tokens=[*plain.encode("so"), *newline], logprobs=[0.0] * 2, policy_versions=[0] * 2, finish_reason="stop")
+        tokens=[*plain.encode("so"), *newline], logprobs=[0.0] * 2, policy_versions=[0] * 2, finish_reason="stop"
+    )
     # A newline that was sampled may be part of what was said: the template adds its own.
     assert plain.decode(chat.extend([], completion, [USER], [USER])) == "so\n\nuser: 12*34\nassistant: "
 

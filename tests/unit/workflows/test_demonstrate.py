@@ -35,7 +35,8 @@ def test_a_list_is_played_in_the_environment():
 def test_a_list_is_played_through_the_chat_template():
     assert demonstrated(task(["[12*34]", "408"], [{"role": "user", "content": "12*34"}])) == [
         ("<user>:12*34\n<assistant>:", "[12*34]"),
-        ("<user>:12*34\n<assistant>:[12*34]<eos>\n<tool>:408\n<assistant>:", "408<eos>")]
+        ("<user>:12*34\n<assistant>:[12*34]<eos>\n<tool>:408\n<assistant>:", "408<eos>"),
+    ]
 
 
 def test_what_does_not_fit_is_refused():

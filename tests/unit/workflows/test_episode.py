@@ -72,15 +72,18 @@ def test_something_that_is_no_environment_is_refused():
         steps_of({})
 
 
-@pytest.mark.parametrize("answer, message", [
-    (None, "step returned NoneType .*return a Step"),
-    (Step(reward=float("nan"), done=True), "step gave reward nan .*finite number"),
-    (Step(reward="1", done=True), "step gave reward '1'"),
-    (Step(observation=None), "step gave NoneType None .*give text, a list of messages or a list of tokens"),
-    (Step(observation=[]), r"step gave list \[\]"),
-    (Step(observation=[{"content": "no role"}]), "step gave list"),
-    (Step(observation=[1, "2"]), "step gave list"),
-])
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        (None, "step returned NoneType .*return a Step"),
+        (Step(reward=float("nan"), done=True), "step gave reward nan .*finite number"),
+        (Step(reward="1", done=True), "step gave reward '1'"),
+        (Step(observation=None), "step gave NoneType None .*give text, a list of messages or a list of tokens"),
+        (Step(observation=[]), r"step gave list \[\]"),
+        (Step(observation=[{"content": "no role"}]), "step gave list"),
+        (Step(observation=[1, "2"]), "step gave list"),
+    ],
+)
 def test_answers_that_make_no_sense_are_refused(answer, message):
     with pytest.raises(RuntimeError, match=message):
         steps_of(Play(answer), "a")

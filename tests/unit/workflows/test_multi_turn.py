@@ -16,6 +16,7 @@ from torchtitan_rl.types import Task
 from torchtitan_rl.workflows.group import run_group, workflow_of
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 
+
 def limits(max_turns=4, max_tokens=64, timeout_s=10.0):
     return Limits(max_turns=max_turns, max_tokens=max_tokens, timeout_s=timeout_s, step_timeout_s=5.0)
 
@@ -86,7 +87,8 @@ def test_what_was_sampled_is_what_is_trained():
         family = Calculator.Config().build()
         one = group_policy()
         group = await run_group(
-            workflow_of(family, LIMITS), TASK, one, 1, group_id="0/0", seed=0, reward=family, reward_timeout_s=5)
+            workflow_of(family, LIMITS), TASK, one, 1, group_id="0/0", seed=0, reward=family, reward_timeout_s=5
+        )
         return group, one.sampler
 
     group, sampler = asyncio.run(run())
@@ -94,10 +96,14 @@ def test_what_was_sampled_is_what_is_trained():
     data = to_datums([group], AlgorithmConfig())
     whole = torch.cat([data[-1].tokens, data[-1].target_tokens[-1:]]).tolist()
     assert whole == CHARS.encode("12*34=[12*34]408;408") + [EOS]
-    assert whole[:len(sampler.asked[1][0])] == sampler.asked[1][0]
+    assert whole[: len(sampler.asked[1][0])] == sampler.asked[1][0]
     # Every sampled token is the target of exactly one position with a loss, no other token of any.
-    trained = [token for datum in data
-               for token, mask in zip(datum.target_tokens.tolist(), datum.loss_inputs["loss_mask"]) if mask]
+    trained = [
+        token
+        for datum in data
+        for token, mask in zip(datum.target_tokens.tolist(), datum.loss_inputs["loss_mask"])
+        if mask
+    ]
     assert trained == CHARS.encode("[12*34]408") + [EOS]
 
 
@@ -163,8 +169,15 @@ def test_a_family_without_environments_is_played_in_one_turn_and_judged():
 
     async def run():
         return await run_group(
-            workflow_of(family, LIMITS), task, policy("abc<eos>", "cba<eos>"), 2, group_id="0/0", seed=0, reward=family,
-            reward_timeout_s=5)
+            workflow_of(family, LIMITS),
+            task,
+            policy("abc<eos>", "cba<eos>"),
+            2,
+            group_id="0/0",
+            seed=0,
+            reward=family,
+            reward_timeout_s=5,
+        )
 
     group = asyncio.run(run())
     assert group.rewards == [1.0, 0.0] and group.rollouts[0].turns[0].reward is None
@@ -183,8 +196,16 @@ def test_a_family_may_have_environments_for_some_tasks_only():
 
     async def run(task_id, *said):
         workflow = workflow_of(Family(), limits(max_turns=2))
-        return await run_group(workflow, Task(id=task_id, prompt="go"), policy(*said), 1, group_id="0/0", seed=0,
-                               reward=Family(), reward_timeout_s=5)
+        return await run_group(
+            workflow,
+            Task(id=task_id, prompt="go"),
+            policy(*said),
+            1,
+            group_id="0/0",
+            seed=0,
+            reward=Family(),
+            reward_timeout_s=5,
+        )
 
     assert asyncio.run(run("several", "a", "b")).rewards == [1.0]
     assert asyncio.run(run("one", "a")).rewards == [9.0]

@@ -33,14 +33,21 @@ def example():
 
 
 def play(workflow, *said, n=2, **settings):
-    return asyncio.run(run_group(
-        workflow, TASK, policy(*said, **settings), n, group_id="0/0", seed=0, reward=None, reward_timeout_s=5.0))
+    return asyncio.run(
+        run_group(
+            workflow, TASK, policy(*said, **settings), n, group_id="0/0", seed=0, reward=None, reward_timeout_s=5.0
+        )
+    )
 
 
 def test_each_role_is_compared_with_its_own_kind_and_has_its_estimator(example):
     played = play(example.workflow, "ab", "y", "ba", "y")
     assert [(r.id, r.role, r.reward) for r in played.rollouts] == [
-        ("0/0/0", "solver", 1.0), ("0/0/0.judge", "judge", 1.0), ("0/0/1", "solver", 0.0), ("0/0/1.judge", "judge", 0.0)]
+        ("0/0/0", "solver", 1.0),
+        ("0/0/0.judge", "judge", 1.0),
+        ("0/0/1", "solver", 0.0),
+        ("0/0/1.judge", "judge", 0.0),
+    ]
     groups = form_groups(played.rollouts, example)
     assert [(group.id, group.rewards) for group in groups] == [("0/0/solver", [1.0, 0.0]), ("0/0/judge", [1.0, 0.0])]
     data = to_datums(groups, example)
@@ -60,9 +67,18 @@ def test_evaluations_count_the_first_rollout_of_an_attempt(example):
         def task(self, split, index):
             return TASK
 
-    result = asyncio.run(evaluate(
-        lambda temperature: policy("ba", "n"), Family(), EvalSetConfig(), name="one", label="eval", seed=0,
-        config=ControllerConfig(), workflow=example.workflow))
+    result = asyncio.run(
+        evaluate(
+            lambda temperature: policy("ba", "n"),
+            Family(),
+            EvalSetConfig(),
+            name="one",
+            label="eval",
+            seed=0,
+            config=ControllerConfig(),
+            workflow=example.workflow,
+        )
+    )
     assert result.accuracy == 0.0  # the answer was wrong; that the judge was right is another matter
 
 
@@ -79,14 +95,21 @@ def test_each_of_them_can_be_taught(example):
         return [-1.0] * (len(tokens) - 1)
 
     student.sampler.score = score
-    attempt = asyncio.run(self_distill(example.workflow, prompt=lambda rollout: "z")(TASK, student, rollout_id="0", seed=0))
+    attempt = asyncio.run(
+        self_distill(example.workflow, prompt=lambda rollout: "z")(TASK, student, rollout_id="0", seed=0)
+    )
     assert [rollout.turns[0].advantages for rollout in attempt] == [[-0.5] * 2, [-0.5]]
 
 
-@pytest.mark.parametrize(("made", "words"), [
-    ([], "returned list"), ([Rollout(id="a", task=TASK, turns=[]), None], "returned NoneType"), (None, "returned NoneType"),
-    ([Rollout(id="a", task=TASK, turns=[])] * 2, "the id 'a'; give each its own"),
-])
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ([], "returned list"),
+        ([Rollout(id="a", task=TASK, turns=[]), None], "returned NoneType"),
+        (None, "returned NoneType"),
+        ([Rollout(id="a", task=TASK, turns=[])] * 2, "the id 'a'; give each its own"),
+    ],
+)
 def test_what_is_no_list_of_rollouts_is_an_error(made, words):
     async def workflow(task, policy, *, rollout_id, seed):
         return made

@@ -57,7 +57,9 @@ def test_the_sampled_tokens_are_scored_under_the_other_prompt_by_the_teachers_ve
 
 def test_in_evaluations_nothing_is_scored():
     student = scored("bc")
-    assert play(self_distill(single_turn, prompt=hint), student).turns[0].advantages is None and not student.sampler.scored
+    assert (
+        play(self_distill(single_turn, prompt=hint), student).turns[0].advantages is None and not student.sampler.scored
+    )
 
 
 def test_the_likeliest_tokens_are_targets_and_the_sampled_ones_earn_nothing():
