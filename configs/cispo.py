@@ -4,14 +4,22 @@
 A batch is two optimizer steps, so that ratios are not all 1.
 """
 
-from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig
 from torchtitan_rl.algorithm.advantages import grpo
-from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.algorithm.losses import cispo
 from torchtitan_rl.algorithm.reductions import token_mean
-from torchtitan_rl.algorithm.schedules import ScheduleConfig
-from torchtitan_rl.config import ControllerConfig, RunConfig, SamplingConfig
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.config import (
+    AdamWConfig,
+    AlgorithmConfig,
+    ControllerConfig,
+    GeneratorConfig,
+    ModelConfig,
+    Qwen3Shape,
+    RunConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
 

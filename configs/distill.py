@@ -8,13 +8,24 @@ it. First make the teacher, then name it::
     torchtitan-rl train configs/distill.py --roles.teacher.model.assets runs/letter_sort_teacher/checkpoints/step-0/hf
 """
 
-from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig
-from torchtitan_rl.algorithm.config import AlgorithmConfig, DistillConfig, SupervisedConfig
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.algorithm.reductions import token_mean
-from torchtitan_rl.algorithm.schedules import ScheduleConfig
-from torchtitan_rl.config import ControllerConfig, RoleConfig, RolesConfig, RunConfig, SamplingConfig
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.config import (
+    AdamWConfig,
+    AlgorithmConfig,
+    ControllerConfig,
+    DistillConfig,
+    GeneratorConfig,
+    ModelConfig,
+    Qwen3Shape,
+    RoleConfig,
+    RolesConfig,
+    RunConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
 TEACHER = Qwen3Shape(

@@ -3,11 +3,17 @@
 Writes `runs/letter_sort_teacher`; there is no reinforcement.
 """
 
-from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig
-from torchtitan_rl.algorithm.config import SupervisedConfig
-from torchtitan_rl.algorithm.schedules import ScheduleConfig
-from torchtitan_rl.config import ControllerConfig, RunConfig, SamplingConfig
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.config import (
+    ControllerConfig,
+    GeneratorConfig,
+    ModelConfig,
+    Qwen3Shape,
+    RunConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
 

@@ -3,14 +3,23 @@
 For trying the path, not for a result: three times the quickstart's parameters, and a minute or two on a busy machine.
 """
 
-from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig
 from torchtitan_rl.algorithm.advantages import grpo
-from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.algorithm.losses import ppo
 from torchtitan_rl.algorithm.reductions import token_mean
-from torchtitan_rl.algorithm.schedules import ScheduleConfig
-from torchtitan_rl.config import ControllerConfig, RunConfig, SamplingConfig
-from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape
+from torchtitan_rl.config import (
+    AdamWConfig,
+    AlgorithmConfig,
+    ControllerConfig,
+    ExpertsShape,
+    GeneratorConfig,
+    ModelConfig,
+    Qwen3Shape,
+    RunConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
 

@@ -4,13 +4,23 @@ instead. On the quickstart's task and warm start (arXiv:1707.06347, arXiv:1506.0
 A batch is two optimizer steps, so that ratios are not all 1.
 """
 
-from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig
-from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.algorithm.losses import ppo, value_loss
 from torchtitan_rl.algorithm.reductions import token_mean
-from torchtitan_rl.algorithm.schedules import ScheduleConfig
-from torchtitan_rl.config import ControllerConfig, RoleConfig, RolesConfig, RunConfig, SamplingConfig
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.config import (
+    AdamWConfig,
+    AlgorithmConfig,
+    ControllerConfig,
+    GeneratorConfig,
+    ModelConfig,
+    Qwen3Shape,
+    RoleConfig,
+    RolesConfig,
+    RunConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
 

@@ -3,14 +3,20 @@
 Set the checkpoint with --model.assets DIR, for example a Qwen3-0.6B directory.
 """
 
-from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig
 from torchtitan_rl.algorithm.advantages import grpo
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.losses import ppo
 from torchtitan_rl.algorithm.reductions import token_mean
-from torchtitan_rl.algorithm.schedules import ScheduleConfig
-from torchtitan_rl.config import ControllerConfig, RunConfig, SamplingConfig
-from torchtitan_rl.model.config import ModelConfig
+from torchtitan_rl.config import (
+    AdamWConfig,
+    AlgorithmConfig,
+    ControllerConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.tasks.reasoning_gym import ReasoningGym
 
 

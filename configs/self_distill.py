@@ -5,13 +5,21 @@ the hint. Sorting is in neither. Then the policy answers plain prompts, and the 
 scores each of those tokens under a prompt with the right answer as the hint.
 """
 
-from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, TrainerConfig
-from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.algorithm.reductions import token_mean
-from torchtitan_rl.algorithm.schedules import ScheduleConfig
-from torchtitan_rl.config import ControllerConfig, RunConfig, SamplingConfig
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.config import (
+    AdamWConfig,
+    AlgorithmConfig,
+    ControllerConfig,
+    GeneratorConfig,
+    ModelConfig,
+    Qwen3Shape,
+    RunConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    SupervisedConfig,
+    TrainerConfig,
+)
 from torchtitan_rl.tasks.letter_sort import LetterSort, hinted
 from torchtitan_rl.types import Rollout
 from torchtitan_rl.workflows.self_distill import self_distill

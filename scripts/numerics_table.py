@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from tests.integration.helpers import flat, relative_l2  # noqa: E402
 from tests.integration.layouts import client, recorded_batches, replay, trainer_config, trainer_mesh  # noqa: E402
 from torchtitan_rl import platform  # noqa: E402
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape  # noqa: E402
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape  # noqa: E402
 
 DOC = ROOT / "docs" / "numerics.md"
 BEGIN, END = "<!-- written by scripts/numerics_table.py: begin -->", "<!-- end -->"
@@ -68,9 +68,9 @@ def state_dict_table() -> list[str]:
     """What reading the sharded weights costs, two ways, on one rank. Separate projections of queries, keys and values:
     `get_model_state_dict` looks for each entry's attribute, and those of a fused projection have none."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torchtitan.distributed import ParallelDims
 
     from torchtitan_rl.model.spec import build_spec, training_spec
-    from torchtitan.distributed import ParallelDims
 
     dist.init_process_group(platform.distributed_backend(), store=dist.HashStore(), rank=0, world_size=1)
     config = trainer_config()

@@ -4,13 +4,13 @@ Importing the package is fast; each name below is imported from its module when 
 """
 
 import importlib
-import os
 
-# Monarch reads it when it is imported, by whichever module is first: notice a dead process within a second.
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
+from torchtitan_rl.environment import prepare_environment
+
+prepare_environment()
 
 _PUBLIC = {
-    "Controller": "controller",
+    "Controller": "run.controller",
     "RunConfig": "config",
     "load_config": "config",
     "apply_overrides": "config",

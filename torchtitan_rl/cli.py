@@ -103,8 +103,8 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
         return report()
     if args.verb == "sample":
         return asyncio_run(_sample(args), "sample")
-    from torchtitan_rl.config import apply_overrides, load_config
-    from torchtitan_rl.validation import check_local, validate
+    from torchtitan_rl.config.load import apply_overrides, load_config
+    from torchtitan_rl.validation.run import check_local, missing_weights, validate
 
     config = load_config(args.config)
     apply_overrides(config, overrides)
@@ -123,14 +123,14 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.verb == "eval":
         return asyncio_run(_evaluate(args, config), "eval")
     if args.dry_run:
-        from torchtitan_rl.evaluation import eval_families
         from torchtitan_rl.hosts.inventory import check_fits, local_host
+        from torchtitan_rl.run.evaluation import eval_families
 
         # Of other hosts nothing is known without a visit: taken to be like this one.
         check_fits(config, [local_host(worker) for worker in args.hosts] or [local_host()])
         eval_families(config, config.task.build())
         print(f"{args.config}: valid; nothing was started")
-        if missing := config.missing_weights():
+        if missing := missing_weights(config):
             print(f"still needed: {missing}")
         return 0
     return asyncio_run(_train(args, config), "train")
@@ -184,9 +184,9 @@ async def _guarded(args, start, body) -> int:
 
 
 async def _train(args: argparse.Namespace, config) -> int:
-    from torchtitan_rl.controller import Controller
     from torchtitan_rl.observability.plot import plot_curve
     from torchtitan_rl.observability.progress import Progress
+    from torchtitan_rl.run.controller import Controller
 
     progress = Progress(quiet=args.quiet)
 
@@ -218,8 +218,8 @@ async def _train(args: argparse.Namespace, config) -> int:
 
 
 async def _evaluate(args: argparse.Namespace, config) -> int:
-    from torchtitan_rl.controller import Controller
     from torchtitan_rl.observability.progress import Progress
+    from torchtitan_rl.run.controller import Controller
     from torchtitan_rl.tasks.pass_rate_filter import write_pass_rates
     from torchtitan_rl.weights.checkpoint import hf_weights
 
@@ -246,9 +246,9 @@ async def _sample(args: argparse.Namespace) -> int:
     """A generator alone: the checkpoint's Hugging Face directory says everything else."""
     from transformers import AutoTokenizer
 
-    from torchtitan_rl.actors.config import GeneratorConfig
+    from torchtitan_rl.config.actors import GeneratorConfig
     from torchtitan_rl.dispatch.sampling_client import SamplingClient
-    from torchtitan_rl.launch import Launcher
+    from torchtitan_rl.launch.actors import Launcher
     from torchtitan_rl.types import SamplingParams
     from torchtitan_rl.weights.checkpoint import hf_weights
 

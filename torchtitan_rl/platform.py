@@ -26,9 +26,6 @@ __all__ = [
     "to_device",
 ]
 
-# Asking whether there is a GPU must not start the driver: it would fix the visible devices before a process has its own.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
 
 
@@ -124,7 +121,6 @@ def adapt_torchtitan() -> None:
 
     Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see docs/architecture.md).
     """
-    import torchtitan.tools.utils as titan_utils
 
     if device_type() == "cpu":
         # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.actors.config import LoRAConfig
-from torchtitan_rl.config import RunConfig, flat, function_name
-from torchtitan_rl.model.config import Qwen3Shape, resolve_shape
+from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.model import Qwen3Shape
+from torchtitan_rl.config.resolve import flat, function_name
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = ["show", "memory_estimate"]
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 def test_two_steps_agree_with_the_generator(tmp_path, dtype, colocation):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     config = small_config(tmp_path / "run", generator__dtype=dtype, roles__colocation=colocation)
     config.trainer.training.mixed_precision_param = "bfloat16"  # FlashAttention takes no fp32

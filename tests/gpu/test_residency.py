@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from tests.integration.helpers import random_datums
-from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.dispatch.packing import pack
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+from torchtitan_rl.dispatch.microbatches import pack
 from torchtitan_rl.types import OptimParams
 
 pytestmark = pytest.mark.gpu

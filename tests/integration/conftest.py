@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl.config import RunConfig, load_config
+from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,7 @@ def loop():
 
 @pytest.fixture(scope="session")
 def controller(loop, tmp_path_factory):
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     controller = loop.run_until_complete(Controller.launch(small_config(tmp_path_factory.mktemp("run") / "shared")))
     yield controller

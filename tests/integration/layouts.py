@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 import torch
 
 from tests.integration.helpers import random_datums
-from torchtitan_rl.actors.config import AdamWConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.losses import importance_sampling
+from torchtitan_rl.config.actors import AdamWConfig, TrainerConfig, WeightSyncConfig
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
 from torchtitan_rl.types import Datum, OptimParams
 
 # 67 rows of vocabulary do not divide by two: TP ranks hold 34 and 33.
@@ -44,7 +44,7 @@ async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL, *, own
 
     `own_teacher`: it holds its own head as a teacher's, which has been through a store.
     """
-    from torchtitan_rl.launch import Launcher
+    from torchtitan_rl.launch.actors import Launcher
 
     launcher = Launcher(log_dir=None, start_timeout_s=240, call_timeout_s=400)  # compiling takes long
     try:

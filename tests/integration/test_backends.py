@@ -11,7 +11,7 @@ import torch
 from tests.integration.conftest import small_config
 from tests.integration.helpers import flat, random_datums, relative_l2
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling
-from torchtitan_rl.controller import Controller
+from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.types import OptimParams, SamplingParams
 
 BACKENDS = ["actors", "local"]

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from tests.integration.conftest import small_config
-from tests.integration.test_command_line import COMMAND, QUICKSTART, ROOT, SHORT, lines, run
-from torchtitan_rl.config import RoleConfig
-from torchtitan_rl.controller import Controller
+from tests.integration.test_command_line import COMMAND, QUICKSTART, ROOT, SHORT, lines
+from torchtitan_rl.config.run import RoleConfig
+from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.weights import checkpoint
 
 

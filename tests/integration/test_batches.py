@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from torchtitan_rl.algorithm.filters import FilterConfig
+from torchtitan_rl.config.algorithm import FilterConfig
 from torchtitan_rl.types import RolloutGroup
 
 

@@ -8,9 +8,9 @@ import torch
 
 from tests.integration.helpers import random_datums
 from tests.integration.layouts import MODEL, trainer_config
-from torchtitan_rl.actors.config import LoRAConfig, WeightSyncConfig
 from torchtitan_rl.algorithm.datums import with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy, reverse_kl
+from torchtitan_rl.config.actors import LoRAConfig, WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Datum, OptimParams
@@ -30,7 +30,7 @@ def model(**changes):
 def clients(loop, tmp_path_factory):
     """`tied`, `adapted` (LoRA, so its head is frozen), `halved` (it computes in bfloat16) and a wider `teacher`, and what
     copies heads between them."""
-    from torchtitan_rl.local_launch import LocalLauncher
+    from torchtitan_rl.launch.local import LocalLauncher
 
     launcher = LocalLauncher(log_dir=str(tmp_path_factory.mktemp("logs")), start_timeout_s=60, call_timeout_s=60)
     wanted = {

@@ -8,7 +8,7 @@ import torch
 
 from tests.integration.conftest import small_config
 from tests.integration.helpers import gone
-from torchtitan_rl.model.config import assets_dir, write_model_dir
+from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.types import Request, SamplingParams
 
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14][: 2 + i % 4] for i in range(8)]
@@ -28,7 +28,7 @@ def _random_model(config, directory):
 @pytest.fixture(scope="module")
 def stack(loop, tmp_path_factory):
     """(transformers' model, its directory, a controller with two replicas of two ranks that hold it)."""
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     directory = tmp_path_factory.mktemp("failures")
     config = small_config(directory / "run", generator__num_replicas=2, generator__tensor_parallel_degree=2)

@@ -4,11 +4,11 @@ import torch
 
 from tests.integration.conftest import small_config
 from tests.integration.helpers import random_datums
-from torchtitan_rl.model.config import ModelConfig
+from torchtitan_rl.config.model import ModelConfig
 
 
 def test_a_run_starts_from_the_weights_of_a_directory(loop, controller, tmp_path):
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     data = random_datums(3)
 

@@ -28,7 +28,7 @@ def _mismatch(generated: torch.Tensor, trained: torch.Tensor) -> tuple[float, fl
 async def _two_steps(config):
     """Log-probabilities after two optimizer steps: the trainer's on recorded data, the generator's on given tokens,
     and of sampled completions and the three likeliest tokens of the data both (generator's, trainer's)."""
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     async with await Controller.launch(config) as controller:
         data = random_datums(7)

@@ -9,8 +9,9 @@ import torch
 from tests.integration.conftest import ROOT
 from tests.integration.helpers import flat, random_datums, relative_l2
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.config import RunConfig, load_config
-from torchtitan_rl.model.config import ModelConfig
+from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.types import OptimParams
 
 DATA = random_datums(7)
@@ -41,7 +42,7 @@ def moe_config(
 
 async def _train(config: RunConfig, export: Path | None = None) -> dict:
     """One optimizer step from random weights, then both sides' log-probabilities of the same tokens."""
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     async with await Controller.launch(config) as controller:
         await controller.trainer.forward_backward(DATA, importance_sampling)
@@ -106,7 +107,7 @@ def test_other_layouts_give_the_gradients_of_expert_parallelism(loop, expert_par
 
 
 def test_a_run_starts_from_exported_experts(loop, expert_parallel, exported, tmp_path):
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     async def run():
         config = moe_config(tmp_path / "run", dp=2, ep=2)

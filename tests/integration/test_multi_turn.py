@@ -7,14 +7,14 @@ import pytest
 
 from tests.integration.conftest import ROOT
 from torchtitan_rl.algorithm.datums import to_datums
-from torchtitan_rl.config import load_config
+from torchtitan_rl.config.load import load_config
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_calculator(tmp_path, monkeypatch):
-    from torchtitan_rl import training as module
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run import training as module
+    from torchtitan_rl.run.controller import Controller
 
     config = load_config(str(ROOT / "configs" / "calculator.py"))
     config.output_dir = str(tmp_path / "run")

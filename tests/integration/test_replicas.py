@@ -22,7 +22,7 @@ LONG_BATCH = [prompt + [token] for token in range(30, 62) for prompt in PROMPTS]
 
 @pytest.fixture(scope="module")
 def controller(loop, tmp_path_factory):
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     config = small_config(tmp_path_factory.mktemp("replicas") / "run", generator__num_replicas=4)
     controller = loop.run_until_complete(Controller.launch(config))

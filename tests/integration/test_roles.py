@@ -8,10 +8,10 @@ import torch
 
 from tests.integration.conftest import small_config
 from tests.integration.helpers import flat, random_datums, relative_l2
-from torchtitan_rl.actors.config import AdamWConfig, TrainerConfig
 from torchtitan_rl.algorithm.datums import with_inputs
 from torchtitan_rl.algorithm.losses import importance_sampling, masked_difference, ppo, reverse_kl, value_loss
-from torchtitan_rl.config import RoleConfig
+from torchtitan_rl.config.actors import AdamWConfig, TrainerConfig
+from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.types import OptimParams
 
 
@@ -71,7 +71,7 @@ async def run(controller):
 @pytest.fixture(scope="module")
 def apart(loop, tmp_path_factory):
     """Roles on devices of their own: the running controller, and what `run` gave."""
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     controller = loop.run_until_complete(Controller.launch(config(tmp_path_factory.mktemp("apart"), "none")))
     yield controller, loop.run_until_complete(run(controller))
@@ -329,7 +329,7 @@ def test_saving_before_the_first_step_does_not_change_it(loop, apart, tmp_path):
 
 
 def test_sharing_every_device_changes_no_number_and_loses_no_gradient(loop, apart, tmp_path):
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     _, (lines, policy, critic) = apart
 

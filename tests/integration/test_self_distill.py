@@ -29,7 +29,7 @@ def best_sibling_as_hint(rollout, siblings):
 @pytest.fixture(scope="module")
 def running(loop, tmp_path_factory):
     """A controller after two warm-up and four reinforcement steps, with the (version, tokens) of every score."""
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     config = small_config(
         tmp_path_factory.mktemp("self_distill") / "run",

@@ -5,12 +5,11 @@ import dataclasses
 import pytest
 
 from tests.integration.conftest import small_config
-from torchtitan_rl.actors.config import TrainerConfig
-from torchtitan_rl.algorithm.config import DistillConfig
 from torchtitan_rl.algorithm.distill import with_distillation
 from torchtitan_rl.algorithm.losses import importance_sampling, reverse_kl
-from torchtitan_rl.algorithm.schedules import ScheduleConfig
-from torchtitan_rl.config import RoleConfig
+from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.algorithm import DistillConfig, ScheduleConfig
+from torchtitan_rl.config.run import RoleConfig
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def running(loop, tmp_path_factory):
     """In one process: a teacher that has seen some demonstrations, and the directory with the policy's first weights."""
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     config = small_config(
         tmp_path_factory.mktemp("teacher") / "run",

@@ -10,10 +10,11 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from torchtitan_rl.actors.config import LoRAConfig
 from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
-from torchtitan_rl.config import RoleConfig, RolesConfig, RunConfig, flat
-from torchtitan_rl.validation import validate
+from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.resolve import flat
+from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
+from torchtitan_rl.validation.run import validate
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("from_verl", "from_trl", "from_skyrl")

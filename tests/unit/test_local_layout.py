@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from torchtitan_rl import cli
-from torchtitan_rl.config import RoleConfig, load_config
-from torchtitan_rl.validation import check_local
+from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.run import RoleConfig
+from torchtitan_rl.validation.run import check_local
 
 QUICKSTART = "configs/quickstart.py"
 
@@ -53,7 +54,7 @@ def test_the_command_line_refuses_a_dry_run_of_what_does_not_fit(capsys):
 
 
 def test_an_unknown_backend_is_refused_before_anything_starts(tmp_path):
-    from torchtitan_rl.controller import Controller
+    from torchtitan_rl.run.controller import Controller
 
     config = load_config(QUICKSTART)
     config.output_dir = str(tmp_path / "run")

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-
-from torchtitan_rl import platform
-from torchtitan_rl.actors.config import TrainerConfig
-from torchtitan_rl.model import lora
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape, assets_dir, has_weights
-from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
-from torchtitan_rl.weights import hf
-
 from torchtitan.components.optimizer import default_adamw  # noqa: E402  (platform.adapt_torchtitan ran in model.spec)
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.models.utils import validate_converter_order  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 from torchtitan.tools.utils import set_default_dtype  # noqa: E402
+
+from torchtitan_rl import platform
+from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+from torchtitan_rl.model import lora
+from torchtitan_rl.model.files import assets_dir, has_weights
+from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
+from torchtitan_rl.weights import hf
 
 __all__ = ["BuiltModel", "build_model", "build_optimizers", "load_whole"]
 

@@ -9,8 +9,8 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl import platform
-from torchtitan_rl.actors.config import GeneratorConfig
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
+from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.types import Completion, Request
 
 __all__ = ["Generator"]

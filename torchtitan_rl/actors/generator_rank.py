@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 
 from torchtitan_rl import platform
-from torchtitan_rl.actors.config import GeneratorConfig
+from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model.vllm_engine import Engine
 from torchtitan_rl.types import Completion, Request
-from torchtitan_rl.weights import packing
+from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.store import WeightStore
 
 __all__ = ["GeneratorRank"]
@@ -56,10 +56,10 @@ class GeneratorRank:
     async def fetch(self, version: int, verify: bool) -> None:
         """Gets a version from the store and checks that it is what this model takes."""
         manifest, payload = await self.store.fetch(version, verify=verify)
-        difference = packing.explain_difference(manifest.entries, self.engine.held())
+        difference = layout.explain_difference(manifest.entries, self.engine.held())
         if difference:
             raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
-        self.engine.stage(version, packing.read(payload, manifest))
+        self.engine.stage(version, layout.read(payload, manifest))
 
     async def fetch_hf(self, directory: str, version: int) -> None:
         """Stages weights from a Hugging Face directory instead of the store."""
@@ -69,10 +69,10 @@ class GeneratorRank:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
         state, held = self.engine.from_hf(tensors), self.engine.held()
         offered = {
-            name: packing.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
+            name: layout.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
             for name, tensor in state.items()
         }
-        if difference := packing.explain_difference(offered, held):
+        if difference := layout.explain_difference(offered, held):
             raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
         self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
 

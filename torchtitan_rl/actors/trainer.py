@@ -10,9 +10,9 @@ import torch.distributed as dist
 from monarch.actor import Actor, endpoint
 
 from torchtitan_rl import platform
-from torchtitan_rl.actors.config import TrainerConfig
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
-from torchtitan_rl.model.config import ModelConfig
+from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import OptimParams, OptimStepOutput
 
 __all__ = ["PolicyTrainer"]

@@ -11,20 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims  # noqa: E402  (platform.adapt_torchtitan ran in actors.build)
+from torchtitan.distributed.utils import set_determinism, set_pg_timeouts  # noqa: E402
 
-from torchtitan_rl import platform
 from torchtitan_rl.actors.build import build_model, build_optimizers, load_whole
-from torchtitan_rl.actors.config import TrainerConfig
+from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model import lora
-from torchtitan_rl.model.config import ModelConfig, assets_dir, has_weights, write_model_dir
+from torchtitan_rl.model.files import assets_dir, has_weights, write_model_dir
 from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
-from torchtitan_rl.weights import checkpoint, hf, packing, peft
+from torchtitan_rl.weights import checkpoint, hf, layout, peft
 from torchtitan_rl.weights.store import SharedBuffers, WeightStore
-
-from torchtitan.distributed import ParallelDims  # noqa: E402  (platform.adapt_torchtitan ran in actors.build)
-from torchtitan.distributed.utils import set_determinism, set_pg_timeouts  # noqa: E402
 
 __all__ = ["TrainerRank"]
 
@@ -203,9 +202,9 @@ class TrainerRank:
         own = {"lm_head.weight"} if self.role == "critic" else set()
         held = {name: (tuple(t.shape), t.dtype) for name, t in self.model.state_dict().items() if name not in own}
         offered = {name: entry for name, entry in manifest.entries.items() if name not in own}
-        if difference := packing.explain_difference(offered, held):
+        if difference := layout.explain_difference(offered, held):
             raise RuntimeError(f"{self.role}.pull_copy: the published weights do not fit this model: {difference}")
-        load_whole(self.model, {n: t for n, t in packing.read(payload, manifest).items() if n not in own}, self.device)
+        load_whole(self.model, {n: t for n, t in layout.read(payload, manifest).items() if n not in own}, self.device)
 
     async def push_head(self, transport: str) -> None:
         """Publishes the head's weight as it is, for another trainer role to hold as its teacher's."""
@@ -219,7 +218,7 @@ class TrainerRank:
             raise ValueError("role='critic': has no vocabulary to compare with a teacher's; give it to the policy")
         self._require("pull_head", "model")
         manifest, payload = await self.store.fetch(HEAD, verify=True)
-        weight = packing.read(payload, manifest)["lm_head.weight"]
+        weight = layout.read(payload, manifest)["lm_head.weight"]
         compute_dtype = getattr(torch, self.config.training.mixed_precision_param)  # as the policy's own head is used
         self.model.lm_head.hold_teacher(weight.to(compute_dtype), self._tensor_parallel_rank, self.parallel_dims.tp)
 
@@ -232,7 +231,7 @@ class TrainerRank:
             state = {only: state[only]}
         # The fused QKV weight shows as wq, wk and wv, so what is not a buffer by name is a parameter.
         buffers = {_plain(name) for name, _ in self.model.named_buffers()}
-        manifest = packing.plan(
+        manifest = layout.plan(
             version, ((name, t.shape, t.dtype, name not in buffers) for name, t in state.items()), dtype
         )
         publisher = dist.get_rank() == 0
@@ -244,7 +243,7 @@ class TrainerRank:
         for name, tensor in state.items():
             whole = lora.whole(tensor)  # collective: every rank takes part, rank 0 keeps the result
             if publisher:
-                packing.write(payload, manifest, name, lora.merge(name, whole, adapters))
+                layout.write(payload, manifest, name, lora.merge(name, whole, adapters))
         if publisher:
             await self.store.publish(manifest, payload, handle=handle, verify=verify)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup
 
 __all__ = [

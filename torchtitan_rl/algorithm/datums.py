@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection
 import torch
 
 from torchtitan_rl.algorithm.advantages import batch_advantages
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.gae import gae
 from torchtitan_rl.algorithm.precomputed import computed_for, precomputed_advantages
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
 
 __all__ = ["to_datums", "demonstration_datums", "with_inputs", "minibatches", "with_gae"]

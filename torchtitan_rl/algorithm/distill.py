@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl.algorithm.config import DistillConfig
 from torchtitan_rl.algorithm.losses import LOG_RATIO_LIMIT
+from torchtitan_rl.config.algorithm import DistillConfig
 from torchtitan_rl.types import Datum, ForwardBackwardOutput
 
 __all__ = ["token_advantages", "teacher_request", "with_teacher", "with_distillation", "without_distillation"]

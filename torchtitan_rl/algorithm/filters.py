@@ -4,42 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torchtitan_rl.algorithm.precomputed import Verdict, scan
 
 if TYPE_CHECKING:
-    from torchtitan_rl.algorithm.config import AlgorithmConfig
+    from torchtitan_rl.config.algorithm import AlgorithmConfig
     from torchtitan_rl.types import Rollout, RolloutGroup
 
-__all__ = ["FilterConfig", "filtered", "overlong_penalty"]
-
-
-@dataclass(kw_only=True, slots=True)
-class FilterConfig:
-    """What does not train. Example, as in DAPO: `FilterConfig(zero_variance=True, max_resamples=4, overlong="penalty",
-    overlong_buffer=64)`."""
-
-    zero_variance: bool = False
-    """Leave out groups whose rewards are all equal: an estimator that compares siblings learns nothing from them."""
-    overlong: Literal["keep", "drop", "mask", "penalty"] = "keep"
-    """What becomes of rollouts whose completion was cut off at the token limit: `drop` leaves them out of their group,
-    `mask` lets their reward count among their siblings' but not their tokens, `penalty` lowers the reward the closer a
-    completion comes to the limit."""
-    overlong_buffer: int = 0
-    """Tokens before the limit over which the penalty grows from 0 to all of it."""
-    overlong_penalty: float = 1.0
-    """What a completion that reaches the limit loses."""
-    max_resamples: int = 0
-    """How many more times other tasks are rolled out in place of those left out, until the batch is full."""
-    max_stalled_rounds: int = 10
-    """Rounds of rollouts in a row with nothing left to train on before the run ends."""
-
-    @property
-    def drops(self) -> bool:
-        """Whether any of it can leave a whole group out."""
-        return self.zero_variance or self.overlong in ("drop", "mask")
+__all__ = ["filtered", "overlong_penalty"]
 
 
 def filtered(

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchtitan_rl.algorithm.config import AlgorithmConfig
+    from torchtitan_rl.config.algorithm import AlgorithmConfig
     from torchtitan_rl.types import Rollout, RolloutGroup
 
 __all__ = ["form_groups", "by_task_and_role", "fill_rewards"]

@@ -14,9 +14,9 @@ from functools import partial
 
 import torch
 
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
 from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, reverse_kl
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
 __all__ = ["policy_objective", "with_kl_reward"]

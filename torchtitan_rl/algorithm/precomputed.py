@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchtitan_rl.algorithm.config import AlgorithmConfig
+    from torchtitan_rl.config.algorithm import AlgorithmConfig
     from torchtitan_rl.types import RolloutGroup, Turn
 
 __all__ = ["Verdict", "Scan", "scan", "computed_for", "precomputed_advantages", "turn_advantages"]

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
-__all__ = ["ScheduleConfig", "lr_factor"]
+from torchtitan_rl.config.algorithm import ScheduleConfig
 
-
-@dataclass(kw_only=True, slots=True)
-class ScheduleConfig:
-    """Warm-up, then a decay. Example: `ScheduleConfig(decay="cosine", warmup_steps=5)`."""
-
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up, reaching `final_factor` on the last step."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up; the first step already trains."""
-    warmup_ratio: float = 0.0
-    """Warm-up as a part of all steps, rounded up; instead of `warmup_steps`."""
-    final_factor: float = 0.0
-    """Factor of the peak at the end of a linear or cosine decay."""
+__all__ = ["lr_factor"]
 
 
 def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
-from torchtitan_rl.config import COLOCATION
+from torchtitan_rl.config.run import COLOCATION
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
 __all__ = ["Placement", "TRAINER_PARTS", "GENERATOR_PARTS"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_rl.dispatch.packing import check_alike, filler, pack, plan_microbatches
+from torchtitan_rl.dispatch.microbatches import check_alike, filler, pack, plan_microbatches
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.types import Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput

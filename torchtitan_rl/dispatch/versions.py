@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from torchtitan_rl.actors.config import WeightSyncConfig
+from torchtitan_rl.config.actors import WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.weights import packing
+from torchtitan_rl.weights import layout
 
 if TYPE_CHECKING:
     from torchtitan_rl.weights.store import WeightStore
@@ -88,7 +88,7 @@ class PolicyVersions:
     async def save(self, version: int, file: Path) -> None:
         """Writes a published version's parameters, by torchtitan's names and in the generators' dtype, as safetensors."""
         manifest, payload = await self._store.fetch(version, verify=self._config.verify)
-        save_file({name: tensor.contiguous() for name, tensor in packing.read(payload, manifest).items()}, str(file))
+        save_file({name: tensor.contiguous() for name, tensor in layout.read(payload, manifest).items()}, str(file))
 
     def held(self) -> dict[int, list[str]]:
         """Version to the names of its holders."""

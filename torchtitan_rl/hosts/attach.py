@@ -7,15 +7,12 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_rl.hosts.inventory import Host, address_towards, local_host, prepare_environment
+import monarch.actor
+from monarch.config import configure
 
-prepare_environment()
-
-import monarch.actor  # noqa: E402
-from monarch.config import configure  # noqa: E402
-
-from torchtitan_rl.actors.probe import HostProbe  # noqa: E402
 from torchtitan_rl.dispatch.role_mesh import deadline  # noqa: E402
+from torchtitan_rl.hosts.host_probe import HostProbe  # noqa: E402
+from torchtitan_rl.hosts.inventory import Host, address_towards, local_host
 
 __all__ = ["Hosts", "this_host", "attach"]
 

@@ -9,10 +9,10 @@ import os
 
 from monarch.actor import current_rank
 
-__all__ = ["prepare_process"]
+__all__ = ["claim_devices"]
 
 
-def prepare_process(devices: list[str], environment: dict[str, str]) -> None:
+def claim_devices(devices: list[str], environment: dict[str, str]) -> None:
     """Sets the GPUs that the mesh has on this host (`devices`, one entry per host), and what is not set of the
     environment that the controller's processes have."""
     mine = devices[dict(current_rank()).get("hosts", 0)]

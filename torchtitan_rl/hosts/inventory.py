@@ -15,13 +15,11 @@ import torch
 from torchtitan_rl import platform
 
 if TYPE_CHECKING:
-    from torchtitan_rl.config import RunConfig
+    from torchtitan_rl.config.run import RunConfig
 
 __all__ = [
     "Host",
     "local_host",
-    "default_environment",
-    "prepare_environment",
     "address_towards",
     "use_interface_of",
     "MeshSize",
@@ -52,31 +50,6 @@ def local_host(address: str = "this host") -> Host:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     return Host(address=address, num_cores=platform.num_cores(), devices=devices)
-
-
-def default_environment() -> dict[str, str]:
-    """What every process of a run has in its environment, unless the user has set it."""
-    defaults = {
-        "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # notice a dead process within a second
-        "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": "910737418240",  # torchstore sets it too, too late for a host's worker
-        # Processes share the cores; a thread that spins while it waits for work takes them from the others.
-        "OMP_WAIT_POLICY": "passive",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if platform.device_type() == "cuda":
-        del defaults["OMP_WAIT_POLICY"]
-    return defaults
-
-
-def prepare_environment() -> None:
-    """Environment that actor processes inherit; call before Monarch is imported. What the user has set stays."""
-    for name, value in default_environment().items():
-        os.environ.setdefault(name, value)
 
 
 def address_towards(host: str, port: int) -> str:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from torchtitan_rl.hosts.inventory import Host, check_fits, local_host, prepare_environment
+from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
 
 __all__ = ["main"]
 
@@ -29,15 +29,14 @@ _WARNING = "validated by --dry-run only: no scheduler has been given such a job 
 def main(argv: list[str]) -> int:
     """Submits a job, or with --dry-run prints it. Returns an exit status."""
     args, overrides = _parser().parse_known_args(argv)
-    from torchtitan_rl.config import apply_overrides, load_config
-    from torchtitan_rl.validation import validate
+    from torchtitan_rl.config.load import apply_overrides, load_config
+    from torchtitan_rl.validation.run import validate
 
     try:
         config = load_config(args.config)
         apply_overrides(config, overrides)
         validate(config)
         check_fits(config, [_node(args, index) for index in range(args.num_hosts)])
-        prepare_environment()  # sbatch passes it on; Monarch reads it when it is imported
         print(f"note: {_WARNING}", file=sys.stderr)
         train = [sys.executable, "-m", "torchtitan_rl.cli", "train", args.config, *overrides, "--hosts", "job"]
         return (_slurm if args.scheduler == "slurm" else _kubernetes)(args, train)

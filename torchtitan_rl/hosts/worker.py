@@ -8,7 +8,9 @@ from __future__ import annotations
 import signal
 import sys
 
-from torchtitan_rl.hosts.inventory import prepare_environment, use_interface_of
+from monarch.actor import run_worker_loop_forever
+
+from torchtitan_rl.hosts.inventory import use_interface_of
 
 __all__ = ["main"]
 
@@ -16,10 +18,7 @@ __all__ = ["main"]
 def main(address: str) -> None:
     """Runs until the process is ended. Actors it starts inherit its environment, and end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller to answer
-    prepare_environment()
     use_interface_of(address.removeprefix("tcp://").rpartition(":")[0])
-    from monarch.actor import run_worker_loop_forever
-
     run_worker_loop_forever(ca="trust_all_connections", address=address)
 
 

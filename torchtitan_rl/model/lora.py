@@ -17,7 +17,7 @@ import xxhash
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_rl import platform
-from torchtitan_rl.actors.config import LoRAConfig
+from torchtitan_rl.config.actors import LoRAConfig
 
 platform.adapt_torchtitan()
 

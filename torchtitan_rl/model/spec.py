@@ -17,9 +17,9 @@ from torchtitan_rl import platform
 
 platform.adapt_torchtitan()
 
+from torchtitan.components.optimizer import register_moe_load_balancing_hook  # noqa: E402
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear  # noqa: E402
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
-from torchtitan.components.optimizer import register_moe_load_balancing_hook  # noqa: E402
 from torchtitan.models.common.config_utils import (  # noqa: E402
     get_attention_config,
     make_ffn_config,
@@ -36,9 +36,10 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 
+from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape  # noqa: E402
 from torchtitan_rl.model.attention import PackedSDPA  # noqa: E402
-from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape, resolve_shape  # noqa: E402
 from torchtitan_rl.model.experts import ExpertLayer, Experts, Gate, Qwen3Adapter  # noqa: E402
+from torchtitan_rl.model.files import read_shape  # noqa: E402
 from torchtitan_rl.model.logprobs import LogprobHead  # noqa: E402
 from torchtitan_rl.model.value_head import ValueHead  # noqa: E402
 
@@ -132,7 +133,7 @@ def build_spec(config: ModelConfig) -> ModelSpec:
         spec = ModelSpec(
             name="qwen3",
             flavor="custom",
-            model=_model_config(resolve_shape(config)),
+            model=_model_config(read_shape(config)),
             parallelize_fn=parallelize_qwen3,
             pipelining_fn=None,
             post_optimizer_build_fn=register_moe_load_balancing_hook,

@@ -18,20 +18,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
+import torch
+from vllm import EngineArgs, LLMEngine
+from vllm import SamplingParams as EngineSamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
 
-import torch  # noqa: E402
-from vllm import EngineArgs, LLMEngine  # noqa: E402
-from vllm import SamplingParams as EngineSamplingParams  # noqa: E402
-from vllm.exceptions import VLLMClientError  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
-
-from torchtitan_rl import platform  # noqa: E402
-from torchtitan_rl.actors.config import GeneratorConfig  # noqa: E402
-from torchtitan_rl.model import vllm_model  # noqa: E402
-from torchtitan_rl.model.config import ModelConfig  # noqa: E402
-from torchtitan_rl.model.spec import build_spec  # noqa: E402
-from torchtitan_rl.types import Completion, Request, SamplingParams  # noqa: E402
+from torchtitan_rl import platform
+from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.model import vllm_model
+from torchtitan_rl.model.spec import build_spec
+from torchtitan_rl.types import Completion, Request, SamplingParams
 
 __all__ = ["Engine"]
 

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.models.registry import ModelRegistry
 
-from torchtitan_rl.model.config import Qwen3Shape
+from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.model.generator_plan import generator_spec, shard_for_rank
 from torchtitan_rl.model.spec import ModelConfig, build_spec
 

@@ -10,8 +10,8 @@ from typing import TextIO
 
 from rich import box
 from rich.console import Console
-from rich.progress import ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.progress import ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text

@@ -7,10 +7,9 @@ import random
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import Task
 
-__all__ = ["SPLITS", "TaskFamily", "TaskSource", "source_of", "judge", "check_index", "check_split", "stable_hash"]
+__all__ = ["SPLITS", "TaskFamily", "TaskSource", "source_of", "check_index", "check_split", "stable_hash"]
 
 SPLITS = ("train", "validation", "test")
 

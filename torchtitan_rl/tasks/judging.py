@@ -11,13 +11,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.reward_process import Pool, RewardProcessError, is_cpu_bound
 from torchtitan_rl.types import Task
-
-if TYPE_CHECKING:
-    from torchtitan_rl.tasks.family import TaskFamily
 
 __all__ = ["judge", "reward_function"]
 

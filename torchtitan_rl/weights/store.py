@@ -14,14 +14,12 @@ import socket
 import warnings
 from typing import Any
 
-os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")  # torchstore warns and sets it otherwise
+import torch
+import torchstore
+from monarch.actor import endpoint
+from torchstore.controller import Controller as _StoreController
 
-import torch  # noqa: E402
-import torchstore  # noqa: E402
-from monarch.actor import endpoint  # noqa: E402
-from torchstore.controller import Controller as _StoreController  # noqa: E402
-
-from torchtitan_rl.weights.packing import Manifest, checksum  # noqa: E402
+from torchtitan_rl.weights.layout import Manifest, checksum
 
 __all__ = ["adapt_torchstore", "SharedBuffers", "WeightStore", "MemoryStore"]
 

@@ -6,7 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from torchtitan_rl.tasks.family import TaskFamily, judge, stable_hash
+from torchtitan_rl.tasks.family import TaskFamily, stable_hash
+from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 from torchtitan_rl.workflows.policy import Policy

@@ -21,7 +21,7 @@ from torchtitan_rl.algorithm.advantages import (
     reinforce_pp_baseline,
     rloo,
 )
-from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.algorithm.made import group, rollout, turn
-from torchtitan_rl.algorithm.config import AlgorithmConfig, DistillConfig
 from torchtitan_rl.algorithm.datums import minibatches, to_datums
 from torchtitan_rl.algorithm.distill import teacher_request, token_advantages, with_distillation, with_teacher
 from torchtitan_rl.algorithm.losses import importance_sampling, ppo
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.reductions import token_mean
+from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig
 from torchtitan_rl.types import Datum, LossInputs
 
 logprob = st.floats(-15, 0)

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.algorithm.made import attempts, group, rollout, turn
-from torchtitan_rl.algorithm.batch import fill_batch
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.datums import to_datums
-from torchtitan_rl.algorithm.filters import FilterConfig, filtered, overlong_penalty
+from torchtitan_rl.algorithm.filters import filtered, overlong_penalty
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.reductions import sequence_mean
+from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
+from torchtitan_rl.run.batch import fill_batch
 
 
 def config(tasks_per_step=2, precomputed_advantages="auto", **filters):

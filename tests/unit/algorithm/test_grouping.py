@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.algorithm.made import attempts, rollout, turn
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.grouping import form_groups
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup
 
 ONE = turn([1], [2])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torchtitan.config import ParallelismConfig
 
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.corrections import truncated_sequence, truncated_token
 from torchtitan_rl.algorithm.losses import gspo, importance_sampling, ppo
 from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.model.train_step import accumulate_gradients
 from torchtitan_rl.types import Datum, LossInputs, Microbatch

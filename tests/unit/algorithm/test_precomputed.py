@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.algorithm.made import group, rollout, turn
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.datums import to_datums, with_gae
 from torchtitan_rl.algorithm.precomputed import Verdict, precomputed_advantages, scan
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 
 
 def pair(first, second, **fields):

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithm.schedules import ScheduleConfig, lr_factor
+from torchtitan_rl.algorithm.schedules import lr_factor
+from torchtitan_rl.config.algorithm import ScheduleConfig
 
 
 def factors(num_steps, **config):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from torchtitan_rl.config import RunConfig
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.hosts.inventory import Devices, Host, MeshSize, Place, address_towards, check_fits, meshes
-from torchtitan_rl.model.config import ModelConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from torchtitan_rl import platform
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.converters import check_converters
 from torchtitan_rl.model.spec import _recast, build_spec
 

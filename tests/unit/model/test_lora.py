@@ -6,9 +6,9 @@ import pytest
 import torch
 from torchtitan.config import ParallelismConfig
 
-from torchtitan_rl.actors.config import LoRAConfig
+from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model import lora
-from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.logprobs import LogprobHead, chunked_logprobs
 from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.model.train_step import forward_logprobs

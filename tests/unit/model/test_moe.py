@@ -10,16 +10,19 @@ from torchtitan.config import ParallelismConfig
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchtitan_rl import platform
-from torchtitan_rl.actors.config import GeneratorConfig
-from torchtitan_rl.config import RunConfig, SamplingConfig, apply_overrides
-from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape, assets_dir, resolve_shape, write_model_dir
+from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.load import apply_overrides
+from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
+from torchtitan_rl.config.run import RunConfig, SamplingConfig
 from torchtitan_rl.model.experts import Experts, Gate
+from torchtitan_rl.model.files import assets_dir, write_model_dir
+from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec, flavor_shape, shape_of, training_spec
 from torchtitan_rl.model.train_step import forward_logprobs
 from torchtitan_rl.show import memory_estimate
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.types import Microbatch
-from torchtitan_rl.validation import validate
+from torchtitan_rl.validation.run import validate
 
 VIEW = SimpleNamespace(parallelism=ParallelismConfig(spmd_backend="partial_dtensor"))
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from torchtitan_rl.tasks.family import SPLITS, TaskSource, check_index, judge, stable_hash
+from torchtitan_rl.tasks.family import SPLITS, TaskSource, check_index, stable_hash
+from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import Task
 
 TASK = Task(id="t/7", prompt="1+1=", answer="2")

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from torchtitan_rl.tasks.family import TaskSource, judge
+from torchtitan_rl.tasks.family import TaskSource
+from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.letter_sort import LetterSort, hinted, partial_credit
 from torchtitan_rl.types import Task
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from torchtitan_rl.tasks.family import judge
 from torchtitan_rl.tasks.gsm8k import Gsm8k
+from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.math_reward import math_equal
 from torchtitan_rl.types import Task
 

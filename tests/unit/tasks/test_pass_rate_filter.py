@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from torchtitan_rl.tasks.family import TaskSource, judge
+from torchtitan_rl.tasks.family import TaskSource
+from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.tasks.pass_rate_filter import (

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from torchtitan_rl.tasks.family import judge
+from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.reward_process import cpu_bound
 from torchtitan_rl.types import Task
 
@@ -184,7 +184,7 @@ def test_an_async_function_cannot_be_marked():
 RUN = """
 import asyncio, sys
 from tests.unit.tasks.test_reward_process import TASK, never_ends
-from torchtitan_rl.tasks.family import judge
+from torchtitan_rl.tasks.judging import judge
 asyncio.run(judge(never_ends, TASK, [sys.argv[1]], 60.0))
 """
 

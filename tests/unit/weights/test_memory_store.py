@@ -5,14 +5,14 @@ import asyncio
 import pytest
 import torch
 
-from torchtitan_rl.weights import packing
+from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.store import MemoryStore, SharedBuffers
 
 
 def manifest_and_payload(version):
-    manifest = packing.plan(version, [("w", torch.Size([3]), torch.float32, True)], torch.bfloat16)
+    manifest = layout.plan(version, [("w", torch.Size([3]), torch.float32, True)], torch.bfloat16)
     payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)
-    packing.write(payload, manifest, "w", torch.tensor([1.0, 2.0, 3.0]))
+    layout.write(payload, manifest, "w", torch.tensor([1.0, 2.0, 3.0]))
     return manifest, payload
 
 
@@ -25,7 +25,7 @@ def test_a_version_comes_back_as_it_was_published_and_goes_when_it_is_discarded(
         manifest, payload = await store.fetch(4, verify=True)
         await store.discard(3)
         await store.discard(3)  # gone already
-        return held, packing.read(payload, manifest), await store.versions()
+        return held, layout.read(payload, manifest), await store.versions()
 
     held, tensors, left = asyncio.run(run())
     assert held == [3, 4] and left == [4]

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.workflows.scripted import CHARS, policy
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.datums import to_datums
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.env import Env, Step
 from torchtitan_rl.types import Completion, RolloutGroup, Task

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.workflows.scripted import CHARS, policy
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.datums import to_datums
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.env import Attempts, Env, Step
 from torchtitan_rl.tasks.family import stable_hash

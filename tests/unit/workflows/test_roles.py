@@ -9,11 +9,11 @@ import pytest
 
 from tests.unit.workflows.scripted import policy
 from torchtitan_rl import metrics
-from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.grouping import form_groups
-from torchtitan_rl.config import ControllerConfig, EvalSetConfig
-from torchtitan_rl.evaluation import evaluate
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
+from torchtitan_rl.run.evaluation import evaluate
 from torchtitan_rl.types import Rollout, Task
 from torchtitan_rl.workflows.demonstrate import demonstrate
 from torchtitan_rl.workflows.group import run_group

@@ -1,0 +1,148 @@
+"""The deprecated stepwise mode, and settings of filters and grouping that are refused before a run."""
+
+import copy
+import dataclasses
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.config.load import apply_overrides, load_config
+from torchtitan_rl.config.resolve import resolved
+from torchtitan_rl.validation.run import validate
+
+QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.py")
+
+
+def test_per_step_warns_once_and_is_broadcast():
+    with pytest.warns(DeprecationWarning) as caught:
+        config = AlgorithmConfig(stepwise_mode="per_step")
+    assert [str(warning.message) for warning in caught] == [
+        "algorithm.stepwise_mode='per_step': is deprecated and now means 'broadcast'; to weigh turns one by one set "
+        "algorithm.trajectory_grouping_hook (docs/grouping.md)"
+    ]
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert config.stepwise_mode == copy.deepcopy(config).stepwise_mode == "broadcast"
+        assert dataclasses.replace(config) == AlgorithmConfig() == AlgorithmConfig(stepwise_mode="broadcast")
+
+
+def test_per_step_from_the_shell_is_broadcast_too():
+    run = load_config(QUICKSTART)
+    with pytest.warns(DeprecationWarning, match="trajectory_grouping_hook"):
+        apply_overrides(run, ["--algorithm.stepwise-mode", "per_step"])
+    assert resolved(run)["algorithm"]["stepwise_mode"] == "broadcast"
+
+
+@pytest.mark.parametrize("mode", ["per-step", "", None, 1])
+def test_any_other_mode_is_refused_at_once(mode):
+    message = f"algorithm.stepwise_mode={mode!r}: is not a mode; use 'broadcast'"
+    with pytest.raises(ValueError) as caught:
+        AlgorithmConfig(stepwise_mode=mode)
+    assert str(caught.value) == message
+    with pytest.raises(ValueError, match="^algorithm.stepwise_mode="):
+        AlgorithmConfig().stepwise_mode = mode
+
+
+def refusal(**settings):
+    """The message with which the quickstart is refused with other settings of `algorithm`; `filters__x` sets a filter."""
+    run = load_config(QUICKSTART)
+    for name, value in settings.items():
+        target = run.algorithm.filters if name.startswith("filters__") else run.algorithm
+        setattr(target, name.removeprefix("filters__"), value)
+    with pytest.raises(ValueError) as caught:
+        validate(run)
+    return str(caught.value)
+
+
+def accepted(**settings):
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        refusal(**settings)
+
+
+def test_a_filter_that_nothing_can_pass_is_refused():
+    assert refusal(filters__zero_variance=True, group_size=1) == (
+        "algorithm.filters.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward is equal to "
+        "itself; raise group_size or use False"
+    )
+    accepted(filters__zero_variance=True, group_size=2)
+    accepted(filters__zero_variance=True, group_size=1, precomputed_advantages="require")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"filters__max_resamples": 2},
+            "algorithm.filters.max_resamples=2: has no effect, as no filter leaves groups out",
+        ),
+        (
+            {"filters__max_resamples": 2, "filters__overlong": "penalty"},
+            "algorithm.filters.max_resamples=2: has no effect",
+        ),
+        ({"filters__max_resamples": -1}, "algorithm.filters.max_resamples=-1: must not be negative"),
+        ({"filters__max_stalled_rounds": 0}, "algorithm.filters.max_stalled_rounds=0: must be at least 1"),
+        ({"filters__overlong": "cut"}, "algorithm.filters.overlong='cut': is not known; use 'keep', 'drop', 'mask' or"),
+        ({"filters__overlong_buffer": 4}, "algorithm.filters.overlong_buffer=4: has no effect with overlong='keep'"),
+        (
+            {"filters__overlong": "penalty", "filters__overlong_buffer": 13},
+            "algorithm.filters.overlong_buffer=13: must be between 0 and sampling.max_tokens=12",
+        ),
+        (
+            {"filters__overlong": "penalty", "filters__overlong_penalty": 0.0},
+            "algorithm.filters.overlong_penalty=0.0: is what",
+        ),
+        (
+            {"filters__overlong": "penalty", "filters__overlong_penalty": math.nan},
+            "algorithm.filters.overlong_penalty=nan: is",
+        ),
+        (
+            {"precomputed_advantages": "yes"},
+            "algorithm.precomputed_advantages='yes': is not known; use 'auto', 'require'",
+        ),
+        ({"trajectory_grouping_hook": 3}, "algorithm.trajectory_grouping_hook=3: is not a plain function"),
+        (
+            {"trajectory_grouping_hook": math.sqrt},
+            "algorithm.trajectory_grouping_hook=math:sqrt: cannot be called with",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    assert refusal(**settings).startswith(message)
+
+
+async def waiting_hook(rollouts, config):
+    return []
+
+
+def test_a_hook_is_a_plain_function_of_two():
+    assert "is not a plain function" in refusal(trajectory_grouping_hook=waiting_hook)
+    accepted(trajectory_grouping_hook=lambda rollouts, config: [])
+    accepted(trajectory_grouping_hook=lambda rollouts, config, *, verbose=False: [])
+
+
+def test_filters_are_set_from_the_shell():
+    run = load_config(QUICKSTART)
+    apply_overrides(
+        run,
+        [
+            "--algorithm.filters.zero-variance",
+            "True",
+            "--algorithm.filters.overlong",
+            "penalty",
+            "--algorithm.filters.overlong-buffer=4",
+            "--algorithm.filters.max-resamples",
+            "3",
+        ],
+    )
+    validate(run)
+    filters = run.algorithm.filters
+    assert (filters.zero_variance, filters.overlong, filters.overlong_buffer, filters.max_resamples) == (
+        True,
+        "penalty",
+        4,
+        3,
+    )

@@ -1,0 +1,142 @@
+"""What an evaluation reports, worked out by hand for a policy whose right answers are counted out."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.unit.config.test_load import refusal, run_config
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
+from torchtitan_rl.model.files import assets_dir
+from torchtitan_rl.run.evaluation import eval_families, evaluate
+from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.tasks.pass_rate_filter import prompt_hash
+from torchtitan_rl.types import Completion, Task
+from torchtitan_rl.validation.run import validate
+from torchtitan_rl.workflows.policy import Policy
+
+TOKENIZER = AutoTokenizer.from_pretrained(str(assets_dir(ModelConfig(assets="chars"))))
+NUM_RIGHT = {"a": 0, "b": 1, "c": 2, "d": 4}  # of four samples; greedily c and d
+
+
+class Letters:
+    name = "letters"
+
+    def num_tasks(self, split):
+        return 4
+
+    def task(self, split, index):
+        return Task(id=f"letters/{split}/{index}", prompt="abcd"[index])
+
+    def reward(self, task, completions):
+        return [1.0 if completion == "y" else 0.5 for completion in completions]
+
+
+class CountedOut:
+    """A sampler that is right as often as NUM_RIGHT says."""
+
+    def __init__(self):
+        self.asked = Counter()
+
+    async def sample(self, tokens, params, *, policy_version=None):
+        prompt = TOKENIZER.decode(tokens)
+        if params.temperature == 0.0:
+            right = NUM_RIGHT[prompt] >= 2
+        else:
+            right, self.asked[prompt] = self.asked[prompt] < NUM_RIGHT[prompt], self.asked[prompt] + 1
+        tokens = TOKENIZER.encode("y" if right else "n", add_special_tokens=False)
+        return Completion(tokens=tokens, logprobs=[0.0], policy_versions=[0], finish_reason="stop")
+
+
+def evaluation(**fields):
+    sampler = CountedOut()
+
+    def policy(temperature):
+        return Policy(sampler=sampler, tokenizer=TOKENIZER, max_tokens=1, max_prompt_tokens=1, temperature=temperature)
+
+    return asyncio.run(
+        evaluate(
+            policy, Letters(), EvalSetConfig(**fields), name="set", label="eval/0", seed=0, config=ControllerConfig()
+        )
+    )
+
+
+def test_avg_and_pass_and_their_intervals():
+    result = evaluation(num_samples=4, pass_at_k=2)
+    line = result.metrics()
+    assert {name: line[name] for name in ("eval/name", "eval/split", "eval/num_tasks", "eval/accuracy")} == {
+        "eval/name": "set",
+        "eval/split": "validation",
+        "eval/num_tasks": 4,
+        "eval/accuracy": 0.5,
+    }
+    assert line["eval/avg_at_4"] == (0 + 1 + 2 + 4) / 16
+    # Two of four are both wrong with chances 1, C(3,2)/C(4,2) = 1/2, C(2,2)/C(4,2) = 1/6 and 0.
+    assert line["eval/pass_at_2"] == pytest.approx((0 + 1 / 2 + 5 / 6 + 1) / 4)
+    # avg: squared deviations .19140625 + .03515625 + .00390625 + .31640625, over 3; 1.96 * .426956 / 2 = .418417
+    low, high = line["eval/avg_at_4_ci95_low"], line["eval/avg_at_4_ci95_high"]
+    assert (low, high) == pytest.approx((0.019083, 0.855917), abs=1e-6)
+    # pass: .340278 + .006944 + .0625 + .173611 over 3; 1.96 * .440959 / 2 = .432140... and the upper end is cut off
+    assert line["eval/pass_at_2_ci95_low"] == pytest.approx(0.583333 - 1.96 * (0.583333 / 3) ** 0.5 / 2, abs=1e-6)
+    assert line["eval/pass_at_2_ci95_high"] == 1.0
+    assert line["eval/accuracy_ci95_low"] == 0.0  # .5 - 1.96 * sqrt(1/3) / 2 = -.066
+    assert result.summary() == "validation accuracy 0.500, avg@4 0.438, pass@2 0.583"
+
+
+def test_the_pass_rates_it_measured():
+    sampled, greedy = evaluation(num_samples=4).pass_rates, evaluation(split="test", num_tasks=2).pass_rates
+    assert [(rate.split, rate.index, rate.num_correct, rate.num_samples) for rate in sampled] == [
+        ("validation", 0, 0, 4),
+        ("validation", 1, 1, 4),
+        ("validation", 2, 2, 4),
+        ("validation", 3, 4, 4),
+    ]
+    assert [(rate.split, rate.num_correct, rate.num_samples) for rate in greedy] == [("test", 0, 1), ("test", 0, 1)]
+    assert sampled[2].prompt_hash == prompt_hash(Letters().task("validation", 2)) != sampled[1].prompt_hash
+
+
+def test_greedy_alone_and_a_single_task():
+    line = evaluation(num_tasks=1).metrics()
+    assert line == {"eval/name": "set", "eval/split": "validation", "eval/accuracy": 0, "eval/num_tasks": 1}
+
+
+def with_set(name="held_out", **fields):
+    config = run_config()
+    config.controller.eval_sets = {name: EvalSetConfig(**fields)}
+    return config
+
+
+def test_sets_have_families_of_their_own_or_the_runs():
+    family = LetterSort.Config().build()
+    config = with_set(task=LetterSort.Config(min_letters=2, max_letters=3, num_validation=20, num_test=20))
+    validate(config)
+    assert eval_families(config, family)["held_out"].num_tasks("test") == 20
+    assert eval_families(with_set(split="train"), family) == {"held_out": family}
+    assert eval_families(run_config(), family) == {}
+
+
+def test_a_set_that_cannot_be_evaluated_or_told_apart_is_refused():
+    family = LetterSort.Config().build()
+    assert refusal(eval_families, with_set("letter_sort"), family) == (
+        "controller.eval_sets.letter_sort: is the name of the run's own evaluations in the metrics; use another"
+    )
+    empty = with_set(task=LetterSort.Config(num_test=0), split="test")
+    assert refusal(eval_families, empty, family).startswith("task.test: 0 tasks in letter_sort")
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"name": "validation"}, "controller.eval_sets.validation: the run's own evaluations are validation and test"),
+        ({"name": "a-b"}, "controller.eval_sets.a-b: "),
+        ({"num_tasks": 0}, "controller.eval_sets.held_out.num_tasks=0: must be at least 1"),
+        ({"split": "dev"}, "controller.eval_sets.held_out.split='dev': is not a split"),
+        ({"num_samples": -1}, "controller.eval_sets.held_out.num_samples=-1: must not be negative"),
+        ({"num_samples": 4, "pass_at_k": 5}, "controller.eval_sets.held_out.pass_at_k=5: must be between 0 and num_s"),
+        ({"num_samples": 4, "temperature": 0.0}, "controller.eval_sets.held_out.temperature=0.0: samples of one task"),
+    ],
+)
+def test_mistakes_in_a_set_are_refused(fields, message):
+    assert refusal(validate, with_set(**fields)).startswith(message)

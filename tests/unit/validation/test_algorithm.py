@@ -1,0 +1,331 @@
+"""Algorithms that are refused before a process starts, and the message that says why."""
+
+import functools
+import math
+
+import pytest
+
+from torchtitan_rl.algorithm import corrections, losses, reductions
+from torchtitan_rl.algorithm.advantages import grpo, reinforce, reinforce_pp_baseline, rloo
+from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
+from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.validation.algorithm import check_algorithm
+from torchtitan_rl.validation.functions import probe_loss
+
+
+def run(*, roles=(), schedule=None, **algorithm):
+    return RunConfig(
+        name="unit",
+        task=LetterSort.Config(),
+        model=ModelConfig(),
+        generator=GeneratorConfig(),
+        roles=RolesConfig(**{role: RoleConfig() for role in roles}),
+        algorithm=AlgorithmConfig(**algorithm, **({"schedule": schedule} if schedule else {})),
+    )
+
+
+def refusal(**config):
+    with pytest.raises(ValueError) as caught:
+        check_algorithm(run(**config))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"advantage_fn": rloo, "loss_fn": losses.gspo, "reduction": reductions.sequence_mean},
+        {"advantage_fn": functools.partial(grpo, std="unbiased"), "loss_fn": losses.cispo},
+        {"advantage_fn": reinforce_pp_baseline, "loss_fn": losses.dro, "loss_config": {"beta": 0.2}},
+        {"advantage_fn": {"solver": grpo, "judge": reinforce}, "loss_fn": losses.importance_sampling},
+        {"reduction": functools.partial(reductions.constant_length, length=64)},
+        {"loss_fn": losses.cross_entropy},
+        {
+            "group_size": 1,
+            "advantage_fn": reinforce,
+            "roles": ("critic",),
+            "critic_loss_config": {"clip": 0.2},
+            "gae_lambda": 0.95,
+        },
+        {"kl_coef": 0.1, "roles": ("reference",)},
+        {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "roles": ("reference",)},
+        *(
+            {"correction_fn": getattr(corrections, name), "recompute_logprobs_per_minibatch": True}
+            for name in corrections.__all__
+        ),
+        {"correction_fn": corrections.truncated_token, "recompute_logprobs_per_batch": True},
+        {"loss_config": {"dual_clip": 3.0}, "entropy_coef": 0.01},
+    ],
+)
+def test_what_is_in_the_library_passes(config):
+    check_algorithm(run(**config))
+
+
+def mean_loss(inputs):
+    return -(inputs.policy_logprobs * inputs.advantages).mean(), {}
+
+
+def mean_by_tokens(inputs):
+    return -(inputs.weights * inputs.policy_logprobs * inputs.advantages).sum() / inputs.loss_mask.sum(), {}
+
+
+def mean_with_the_value_zero(inputs):
+    change_T = inputs.policy_logprobs - inputs.policy_logprobs.detach()
+    return -(inputs.weights * change_T * inputs.advantages).sum() / inputs.num_datums, {}
+
+
+def unweighted(inputs):
+    return -(inputs.loss_mask * inputs.policy_logprobs * inputs.advantages).sum(), {}
+
+
+def twice_weighted(inputs):
+    return -(inputs.weights.square() * inputs.policy_logprobs).sum(), {}
+
+
+def trains_the_prompt(inputs):
+    return -((inputs.weights + 1) * inputs.policy_logprobs).sum(), {}
+
+
+def only_a_loss(inputs):
+    return -(inputs.weights * inputs.policy_logprobs).sum()
+
+
+def per_token(inputs):
+    return -inputs.weights * inputs.policy_logprobs, {}
+
+
+def detached(inputs):
+    return (inputs.weights * inputs.policy_logprobs.detach()).sum(), {}
+
+
+def not_finite(inputs):
+    return (inputs.weights * inputs.policy_logprobs / 0.0).sum(), {}
+
+
+def other_arguments(logprobs, advantages):
+    return -(logprobs * advantages).sum(), {}
+
+
+def misspelt(inputs):
+    return -(inputs.weights * inputs.policy_logprobs * inputs.advantage).sum(), {}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (mean_by_tokens, "which is no token sum; return (inputs.weights * per_token).sum()"),
+        (mean_loss, "which is no token sum"),
+        (mean_with_the_value_zero, "which is no token sum"),  # its gradient says so
+        (unweighted, "with doubled weights, so the reduction would not count"),
+        (twice_weighted, "with doubled weights, so the reduction would not count"),
+        (trains_the_prompt, "where loss_mask and weights are 0"),
+        (only_a_loss, "returned a tensor of shape (); return (loss, metric sums)"),
+        (per_token, "returned a tuple of a tensor of shape (5,), a dict; return (loss, metric sums)"),
+        (detached, "has no gradient by inputs.policy_logprobs, so nothing would train"),
+        (not_finite, "on a few ordinary tokens; return a finite one"),
+        (other_arguments, "raised TypeError: other_arguments() missing 1 required positional argument: 'advantages'"),
+        (misspelt, "raised AttributeError: loss input 'advantage': the data carry only"),
+    ],
+)
+def test_a_loss_that_is_not_one(loss_fn, message):
+    said = refusal(loss_fn=loss_fn)
+    assert said.startswith(f"algorithm.loss_fn={__name__}:{loss_fn.__name__}: ") and message in said, said
+
+
+def test_a_loss_input_the_run_does_not_have():
+    def to_reference(inputs):
+        return (inputs.weights * (inputs.policy_logprobs - inputs.reference_logprobs).square()).sum(), {}
+
+    assert "loss input 'reference_logprobs'" in refusal(loss_fn=to_reference)
+    check_algorithm(run(loss_fn=to_reference, roles=("reference",)))
+
+
+def test_losses_of_the_kl_to_a_teacher_are_probed_by_it_too():
+    def probe(loss_fn):
+        probe_loss(
+            "algorithm.loss_fn=it",
+            loss_fn,
+            {},
+            outputs=["policy_logprobs", "teacher_kl"],
+            columns={"weights", "loss_mask", "advantages", "sampling_logprobs"},
+        )
+
+    def both(inputs):
+        return losses.ppo(inputs)[0] + 0.1 * losses.reverse_kl(inputs)[0], {}
+
+    def mean_kl(inputs):
+        return losses.ppo(inputs)[0] + inputs.teacher_kl.mean(), {}
+
+    def trains_the_prompts_kl(inputs):
+        return losses.ppo(inputs)[0] + ((inputs.weights + 1) * inputs.teacher_kl).sum(), {}
+
+    for loss_fn in (losses.reverse_kl, both, losses.ppo):
+        probe(loss_fn)
+    for loss_fn, message in (
+        (mean_kl, "where loss_mask and weights are 0"),
+        (trains_the_prompts_kl, "where loss_mask and weights are 0"),
+        (detached, "has no gradient by inputs.policy_logprobs or inputs.teacher_kl"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            probe(loss_fn)
+    assert "teacher_kl=None: the data carry no teacher_hidden" in refusal(loss_fn=losses.reverse_kl)
+
+
+def test_a_critics_loss_is_probed_too():
+    def mean_square(inputs):
+        return (inputs.predicted_values - inputs.returns).square().mean(), {}
+
+    assert refusal(critic_loss_fn=mean_square, roles=("critic",)).startswith("algorithm.critic_loss_fn=")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "message"),
+    [
+        (
+            losses.ppo,
+            {"clip_hihg": 0.3},
+            "algorithm.loss_config.clip_hihg=0.3: torchtitan_rl.algorithm.losses:ppo has no such argument; did you mean "
+            "clip_high?",
+        ),
+        (losses.cross_entropy, {"clip_high": 0.3}, "it takes none"),
+        (losses.ppo, {"clip_low": -0.5, "clip_high": 0.2}, "algorithm.loss_config.clip_low=-0.5: the bounds"),
+        (losses.ppo, {"dual_clip": 0.9}, "algorithm.loss_config.dual_clip=0.9: must be above 1"),
+        (losses.dro, {"beta": math.inf}, "algorithm.loss_config.beta=inf: must be positive"),
+    ],
+)
+def test_arguments_of_a_loss(loss_fn, config, message):
+    assert message in refusal(loss_fn=loss_fn, loss_config=config)
+
+
+def too_few(rewards_G):
+    return rewards_G[1:]
+
+
+def divides_by_zero(rewards_G):
+    return (rewards_G - rewards_G.mean()) / rewards_G.std()
+
+
+def two_arguments(rewards_G, groups):
+    return rewards_G
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (too_few, "algorithm.advantage_fn=too_few: gave "),
+        (divides_by_zero, "algorithm.advantage_fn=divides_by_zero: gave [nan, nan, nan, nan, nan, nan, nan, nan]"),
+        (two_arguments, "algorithm.advantage_fn: raised TypeError: two_arguments() missing 1 required"),
+        (functools.partial(grpo, std="unbiasd"), "std='unbiasd': is not a kind of standard deviation"),
+        ({"solver": grpo, "judge": too_few}, "algorithm.advantage_fn=too_few: gave "),
+        (
+            "grop",
+            "algorithm.advantage_fn='grop': is not a function; give the function itself, not its name; did you mean "
+            "the function torchtitan_rl.algorithm.advantages.grpo?",
+        ),
+        ({"solver": "rlo"}, "algorithm.advantage_fn.solver='rlo': is not a function"),
+    ],
+)
+def test_an_estimator_that_is_not_one(estimator, message):
+    assert message in refusal(advantage_fn=estimator)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "message"),
+    [
+        (lambda masks, groups: masks[:1], "returned a list of a tensor of shape (3,) for masks of 3, 1 and 2 tokens"),
+        (
+            lambda masks, groups: [mask + 1 for mask in masks],
+            "gave weights [1.0, 2.0, 2.0] for the mask [0.0, 1.0, 1.0]",
+        ),
+        (
+            lambda masks, groups: [mask / mask.sum() for mask in masks],
+            "gave weights [nan, nan] for the mask [0.0, 0.0]",
+        ),
+        (
+            reductions.constant_length,
+            "raised TypeError: constant_length() missing 1 required keyword-only argument: 'length'",
+        ),
+        ("token_meen", "did you mean the function torchtitan_rl.algorithm.reductions.token_mean?"),
+    ],
+)
+def test_a_reduction_that_is_not_one(reduction, message):
+    assert message in refusal(reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"kl_coef": 0.1},
+            "algorithm.kl_coef=0.1: there is no reference to measure the KL to; set roles.reference or use 0",
+        ),
+        ({"kl_coef": -0.1}, "algorithm.kl_coef=-0.1: must be finite and not negative"),
+        ({"entropy_coef": math.nan}, "algorithm.entropy_coef=nan: must be finite and not negative"),
+        ({"kl_estimator": "k33"}, "algorithm.kl_estimator='k33': there is no such choice; did you mean 'k3'?"),
+        ({"kl_in": "rewards"}, "algorithm.kl_in='rewards': there is no such choice; did you mean 'reward'?"),
+        (
+            {"kl_coef": 0.1, "kl_estimator": "k1", "roles": ("reference",)},
+            "algorithm.kl_estimator='k1': its gradient as a loss",
+        ),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "loss_fn": losses.cross_entropy, "roles": ("reference",)},
+            "algorithm.kl_in='reward': torchtitan_rl.algorithm.losses:cross_entropy does not read advantages",
+        ),
+        (
+            {"correction_fn": corrections.masked_token},
+            "are against the generator already, nothing is left to correct; set "
+            "algorithm.recompute_logprobs_per_batch=True",
+        ),
+        (
+            {"recompute_logprobs_per_batch": True, "recompute_logprobs_per_minibatch": True},
+            "algorithm.recompute_logprobs_per_batch=True: ",
+        ),
+        (
+            {"correction_config": {"cap": 2.0}},
+            "algorithm.correction_config={'cap': 2.0}: there is no correction for it",
+        ),
+        (
+            {
+                "correction_fn": corrections.truncated_token,
+                "correction_config": {"caps": 2.0},
+                "recompute_logprobs_per_minibatch": True,
+            },
+            "algorithm.correction_config.caps=2.0: ",
+        ),
+        (
+            {
+                "correction_fn": corrections.masked_token,
+                "correction_config": {"low": 5.0, "high": 0.5},
+                "recompute_logprobs_per_minibatch": True,
+            },
+            "algorithm.correction_config.low=5.0: the bounds 5 and 0.5",
+        ),
+        (
+            {"correction_fn": lambda inputs: inputs.old_logprobs, "recompute_logprobs_per_minibatch": True},
+            "returned a tensor of shape (5,); return (factor_T, metric sums)",
+        ),
+        (
+            {"correction_fn": lambda inputs: (inputs.old_logprobs, {}), "recompute_logprobs_per_minibatch": True},
+            "return finite ones that are not negative",
+        ),
+        ({"gae_lambda": 0.9}, "algorithm.gae_lambda=0.9: is for a critic and this run has none"),
+        ({"critic_loss_config": {"clip": 0.2}}, "algorithm.critic_loss_config={'clip': 0.2}: is for a critic"),
+        ({"gae_gamma": 1.5, "roles": ("critic",)}, "algorithm.gae_gamma=1.5: must be between 0 and 1"),
+        (
+            {"schedule": ScheduleConfig(decay="cosin")},
+            "algorithm.schedule.decay='cosin': there is no such choice; did you mean 'cosine'",
+        ),
+        ({"schedule": ScheduleConfig(warmup_steps=-1)}, "algorithm.schedule.warmup_steps=-1: must not be negative"),
+        ({"schedule": ScheduleConfig(warmup_ratio=1.5)}, "algorithm.schedule.warmup_ratio=1.5: is a part of all steps"),
+        (
+            {"schedule": ScheduleConfig(warmup_ratio=0.5, warmup_steps=3)},
+            "warmup_steps=3 says how long the warm-up is already",
+        ),
+        ({"schedule": ScheduleConfig(final_factor=-1.0)}, "algorithm.schedule.final_factor=-1.0: must be finite"),
+    ],
+)
+def test_contradictions_and_terms_without_effect(config, message):
+    assert message in refusal(**config)

@@ -1,0 +1,50 @@
+"""A run's configuration: one dataclass tree, one file per run, overrides from the shell."""
+
+from torchtitan_rl.config.actors import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig, WeightSyncConfig
+from torchtitan_rl.config.algorithm import (
+    AlgorithmConfig,
+    DistillConfig,
+    FilterConfig,
+    ScheduleConfig,
+    SupervisedConfig,
+)
+from torchtitan_rl.config.load import apply_overrides, load_config
+from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
+from torchtitan_rl.config.resolve import flat, function_name, resolved
+from torchtitan_rl.config.run import (
+    COLOCATION,
+    ControllerConfig,
+    EvalSetConfig,
+    RoleConfig,
+    RolesConfig,
+    RunConfig,
+    SamplingConfig,
+)
+
+__all__ = [
+    "COLOCATION",
+    "AdamWConfig",
+    "AlgorithmConfig",
+    "ControllerConfig",
+    "DistillConfig",
+    "EvalSetConfig",
+    "ExpertsShape",
+    "FilterConfig",
+    "GeneratorConfig",
+    "LoRAConfig",
+    "ModelConfig",
+    "Qwen3Shape",
+    "RoleConfig",
+    "RolesConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "SupervisedConfig",
+    "TrainerConfig",
+    "WeightSyncConfig",
+    "apply_overrides",
+    "flat",
+    "function_name",
+    "load_config",
+    "resolved",
+]

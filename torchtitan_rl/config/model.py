@@ -1,0 +1,177 @@
+"""Which model a run trains."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Qwen3Shape", "ExpertsShape", "ModelConfig"]
+
+
+@dataclass(kw_only=True, slots=True)
+class ExpertsShape:
+    """A mixture of experts in the place of every feed-forward. Example: `ExpertsShape(num_experts=8, top_k=2)`."""
+
+    num_experts: int
+    top_k: int
+    """Experts that see a token."""
+    load_balance_coeff: float | None = None
+    """Step of torchtitan's load-balancing bias, moved at every optimizer step towards experts with few tokens. Hugging
+    Face's Qwen3 has no such bias: an export is then complete for this package only."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Qwen3Shape:
+    """The sizes of a Qwen3. Example: `Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2,
+    head_dim=32, hidden_dim=384)` has 0.8M parameters."""
+
+    vocab_size: int
+    dim: int
+    """Hidden size."""
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    """Inner size of the gated feed-forward; with experts, of each of them."""
+    experts: ExpertsShape | None = None
+    """Makes it a mixture of experts."""
+    rope_theta: float = 1e6
+    max_seq_len: int = 4096
+    """Positions the rotary embedding covers."""
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-6
+
+    @property
+    def num_parameters(self) -> int:
+        attention = self.dim * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads) + 2 * self.head_dim
+        feed_forward = 3 * self.dim * self.hidden_dim
+        if self.experts is not None:
+            feed_forward = self.experts.num_experts * (feed_forward + self.dim)  # each with its row of the router
+        layer = attention + feed_forward + 2 * self.dim
+        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        return embeddings + self.n_layers * layer + self.dim
+
+    @classmethod
+    def from_hf(cls, config_json: Path) -> "Qwen3Shape":
+        """Sizes in a Hugging Face `config.json`. Raises ValueError if it is not a Qwen3."""
+        where = f"model.assets={str(config_json.parent)!r}"
+        try:
+            hf = json.loads(config_json.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: its config.json is not JSON ({error}); fetch the directory again") from None
+        return cls.from_hf_config(hf, where)
+
+    @classmethod
+    def from_hf_config(cls, hf: dict, where: str) -> "Qwen3Shape":
+        """Sizes in the content of a Hugging Face `config.json`; `where` begins what the ValueErrors say."""
+        if hf.get("model_type") not in ("qwen3", "qwen3_moe"):
+            raise ValueError(
+                f"{where}: its config.json says model_type={hf.get('model_type')!r}; "
+                "only Qwen3 (model_type 'qwen3' or 'qwen3_moe') is supported"
+            )
+        hf = {"num_experts": hf["num_local_experts"], **hf} if "num_local_experts" in hf else hf
+        has_experts = hf["model_type"] == "qwen3_moe"
+        inner = "moe_intermediate_size" if has_experts else "intermediate_size"
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            inner,
+            "max_position_embeddings",
+            *(("num_experts", "num_experts_per_tok") if has_experts else ()),
+        )
+        if missing := [name for name in sizes if name not in hf]:
+            raise ValueError(f"{where}: its config.json has no {', '.join(missing)}; fetch the directory again")
+        experts = None
+        if has_experts:
+            for name, value, needed in (
+                ("mlp_only_layers", hf.get("mlp_only_layers") or [], []),
+                ("decoder_sparse_step", hf.get("decoder_sparse_step", 1), 1),
+                ("norm_topk_prob", hf.get("norm_topk_prob", False), True),
+            ):
+                if value != needed:
+                    raise ValueError(
+                        f"{where}: its config.json says {name}={value!r}; "
+                        f"only a Qwen3 with {name}={needed!r} is supported"
+                    )
+            experts = ExpertsShape(
+                num_experts=hf["num_experts"],
+                top_k=hf["num_experts_per_tok"],
+                load_balance_coeff=hf.get("load_balance_coeff"),
+            )
+        rope = hf.get("rope_parameters") or {}
+        return cls(
+            vocab_size=hf["vocab_size"],
+            dim=hf["hidden_size"],
+            n_layers=hf["num_hidden_layers"],
+            n_heads=hf["num_attention_heads"],
+            n_kv_heads=hf["num_key_value_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            hidden_dim=hf[inner],
+            experts=experts,
+            rope_theta=hf.get("rope_theta") or rope.get("rope_theta", 1e6),
+            max_seq_len=hf["max_position_embeddings"],
+            tie_embeddings=hf.get("tie_word_embeddings", False),
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+        )
+
+    def to_hf(self, eos_token_id: int, pad_token_id: int) -> dict:
+        """The same sizes as the content of a Hugging Face `config.json`."""
+        kind = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+        if self.experts is not None:
+            kind = dict(
+                architectures=["Qwen3MoeForCausalLM"],
+                model_type="qwen3_moe",
+                moe_intermediate_size=self.hidden_dim,
+                num_experts=self.experts.num_experts,
+                num_experts_per_tok=self.experts.top_k,
+                norm_topk_prob=True,
+                decoder_sparse_step=1,
+                mlp_only_layers=[],
+            )
+            if self.experts.load_balance_coeff is not None:
+                kind["load_balance_coeff"] = self.experts.load_balance_coeff
+        return dict(
+            **kind,
+            vocab_size=self.vocab_size,
+            hidden_size=self.dim,
+            num_hidden_layers=self.n_layers,
+            num_attention_heads=self.n_heads,
+            num_key_value_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.hidden_dim,
+            rope_theta=self.rope_theta,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            max_position_embeddings=self.max_seq_len,
+            tie_word_embeddings=self.tie_embeddings,
+            rms_norm_eps=self.norm_eps,
+            hidden_act="silu",
+            attention_bias=False,
+            attention_dropout=0.0,
+            use_sliding_window=False,
+            initializer_range=0.02,
+            use_cache=True,
+            torch_dtype="float32",
+            eos_token_id=eos_token_id,
+            bos_token_id=None,
+            pad_token_id=pad_token_id,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Which model, and where its files are."""
+
+    assets: str = "chars"
+    """A Hugging Face directory (tokenizer, and unless `shape` or `flavor` is given also config.json; safetensors
+    weights where it has some), or `"chars"`: the character tokenizer in the package, which has no weights."""
+    shape: Qwen3Shape | None = None
+    """Sizes of a model to initialise at random."""
+    flavor: str | None = None
+    """A standard flavour of torchtitan's Qwen3, such as `"0.6B"`."""
+    pretrained: bool = False
+    """Refuse to start from random weights: `assets` must have safetensors."""

@@ -1,0 +1,62 @@
+"""A config as plain data: its leaves by dotted path, its functions by name and source."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchtitan_rl.config.run import RunConfig
+
+__all__ = ["flat", "function_name", "resolved"]
+
+
+def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every leaf, in the order of definition."""
+    items = (
+        config.items()
+        if isinstance(config, dict)
+        else ((f.name, getattr(config, f.name)) for f in dataclasses.fields(config) if not f.name.startswith("_"))
+    )
+    for name, value in items:
+        path = f"{prefix}{name}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) or isinstance(value, dict) and value:
+            yield from flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def function_name(function: Callable) -> str:
+    """`module:qualname`, partial arguments included."""
+    if isinstance(function, functools.partial):
+        arguments = ", ".join([*map(repr, function.args), *(f"{k}={v!r}" for k, v in function.keywords.items())])
+        return f"{function_name(function.func)}({arguments})"
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """The config as plain data for the run directory: functions become their name and a hash of their source."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            entries = {
+                f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.name.startswith("_")
+            }
+            return {"class": f"{type(value).__module__}:{type(value).__qualname__}", **entries}
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        if callable(value):
+            function = value.func if isinstance(value, functools.partial) else value
+            try:
+                source = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+            except (OSError, TypeError):
+                source = ""
+            return {"function": function_name(value), "source_sha256": source}
+        return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+
+    return plain(config)

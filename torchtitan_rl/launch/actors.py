@@ -1,0 +1,198 @@
+"""Starting and stopping the processes of a run: meshes of actors on the hosts it has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import monarch.actor
+from monarch.spmd import SPMDActor, setup_torch_elastic_env_async
+
+from torchtitan_rl.actors.generator import Generator
+from torchtitan_rl.actors.trainer import PolicyTrainer
+from torchtitan_rl.config.actors import GeneratorConfig, TrainerConfig
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.dispatch.role_mesh import RoleMesh, deadline
+from torchtitan_rl.environment import default_environment
+from torchtitan_rl.hosts.attach import Hosts, this_host
+from torchtitan_rl.hosts.bootstrap import claim_devices
+from torchtitan_rl.hosts.inventory import Devices, MeshSize, Place
+
+__all__ = ["Launcher"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Launcher:
+    """Spawns role meshes and remembers them, so that `stop` leaves nothing behind."""
+
+    log_dir: str | None
+    start_timeout_s: float
+    call_timeout_s: float
+    hosts: Hosts = field(default_factory=this_host)
+    """Where meshes may go; this machine alone, unless `attach.attach` has connected to others."""
+    failures: list[str] = field(default_factory=list)
+    """What died without being asked to, as Monarch reported it; also logged as it comes in."""
+    pids: list[int] = field(default_factory=list)
+    """Processes of roles on this machine, where no worker of a host owns them."""
+    store_name: str = field(default_factory=lambda: f"weights-{uuid.uuid4().hex[:8]}")
+    """Of this run's TorchStore; a process may hold several runs."""
+    store: Any = None
+    _meshes: list[Any] = field(default_factory=list)
+    _hosts_used: set[int] = field(default_factory=set)
+    _stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self._devices = Devices(self.hosts.hosts)
+        # Unset, a failure nobody awaits would end this process; here the calls that wait on it raise instead.
+        monarch.actor.unhandled_fault_hook = self._note_failure
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all role meshes are on one host, so that weights may travel through its shared memory."""
+        return len(self._hosts_used) <= 1
+
+    async def start_trainer(
+        self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
+    ) -> RoleMesh:
+        """A trainer mesh whose ranks hold their models, on GPUs of its own or on those of the role `share_with`."""
+        place = self._devices.take(
+            MeshSize(role=role, num_ranks=config.num_ranks, num_hosts=config.num_hosts, share_with=share_with)
+        )
+        procs = await self._spawn(role, config.num_ranks, place)
+        await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
+        actors = procs.spawn(role, PolicyTrainer, config, model, role, seed, self.log_dir, self.store_name)
+        return await self._set_up(
+            role,
+            actors,
+            place,
+            num_ranks=config.num_ranks,
+            tensor_parallel_size=config.parallelism.tensor_parallel_degree,
+        )
+
+    async def start_generator(
+        self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None
+    ) -> RoleMesh:
+        """One generator replica whose engine is ready; it holds no weights yet. Replicas go round the hosts."""
+        ranks = config.tensor_parallel_degree
+        place = self._devices.take(MeshSize(role=role, num_ranks=ranks, replica=True, share_with=share_with))
+        procs = await self._spawn(role, ranks, place)
+        if ranks > 1:
+            await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
+        actors = procs.spawn(
+            role, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name, share_with is not None
+        )
+        return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)
+
+    async def start_store(self) -> None:
+        """TorchStore: its volume and its controller, each a process of its own, the volume on the first host."""
+        from torchtitan_rl.weights.store import WeightStore
+
+        store = WeightStore(self.store_name, timeout_s=self.call_timeout_s)
+        await self._in_time(store.start(await self._spawn("store", 1, Place(hosts=[0], devices=[""]))), "store: start")
+        self.store = store
+
+    async def _spawn(self, role: str, num_ranks: int, place: Place):
+        # A worker's environment need not be ours; without one, processes inherit what we have.
+        needed = self.hosts.attached or any(place.devices)
+        bootstrap = partial(claim_devices, place.devices, default_environment()) if needed else None
+        mesh = self.hosts.mesh
+        if self.hosts.attached:
+            first, *rest = place.hosts
+            mesh = mesh.slice(hosts=slice(first, rest[-1] + 1) if rest else first)
+        procs = mesh.spawn_procs(
+            per_host={"gpus": num_ranks // len(place.hosts)}, name=role.replace("-", "_"), bootstrap=bootstrap
+        )
+        self._meshes.append(procs)
+        await self._in_time(procs.initialized, f"{role}: process start")
+        return procs
+
+    def _in_time(self, call, what: str):
+        return deadline(call, self.start_timeout_s, what)
+
+    async def _rendezvous(self, procs, place: Place) -> None:
+        """RANK, WORLD_SIZE, MASTER_ADDR and the like in every process of a mesh."""
+        if not self.hosts.attached:
+            return await setup_torch_elastic_env_async(procs)
+        # A host's name may resolve to its loopback; its address is what the others reach it by.
+        actors = procs.spawn("rendezvous", SPMDActor)
+        _, port = await actors.flatten("rank").slice(rank=0).get_host_port.call_one(None)
+        await actors.setup_env.call(self.hosts.hosts[place.hosts[0]].address.rpartition(":")[0], port)
+
+    async def _set_up(self, role: str, actors, place: Place, *, num_ranks: int, tensor_parallel_size: int) -> RoleMesh:
+        self._hosts_used.update(place.hosts)
+        addresses: Sequence[str] = ()
+        if self.hosts.attached:
+            per_host = num_ranks // len(place.hosts)
+            addresses = [self.hosts.hosts[index].address for index in place.hosts for _ in range(per_host)]
+        mesh = RoleMesh(
+            role,
+            actors,
+            num_ranks=num_ranks,
+            tensor_parallel_size=tensor_parallel_size,
+            timeout_s=self.call_timeout_s,
+            hosts=addresses,
+            lost_hosts=self.hosts.lost,
+        )
+        pids = await mesh.call_each("where", timeout_s=self.start_timeout_s)
+        if not self.hosts.attached:
+            self.pids += pids
+        await mesh.call_each("setup", timeout_s=self.start_timeout_s)
+        return mesh
+
+    def _note_failure(self, failure) -> None:
+        report = " ".join(str(failure.report()).split())
+        self.failures.append(report)
+        # Every process has an actor that forwards its logs, which dies too and is not worth a line.
+        if not self._stopping and not failure.mesh_name.startswith("logger-"):
+            logger.warning("Monarch reports: %s", report[:500])
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Stops every mesh; what does not stop in time, or cannot be stopped any more, is killed."""
+        self._stopping = True
+
+        async def stop_all() -> None:
+            stops = [self.store.stop()] if self.store is not None else []
+            results = await asyncio.gather(*stops, return_exceptions=True)
+            results += await asyncio.gather(
+                *(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True
+            )
+            if self.hosts.attached:  # their workers stay, free for the next run
+                results += await asyncio.gather(_awaited(self.hosts.mesh.stop()), return_exceptions=True)
+            for error in results:  # a mesh that has failed, or never quite started, cannot be stopped in order
+                if isinstance(error, Exception):
+                    logger.warning("did not stop in order (%s: %s); killing it", type(error).__name__, error)
+
+        try:
+            await asyncio.wait_for(stop_all(), timeout_s)
+        except TimeoutError:
+            logger.warning(
+                "meshes did not stop within %g s; %s",
+                timeout_s,
+                "end the workers of their hosts" if self.hosts.attached else "killing their processes",
+            )
+        self._meshes.clear()
+        self.kill()
+
+    def kill(self) -> None:
+        """The abrupt way, for an interrupted run. Processes on attached hosts belong to their workers."""
+        self._stopping = True
+        for pid in self.pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.pids.clear()
+
+
+async def _awaited(call):
+    return await call

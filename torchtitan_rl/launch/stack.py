@@ -1,0 +1,154 @@
+"""The running parts of a run as the clients that drive them: training roles, generators, versions of weights."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.placement import GENERATOR_PARTS, TRAINER_PARTS, Placement
+from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.hosts.attach import Hosts, this_host
+from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
+from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.validation.run import check_local
+
+if TYPE_CHECKING:
+    from torchtitan_rl.launch.local import LocalLauncher
+
+__all__ = ["Stack", "start_stack", "start_generators", "hosts_for", "launcher_for"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Stack:
+    """What a controller drives."""
+
+    roles: dict[str, TrainingClient]
+    """`policy`, and those of `reference`, `critic`, `teacher` that are configured."""
+    generator: SamplingClient
+    versions: PolicyVersions | None
+    placement: Placement
+
+
+async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
+    """Starts every mesh: all at once, or one after the other where they share devices."""
+    placement, wanted = Placement(config.roles.colocation), config.trainers()
+    meshes: dict[str, list] = {}
+
+    async def start(role: str) -> None:
+        share = config.roles.share_with(role)
+        if role == "store":
+            await launcher.start_store()
+        elif role == "generator":
+            meshes[role] = await asyncio.gather(*_generators(config, launcher, model_dir, share))
+            placement.add(role, meshes[role], GENERATOR_PARTS)
+        else:
+            trainer, model = wanted[role]
+            meshes[role] = [await launcher.start_trainer(trainer, model, role=role, seed=config.seed, share_with=share)]
+            trained = role in ("policy", "critic")
+            placement.add(role, meshes[role], TRAINER_PARTS if trained else ("model",))
+        if placement.shares(role):
+            await placement.evict(role)
+
+    async def in_turn(roles: list[str]) -> None:
+        for role in roles:
+            await start(role)
+
+    everything = [*wanted, "generator", "store"]
+    shared = [role for role in everything if placement.shares(role)]
+    starts = [asyncio.ensure_future(in_turn(shared))]
+    starts += [asyncio.ensure_future(start(role)) for role in everything if not placement.shares(role)]
+    try:
+        await asyncio.gather(*starts)
+    finally:
+        for pending in starts:  # one failed: the others must not go on starting
+            pending.cancel()
+    roles = {
+        role: TrainingClient(
+            meshes[role][0],
+            max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+            max_datum_tokens=trainer.training.seq_len,
+            temperature=config.algorithm.temperature,
+            vocab_size=resolve_shape(model).vocab_size,
+            placement=placement,
+        )
+        for role, (trainer, model) in wanted.items()
+    }
+    versions = PolicyVersions(
+        roles["policy"],
+        launcher.store,
+        config.weight_sync,
+        getattr(torch, config.generator.dtype),
+        one_host=launcher.one_host,
+    )
+    return Stack(
+        roles=roles,
+        versions=versions,
+        placement=placement,
+        generator=_sampling_client(config, meshes["generator"], versions, placement),
+    )
+
+
+async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> SamplingClient:
+    """Generators alone, which hold no weights yet."""
+    meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
+    return _sampling_client(config, meshes, None, Placement())
+
+
+def _generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path, share_with: str | None) -> list:
+    return [
+        launcher.start_generator(
+            config.generator, model_dir, role=f"generator-{i}", seed=config.seed, share_with=share_with
+        )
+        for i in range(config.generator.num_replicas)
+    ]
+
+
+def _sampling_client(config: RunConfig, meshes, versions, placement: Placement) -> SamplingClient:
+    return SamplingClient(
+        list(meshes),
+        versions,
+        max_model_len=config.generator.max_model_len,
+        timeout_s=config.controller.sample_timeout_s,
+        verify=config.weight_sync.verify,
+        placement=placement,
+    )
+
+
+def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generators_only: bool) -> Hosts | None:
+    """Where the actors go; None for the local backend. Raises ValueError for a config that does not fit there."""
+    if backend == "actors":
+        hosts = hosts or this_host()
+        check_fits(config, hosts.hosts, generators_only=generators_only)
+        return hosts
+    if backend != "local":
+        raise ValueError(f"backend={backend!r}: is not known; use 'actors' or 'local'")
+    if hosts is not None:
+        raise ValueError(
+            f"backend='local': is this process alone, and {len(hosts.hosts)} hosts are attached; leave one of them out"
+        )
+    check_local(config, generators_only=generators_only)
+    here = local_host()
+    check_fits(
+        config,
+        [Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])],
+        generators_only=generators_only,
+    )
+    return None
+
+
+def launcher_for(config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher | LocalLauncher:
+    """What starts the meshes: actors on these hosts, or without hosts everything in this process."""
+    start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
+    if hosts is not None:
+        return Launcher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)
+    from torchtitan_rl.launch.local import LocalLauncher  # imports torchstore, which otherwise only actors need at once
+
+    return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s)

@@ -1,0 +1,71 @@
+"""The files of a configured model: its tokenizer, its sizes, its weights. Reading them needs no torchtitan and no vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+
+__all__ = ["assets_dir", "has_weights", "missing_weights", "read_shape", "write_model_dir"]
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "added_tokens.json",
+)
+
+
+BUILTIN_ASSETS = {"chars": Path(__file__).parent.parent / "assets" / "chars"}
+
+
+def assets_dir(config: ModelConfig) -> Path:
+    """The directory with the tokenizer. Raises ValueError when there is none."""
+    path = BUILTIN_ASSETS.get(config.assets) or Path(config.assets).expanduser()
+    if not path.is_dir():
+        raise ValueError(
+            f"model.assets={config.assets!r}: there is no such directory; give a Hugging Face model directory "
+            f"or one of {sorted(BUILTIN_ASSETS)}"
+        )
+    return path
+
+
+def has_weights(config: ModelConfig) -> bool:
+    return any(assets_dir(config).glob("*.safetensors"))
+
+
+def missing_weights(config: ModelConfig, where: str = "model") -> str:
+    """Why a run cannot start although its config is valid, `where` its model's field; empty when it can."""
+    if not config.pretrained or has_weights(config):
+        return ""
+    return (
+        f"{where}.assets={config.assets!r}: has no safetensors, and {where}.pretrained is set; "
+        f"give --{where}.assets the directory of a checkpoint"
+    )
+
+
+def read_shape(config: ModelConfig) -> Qwen3Shape:
+    """`config.shape`, or the sizes in the config.json of `config.assets`. Raises ValueError when there is neither."""
+    if config.shape is not None:
+        return config.shape
+    config_json = assets_dir(config) / "config.json"
+    if not config_json.exists():
+        raise ValueError(
+            f"model.assets={config.assets!r}: has no config.json; give model.shape, model.flavor or a model directory"
+        )
+    return Qwen3Shape.from_hf(config_json)
+
+
+def write_model_dir(directory: Path, shape: Qwen3Shape, tokenizer_dir: Path, *, eos: int, pad: int) -> None:
+    """config.json and the tokenizer's files: what vLLM and transformers need besides weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in _TOKENIZER_FILES:
+        if (tokenizer_dir / name).exists():
+            shutil.copyfile(tokenizer_dir / name, directory / name)
+    (directory / "config.json").write_text(json.dumps(shape.to_hf(eos, pad), indent=1))

@@ -1,0 +1,142 @@
+"""How good a policy is on a set of tasks: greedy accuracy, avg@n and pass@k, with confidence intervals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import mean
+
+from torchtitan_rl import metrics
+from torchtitan_rl.algorithm.grouping import fill_rewards
+from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig
+from torchtitan_rl.tasks.family import TaskFamily, source_of
+from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
+from torchtitan_rl.workflows.group import run_group
+from torchtitan_rl.workflows.policy import Policy
+from torchtitan_rl.workflows.single_turn import single_turn
+
+__all__ = ["Evaluation", "eval_families", "evaluate"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """What one evaluation measured."""
+
+    name: str
+    """Of the task family, or of the evaluation set."""
+    split: str
+    num_tasks: int
+    accuracy: float
+    """Share of tasks whose greedy completion is correct."""
+    num_samples: int = 0
+    """Per task, besides the greedy one."""
+    avg_at_n: float | None = None
+    """Share of samples that are correct."""
+    k: int = 0
+    pass_at_k: float | None = None
+    """Chance that at least one of k samples is correct."""
+    intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    """By the name of a metric, its 95% confidence interval over tasks; None where there is one task only."""
+    pass_rates: list[PassRate] = field(default_factory=list)
+    """Of each task: over its samples where there are some, else of the greedy completion."""
+
+    def metrics(self) -> dict:
+        line = {
+            "eval/name": self.name,
+            "eval/split": self.split,
+            "eval/accuracy": self.accuracy,
+            "eval/num_tasks": self.num_tasks,
+        }
+        if self.num_samples:
+            line[f"eval/avg_at_{self.num_samples}"] = self.avg_at_n
+        if self.k:
+            line[f"eval/pass_at_{self.k}"] = self.pass_at_k
+        for name, interval in self.intervals.items():
+            if interval is not None:
+                line[f"eval/{name}_ci95_low"], line[f"eval/{name}_ci95_high"] = interval
+        return line
+
+    def summary(self) -> str:
+        text = f"{self.split} accuracy {self.accuracy:.3f}"
+        if self.num_samples > self.k:
+            text += f", avg@{self.num_samples} {self.avg_at_n:.3f}"
+        return text + (f", pass@{self.k} {self.pass_at_k:.3f}" if self.k else "")
+
+
+def eval_families(config: RunConfig, family: TaskFamily) -> dict[str, TaskFamily]:
+    """The family of each of `controller.eval_sets`, the run's own where they name none.
+
+    Raises ValueError for an empty split, and for a name that the run's own evaluations have in the metrics.
+    """
+    families = {}
+    for name, eval_set in config.controller.eval_sets.items():
+        if name == family.name:
+            raise ValueError(
+                f"controller.eval_sets.{name}: is the name of the run's own evaluations in the metrics; use another"
+            )
+        families[name] = family if eval_set.task is None else eval_set.task.build()
+        source_of(families[name], eval_set.split, config.seed)  # refuses an empty split now, not in the run
+    return families
+
+
+async def evaluate(
+    policy: Callable[[float], Policy],
+    family: TaskFamily,
+    eval_set: EvalSetConfig,
+    *,
+    name: str,
+    label: str,
+    seed: int,
+    config: ControllerConfig,
+    workflow: Callable = single_turn,
+) -> Evaluation:
+    """Attempts the set's tasks, which are of `family`, greedily and then `num_samples` times each.
+
+    `policy(temperature)` gives the policy; `label` tells the sampling streams of one evaluation from another's;
+    `workflow` makes an attempt; where one is several rollouts, the first counts.
+    """
+    split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
+    size = family.num_tasks(split)
+    num_tasks = eval_set.num_tasks if size is None else min(eval_set.num_tasks, size)
+    tasks = [family.task(split, i) for i in range(num_tasks)]
+
+    async def num_correct(n: int, at: float) -> list[int]:
+        groups = await asyncio.gather(
+            *(
+                run_group(
+                    workflow,
+                    task,
+                    policy(at),
+                    n,
+                    group_id=f"{label}/{task.id}",
+                    seed=seed,
+                    reward=family,
+                    reward_timeout_s=config.reward_timeout_s,
+                    first_only=True,
+                )
+                for task in tasks
+            )
+        )
+        for group in groups:
+            fill_rewards(group)  # a workflow of the user's own may have rewarded turns only
+        return [sum(reward >= config.correct_reward for reward in group.rewards) for group in groups]
+
+    greedy = await num_correct(1, 0.0)
+    result = Evaluation(name=name, split=split, num_tasks=len(tasks), accuracy=mean(greedy))
+    result.intervals["accuracy"] = metrics.mean_interval(greedy)
+    counts, n = greedy, 1
+    if num_samples:
+        counts, n = await num_correct(num_samples, eval_set.temperature), num_samples
+        averages = [count / n for count in counts]
+        result.num_samples, result.avg_at_n = n, mean(averages)
+        result.intervals[f"avg_at_{n}"] = metrics.mean_interval(averages)
+    if pass_at_k:
+        chances = [metrics.pass_at_k(n, count, pass_at_k) for count in counts]
+        result.k, result.pass_at_k = pass_at_k, mean(chances)
+        result.intervals[f"pass_at_{pass_at_k}"] = metrics.mean_interval(chances)
+    result.pass_rates = [
+        PassRate(split=split, index=i, num_samples=n, num_correct=count, prompt_hash=prompt_hash(task))
+        for i, (task, count) in enumerate(zip(tasks, counts, strict=True))
+    ]
+    return result

@@ -1,0 +1,219 @@
+"""What can be known to be wrong with a run's algorithm: unknown names, contradictions, terms without effect, functions
+that do not do what their place asks for."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any, get_args, get_type_hints
+
+from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
+from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
+from torchtitan_rl.config.resolve import function_name
+from torchtitan_rl.config.run import RolesConfig, RunConfig
+from torchtitan_rl.validation.functions import (
+    probe_advantages,
+    probe_correction,
+    probe_loss,
+    probe_reduction,
+    reads_advantages,
+)
+
+__all__ = ["check_algorithm"]
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Raises ValueError for the first thing that is wrong with `config.algorithm` or a schedule; changes nothing."""
+    algorithm, roles = config.algorithm, config.roles
+    _check_schedule("algorithm.schedule", algorithm.schedule)
+    _check_schedule("supervised.schedule", config.supervised.schedule)
+    for name in ("kl_estimator", "kl_in"):
+        _one_of(f"algorithm.{name}", getattr(algorithm, name), _choices(AlgorithmConfig, name))
+    estimators = algorithm.advantage_fn if isinstance(algorithm.advantage_fn, dict) else {"": algorithm.advantage_fn}
+    for role, estimator in estimators.items():
+        _check_function(f"algorithm.advantage_fn{role and '.' + role}", estimator, advantages)
+    functions = {"loss_fn": losses, "critic_loss_fn": losses, "reduction": reductions}
+    if algorithm.correction_fn is not None:
+        functions["correction_fn"] = corrections
+    for name, module in functions.items():
+        _check_function(f"algorithm.{name}", getattr(algorithm, name), module)
+    _check_terms(algorithm, roles)
+    with _no_breakpoints():
+        _probe(algorithm, roles)
+
+
+@contextmanager
+def _no_breakpoints():
+    """A `breakpoint()` in a user's function is meant for the run, not for made-up numbers before it."""
+    hook = sys.breakpointhook
+    sys.breakpointhook = lambda *args, **keywords: None
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook
+
+
+def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
+    """Coefficients, and terms that would be configured and do nothing."""
+    for name in ("kl_coef", "entropy_coef"):
+        if not 0 <= getattr(algorithm, name) < math.inf:
+            raise ValueError(
+                f"algorithm.{name}={getattr(algorithm, name)}: must be finite and not negative; use 0 for none"
+            )
+    if algorithm.kl_coef:
+        if roles.reference is None:
+            raise ValueError(
+                f"algorithm.kl_coef={algorithm.kl_coef}: there is no reference to measure the KL to; set "
+                "roles.reference or use 0"
+            )
+        if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+            raise ValueError(
+                "algorithm.kl_estimator='k1': its gradient as a loss has mean 0, so it would not hold the "
+                "policy; use 'k2' (the gradient of the KL), 'k3', or algorithm.kl_in='reward'"
+            )
+    if algorithm.correction_fn is None and algorithm.correction_config:
+        raise ValueError(
+            f"algorithm.correction_config={algorithm.correction_config}: there is no correction for it "
+            "to configure; set algorithm.correction_fn or leave it empty"
+        )
+    recomputed = algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch
+    if algorithm.recompute_logprobs_per_batch and algorithm.recompute_logprobs_per_minibatch:
+        raise ValueError(
+            "algorithm.recompute_logprobs_per_batch=True: recompute_logprobs_per_minibatch=True takes its "
+            "place at every step; keep one of them"
+        )
+    if algorithm.correction_fn is not None and not recomputed:
+        raise ValueError(
+            f"algorithm.correction_fn={function_name(algorithm.correction_fn)}: the loss's ratios are against the "
+            "generator already, nothing is left to correct; set algorithm.recompute_logprobs_per_batch=True"
+        )
+    if roles.critic is None:
+        for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
+            if getattr(algorithm, name) != default:
+                raise ValueError(
+                    f"algorithm.{name}={getattr(algorithm, name)}: is for a critic and this run has none; "
+                    f"set roles.critic or use {default}"
+                )
+    for name in ("gae_gamma", "gae_lambda"):
+        if not 0 <= getattr(algorithm, name) <= 1:
+            raise ValueError(
+                f"algorithm.{name}={getattr(algorithm, name)}: must be between 0 and 1; use 1 for no discount"
+            )
+
+
+def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
+    """Calls the run's functions on made-up numbers."""
+    columns = {"weights", "loss_mask", "advantages", "sampling_logprobs"}
+    if algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch:
+        columns.add("old_logprobs")
+    if roles.reference is not None:
+        columns.add("reference_logprobs")
+    if roles.teacher is not None:
+        columns.add("teacher_logprobs")
+    if roles.critic is not None:
+        columns |= {"values", "returns"}
+    divergence = algorithm.distill.divergence if algorithm.distill is not None else ""
+    outputs = ["policy_logprobs", *(["teacher_kl"] if divergence == "full" else [])]
+    probe_advantages(algorithm)
+    probe_reduction(f"algorithm.reduction={function_name(algorithm.reduction)}", algorithm.reduction)
+    _check_arguments("loss", algorithm.loss_fn, algorithm.loss_config)
+    probe_loss(
+        f"algorithm.loss_fn={function_name(algorithm.loss_fn)}",
+        algorithm.loss_fn,
+        algorithm.loss_config,
+        outputs=outputs,
+        columns=columns,
+    )
+    loss = partial(algorithm.loss_fn, **algorithm.loss_config)
+    if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads_advantages(loss, columns, outputs):
+        raise ValueError(
+            f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
+            "the KL would not count; use 'loss'"
+        )
+    needs = {
+        "algorithm.distill.divergence='tokens'": divergence == "tokens",
+        "algorithm.distill.rewards=True": bool(divergence) and algorithm.distill.rewards,
+        "self-distillation": any(
+            not teacher.top_k or getattr(teacher, "advantage_fn", None) for teacher in algorithm.own_teachers
+        ),
+    }
+    for what, needed in needs.items():
+        if needed and not reads_advantages(loss, columns, outputs):
+            raise ValueError(
+                f"algorithm.loss_fn={function_name(algorithm.loss_fn)}: does not read advantages, by which "
+                f"{what} is to train; use importance_sampling or ppo"
+            )
+    if algorithm.correction_fn is not None:
+        _check_arguments("correction", algorithm.correction_fn, algorithm.correction_config)
+        probe_correction(
+            f"algorithm.correction_fn={function_name(algorithm.correction_fn)}",
+            algorithm.correction_fn,
+            algorithm.correction_config,
+            columns,
+        )
+    if roles.critic is not None:
+        _check_arguments("critic_loss", algorithm.critic_loss_fn, algorithm.critic_loss_config)
+        probe_loss(
+            f"algorithm.critic_loss_fn={function_name(algorithm.critic_loss_fn)}",
+            algorithm.critic_loss_fn,
+            algorithm.critic_loss_config,
+            outputs=["predicted_values"],
+            columns=columns,
+        )
+
+
+def _check_arguments(name: str, function: Callable, given: dict[str, float]) -> None:
+    """Arguments in `algorithm.NAME_config` that the function does not take."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    known = list(parameters)[1:]
+    for argument, value in given.items():
+        if argument not in known:
+            near = difflib.get_close_matches(argument, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
+            raise ValueError(
+                f"algorithm.{name}_config.{argument}={value}: {function_name(function)} has no such argument; {hint}"
+            )
+
+
+def _check_schedule(where: str, schedule: ScheduleConfig) -> None:
+    _one_of(f"{where}.decay", schedule.decay, _choices(ScheduleConfig, "decay"))
+    if schedule.warmup_steps < 0:
+        raise ValueError(f"{where}.warmup_steps={schedule.warmup_steps}: must not be negative; use 0 for no warm-up")
+    if not 0 <= schedule.warmup_ratio <= 1:
+        raise ValueError(f"{where}.warmup_ratio={schedule.warmup_ratio}: is a part of all steps; use 0 to 1")
+    if schedule.warmup_steps and schedule.warmup_ratio:
+        raise ValueError(
+            f"{where}.warmup_ratio={schedule.warmup_ratio}: warmup_steps={schedule.warmup_steps} says how "
+            "long the warm-up is already; set one of them to 0"
+        )
+    if not 0 <= schedule.final_factor < math.inf:
+        raise ValueError(
+            f"{where}.final_factor={schedule.final_factor}: must be finite and not negative; use 0 to end at 0"
+        )
+
+
+def _check_function(where: str, given: Any, module: ModuleType) -> None:
+    if callable(given):
+        return
+    near = difflib.get_close_matches(str(given), module.__all__, 1)
+    hint = f"did you mean the function {module.__name__}.{near[0]}?" if near else f"see {module.__name__} for some"
+    raise ValueError(f"{where}={given!r}: is not a function; give the function itself, not its name; {hint}")
+
+
+def _one_of(where: str, given: Any, choices: Iterable[str]) -> None:
+    if given not in choices:
+        near = difflib.get_close_matches(str(given), choices, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, choices))}"
+        raise ValueError(f"{where}={given!r}: there is no such choice; {hint}")
+
+
+def _choices(config: type, name: str) -> tuple[str, ...]:
+    return get_args(get_type_hints(config)[name])

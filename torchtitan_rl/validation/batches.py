@@ -1,0 +1,81 @@
+"""What can be known to be wrong with filters, grouping and precomputed advantages before a run."""
+
+from __future__ import annotations
+
+import inspect
+
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.config.resolve import function_name
+from torchtitan_rl.config.run import RunConfig
+
+__all__ = ["check_batches"]
+
+
+def check_batches(config: RunConfig) -> None:
+    """Raises ValueError for the first thing that is wrong; changes nothing."""
+    _check_filters(config)
+    _check_grouping(config.algorithm)
+
+
+def _check_filters(config: RunConfig) -> None:
+    """A filter that nothing can pass, and a setting that no filter reads."""
+    algorithm, filters, where = config.algorithm, config.algorithm.filters, "algorithm.filters"
+    if filters.max_stalled_rounds < 1:
+        raise ValueError(f"{where}.max_stalled_rounds={filters.max_stalled_rounds}: must be at least 1")
+    if filters.max_resamples < 0:
+        raise ValueError(f"{where}.max_resamples={filters.max_resamples}: must not be negative; use 0 or more")
+    if filters.max_resamples and not filters.drops:
+        raise ValueError(
+            f"{where}.max_resamples={filters.max_resamples}: has no effect, as no filter leaves groups "
+            f"out; set {where}.zero_variance or {where}.overlong='drop', or use 0"
+        )
+    compared = algorithm.trajectory_grouping_hook is None and algorithm.precomputed_advantages != "require"
+    if filters.zero_variance and algorithm.group_size == 1 and compared:
+        raise ValueError(
+            f"{where}.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward "
+            "is equal to itself; raise group_size or use False"
+        )
+    if filters.overlong not in ("keep", "drop", "mask", "penalty"):
+        raise ValueError(
+            f"{where}.overlong={filters.overlong!r}: is not known; use 'keep', 'drop', 'mask' or 'penalty'"
+        )
+    if filters.overlong != "penalty":
+        if filters.overlong_buffer:
+            raise ValueError(
+                f"{where}.overlong_buffer={filters.overlong_buffer}: has no effect with "
+                f"overlong={filters.overlong!r}; use overlong='penalty' or 0"
+            )
+        return
+    if not 0 <= filters.overlong_buffer <= config.sampling.max_tokens:
+        raise ValueError(
+            f"{where}.overlong_buffer={filters.overlong_buffer}: must be between 0 and "
+            f"sampling.max_tokens={config.sampling.max_tokens}"
+        )
+    if not 0 < filters.overlong_penalty < float("inf"):
+        raise ValueError(
+            f"{where}.overlong_penalty={filters.overlong_penalty}: is what a completion loses; use a "
+            "positive number, or overlong='keep'"
+        )
+
+
+def _check_grouping(algorithm: AlgorithmConfig) -> None:
+    if algorithm.precomputed_advantages not in ("auto", "require", "ignore"):
+        raise ValueError(
+            f"algorithm.precomputed_advantages={algorithm.precomputed_advantages!r}: is not known; use "
+            "'auto', 'require' or 'ignore'"
+        )
+    hook = algorithm.trajectory_grouping_hook
+    if hook is None:
+        return
+    if not callable(hook) or inspect.iscoroutinefunction(hook):
+        raise ValueError(
+            f"algorithm.trajectory_grouping_hook={hook!r}: is not a plain function; give a function "
+            "(rollouts, config) -> list[RolloutGroup]"
+        )
+    try:
+        inspect.signature(hook).bind([], algorithm)
+    except TypeError as error:
+        raise ValueError(
+            f"algorithm.trajectory_grouping_hook={function_name(hook)}: cannot be called with (rollouts, "
+            f"config): {error}; give it these two parameters"
+        ) from None

@@ -1,0 +1,138 @@
+"""What can be known to be wrong with distillation before a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+
+from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig
+from torchtitan_rl.config.resolve import function_name
+from torchtitan_rl.config.run import RolesConfig
+
+__all__ = ["check_distill"]
+
+
+def check_distill(algorithm: AlgorithmConfig, roles: RolesConfig, *, vocab_size: int) -> None:
+    """Raises ValueError for the first thing that is wrong; changes nothing."""
+    if algorithm.distill is not None:
+        _check_teacher_role(algorithm, algorithm.distill, roles, vocab_size)
+    _check_own_teacher(algorithm, roles, vocab_size)
+    hook = algorithm.after_rewards
+    if hook is not None:
+        where = f"algorithm.after_rewards={function_name(hook) if callable(hook) else repr(hook)}"
+        if not callable(hook) or not (inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(hook.__call__)):
+            raise ValueError(f"{where}: is not an async function; give `async (group, policy) -> None`")
+        try:
+            inspect.signature(hook).bind(None, None)
+        except TypeError as error:
+            raise ValueError(
+                f"{where}: cannot be called as (group, policy) ({error}); give it that signature"
+            ) from error
+
+
+def _check_teacher_role(
+    algorithm: AlgorithmConfig, distill: DistillConfig, roles: RolesConfig, vocab_size: int
+) -> None:
+    where = "algorithm.distill"
+    if distill.divergence not in ("tokens", "top_k", "full"):
+        raise ValueError(f"{where}.divergence={distill.divergence!r}: is not known; use 'tokens', 'top_k' or 'full'")
+    if roles.teacher is None:
+        raise ValueError(f"{where}: there is no teacher to learn from; set roles.teacher, or leave it None")
+    if algorithm.asks_teacher:
+        raise ValueError(
+            f"{where}: the workflow has the policy teach itself, and a run learns from one teacher; leave "
+            "one of them out"
+        )
+    for name in ("coef", "discount"):
+        if not isinstance(getattr(distill, name), (int, float)):
+            raise ValueError(f"{where}.{name}={getattr(distill, name)!r}: is not a number")
+    if not 0 < distill.coef < math.inf:
+        raise ValueError(
+            f"{where}.coef={distill.coef}: must be positive and finite, or nothing would be learned; use 1"
+        )
+    if not 0 <= distill.discount <= 1:
+        raise ValueError(f"{where}.discount={distill.discount}: must be between 0 and 1; use 0 for none")
+    if distill.discount and distill.divergence != "tokens":
+        raise ValueError(
+            f"{where}.discount={distill.discount}: has no effect with divergence={distill.divergence!r}, "
+            "which is of one position; use 0 or divergence='tokens'"
+        )
+    if distill.divergence == "top_k" and not 1 <= distill.top_k <= vocab_size:
+        raise ValueError(f"{where}.top_k={distill.top_k}: must be from 1 to the vocabulary's {vocab_size} tokens")
+    if distill.rewards:
+        return
+    alone = f"{where}.rewards=False: the teacher alone trains, so"
+    if roles.critic is not None:
+        raise ValueError(f"{alone} roles.critic would have nothing to say; leave it out, or use rewards=True")
+    if algorithm.precomputed_advantages == "require":
+        raise ValueError(
+            f"{alone} algorithm.precomputed_advantages='require' asks for advantages that would not count; "
+            "use 'auto', or rewards=True"
+        )
+    _check_penalty(algorithm, alone)
+    if algorithm.filters.zero_variance:
+        raise ValueError(
+            f"{alone} groups of equal rewards teach as well, and algorithm.filters.zero_variance=True would "
+            "leave them out; use False, or rewards=True"
+        )
+    if distill.divergence == "tokens":
+        return
+    if algorithm.loss_config:
+        raise ValueError(
+            f"{alone} algorithm.loss_config={algorithm.loss_config} has no loss_fn to configure; leave it "
+            "empty, or use rewards=True"
+        )
+    for name in ("recompute_logprobs_per_batch", "recompute_logprobs_per_minibatch"):
+        if getattr(algorithm, name) and algorithm.correction_fn is None:
+            raise ValueError(f"{alone} algorithm.{name}=True has no ratio to serve; use False, or rewards=True")
+    if algorithm.correction_fn is not None:
+        raise ValueError(f"{alone} algorithm.correction_fn has no loss_fn to correct; use None, or rewards=True")
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        raise ValueError(f"{alone} algorithm.kl_in='reward' changes advantages that nothing reads; use 'loss'")
+
+
+def _check_penalty(algorithm: AlgorithmConfig, why: str) -> None:
+    if algorithm.filters.overlong == "penalty":
+        raise ValueError(
+            f"{why} algorithm.filters.overlong='penalty' would lower rewards that do not count; use another"
+        )
+
+
+def _check_own_teacher(algorithm: AlgorithmConfig, roles: RolesConfig, vocab_size: int) -> None:
+    every = algorithm.refresh_teacher_every
+    if every < 0:
+        raise ValueError(f"algorithm.refresh_teacher_every={every}: must not be negative; use 0 for never")
+    if not algorithm.asks_teacher:
+        if every:
+            raise ValueError(
+                f"algorithm.refresh_teacher_every={every}: no workflow asks an earlier version of the policy "
+                "to teach, so it has no effect; use workflows.self_distill, or 0"
+            )
+        return
+    if algorithm.temperature != 1.0:
+        raise ValueError(
+            f"algorithm.temperature={algorithm.temperature}: self-distillation compares log-probabilities "
+            "with scores, which are made at temperature 1; use 1"
+        )
+    if algorithm.precomputed_advantages == "ignore":
+        raise ValueError(
+            "algorithm.precomputed_advantages='ignore': self-distillation gives its turns advantages, which "
+            "would not count; use 'auto' or 'require'"
+        )
+    if len(algorithm.own_teachers) > 1:
+        raise ValueError(
+            "algorithm.after_rewards: has the policy teach itself, as algorithm.workflow does already; keep one of them"
+        )
+    alone = "self-distillation gives every turn its advantages, so"
+    if roles.critic is not None:
+        raise ValueError(f"{alone} roles.critic would have nothing to say; leave it out")
+    if algorithm.filters.zero_variance:
+        raise ValueError(f"{alone} algorithm.filters.zero_variance=True leaves nothing out; use False")
+    _check_penalty(algorithm, alone)
+    for teacher in algorithm.own_teachers:
+        dataclasses.replace(teacher)  # overrides set fields one by one; its own checks look at all of them
+        if teacher.top_k > vocab_size:
+            raise ValueError(
+                f"top_k={teacher.top_k}: of self-distillation, exceeds the vocabulary's {vocab_size} tokens"
+            )

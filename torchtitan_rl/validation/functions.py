@@ -1,0 +1,193 @@
+"""Calls a run's functions on a handful of made-up numbers, so that a wrong one is refused before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from torchtitan_rl.algorithm.advantages import batch_advantages
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.types import LossInputs, Rollout, RolloutGroup, Task
+
+__all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads_advantages"]
+
+_LENGTHS = [3, 2]
+_OUTPUTS = {  # of the model; five tokens of two datums, the first of which is not trained
+    "policy_logprobs": [-1.0, -0.52, -2.05, -0.98, -1.5],
+    "entropy": [0.5, 1.25, 0.75, 1.0, 0.25],
+    "predicted_values": [0.1, 0.4, -0.3, 0.6, 0.2],
+    "teacher_kl": [0.6, 0.3, 0.05, 0.7, 0.2],
+}
+_MASK = [0.0, 1.0, 1.0, 1.0, 1.0]
+_COLUMNS = {
+    "weights": [0.0, 0.3, 0.2, 0.35, 0.15],
+    "loss_mask": _MASK,
+    "advantages": [0.0, 1.0, 1.0, -0.5, -0.5],
+    "sampling_logprobs": [0.0, -0.5, -2.0, -1.0, -1.6],
+    "old_logprobs": [0.0, -0.51, -2.02, -0.99, -1.55],
+    "reference_logprobs": [0.0, -0.6, -1.9, -1.2, -1.4],
+    "teacher_logprobs": [0.0, -0.4, -2.2, -0.8, -1.3],
+    "values": [0.0, 0.3, -0.2, 0.5, 0.1],
+    "returns": [0.0, 1.0, 1.0, -0.5, -0.5],
+}
+_TOLERANCE = 1e-4  # float32, and a function of the user's own may round more than once
+
+
+def probe_loss(
+    where: str, loss_fn: Callable, loss_config: dict[str, float], *, outputs: Sequence[str], columns: set[str]
+) -> None:
+    """Refuses a loss that fails, has no gradient by any of the model's `outputs`, trains masked tokens, or is not a
+    token sum with `weights`. `columns`: the loss inputs that this run's data will have.
+
+    Raises ValueError that begins with `where`, the config's field and the function's name, and says what the loss did.
+    """
+    once, gradients = _call(where, loss_fn, loss_config, _inputs(columns, outputs), outputs)
+    for grad_T in gradients:
+        if not torch.isfinite(torch.cat([once[None], grad_T])).all():
+            raise ValueError(
+                f"{where}: gave loss {once.item()} and gradient {grad_T.tolist()} on a few ordinary "
+                "tokens; return a finite one"
+            )
+        if grad_T[0] != 0:
+            raise ValueError(
+                f"{where}: has gradient {grad_T[0].item():.3g} where loss_mask and weights are 0; "
+                "multiply every token's term by inputs.weights"
+            )
+    twice, of_twice = _call(where, loss_fn, loss_config, _inputs(columns, outputs, copies=2), outputs)
+    if not (_close(twice, 2 * once) and _close(of_twice, gradients.repeat(1, 2))):
+        raise ValueError(
+            f"{where}: gave {once.item():.6g} for some data and {twice.item():.6g} for the same data twice, which "
+            "is no token sum; return (inputs.weights * per_token).sum(), the weights hold the mean already"
+        )
+    heavy, of_heavy = _call(where, loss_fn, loss_config, _inputs(columns, outputs, weight=2.0), outputs)
+    if not (_close(heavy, 2 * once) and _close(of_heavy, 2 * gradients)):
+        raise ValueError(
+            f"{where}: gave {once.item():.6g}, and {heavy.item():.6g} with doubled weights, so the reduction would not "
+            "count as configured; multiply every token's term by inputs.weights once"
+        )
+
+
+def reads_advantages(loss_fn: Callable, columns: set[str], outputs: Sequence[str]) -> bool:
+    """Whether a policy's loss (its config filled in) changes when the advantages do."""
+    inputs = _inputs(columns, outputs)
+    before = loss_fn(inputs)[0]
+    inputs.tensors["advantages"] = inputs.tensors["advantages"] * 3.0
+    return not _close(loss_fn(inputs)[0], before)
+
+
+def probe_correction(
+    where: str, correction_fn: Callable, correction_config: dict[str, float], columns: set[str]
+) -> None:
+    """Refuses a correction that fails or does not return one finite, non-negative factor per token and metrics."""
+    inputs = _inputs(columns, ["policy_logprobs"])
+    answer = _tried(where, partial(correction_fn, inputs), correction_config)
+    if not _is_pair(answer) or answer[0].shape != inputs.loss_mask.shape:
+        raise ValueError(f"{where}: returned {_shown(answer)}; return (factor_T, metric sums), one factor per token")
+    if not torch.isfinite(answer[0]).all() or (answer[0] < 0).any():
+        raise ValueError(f"{where}: gave factors {answer[0].tolist()}; return finite ones that are not negative")
+
+
+def probe_advantages(config: AlgorithmConfig) -> None:
+    """Refuses an estimator that fails, or gives anything but one finite number per rollout: on rewards that are all
+    right, all wrong, mixed and graded."""
+    size, task = config.group_size, Task(id="probe", prompt="")
+    graded = [i / size for i in range(size)]
+    rewards = [[1.0] * size, [0.0] * size, [float(i % 2) for i in range(size)], graded]
+    for role in config.advantage_fn if isinstance(config.advantage_fn, dict) else ["policy"]:
+        groups = [
+            RolloutGroup(
+                id=f"probe/{i}",
+                rollouts=[
+                    Rollout(id=f"probe/{i}/{j}", task=task, turns=[], reward=reward, role=role)
+                    for j, reward in enumerate(rewards_G)
+                ],
+            )
+            for i, rewards_G in enumerate(rewards)
+        ]
+        _tried("algorithm.advantage_fn", partial(batch_advantages, groups, config), {})
+
+
+def probe_reduction(where: str, reduction: Callable) -> None:
+    """Refuses a reduction that fails, gives another shape than the masks', weighs masked tokens, or is not finite."""
+    masks = [torch.tensor([0.0, 1.0, 1.0]), torch.tensor([1.0]), torch.tensor([0.0, 0.0])]
+    weights = _tried(where, partial(reduction, masks, [0, 0, 1]), {})
+    if not isinstance(weights, list) or [getattr(w, "shape", None) for w in weights] != [mask.shape for mask in masks]:
+        raise ValueError(
+            f"{where}: returned {_shown(weights)} for masks of 3, 1 and 2 tokens; return a list of one "
+            "tensor of weights per mask, of its shape"
+        )
+    for mask_T, weights_T in zip(masks, weights, strict=True):
+        if not torch.isfinite(weights_T).all() or (weights_T[mask_T == 0] != 0).any():
+            raise ValueError(
+                f"{where}: gave weights {weights_T.tolist()} for the mask {mask_T.tolist()}; "
+                "return finite ones that are 0 where the mask is"
+            )
+
+
+def _inputs(columns: set[str], outputs: Sequence[str], *, copies: int = 1, weight: float = 1.0) -> LossInputs:
+    made = {name: torch.tensor(_OUTPUTS[name] * copies).requires_grad_() for name in outputs}
+    if "policy_logprobs" in made:
+        made["entropy"] = torch.tensor(_OUTPUTS["entropy"] * copies)
+    tensors = {name: torch.tensor(_COLUMNS[name] * copies) for name in columns}
+    tensors["weights"] = tensors["weights"] * weight
+    lengths = torch.tensor(_LENGTHS * copies)
+    return LossInputs(**made, datum=torch.repeat_interleave(lengths), num_datums=len(lengths), tensors=tensors)
+
+
+def _call(
+    where: str, loss_fn: Callable, loss_config: dict[str, float], inputs: LossInputs, outputs: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, its gradients by the model's outputs, one row each)."""
+    answer = _tried(where, partial(loss_fn, inputs), loss_config)
+    if not _is_pair(answer) or answer[0].dim() != 0:
+        raise ValueError(
+            f"{where}: returned {_shown(answer)}; return (loss, metric sums): a tensor without dimensions, and a dict"
+        )
+    loss = answer[0]
+    variables = [getattr(inputs, name) for name in outputs]
+    gradients = torch.autograd.grad(loss, variables, allow_unused=True) if loss.requires_grad else [None]
+    if all(gradient is None for gradient in gradients):
+        names = " or ".join(f"inputs.{name}" for name in outputs)
+        raise ValueError(
+            f"{where}: its loss has no gradient by {names}, so nothing would train; "
+            f"compute it from {names} without detach()"
+        )
+    return loss.detach(), torch.stack(
+        [torch.zeros_like(x) if grad is None else grad for x, grad in zip(variables, gradients, strict=True)]
+    )
+
+
+def _tried(where: str, function: Callable, keywords: dict[str, float]):
+    try:
+        return function(**keywords)
+    except ValueError as error:  # of ours they begin with the argument at fault
+        text = str(error)
+        if text.partition("=")[0] in keywords:
+            raise ValueError(f"{where.partition('=')[0].replace('_fn', '_config')}.{text}") from error
+        raise ValueError(text if text.startswith("algorithm.") else f"{where}: {text}") from error
+    except Exception as error:
+        described = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{where}: raised {described} on a few made-up tokens; mend it, or its arguments") from error
+
+
+def _is_pair(answer) -> bool:
+    return (
+        isinstance(answer, tuple)
+        and len(answer) == 2
+        and isinstance(answer[0], torch.Tensor)
+        and isinstance(answer[1], dict)
+    )
+
+
+def _shown(answer) -> str:
+    if isinstance(answer, torch.Tensor):
+        return f"a tensor of shape {tuple(answer.shape)}"
+    if isinstance(answer, (tuple, list)):
+        return f"a {type(answer).__name__} of " + (", ".join(map(_shown, answer)) or "nothing")
+    return f"a {type(answer).__name__}"
+
+
+def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.allclose(left, right, rtol=_TOLERANCE, atol=1e-6)
