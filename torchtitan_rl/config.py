@@ -1,5 +1,6 @@
 """A run's configuration: one dataclass tree, one file per run, overrides from the shell.
 
+A config file needs `import torchtitan_rl.config as rl` for every config class but its task family's.
 Loading, showing and validating (`validation.py`) a config imports neither vLLM nor Monarch.
 """
 
@@ -21,9 +22,11 @@ from typing import Any, Literal, get_type_hints
 
 import cloudpickle
 
-from torchtitan_rl.actors.config import GeneratorConfig, TrainerConfig, WeightSyncConfig
-from torchtitan_rl.algorithm.config import AlgorithmConfig, SupervisedConfig
-from torchtitan_rl.model.config import ModelConfig, missing_weights
+from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig, WeightSyncConfig
+from torchtitan_rl.algorithm.config import AlgorithmConfig, DistillConfig, SupervisedConfig
+from torchtitan_rl.algorithm.filters import FilterConfig
+from torchtitan_rl.algorithm.schedules import ScheduleConfig
+from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape, missing_weights
 
 __all__ = [
     "RunConfig",
@@ -32,6 +35,19 @@ __all__ = [
     "SamplingConfig",
     "RoleConfig",
     "RolesConfig",
+    "ModelConfig",
+    "Qwen3Shape",
+    "ExpertsShape",
+    "SupervisedConfig",
+    "AlgorithmConfig",
+    "DistillConfig",
+    "FilterConfig",
+    "ScheduleConfig",
+    "TrainerConfig",
+    "AdamWConfig",
+    "LoRAConfig",
+    "GeneratorConfig",
+    "WeightSyncConfig",
     "COLOCATION",
     "load_config",
     "apply_overrides",
