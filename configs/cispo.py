@@ -1,66 +1,43 @@
-"""CISPO: a clipped ratio as a constant factor, so that clipped tokens still train; on the quickstart's task and warm start
-(arXiv:2506.13585).
+"""CISPO on the quickstart's task and warm start: clipped tokens still train, with a constant factor.
 
-A batch is two optimizer steps, so that ratios are not all 1.
+Differs from the quickstart:
+- algorithm.tasks_per_step: 64, not 32
+- algorithm.tasks_per_minibatch: 32, not 0; two optimizer steps per batch, so that not every ratio is 1
+- algorithm.loss_fn: cispo, not ppo
+- algorithm.loss_config: {"clip_low": 1.0, "clip_high": 0.28}, not {"clip_low": 0.2, "clip_high": 0.2}
 """
 
-from torchtitan_rl.algorithm.advantages import grpo
-from torchtitan_rl.algorithm.losses import cispo
-from torchtitan_rl.algorithm.reductions import token_mean
-from torchtitan_rl.config import (
-    AdamWConfig,
-    AlgorithmConfig,
-    ControllerConfig,
-    GeneratorConfig,
-    ModelConfig,
-    Qwen3Shape,
-    RunConfig,
-    SamplingConfig,
-    ScheduleConfig,
-    SupervisedConfig,
-    TrainerConfig,
-)
+import torchtitan_rl.config as rl
+from torchtitan_rl.algorithm import presets
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
+SHAPE = rl.Qwen3Shape(
+    vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=512
+)
 
-def config() -> RunConfig:
-    config = RunConfig(
+
+def config() -> rl.RunConfig:
+    config = rl.RunConfig(
         name="cispo",
         task=LetterSort.Config(min_letters=4, max_letters=6),
-        model=ModelConfig(
-            assets="chars",
-            shape=Qwen3Shape(
-                vocab_size=64,
-                dim=128,
-                n_layers=4,
-                n_heads=4,
-                n_kv_heads=2,
-                head_dim=32,
-                hidden_dim=384,
-                max_seq_len=512,
-            ),
-        ),
-        supervised=SupervisedConfig(
+        model=rl.ModelConfig(assets="chars", shape=SHAPE),
+        supervised=rl.SupervisedConfig(
             num_steps=300,
             batch_size=64,
             lr=3e-3,
             betas=(0.9, 0.99),
-            schedule=ScheduleConfig(decay="cosine", warmup_steps=20),
+            schedule=rl.ScheduleConfig(decay="cosine", warmup_steps=20),
         ),
-        algorithm=AlgorithmConfig(
+        algorithm=presets.cispo(
             tasks_per_step=64,
             tasks_per_minibatch=32,
-            group_size=8,
-            advantage_fn=grpo,
-            loss_fn=cispo,
-            loss_config={"clip_low": 1.0, "clip_high": 0.28},
-            reduction=token_mean,
-            schedule=ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1),
+            loss_config={"clip_high": 0.28},
+            schedule=rl.ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1),
         ),
-        controller=ControllerConfig(num_steps=160, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
-        sampling=SamplingConfig(max_prompt_tokens=16, max_tokens=12),
-        trainer=TrainerConfig(optimizer=AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
-        generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=512, kv_cache_gib=0.25),
+        controller=rl.ControllerConfig(num_steps=160, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
+        sampling=rl.SamplingConfig(max_prompt_tokens=16, max_tokens=12),
+        trainer=rl.TrainerConfig(optimizer=rl.AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
+        generator=rl.GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=512, kv_cache_gib=0.25),
     )
     config.trainer.training.seq_len = 64
     return config

@@ -1,4 +1,7 @@
-"""A run's configuration: one dataclass tree, one file per run, overrides from the shell."""
+"""A run's configuration: one dataclass tree, one file per run, overrides from the shell.
+
+A config file needs `import torchtitan_rl.config as rl` for every config class but its task family's.
+"""
 
 from torchtitan_rl.config.actors import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.algorithm import (

@@ -1,0 +1,224 @@
+"""Published algorithms by name: functions that return an `AlgorithmConfig`. "DAPO on my task" is a line::
+
+    algorithm = presets.dapo(group_size=16, loss_config={"clip_high": 0.3}, filters={"overlong_buffer": 512})
+
+Keyword arguments (`changes`) set fields of the config:
+
+- a dictionary for `loss_config`, `critic_loss_config` or `correction_config` adds or replaces arguments;
+- a dictionary for a section, such as `filters`, sets fields of the section, and an object replaces the section;
+- another `loss_fn`, `critic_loss_fn` or `correction_fn` discards the arguments of the function that it replaces.
+
+A name that `AlgorithmConfig` does not have raises a ValueError that names the nearest one.
+
+A preset sets the objective. Sizes (`tasks_per_step`, `tasks_per_minibatch`, `group_size`), `temperature` and `schedule`
+keep the defaults of `AlgorithmConfig` unless the preset's docstring names them. Bounds of a ratio act only where a
+batch is several optimizer steps. Presets have no KL term, because `kl_coef` needs a reference that the run brings
+(`roles.reference`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torchtitan_rl.algorithm import advantages, losses, reductions
+from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, FilterConfig
+
+__all__ = [
+    "cispo",
+    "dapo",
+    "distill",
+    "dr_grpo",
+    "grpo",
+    "gspo",
+    "ppo",
+    "reinforce_pp_baseline",
+    "rloo",
+    "self_distill",
+]
+
+
+def grpo(**changes: Any) -> AlgorithmConfig:
+    """GRPO (DeepSeekMath, arXiv:2402.03300): rewards centred and divided by their group's standard deviation, PPO's
+    clipped surrogate, a mean over each sequence and then over sequences.
+
+    The paper's KL to the reference, with k3 as here: `kl_coef=0.04`.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.2},
+        reduction=reductions.sequence_mean,
+        kl_estimator="k3",
+    )
+    return _changed("grpo", preset, changes)
+
+
+def dapo(**changes: Any) -> AlgorithmConfig:
+    """DAPO (arXiv:2503.14476): GRPO with a higher upper clip, a mean over the batch's tokens, other tasks in place of
+    groups whose rewards are all equal, and a penalty for answers near the length limit.
+
+    The penalty grows over the last `filters={"overlong_buffer": N}` tokens before `sampling.max_tokens`. The paper's N
+    is 4,096 of 20,480; the preset's is 0, with which only an answer that reaches the limit loses `overlong_penalty`.
+    The paper resamples until the batch is full, the preset 10 times at most.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.28},
+        reduction=reductions.token_mean,
+        filters=FilterConfig(zero_variance=True, max_resamples=10, overlong="penalty", overlong_penalty=1.0),
+    )
+    return _changed("dapo", preset, changes)
+
+
+def dr_grpo(*, length: float, **changes: Any) -> AlgorithmConfig:
+    """Dr. GRPO (arXiv:2503.20783): rewards centred and not divided, and every token counts 1 / `length` however
+    long its sequence, so that neither easy tasks nor short answers count more.
+
+    `length` is a constant of the run, such as `sampling.max_tokens`.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.group_centered,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.2},
+        reduction=partial(reductions.constant_length, length=length),
+    )
+    return _changed("dr_grpo", preset, changes)
+
+
+def gspo(**changes: Any) -> AlgorithmConfig:
+    """GSPO (arXiv:2507.18071): GRPO with one ratio per sequence, the geometric mean of its tokens' ratios.
+
+    The bounds are the paper's, for answers of thousands of tokens; the mean of a short answer moves further.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.gspo,
+        loss_config={"clip_low": 3e-4, "clip_high": 4e-4},
+        reduction=reductions.sequence_mean,
+    )
+    return _changed("gspo", preset, changes)
+
+
+def cispo(**changes: Any) -> AlgorithmConfig:
+    """CISPO (MiniMax-M1, arXiv:2506.13585): a clipped ratio as a constant factor, so that clipped tokens still train.
+
+    `clip_low=1` is no lower bound, as in the paper. The paper does not print its upper bound; `clip_high=4` holds
+    ratios at 5, as recipes after ScaleRL (arXiv:2510.13786) do.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.cispo,
+        loss_config={"clip_low": 1.0, "clip_high": 4.0},
+        reduction=reductions.token_mean,
+    )
+    return _changed("cispo", preset, changes)
+
+
+def rloo(**changes: Any) -> AlgorithmConfig:
+    """RLOO (Ahmadian et al., arXiv:2402.14740): REINFORCE with each reward less the mean of its siblings', and with the
+    log-probability of a sequence, a sum over tokens.
+
+    The ratio of `importance_sampling` is 1 as long as a batch is one optimizer step. The sum makes gradients as large
+    as sequences are long; `reduction=reductions.sequence_mean` averages instead. The paper takes the KL to the
+    reference off the reward: `kl_coef=..., kl_estimator="k1", kl_in="reward"`.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.rloo,
+        loss_fn=losses.importance_sampling,
+        reduction=partial(reductions.constant_length, length=1.0),
+    )
+    return _changed("rloo", preset, changes)
+
+
+def ppo(**changes: Any) -> AlgorithmConfig:
+    """PPO with a critic (arXiv:1707.06347): advantages per token by GAE (arXiv:1506.02438), a clipped surrogate and a
+    clipped value loss.
+
+    The run brings the critic: `roles=RolesConfig(critic=RoleConfig(...))`. Siblings are not compared, so a group is one
+    rollout. Advantages are not whitened over the batch.
+    """
+    preset = AlgorithmConfig(
+        group_size=1,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.2},
+        reduction=reductions.token_mean,
+        gae_gamma=1.0,
+        gae_lambda=0.95,
+        critic_loss_fn=losses.value_loss,
+        critic_loss_config={"clip": 0.2},
+    )
+    return _changed("ppo", preset, changes)
+
+
+def reinforce_pp_baseline(**changes: Any) -> AlgorithmConfig:
+    """REINFORCE++ with baseline (arXiv:2501.03262): rewards centred by group and divided by the batch's standard
+    deviation, PPO's clipped surrogate, a mean over the batch's tokens.
+
+    The paper's KL to the reference is a term of the loss, with k2 as here: set `kl_coef`.
+    """
+    preset = AlgorithmConfig(
+        advantage_fn=advantages.reinforce_pp_baseline,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.2},
+        reduction=reductions.token_mean,
+        kl_estimator="k2",
+    )
+    return _changed("reinforce_pp_baseline", preset, changes)
+
+
+def distill(**changes: Any) -> AlgorithmConfig:
+    """On-policy distillation (arXiv:2306.13649): the policy samples, and learns from another model's log-probabilities.
+
+    The run brings the teacher: `roles=RolesConfig(teacher=RoleConfig(model=...))`. The preset compares sampled tokens;
+    `distill={"divergence": "top_k"}` or `"full"` compares more of the distribution, and then `loss_fn` does not train.
+    """
+    preset = AlgorithmConfig(
+        loss_fn=losses.importance_sampling, reduction=reductions.token_mean, distill=DistillConfig(divergence="tokens")
+    )
+    return _changed("distill", preset, changes)
+
+
+def self_distill(*, workflow: Callable, **changes: Any) -> AlgorithmConfig:
+    """On-policy self-distillation (arXiv:2601.18734): the policy learns from itself under a prompt that says more.
+
+    `workflow` is one that `workflows.self_distill` decorates: `workflow=self_distill(single_turn, prompt=...)`. Every
+    group must carry its advantages (`precomputed_advantages="require"`); no reward is needed.
+    """
+    preset = AlgorithmConfig(
+        loss_fn=losses.importance_sampling,
+        reduction=reductions.token_mean,
+        workflow=workflow,
+        precomputed_advantages="require",
+    )
+    return _changed("self_distill", preset, changes)
+
+
+def _changed(preset: str, config: AlgorithmConfig, changes: dict[str, Any]) -> AlgorithmConfig:
+    """`config` with `changes`; `preset` names it in messages. Raises ValueError for a field that does not exist."""
+    for function in ("loss_fn", "critic_loss_fn", "correction_fn"):
+        if function in changes and changes[function] is not getattr(config, function):
+            setattr(config, function.replace("_fn", "_config"), {})
+    _set_fields(f"presets.{preset}", "", config, changes)
+    return config
+
+
+def _set_fields(where: str, prefix: str, section: Any, changes: dict[str, Any]) -> None:
+    names = [field.name for field in dataclasses.fields(section)]
+    for name, value in changes.items():
+        given = f"{where}({prefix}{name}={value!r})"
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+            raise ValueError(f"{given}: {type(section).__name__} has no such field; {hint}")
+        held = getattr(section, name)
+        if isinstance(value, dict) and dataclasses.is_dataclass(held):
+            _set_fields(where, f"{prefix}{name}.", held, value)
+        elif isinstance(value, dict) and held is None:
+            raise ValueError(f"{given}: the preset has no {prefix}{name} to change; give an object of its class")
+        else:
+            setattr(section, name, {**held, **value} if isinstance(value, dict) and isinstance(held, dict) else value)
