@@ -165,7 +165,7 @@ async def _guarded(args, start, body) -> int:
         return 0
     except asyncio.CancelledError:
         where = (
-            f"in the {controller.phase} phase at step {controller.phase_step}; "
+            f"in the {controller.state.phase} phase at step {controller.state.phase_step}; "
             f"metrics so far are in {controller.run_dir.path}"
             if controller
             else "during start-up"
@@ -210,7 +210,7 @@ async def _train(args: argparse.Namespace, config) -> int:
                 ),
                 ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
                 ("curve", str(curve)),
-                ("checkpoint", str(controller.run_dir.checkpoint_path(controller.step))),
+                ("checkpoint", str(controller.run_dir.checkpoint_path(controller.state.step))),
             ]
         )
 

@@ -133,7 +133,7 @@ def test_a_reference_that_was_refreshed_says_what_the_policy_says(loop, apart):
         policy, before = await asyncio.gather(
             controller.trainer.forward(data), controller.role("reference").forward(data)
         )
-        await controller.refresh_reference()
+        await controller.weights.copy_to("reference")
         return (
             policy,
             before,

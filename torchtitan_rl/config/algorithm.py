@@ -48,6 +48,11 @@ class FilterConfig:
     """Rounds of rollouts in a row with nothing left to train on before the run ends."""
 
     @property
+    def active(self) -> bool:
+        """Whether any filter is on."""
+        return self.zero_variance or self.overlong != "keep"
+
+    @property
     def drops(self) -> bool:
         """Whether any of it can leave a whole group out."""
         return self.zero_variance or self.overlong in ("drop", "mask")
@@ -180,6 +185,12 @@ class AlgorithmConfig:
         """Those of `workflow` and `after_rewards` that ask for it, without what is wrapped around them."""
         asked = [_unwrapped(function) for function in (self.workflow, self.after_rewards)]
         return [function for function in asked if getattr(function, "asks_teacher", False)]
+
+    @property
+    def hooks(self) -> list[Callable]:
+        """What is done with the judged rollouts of each task: what the workflow brings along, then `after_rewards`."""
+        own = getattr(_unwrapped(self.workflow), "after_rewards", None)
+        return [hook for hook in (own, self.after_rewards) if hook is not None]
 
     @property
     def steps_per_batch(self) -> int:

@@ -30,10 +30,12 @@ __all__ = ["Stack", "start_stack", "start_generators", "hosts_for", "launcher_fo
 class Stack:
     """What a controller drives."""
 
+    launcher: Launcher | LocalLauncher
     roles: dict[str, TrainingClient]
     """`policy`, and those of `reference`, `critic`, `teacher` that are configured."""
     generator: SamplingClient
     versions: PolicyVersions | None
+    """None where generators hold one set of weights that nobody trains."""
     placement: Placement
 
 
@@ -89,6 +91,7 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
         one_host=launcher.one_host,
     )
     return Stack(
+        launcher=launcher,
         roles=roles,
         versions=versions,
         placement=placement,
@@ -96,10 +99,11 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
     )
 
 
-async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> SamplingClient:
+async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
     """Generators alone, which hold no weights yet."""
-    meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
-    return _sampling_client(config, meshes, None, Placement())
+    meshes, placement = await asyncio.gather(*_generators(config, launcher, model_dir, None)), Placement()
+    generator = _sampling_client(config, meshes, None, placement)
+    return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=placement)
 
 
 def _generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path, share_with: str | None) -> list:
