@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -28,6 +32,8 @@ __all__ = [
 
 # Asking whether there is a GPU must not start the driver: it would fix the visible devices before a process has its own.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+logger = logging.getLogger(__name__)
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
 
@@ -122,9 +128,13 @@ def prepare_vllm(*, eager: bool) -> None:
 def adapt_torchtitan() -> None:
     """Call before importing anything else of torchtitan: without a GPU it would settle on `"cuda"`.
 
-    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see docs/architecture.md).
+    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see docs/architecture.md),
+    and leaves attention to torch's own FlashAttention where the one torchtitan wants is not installed.
     """
     import torchtitan.tools.utils as titan_utils
+
+    if not hasattr(titan_utils.get_cuda_flash_attention_impl, "__wrapped__"):
+        titan_utils.get_cuda_flash_attention_impl = _if_installed(titan_utils.get_cuda_flash_attention_impl)
 
     if device_type() == "cpu":
         # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.
@@ -138,6 +148,44 @@ def adapt_torchtitan() -> None:
     from torchtitan.distributed.utils import set_spmd_backend
 
     set_spmd_backend("partial_dtensor")
+
+
+# What torch imports to activate them (torch/nn/attention/_fa3.py and _fa4.py); neither comes with torch or vLLM.
+_FLASH_ATTENTION_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+
+
+def _if_installed(choose: Callable[[], str | None]) -> Callable[[], str | None]:
+    """torchtitan's choice of FlashAttention by GPU (3 on Hopper, 4 on Blackwell); None, torch's own FlashAttention 2,
+    where the chosen one's module cannot be found."""
+
+    @functools.wraps(choose)
+    def installed() -> str | None:
+        wanted = choose()
+        if wanted is None:
+            return None
+        module = _FLASH_ATTENTION_MODULES[wanted]
+        found = _can_import(module)
+        _log_once(
+            f"variable-length attention: {wanted} of {module}"
+            if found
+            else f"variable-length attention: torch's own FlashAttention 2 ({wanted} needs the module {module})"
+        )
+        return wanted if found else None
+
+    return installed
+
+
+def _can_import(module: str) -> bool:
+    """Whether a module is there. Its parent packages are imported for it; one that cannot be counts as missing."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.info("%s", message)
 
 
 def adapt_parallel_model(model: torch.nn.Module) -> None:
