@@ -128,13 +128,17 @@ def prepare_vllm(*, eager: bool) -> None:
 def adapt_torchtitan() -> None:
     """Call before importing anything else of torchtitan: without a GPU it would settle on `"cuda"`.
 
-    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see docs/architecture.md),
-    and leaves attention to torch's own FlashAttention where the one torchtitan wants is not installed.
+    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see docs/architecture.md);
+    leaves attention to torch's own FlashAttention where the one torchtitan wants is not installed; and gives torch the
+    name by which torchtitan sets time limits of process groups.
     """
+    import torch.distributed as dist
     import torchtitan.tools.utils as titan_utils
 
     if not hasattr(titan_utils.get_cuda_flash_attention_impl, "__wrapped__"):
         titan_utils.get_cuda_flash_attention_impl = _if_installed(titan_utils.get_cuda_flash_attention_impl)
+    if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it so; torch 2.13 has it under its private name only
+        dist.set_timeout = dist.distributed_c10d._set_pg_timeout
 
     if device_type() == "cpu":
         # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.

@@ -2,9 +2,11 @@
 
 import logging
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.attention import _registry, current_flash_attention_impl, restore_flash_attention_impl
 
 from torchtitan_rl import platform
@@ -87,3 +89,22 @@ def test_an_older_gpu_and_a_cpu_are_asked_nothing(gpu, caplog):
     gpu((8, 0))
     VarlenAttention(VarlenAttention.Config())
     assert current_flash_attention_impl() is None and not caplog.records
+
+
+def test_time_limits_of_process_groups_have_torchtitans_name(monkeypatch):
+    monkeypatch.delattr(dist, "set_timeout")
+    platform.adapt_torchtitan()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.set_timeout(timedelta(seconds=7), None)  # None is the default group, as torchtitan says it
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_torch_that_has_the_name_is_left_alone(monkeypatch):
+    theirs = object()
+    monkeypatch.setattr(dist, "set_timeout", theirs)
+    platform.adapt_torchtitan()
+    assert dist.set_timeout is theirs
