@@ -125,6 +125,8 @@ class GeneratorConfig:
     """"vllm" runs vLLM's own Qwen3 instead, for comparison."""
     enforce_eager: bool = True
     """False lets vLLM capture CUDA graphs."""
+    model_runner: Literal["auto", "v1", "v2"] = "auto"
+    """Which of vLLM's two model runners; auto leaves it to vLLM: on a GPU the second, on a CPU the first."""
     num_threads: int = 0
     """CPU threads per rank; 0 shares the cores among a replica's ranks."""
 

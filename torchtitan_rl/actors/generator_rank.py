@@ -39,7 +39,12 @@ class GeneratorRank:
         self.engine.start()
         await asyncio.wrap_future(self.engine.ready)
         platform.set_threads(num_threads)  # vLLM's worker sets its own number
-        logger.info("engine ready: %s, threads %d", type(self.engine.model).__name__, torch.get_num_threads())
+        logger.info(
+            "engine ready: %s, vLLM's model runner %s, threads %d",
+            type(self.engine.model).__name__,
+            self.engine.model_runner,
+            torch.get_num_threads(),
+        )
 
     async def sample(self, requests: list[Request]) -> list[Completion | list[float] | tuple | ValueError]:
         """Completions (or log-probabilities, where `params` is None) in the order of the requests.
