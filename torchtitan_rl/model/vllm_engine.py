@@ -321,6 +321,9 @@ def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: b
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+        # vLLM's default on CUDA. A step that is in flight when weights are loaded comes out after the load: its tokens,
+        # drawn from the old weights, would be labelled with the new version.
+        async_scheduling=False,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
         gpu_memory_utilization=0.1,  # only what must be free at the start: the cache's size is given above
         enforce_eager=config.enforce_eager,

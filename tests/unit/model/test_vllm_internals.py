@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from torchtitan_rl import platform
+from torchtitan_rl.actors.config import GeneratorConfig
 from torchtitan_rl.model.config import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.spec import build_spec
 
@@ -21,6 +22,7 @@ from vllm.v1.engine import detokenizer, output_processor  # noqa: E402
 from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 
 from torchtitan_rl.model import vllm_internals  # noqa: E402
+from torchtitan_rl.model.vllm_engine import engine_args  # noqa: E402
 from torchtitan_rl.model.vllm_model import TorchtitanQwen3ForCausalLM  # noqa: E402
 
 RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}
@@ -87,6 +89,10 @@ def test_the_choice_of_a_runner_ends_with_the_building(monkeypatch, given, seen,
             assert os.environ.get(name) == before
     finally:
         envs.disable_envs_cache()
+
+
+def test_steps_are_not_scheduled_ahead_of_a_load():
+    assert engine_args(GeneratorConfig(), "somewhere", seed=3).async_scheduling is False
 
 
 def test_a_load_leaves_every_parameter_where_it_lies():
