@@ -94,8 +94,8 @@ class GeneratorRank:
         await asyncio.wrap_future(self.engine.wake(part))
 
     async def weights(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters under torchtitan's names, for tests and debugging of small models."""
-        return {name: tensor.clone() for name, tensor in self.engine.model.canonical_state().items()}
+        """This rank's parameters under torchtitan's names, in host memory, for tests and debugging of small models."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.engine.model.canonical_state().items()}
 
     async def modules(self) -> list[str]:
         """Qualified class names of the model's modules, for tests."""
