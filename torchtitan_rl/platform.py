@@ -18,6 +18,7 @@ __all__ = [
     "local_device",
     "distributed_backend",
     "attention_backend",
+    "needs_whole_heads",
     "can_sleep",
     "has_float8",
     "grouped_mm_multiple",
@@ -59,6 +60,13 @@ def attention_backend(compute_dtype: str) -> Literal["sdpa", "varlen"]:
     """Training attention over packed documents: FlashAttention's variable-length kernel exists on CUDA only, and
     torchtitan gives it bfloat16 whatever the model computes in."""
     return "varlen" if device_type() == "cuda" and compute_dtype == "bfloat16" else "sdpa"
+
+
+def needs_whole_heads(query: torch.Tensor) -> bool:
+    """Whether torch has no fused attention for heads that share keys and values: in float32 on CUDA. FlashAttention is
+    for 16 bits, the memory-efficient kernel wants as many key heads as query heads, and what is left keeps a score for
+    every pair of tokens."""
+    return query.is_cuda and query.dtype == torch.float32
 
 
 def can_sleep() -> bool:

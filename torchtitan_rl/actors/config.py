@@ -78,7 +78,8 @@ class TrainerConfig:
     max_tokens_per_microbatch: int = 8192
     """Soft cap on packed tokens per forward; a longer datum gets a microbatch of its own."""
     training: TrainingConfig = field(default_factory=_training)
-    """`seq_len` is the longest datum, `max_norm` the gradient clip, `mixed_precision_param` the compute dtype."""
+    """`seq_len` is the longest datum, `max_norm` the gradient clip, `mixed_precision_param` the compute dtype. In
+    float32 on CUDA attention goes through torch's memory-efficient kernel, with key and value heads repeated for it."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     """Degrees multiply to the number of ranks; data_parallel_shard_degree must be given."""
     num_hosts: int = 1
@@ -110,7 +111,8 @@ class GeneratorConfig:
     """vLLM engines that sample from the policy."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the generator's parameters, and therefore of the weights sent to it; there is no other setting."""
+    """Of the generator's parameters, and therefore of the weights sent to it; there is no other setting. In float32 on
+    CUDA vLLM's attention is Triton's, which multiplies in TF32 (10 bits of mantissa): no float32 to compare with."""
     tensor_parallel_degree: int = 1
     num_replicas: int = 1
     max_model_len: int = 2048
