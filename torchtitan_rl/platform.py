@@ -23,6 +23,7 @@ __all__ = [
     "has_float8",
     "grouped_mm_multiple",
     "missing_grouped_mm",
+    "experts_ask_the_host",
     "prepare_vllm",
     "adapt_torchtitan",
     "adapt_parallel_model",
@@ -113,6 +114,14 @@ def missing_grouped_mm(dtype: str) -> str:
             f"which torch {torch.__version__} refuses on this CPU ({reason})"
         )
     return ""
+
+
+def experts_ask_the_host(dtype: str) -> bool:
+    """Whether torch's grouped matrix product reads the number of rows of each expert on the host, which no CUDA graph can
+    capture: on CUDA it does unless a kernel of CUTLASS's serves, for bfloat16 on Hopper and Blackwell."""
+    if device_type() == "cpu":
+        return False
+    return dtype != "bfloat16" or torch.cuda.get_device_capability()[0] not in (9, 10)
 
 
 def num_cores() -> int:

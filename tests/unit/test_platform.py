@@ -108,3 +108,13 @@ def test_a_torch_that_has_the_name_is_left_alone(monkeypatch):
     monkeypatch.setattr(dist, "set_timeout", theirs)
     platform.adapt_torchtitan()
     assert dist.set_timeout is theirs
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, asks",
+    [((9, 0), "bfloat16", False), ((10, 0), "bfloat16", False), ((9, 0), "float32", True), ((8, 0), "bfloat16", True)],
+)
+def test_experts_that_ask_the_host_cannot_be_captured(gpu, capability, dtype, asks):
+    assert not platform.experts_ask_the_host(dtype)  # a CPU captures nothing
+    gpu(capability)
+    assert platform.experts_ask_the_host(dtype) is asks

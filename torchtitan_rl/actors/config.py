@@ -126,7 +126,8 @@ class GeneratorConfig:
     model_impl: Literal["torchtitan", "vllm"] = "torchtitan"
     """"vllm" runs vLLM's own Qwen3 instead, for comparison."""
     enforce_eager: bool = True
-    """False lets vLLM capture CUDA graphs."""
+    """True runs every step kernel by kernel. False captures decoding in CUDA graphs, one for each of a few batch sizes;
+    prompts stay eager, and nothing is compiled. True is the default until graphs have been seen to work on a GPU."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """Which of vLLM's two model runners; auto leaves it to vLLM: on a GPU the second, on a CPU the first."""
     num_threads: int = 0

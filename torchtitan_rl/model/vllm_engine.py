@@ -35,6 +35,9 @@ __all__ = ["Engine", "engine_args"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
+# What vLLM's default (compiled pieces, and graphs) comes down to for a class without `@support_torch_compile`, in its
+# second model runner; said outright, so that the first does the same and neither tries to compile.
+_CAPTURE_DECODING = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
 _IDLE_WAIT_S = 0.5  # an idle rank 0 speaks to its followers this often, well within the collective's time limit
 
 
@@ -327,6 +330,7 @@ def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: b
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
         gpu_memory_utilization=0.1,  # only what must be free at the start: the cache's size is given above
         enforce_eager=config.enforce_eager,
+        compilation_config=_CAPTURE_DECODING if config.model_impl == "torchtitan" and not config.enforce_eager else {},
         enable_sleep_mode=sleeps and platform.can_sleep(),
         enable_prefix_caching=True,
         disable_log_stats=True,

@@ -53,7 +53,7 @@ def chosen_model_runner(which: str) -> Iterator[None]:
     envs.disable_envs_cache()  # an engine built earlier in this process has frozen what vLLM reads; this one does again
     before = os.environ.get(_CHOICE)
     if which != "auto":
-        os.environ[_CHOICE] = str(int(which == "v2"))
+        os.environ[_CHOICE] = {"v1": "0", "v2": "1"}[which]
     try:
         yield
     finally:

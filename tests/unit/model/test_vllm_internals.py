@@ -17,7 +17,7 @@ from torchtitan_rl.model.spec import build_spec
 platform.prepare_vllm(eager=True)
 
 from vllm import envs  # noqa: E402
-from vllm.config import VllmConfig  # noqa: E402
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig  # noqa: E402
 from vllm.v1.engine import detokenizer, output_processor  # noqa: E402
 from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 
@@ -93,6 +93,16 @@ def test_the_choice_of_a_runner_ends_with_the_building(monkeypatch, given, seen,
 
 def test_steps_are_not_scheduled_ahead_of_a_load():
     assert engine_args(GeneratorConfig(), "somewhere", seed=3).async_scheduling is False
+
+
+def test_graphs_are_of_decoding_only_and_nothing_is_compiled():
+    """torchtitan's blocks are no class that vLLM compiles; its own models are left to its defaults."""
+    compilation = engine_args(GeneratorConfig(enforce_eager=False), "somewhere", seed=3).compilation_config
+    assert compilation.mode == CompilationMode.NONE
+    assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    for default in (GeneratorConfig(), GeneratorConfig(model_impl="vllm", enforce_eager=False)):
+        args = engine_args(default, "somewhere", seed=3)
+        assert args.enforce_eager is default.enforce_eager and args.compilation_config.mode is None
 
 
 def test_a_load_leaves_every_parameter_where_it_lies():
