@@ -24,6 +24,7 @@ __all__ = [
     "grouped_mm_multiple",
     "missing_grouped_mm",
     "experts_ask_the_host",
+    "logprob_chunk_bytes",
     "prepare_vllm",
     "adapt_torchtitan",
     "adapt_parallel_model",
@@ -122,6 +123,11 @@ def experts_ask_the_host(dtype: str) -> bool:
     if device_type() == "cpu":
         return False
     return dtype != "bfloat16" or torch.cuda.get_device_capability()[0] not in (9, 10)
+
+
+def logprob_chunk_bytes(mib: int) -> int:
+    """What a `logprob_chunk_mib` stands for: bytes of float32 logits in one chunk; 0 is this device's own number."""
+    return (mib or (512 if device_type() == "cuda" else 128)) * 2**20
 
 
 def num_cores() -> int:

@@ -149,7 +149,10 @@ def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longe
     _check_experts(where, trainer, model, shape)
     _check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
     _positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
-    _positive(f"{where}.logprob_chunk_mib", trainer.logprob_chunk_mib)
+    if trainer.logprob_chunk_mib < 0:
+        raise ValueError(
+            f"{where}.logprob_chunk_mib={trainer.logprob_chunk_mib}: must not be negative; use MiB, or 0 for the device's"
+        )
 
 
 def _check_degree(where: str, degree: int, shape) -> None:

@@ -27,6 +27,7 @@ from torchtitan_rl.config import (
     resolved,
 )
 from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape
+from torchtitan_rl import platform
 from torchtitan_rl.show import memory_estimate, show
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
@@ -517,6 +518,12 @@ def test_training_samples_are_not_greedy(temperature):
     )
 
 
+def test_a_chunk_of_negative_size():
+    assert invalid("trainer", "logprob_chunk_mib", value=-1) == (
+        "trainer.logprob_chunk_mib=-1: must not be negative; use MiB, or 0 for the device's"
+    )
+
+
 def test_a_negative_seed():
     assert invalid("seed", value=-1) == "seed=-1: must not be negative; use 0 or more"
 
@@ -596,6 +603,9 @@ def test_the_memory_of_a_trainer_by_hand():
     config.trainer.max_tokens_per_microbatch = 10_000  # 2.4 MiB of logits, in chunks of 1 MiB
     estimate = memory_estimate(config, config.model.shape)
     assert estimate["trainer rank"] == 4 * 4 * 6512 + 10_000 * 2 * 384 * 4 + 3 * 2**20
+    config.trainer.max_tokens_per_microbatch, config.trainer.logprob_chunk_mib = 10_000_000, 0  # the device's own
+    estimate = memory_estimate(config, config.model.shape)
+    assert estimate["trainer rank"] == 4 * 4 * 6512 + 10_000_000 * 2 * 384 * 4 + 3 * platform.logprob_chunk_bytes(0)
     assert estimate["generator rank"] == 2 * 6512 + 2**30  # bfloat16, and 1 GiB of KV cache
     assert estimate["weights in the store, per live version"] == 2 * 6512
 
