@@ -30,6 +30,8 @@ __all__ = [
     "adapt_parallel_model",
     "set_threads",
     "num_cores",
+    "pin",
+    "unpin",
     "to_device",
 ]
 
@@ -226,6 +228,33 @@ def adapt_parallel_model(model: torch.nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def pin(buffer: torch.Tensor) -> None:
+    """Fixes the pages under a host buffer for CUDA, so that the device reads and writes them itself, without a copy in
+    between and without waiting; on a CPU nothing. Where CUDA refuses, copies stay right and are slower: a warning."""
+    if device_type() == "cpu" or not buffer.numel():
+        return
+    error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), _PORTABLE))
+    if error:
+        logger.warning(
+            "shared memory of %d bytes: could not be pinned (cudaError %d); weights will travel slower",
+            buffer.numel(),
+            error,
+        )
+    else:
+        _pinned.add(buffer.data_ptr())
+
+
+def unpin(buffer: torch.Tensor) -> None:
+    """Undoes `pin`; to be called before the buffer's memory is given back."""
+    if buffer.data_ptr() in _pinned:
+        _pinned.remove(buffer.data_ptr())
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device of this process
+_pinned: set[int] = set()  # addresses
 
 
 def to_device(tensors, device: torch.device):

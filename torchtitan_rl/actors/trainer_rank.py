@@ -246,6 +246,8 @@ class TrainerRank:
             if publisher:
                 packing.write(payload, manifest, name, lora.merge(name, whole, adapters))
         if publisher:
+            if self.device.type == "cuda":  # once, for all copies
+                torch.cuda.current_stream().synchronize()
             await self.store.publish(manifest, payload, handle=handle, verify=verify)
 
     def discard_weights(self, version: int | str) -> None:

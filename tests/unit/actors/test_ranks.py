@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_rl import platform
 
@@ -11,6 +12,8 @@ platform.prepare_vllm(eager=True)
 
 from torchtitan_rl.actors.generator_rank import GeneratorRank  # noqa: E402
 from torchtitan_rl.actors.trainer_rank import TrainerRank  # noqa: E402
+from torchtitan_rl.weights import packing  # noqa: E402
+from torchtitan_rl.weights.store import SharedBuffers  # noqa: E402
 
 
 class OnDevice:
@@ -38,3 +41,26 @@ def test_so_are_a_trainers_gradients_and_none_stays_none():
     model = SimpleNamespace(named_parameters=parameters.items)
     answer = TrainerRank.gradients(SimpleNamespace(model=model))
     assert answer["a"].tolist() == [3.0] and answer["b"] is None
+
+
+def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkeypatch):
+    happened = []
+
+    class Store:
+        async def publish(self, manifest, payload, *, handle, verify):
+            happened.append(("published", packing.read(payload, manifest)["w"].tolist(), verify))
+
+    rank = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        model=SimpleNamespace(named_buffers=lambda: []),
+        buffers=SharedBuffers(),
+        store=Store(),
+        _require=lambda *names: None,
+        _base_and_adapters=lambda: ({"w": torch.tensor([1.0, 2.0])}, {}),
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    asyncio.run(TrainerRank._publish(rank, 3, torch.bfloat16, "shared_memory", True))
+    assert happened == ["waited", ("published", [1.0, 2.0], True)]
+    rank.buffers.close()
