@@ -120,7 +120,7 @@ def missing_grouped_mm(dtype: str) -> str:
 
 
 def experts_ask_the_host(dtype: str) -> bool:
-    """Whether torch's grouped matrix product reads the number of rows of each expert on the host, which no CUDA graph can
+    """Whether torch's grouped matrix product reads each expert's number of rows on the host, which no CUDA graph can
     capture: on CUDA it does unless a kernel of CUTLASS's serves, for bfloat16 on Hopper and Blackwell."""
     if device_type() == "cpu":
         return False

@@ -12,6 +12,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from torchtitan_rl import platform
 from torchtitan_rl.actors.config import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig
 from torchtitan_rl.algorithm.advantages import grpo
 from torchtitan_rl.algorithm.config import AlgorithmConfig
@@ -27,7 +28,6 @@ from torchtitan_rl.config import (
     resolved,
 )
 from torchtitan_rl.model.config import ExpertsShape, ModelConfig, Qwen3Shape
-from torchtitan_rl import platform
 from torchtitan_rl.show import memory_estimate, show
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
@@ -520,7 +520,7 @@ def test_training_samples_are_not_greedy(temperature):
 
 def test_a_chunk_of_negative_size():
     assert invalid("trainer", "logprob_chunk_mib", value=-1) == (
-        "trainer.logprob_chunk_mib=-1: must not be negative; use MiB, or 0 for the device's"
+        "trainer.logprob_chunk_mib=-1: must not be negative; 0 is the device's own"
     )
 
 

@@ -288,7 +288,7 @@ class LogprobHead(Linear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        chunk_bytes: int
+        chunk_bytes: int = 128 * 2**20
         """Memory that the float32 logits of one chunk may take; a chunk has at least one token."""
 
     def __init__(self, config: Config):

@@ -6,16 +6,16 @@ V2 (`vllm/v1/worker/gpu/model_runner.py`), and takes V2 where Triton runs, which
 | touched | V1 | V2 |
 |---|---|---|
 | `model_executor.driver_worker.worker.model_runner` | the runner | the runner |
-| `runner.get_model()` | the model; `runner.model` may be a wrapper that replays CUDA graphs | the model, always `runner.model` |
-| `runner.reload_weights(weights_iterator=...)` | in place, from Hugging Face's names, resets caches | the same function |
+| `runner.get_model()` | the model; `runner.model` may be a wrapper that replays CUDA graphs | `runner.model` |
+| `runner.reload_weights(weights_iterator=...)` | in place, by Hugging Face's names, resets caches | the same |
 | `vllm_config.use_v2_model_runner`, `VLLM_USE_V2_MODEL_RUNNER` | which of them runs | the same |
-| `output_processor.request_states[...].detokenizer.output_token_ids` | tokens sampled so far; above the runner | the same |
+| `output_processor.request_states[...].detokenizer.output_token_ids` | tokens so far; above it | the same |
 | `engine_core.shutdown()`, `envs.disable_envs_cache()` | above the runner | the same |
 | `get_tp_group().broadcast_object` | above the runner | the same |
 | `_CPUSHMDistributed.make_group_name` | CPU ranks | not used on a GPU |
 
-Both `load_weights` of ours and `reload_weights` copy into the parameters that are there, so a captured CUDA graph, which
-holds their addresses, goes on reading the right ones.
+Both `load_weights` of ours and `reload_weights` copy into the parameters that are there, so a captured CUDA graph,
+which holds their addresses, goes on reading the right ones.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def read(buffer: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
 def checksum(buffer: torch.Tensor) -> str:
     """xxh3 of the whole buffer, padding included (buffers start out zeroed).
 
-    On the host whatever the device: both ends have the bytes there, and one core reads some 30 GB/s. `torch.hash_tensor`
-    would run on a GPU, but it is an exclusive or, blind to order.
+    On the host whatever the device: both ends have the bytes there, and one core reads some 30 GB/s.
+    `torch.hash_tensor` would run on a GPU, but it is an exclusive or, blind to order.
     """
     return xxhash.xxh3_64_hexdigest(buffer.numpy())
 

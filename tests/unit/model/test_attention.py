@@ -155,14 +155,14 @@ def test_heads_repeated_for_a_kernel_that_cannot_share_them_change_nothing(monke
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     results = []
     for whole_heads in (False, True):
-        monkeypatch.setattr(platform, "needs_whole_heads", lambda query: whole_heads)
+        monkeypatch.setattr(platform, "needs_whole_heads", lambda query, whole_heads=whole_heads: whole_heads)
         inputs = random_inputs(lengths, seed=5)
         output = packed_attention(*inputs, lengths)
         output.square().sum().backward()
         results.append([output.detach(), *(x.grad for x in inputs)])
     assert set(reached) == {(4, 2, 2, True), (4, 4, 4, False)}
     for name, shared, repeated in zip(NAMES, *results, strict=True):
-        torch.testing.assert_close(repeated, shared, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(repeated, shared, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("cuda", [False, True])

@@ -1,4 +1,4 @@
-"""Weights on their way from and to a GPU, with CUDA's runtime faked: what is pinned, what is copied, when it is let go."""
+"""Weights on their way from and to a GPU, with CUDA's runtime faked: what is pinned, copied, and when it is let go."""
 
 from types import SimpleNamespace
 
