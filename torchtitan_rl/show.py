@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchtitan_rl import platform
 from torchtitan_rl.config.actors import LoRAConfig
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.resolve import flat, function_name
@@ -44,7 +45,7 @@ def memory_estimate(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
     activations = tokens * shape.n_layers * per_layer * compute // parallel.tensor_parallel_degree
     # In the compute dtype, in float32, and their exponentials.
     all_logits = tokens * shape.vocab_size * 4 // parallel.tensor_parallel_degree
-    logits = 3 * min(all_logits, config.trainer.logprob_chunk_mib * 2**20)
+    logits = 3 * min(all_logits, platform.logprob_chunk_bytes(config.trainer.logprob_chunk_mib))
     held = trained = shape.num_parameters
     if config.trainer.lora is not None:
         trained = _num_adapter_parameters(config.trainer.lora, shape)

@@ -12,6 +12,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from torchtitan_rl import platform
 from torchtitan_rl.algorithm.advantages import grpo
 from torchtitan_rl.algorithm.losses import ppo
 from torchtitan_rl.config.actors import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig
@@ -510,6 +511,12 @@ def test_training_samples_are_not_greedy(temperature):
     )
 
 
+def test_a_chunk_of_negative_size():
+    assert invalid("trainer", "logprob_chunk_mib", value=-1) == (
+        "trainer.logprob_chunk_mib=-1: must not be negative; 0 is the device's own"
+    )
+
+
 def test_a_negative_seed():
     assert invalid("seed", value=-1) == "seed=-1: must not be negative; use 0 or more"
 
@@ -589,6 +596,9 @@ def test_the_memory_of_a_trainer_by_hand():
     config.trainer.max_tokens_per_microbatch = 10_000  # 2.4 MiB of logits, in chunks of 1 MiB
     estimate = memory_estimate(config, config.model.shape)
     assert estimate["trainer rank"] == 4 * 4 * 6512 + 10_000 * 2 * 384 * 4 + 3 * 2**20
+    config.trainer.max_tokens_per_microbatch, config.trainer.logprob_chunk_mib = 10_000_000, 0  # the device's own
+    estimate = memory_estimate(config, config.model.shape)
+    assert estimate["trainer rank"] == 4 * 4 * 6512 + 10_000_000 * 2 * 384 * 4 + 3 * platform.logprob_chunk_bytes(0)
     assert estimate["generator rank"] == 2 * 6512 + 2**30  # bfloat16, and 1 GiB of KV cache
     assert estimate["weights in the store, per live version"] == 2 * 6512
 

@@ -374,6 +374,14 @@ def test_vllms_own_model_is_for_dense_models():
     )
 
 
+def test_experts_that_ask_the_host_are_not_captured(monkeypatch):
+    monkeypatch.setattr(platform, "experts_ask_the_host", lambda dtype: dtype == "float32")
+    assert invalid("--generator.enforce-eager", "False", "--generator.dtype", "float32") == (
+        "generator.enforce_eager=False: experts in float32 are multiplied on this GPU with the host's help, which a "
+        "CUDA graph cannot capture; use True"
+    )
+
+
 def test_sizes_that_the_experts_kernel_cannot_take():
     needs = "is not a multiple of {}, which the experts' kernel needs with {}={!r}; use a multiple"
     fp32, bf16 = (4, "trainer.training.mixed_precision_param", "float32"), (8, "generator.dtype", "bfloat16")
