@@ -77,6 +77,11 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 "algorithm.kl_estimator='k1': its gradient as a loss has mean 0, so it would not hold the "
                 "policy; use 'k2' (the gradient of the KL), 'k3', or algorithm.kl_in='reward'"
             )
+        if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+            raise ValueError(
+                f"algorithm.kl_estimator={algorithm.kl_estimator!r}: as a reward its policy gradient is not that of the "
+                "KL, and near the reference it can point away from it; use 'k1' with algorithm.kl_in='reward', or 'loss'"
+            )
     if algorithm.correction_fn is None and algorithm.correction_config:
         raise ValueError(
             f"algorithm.correction_config={algorithm.correction_config}: there is no correction for it "

@@ -88,7 +88,7 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     """Weight of the KL to the reference role; 0: none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """See algorithm/kl.py."""
+    """See algorithm/kl.py. As a reward only k1, as a loss only k2 and k3."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: as a term of the loss, or taken off each token's advantage."""
     entropy_coef: float = 0.0

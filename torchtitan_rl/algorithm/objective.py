@@ -62,7 +62,6 @@ def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
                     datum.loss_inputs["sampling_logprobs"],
                     datum.loss_inputs["reference_logprobs"],
                     coef=config.kl_coef,
-                    estimator=config.kl_estimator,
                 ),
             },
         )

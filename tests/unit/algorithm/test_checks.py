@@ -272,7 +272,21 @@ def test_a_reduction_that_is_not_one(reduction, message):
             "algorithm.kl_estimator='k1': its gradient as a loss",
         ),
         (
-            {"kl_coef": 0.1, "kl_in": "reward", "loss_fn": losses.cross_entropy, "roles": ("reference",)},
+            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2", "roles": ("reference",)},
+            "algorithm.kl_estimator='k2': as a reward its policy gradient is not that of the KL",
+        ),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "roles": ("reference",)},
+            "algorithm.kl_estimator='k3': as a reward its policy gradient is not that of the KL",
+        ),
+        (
+            {
+                "kl_coef": 0.1,
+                "kl_in": "reward",
+                "kl_estimator": "k1",
+                "loss_fn": losses.cross_entropy,
+                "roles": ("reference",),
+            },
             "algorithm.kl_in='reward': torchtitan_rl.algorithm.losses:cross_entropy does not read advantages",
         ),
         (

@@ -368,9 +368,41 @@ def test_a_kl_reward_is_taken_off_the_tokens_own_advantage():
         torch.tensor([0.0, -1.0, -2.0]),
         torch.tensor([math.nan, -1.5, -1.5]),
         coef=0.5,
-        estimator="k1",
     )
     assert advantages_T.tolist() == [0.0, 0.75, 1.25]
+
+
+def test_as_a_reward_only_k1_has_the_gradient_of_the_kl():
+    """Exactly, by summing over six tokens near the reference: what holds the policy must be the KL's own gradient.
+
+    A reward is a constant: verl takes `kl_penalty` off `token_level_scores` (verl/trainer/ppo/ray_trainer.py,
+    apply_kl_penalty), and the policy gradient is then E[k x grad log pi], here by the logits.
+    """
+    logits = np.array([0.3, -1.0, 0.9, 0.2, -0.4, 0.6])
+    policy = np.exp(logits) / np.exp(logits).sum()
+    reference_ = np.exp(logits + [0.0, 0.08, 0.0, 0.01, 0.0, -0.01])
+    reference_ /= reference_.sum()
+    d = np.log(policy) - np.log(reference_)
+    divergence = (policy * d).sum()
+    assert 0.0001 < divergence < 0.0002
+    right = policy * (d - divergence)  # of sum pi (log pi - log ref) by the logits of a softmax
+    score = np.eye(6) - policy  # row v: the gradient of log pi(v) by the logits
+    gradient = {}
+    for name in ("k1", "k2", "k3"):
+        rewards_T = kl.penalized(
+            torch.zeros(6, dtype=torch.float64),
+            torch.ones(6),
+            torch.tensor(np.log(policy)),
+            torch.tensor(np.log(reference_)),
+            coef=1.0,
+        )
+        values = -rewards_T.numpy() if name == "k1" else np.array([getattr(reference, name)(x) for x in d])
+        gradient[name] = (policy * values) @ score
+    cosine = lambda left, other: left @ other / np.linalg.norm(left) / np.linalg.norm(other)
+    assert gradient["k1"] == pytest.approx(right, rel=1e-10, abs=1e-15)
+    for name in ("k2", "k3"):
+        assert cosine(gradient[name], right) < -0.7  # and away from the reference
+        assert 0.01 < np.linalg.norm(gradient[name]) / np.linalg.norm(right) < 0.04
 
 
 # Corrections.
