@@ -7,7 +7,7 @@ least the names of that phase.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,14 @@ __all__ = [
     "StepMetrics",
     "of_batch",
     "summary",
+    "all_equal",
     "mean_std",
     "mean_interval",
     "pass_at_k",
 ]
+
+NO_SPREAD = 1e-6
+"""Of the largest absolute reward: a spread within it is rounding."""
 
 SUPERVISED = (
     "loss/mean",  # loss per trained token
@@ -132,7 +136,7 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
         "phase": "reinforcement",
         "reward/mean": reward_mean,
         "reward/std": reward_std,
-        "reward/zero_std_frac": mean(len(set(group.rewards)) == 1 for group in groups),
+        "reward/zero_std_frac": mean(all_equal(group.rewards) for group in groups),
         "policy/lag_max": policy_version - oldest,
         "completion/length_mean": mean(len(c.tokens) for c in completions),
         "completion/truncated_frac": mean(c.truncated for c in completions),
@@ -159,6 +163,18 @@ def summary(line: dict, num_steps: int) -> str:
         f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
         f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
     )
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by no more than rounding: largest minus smallest at most 1e-6 of the largest absolute one.
+
+    Rewards that are sums, such as .1 + .2 beside .3, differ in their last bits; divided by their own standard deviation
+    that noise would be advantages of full size. Equal rewards, and a single one, have no spread at all;
+    a reward that is not finite differs from all. Raises ValueError on no rewards.
+    """
+    if not all(map(math.isfinite, rewards)):
+        return False
+    return max(rewards) - min(rewards) <= NO_SPREAD * max(map(abs, rewards))
 
 
 def mean_std(values: Iterable[float]) -> tuple[float, float]:

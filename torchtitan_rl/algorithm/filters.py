@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torchtitan_rl.algorithm.precomputed import Verdict, scan
+from torchtitan_rl.metrics import all_equal
 
 if TYPE_CHECKING:
     from torchtitan_rl.algorithm.config import AlgorithmConfig
@@ -22,7 +23,8 @@ class FilterConfig:
     overlong_buffer=64)`."""
 
     zero_variance: bool = False
-    """Leave out groups whose rewards are all equal: an estimator that compares siblings learns nothing from them."""
+    """Leave out groups whose rewards are all equal, up to rounding (`metrics.all_equal`): an estimator that compares
+    siblings learns nothing from them."""
     overlong: Literal["keep", "drop", "mask", "penalty"] = "keep"
     """What becomes of rollouts whose completion was cut off at the token limit: `drop` leaves them out of their group,
     `mask` lets their reward count among their siblings' but not their tokens, `penalty` lowers the reward the closer a
@@ -81,9 +83,7 @@ def filtered(
         if all(rollout.masked for rollout in group.rollouts):
             counts["filter/overlong_groups"] += 1
             left_out.append(group)
-        elif (
-            filters.zero_variance and len(set(group.rewards)) == 1 and not _weighs_itself(group, config, oldest_version)
-        ):
+        elif filters.zero_variance and all_equal(group.rewards) and not _weighs_itself(group, config, oldest_version):
             counts["filter/zero_variance_groups"] += 1
             left_out.append(group)
         else:
