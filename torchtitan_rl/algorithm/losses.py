@@ -85,14 +85,20 @@ def gspo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's surrogate with one ratio per sequence: the geometric mean of its tokens' (Zheng et al., arXiv:2507.18071).
 
+    The form is the paper's GSPO-token (equations 14 and 15): token t has the ratio sg[s] x pi_t / sg[pi_t], with s the
+    sequence's ratio and sg a stopped gradient. Its value is s for every token, its gradient that of the token's own
+    log-probability, so advantages that differ within a sequence are kept apart; where they do not, and the weights do
+    not, the gradient is that of the sequence's ratio.
+
     A sequence is a datum, and its length the number of its trained tokens. With the reduction `sequence_mean` this is
     the paper's objective; the bounds are the paper's, and so much narrower than PPO's because the ratio is a mean.
     """
     _check_clip(clip_low, clip_high)
-    log_ratio_T = masked_difference(inputs, inputs.policy_logprobs, _old_logprobs(inputs))
+    log_ratio_T = masked_difference(inputs, inputs.policy_logprobs.detach(), _old_logprobs(inputs))
     lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(log_ratio_T.dtype)).clamp(min=1.0)
-    ratio_B = _held_exp(datum_sums(inputs, log_ratio_T) / lengths_B)
-    return _clipped_surrogate(inputs, ratio_B[inputs.datum], clip_low, clip_high, float("inf"))
+    mean_B = datum_sums(inputs, log_ratio_T) / lengths_B
+    own_T = masked_difference(inputs, inputs.policy_logprobs, inputs.policy_logprobs.detach())
+    return _clipped_surrogate(inputs, _held_exp(mean_B[inputs.datum] + own_T), clip_low, clip_high, float("inf"))
 
 
 def cispo(

@@ -180,7 +180,9 @@ BEYOND = [
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [*LOSSES.items(), ("ppo", {"dual_clip": 1.45}), ("gspo", {"clip_low": 0.9, "clip_high": 5.0})]
+    ("name", "config"),
+    # gspo stops a gradient inside its ratio: finite differences see it, `gspo_token_gradient` below has its gradient.
+    [*((name, config) for name, config in LOSSES.items() if name != "gspo"), ("ppo", {"dual_clip": 1.45})],
 )
 def test_gradients_by_finite_differences(name, config):
     ratios = BEYOND if name == "cispo" else SMOOTH
@@ -232,7 +234,7 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
     assert metrics["policy/clip_frac"] == 1
 
 
-def test_gspo_has_one_ratio_per_sequence_and_every_token_the_same_gradient():
+def test_gspo_has_one_ratio_per_sequence_and_equal_advantages_the_same_gradient():
     # Ratios 2 and 1/2 have the geometric mean 1: neither clipped nor different. Alone, 4 is clipped.
     inputs = packed(
         [
@@ -259,6 +261,78 @@ def test_gspo_has_one_ratio_per_sequence_and_every_token_the_same_gradient():
     assert loss.item() == pytest.approx(-(0.25 * 2 + 0.25 * 2 + 0.5 * 1.1))
     assert torch.autograd.grad(loss, inputs.policy_logprobs)[0].tolist() == pytest.approx([0, -0.5, -0.5, 0])
     assert metrics["policy/clip_frac"] == 1
+
+
+def gspo_token_gradient(sequences, clip_low, clip_high):
+    """GSPO-token by the log-probabilities in float64: -w_t x A_t x s where the surrogate is not clipped, else 0.
+
+    As verl (verl/trainer/ppo/core_algos.py, compute_policy_loss_gspo), SkyRL
+    (skyrl/backends/skyrl_train/utils/ppo_utils.py, gspo_policy_loss) and TRL's GSPO-token
+    (trl/experimental/gspo_token/grpo_trainer.py) have it: log s_t = log pi_t - sg[log pi_t] + sg[mean log-ratio].
+    """
+    gradient = []
+    for sequence in sequences:
+        mask = np.array(sequence["mask"], dtype=bool)
+        log_ratio = (np.array(sequence["policy"]) - np.array(sequence["old"]))[mask]
+        s = np.exp(log_ratio.mean()) if mask.any() else 1.0
+        advantage, weight = np.array(sequence["advantage"]), np.array(sequence["weight"])
+        clipped = ((advantage > 0) & (s > 1 + clip_high)) | ((advantage < 0) & (s < 1 - clip_low))
+        gradient += np.where(mask & ~clipped, -weight * advantage * s, 0.0).tolist()
+    return gradient
+
+
+@pytest.mark.parametrize("clip", [(3e-4, 4e-4), (0.3, 0.4), (0.99, 100.0)])
+@over_ragged_batches
+def test_gspo_has_the_gradient_of_gspo_token(clip, ragged, seed, spread):
+    sequences = batch(ragged, seed, spread, torch.float64)
+    rng = np.random.default_rng(seed)
+    for sequence in sequences:  # signs that differ within a sequence
+        sequence["advantage"] = rng.normal(size=len(sequence["mask"])).tolist()
+    inputs = packed(sequences, torch.float64)
+    loss, _ = losses.gspo(inputs, clip_low=clip[0], clip_high=clip[1])
+    (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs)
+    assert gradient_T.tolist() == pytest.approx(gspo_token_gradient(sequences, *clip), rel=1e-10, abs=1e-300)
+
+
+def gspo_of_the_sequence(inputs, clip_low, clip_high):
+    """GSPO of the sequence (equation 5 of the paper): the gradient goes through the mean of all its log-ratios."""
+    log_ratio_T = losses.masked_difference(inputs, inputs.policy_logprobs, inputs.old_logprobs)
+    lengths_B = losses.datum_sums(inputs, inputs.loss_mask).clamp(min=1.0)
+    ratio_T = (losses.datum_sums(inputs, log_ratio_T) / lengths_B).exp()[inputs.datum]
+    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    return -(inputs.weights * torch.minimum(ratio_T * inputs.advantages, clipped_T * inputs.advantages)).sum()
+
+
+@over_ragged_batches
+def test_gspo_has_the_gradient_of_the_sequence_where_a_sequence_has_one_advantage(ragged, seed, spread):
+    sequences = batch(ragged, seed, spread, torch.float64)
+    for sequence in sequences:
+        sequence["advantage"] = [sequence["advantage"][0]] * len(sequence["mask"])
+        sequence["weight"] = [0.125 * bool(mask) for mask in sequence["mask"]]
+    inputs = packed(sequences, torch.float64)
+    loss, _ = losses.gspo(inputs, clip_low=0.3, clip_high=0.4)
+    of_sequence = gspo_of_the_sequence(inputs, 0.3, 0.4)
+    gradients = [torch.autograd.grad(x, inputs.policy_logprobs)[0] for x in (loss, of_sequence)]
+    assert loss.item() == pytest.approx(of_sequence.item(), rel=1e-12)
+    assert torch.allclose(*gradients, rtol=1e-12, atol=0)
+
+
+def test_advantages_that_cancel_within_a_sequence_train():
+    inputs = packed(
+        [
+            {
+                "mask": [1] * 4,
+                "policy": [-1.0] * 4,
+                "old": [-1.0] * 4,
+                "sampling": [-1.0] * 4,
+                "advantage": [1.0, 0.0, 0.0, -1.0],
+                "weight": [0.25] * 4,
+            }
+        ],
+        torch.float64,
+    )
+    (gradient_T,) = torch.autograd.grad(losses.gspo(inputs)[0], inputs.policy_logprobs)
+    assert gradient_T.tolist() == [-0.25, 0.0, 0.0, 0.25]
 
 
 @pytest.mark.parametrize(
