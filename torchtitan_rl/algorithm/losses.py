@@ -102,12 +102,14 @@ def gspo(
 
 
 def cispo(
-    inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28
+    inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy gradient with a clipped ratio as a constant factor (CISPO, MiniMax-M1, arXiv:2506.13585).
 
     -sum weights x stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) x A x logp: a clipped token still trains.
-    `clip_low=1` is no lower bound, as in the paper, which does not say what its upper bound was.
+    `clip_low=1` is no lower bound, as in the paper: "we did not impose a lower bound on the IS weight [...] we only
+    tuned" the upper one. The paper does not print what its upper bound was. `clip_high=4` holds ratios at 5, as SkyRL
+    does by default and TRL recommends after ScaleRL (arXiv:2510.13786): a bound on outliers, not PPO's trust region.
     """
     _check_clip(clip_low, clip_high)
     ratio_T = _ratio(inputs).detach()

@@ -94,7 +94,7 @@ def ppo(sequences, clip_low=0.2, clip_high=0.2, dual_clip=math.inf):
     )
 
 
-def cispo(sequences, clip_low=1.0, clip_high=0.28):
+def cispo(sequences, clip_low=1.0, clip_high=4.0):
     return token_loss(
         sequences, lambda ratio, advantage, logprob: min(max(ratio, 1 - clip_low), 1 + clip_high) * advantage * logprob
     )

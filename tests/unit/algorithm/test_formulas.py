@@ -26,7 +26,7 @@ CASES = [
     ("ppo", {"dual_clip": 3.0}),
     ("ppo", {"clip_high": 0.5, "dual_clip": 1.25}),
     ("gspo", {}),
-    ("cispo", {"clip_low": 0.5, "clip_high": 3.0}),
+    ("cispo", {"clip_low": 0.5, "clip_high": 0.28}),
 ]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -167,15 +167,15 @@ SMOOTH = [
     (1.3, 0.0),
 ]
 BEYOND = [
-    (1.5, 1.0),
-    (2.0, 1.0),
-    (1.4, 1.0),
-    (1.6, 1.0),
-    (1.7, -0.5),
-    (1.9, -0.5),
-    (1.5, -0.5),
-    (1.6, -0.5),
-    (1.3, 0.0),
+    (5.5, 1.0),
+    (7.0, 1.0),
+    (5.4, 1.0),
+    (5.6, 1.0),
+    (5.7, -0.5),
+    (5.9, -0.5),
+    (5.5, -0.5),
+    (5.6, -0.5),
+    (5.3, 0.0),
 ]
 
 
@@ -214,13 +214,13 @@ def test_gradients_by_finite_differences(name, config):
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token():
-    # Ratios 2 (held at 1.28) and 1/2 (not held: no lower bound); the gradient is the factor alone, not the ratio's.
+    # Ratios 8 (held at 5) and 1/2 (not held: no lower bound); the gradient is the factor alone, not the ratio's.
     inputs = packed(
         [
             {
                 "mask": [1, 1],
                 "policy": [-1.0, -1.0],
-                "old": [-1 - math.log(2), -1 + math.log(2)],
+                "old": [-1 - math.log(8), -1 + math.log(2)],
                 "sampling": [0, 0],
                 "advantage": [3.0, -1.0],
                 "weight": [0.5, 1.0],
@@ -229,9 +229,32 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
         torch.float64,
     )
     loss, metrics = losses.cispo(inputs)
-    assert loss.item() == pytest.approx(0.5 * 1.28 * 3 - 0.5)
-    assert torch.autograd.grad(loss, inputs.policy_logprobs)[0].tolist() == pytest.approx([-0.5 * 1.28 * 3, 0.5])
+    assert loss.item() == pytest.approx(0.5 * 5 * 3 - 0.5)
+    assert torch.autograd.grad(loss, inputs.policy_logprobs)[0].tolist() == pytest.approx([-0.5 * 5 * 3, 0.5])
     assert metrics["policy/clip_frac"] == 1
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "config", "source"),
+    [
+        (0.0, 5.0, {}, "SkyRL, skyrl/backends/skyrl_train/utils/ppo_utils.py, compute_policy_loss_cispo: 1 + 4.0"),
+        (0.0, 5.0, {}, "TRL, trl/trainer/grpo_trainer.py, loss_type='cispo' with the recommended epsilon_high=5.0"),
+        (0.8, 1.2, {"clip_low": 0.2, "clip_high": 0.2}, "verl, verl/trainer/ppo/core_algos.py, clip_ratio=0.2"),
+        (0.0, 4.0, {"clip_high": 3.0}, "Tinker, tinker-docs.thinkingmachines.ai/tinker/losses/cispo, given thresholds"),
+    ],
+)
+@over_ragged_batches
+def test_cispo_against_others_with_their_bounds(lowest, highest, config, source, ragged, seed, spread):
+    """-clip(ratio, lowest, highest) x A x log pi, the factor without gradient, so A x factor is the gradient."""
+    sequences = batch(ragged, seed, spread, torch.float64)
+    inputs = packed(sequences, torch.float64)
+    loss, _ = losses.cispo(inputs, **config)
+    column = {name: np.array([x for s in sequences for x in s[name]]) for name in sequences[0]}
+    factor = np.exp(column["policy"] - column["old"]).clip(lowest, highest) * column["weight"] * column["advantage"]
+    scale = abs(factor * column["policy"]).sum()
+    assert abs(loss.item() + (factor * column["policy"]).sum()) <= 1e-12 * scale
+    (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs)
+    assert gradient_T.tolist() == pytest.approx((-factor).tolist(), rel=1e-12, abs=0)
 
 
 def test_gspo_has_one_ratio_per_sequence_and_equal_advantages_the_same_gradient():
