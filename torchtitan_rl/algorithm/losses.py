@@ -23,6 +23,7 @@ __all__ = [
     "gspo",
     "importance_sampling",
     "masked_difference",
+    "masked_sum",
     "ppo",
     "reverse_kl",
     "value_loss",
@@ -43,7 +44,8 @@ def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Ten
             f"weights: have shape {tuple(inputs.weights.shape)} where the targets' log-probabilities have "
             f"{tuple(inputs.policy_logprobs.shape)}; give every target a weight"
         )
-    return -(inputs.weights * inputs.policy_logprobs).sum(), {}
+    # Where nothing is learned nothing is read: 0 x -inf would be NaN.
+    return -torch.where(inputs.weights != 0, inputs.weights * inputs.policy_logprobs, 0.0).sum(), {}
 
 
 def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -53,14 +55,14 @@ def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor
     """
     if inputs.teacher_kl is None:
         raise ValueError("teacher_kl=None: the data carry no teacher_hidden to compute it from; distil from a teacher")
-    return (inputs.weights * inputs.teacher_kl).sum(), {
+    return masked_sum(inputs, inputs.weights * inputs.teacher_kl), {
         "distill/kl": torch.where(inputs.loss_mask > 0, inputs.teacher_kl.detach(), 0.0).sum()
     }
 
 
 def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy gradient with the importance ratio to the old policy: -sum weights x ratio x advantage."""
-    return -(inputs.weights * _ratio(inputs) * inputs.advantages).sum(), {}
+    return -masked_sum(inputs, inputs.weights * _ratio(inputs) * inputs.advantages), {}
 
 
 def ppo(
@@ -114,7 +116,7 @@ def cispo(
     _check_clip(clip_low, clip_high)
     ratio_T = _ratio(inputs).detach()
     factor_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
-    loss = -(inputs.weights * factor_T * inputs.advantages * _trained_logprobs(inputs)).sum()
+    loss = -masked_sum(inputs, inputs.weights * factor_T * inputs.advantages * _trained_logprobs(inputs))
     return loss, {"policy/clip_frac": ((factor_T != ratio_T) & (inputs.loss_mask > 0)).sum()}
 
 
@@ -126,7 +128,8 @@ def dro(inputs: LossInputs, *, beta: float = 0.05) -> tuple[torch.Tensor, dict[s
     if not 0 < beta < float("inf"):
         raise ValueError(f"beta={beta}: must be positive, it is what keeps the policy near the old one; use 0.05")
     square_T = _log_ratio(inputs).square()
-    return -(inputs.weights * (inputs.advantages * _trained_logprobs(inputs) - 0.5 * beta * square_T)).sum(), {}
+    terms_T = inputs.weights * (inputs.advantages * _trained_logprobs(inputs) - 0.5 * beta * square_T)
+    return -masked_sum(inputs, terms_T), {}
 
 
 def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -134,13 +137,12 @@ def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch
     `clip` of the value before the batch (the clipped value loss of the PPO authors' implementation)."""
     if not clip > 0:
         raise ValueError(f"clip={clip}: must be positive, or no value could move; leave it out for no clipping")
-    error_T = (inputs.predicted_values - inputs.returns).square()
-    held_T = inputs.values + (inputs.predicted_values - inputs.values).clamp(-clip, clip)
-    loss_T = 0.5 * torch.maximum(error_T, (held_T - inputs.returns).square())
-    mask_T = inputs.loss_mask
-    return (inputs.weights * loss_T).sum(), {
-        "critic/squared_error": (mask_T * error_T.detach()).sum(),
-        "critic/value_mean": (mask_T * inputs.predicted_values.detach()).sum(),
+    error_T = masked_difference(inputs, inputs.predicted_values, inputs.returns).square()
+    held_T = inputs.values + masked_difference(inputs, inputs.predicted_values, inputs.values).clamp(-clip, clip)
+    loss_T = 0.5 * torch.maximum(error_T, masked_difference(inputs, held_T, inputs.returns).square())
+    return masked_sum(inputs, inputs.weights * loss_T), {
+        "critic/squared_error": error_T.detach().sum(),
+        "critic/value_mean": masked_sum(inputs, inputs.predicted_values.detach()),
     }
 
 
@@ -155,6 +157,11 @@ def masked_difference(inputs: LossInputs, left_T: torch.Tensor, right_T: torch.T
     return torch.where(inputs.loss_mask > 0, left_T - right_T, 0.0)
 
 
+def masked_sum(inputs: LossInputs, terms_T: torch.Tensor) -> torch.Tensor:
+    """Sum of the terms where there is a loss mask; the others are replaced by zero, so none of them is even added."""
+    return torch.where(inputs.loss_mask > 0, terms_T, 0.0).sum()
+
+
 def datum_sums(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
     """Sum over each datum's tokens, (num_datums,). A datum is never split over microbatches, so this is all of it."""
     return values_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, values_T)
@@ -166,7 +173,7 @@ def _clipped_surrogate(inputs: LossInputs, ratio_T, clip_low: float, clip_high: 
     held_T = torch.where(advantages_T < 0, ratio_T.clamp(max=dual_clip), ratio_T)
     objective_T = torch.minimum(held_T * advantages_T, held_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T)
     was_clipped_T = (objective_T != ratio_T * advantages_T) & (inputs.loss_mask > 0)
-    return -(inputs.weights * objective_T).sum(), {"policy/clip_frac": was_clipped_T.sum()}
+    return -masked_sum(inputs, inputs.weights * objective_T), {"policy/clip_frac": was_clipped_T.sum()}
 
 
 def _old_logprobs(inputs: LossInputs) -> torch.Tensor:

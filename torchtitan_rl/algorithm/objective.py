@@ -16,7 +16,7 @@ import torch
 
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
-from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, reverse_kl
+from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, masked_sum, reverse_kl
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
 __all__ = ["policy_objective", "with_kl_reward"]
@@ -71,7 +71,7 @@ def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
 
 def _corrected(inputs: LossInputs, *, loss_fn, correction_fn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     factor_T, correction_metrics = correction_fn(inputs)
-    weights_T = inputs.weights * factor_T.detach()
+    weights_T = torch.where(inputs.loss_mask > 0, inputs.weights * factor_T.detach(), 0.0)
     loss, metrics = loss_fn(dataclasses.replace(inputs, tensors={**inputs.tensors, "weights": weights_T}))
     return loss, {**correction_metrics, **metrics}
 
@@ -82,10 +82,10 @@ def _regularized(
     loss, metrics = loss_fn(inputs)
     if kl_coef:
         difference_T = masked_difference(inputs, inputs.policy_logprobs, inputs.reference_logprobs)
-        loss = loss + kl_coef * (inputs.weights * KL_ESTIMATORS[kl_estimator](difference_T)).sum()
+        loss = loss + kl_coef * masked_sum(inputs, inputs.weights * KL_ESTIMATORS[kl_estimator](difference_T))
     if entropy_coef:
         entropy_T = torch.where(inputs.loss_mask > 0, inputs.entropy, 0.0)
-        loss = loss - entropy_coef * (inputs.weights * entropy_T).sum()
+        loss = loss - entropy_coef * masked_sum(inputs, inputs.weights * entropy_T)
     return loss, metrics
 
 
@@ -122,5 +122,6 @@ def _soft_metrics(soft: LossInputs) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         total_T1 = soft.weights.sum(1, keepdim=True)
         shares_TK = torch.where(total_T1 > 0, soft.weights / total_T1, 0.0)
-        divergence = (torch.special.xlogy(shares_TK, shares_TK) - shares_TK * soft.policy_logprobs).sum()
+        cross_TK = torch.where(shares_TK > 0, shares_TK * soft.policy_logprobs, 0.0)
+        divergence = (torch.special.xlogy(shares_TK, shares_TK) - cross_TK).sum()
         return {"distill/kl": divergence, "distill/target_frac": (total_T1 > 0).sum()}
