@@ -26,7 +26,8 @@ class FilterConfig:
     """Leave out groups whose rewards are all equal, up to rounding (`metrics.all_equal`): an estimator that compares
     siblings learns nothing from them."""
     overlong: Literal["keep", "drop", "mask", "penalty"] = "keep"
-    """What becomes of rollouts whose completion was cut off at the token limit: `drop` leaves them out of their group,
+    """What becomes of rollouts that a token limit cut off: a completion that reached `sampling.max_tokens` or the room
+    that was left for it, or an environment that had no room for another turn (`end_reason="tokens"`). `drop` leaves them out of their group,
     `mask` lets their reward count among their siblings' but not their tokens, `penalty` lowers the reward the closer a
     completion comes to the limit."""
     overlong_buffer: int = 0
@@ -66,9 +67,9 @@ def filtered(
             counts["filter/overlong_rollouts"] += len(overlong)
         if filters.overlong == "penalty":
             for rollout in group.rollouts:
-                penalty = overlong_penalty(
-                    _longest(rollout), max_tokens, filters.overlong_buffer, filters.overlong_penalty
-                )
+                # Cut off by the room that was left, a completion is overlong at any length.
+                length = max_tokens if _cut_off(rollout) else _longest(rollout)
+                penalty = overlong_penalty(length, max_tokens, filters.overlong_buffer, filters.overlong_penalty)
                 rollout.reward -= penalty
                 counts["filter/overlong_penalty_sum"] += penalty
         elif filters.overlong == "mask":
@@ -105,7 +106,8 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) 
 
 
 def _cut_off(rollout: Rollout) -> bool:
-    return any(turn.completion.truncated for turn in rollout.turns)
+    """Whether a limit on tokens, of one completion or of the whole rollout, ended it."""
+    return rollout.end_reason == "tokens" or any(turn.completion.truncated for turn in rollout.turns)
 
 
 def _longest(rollout: Rollout) -> int:
