@@ -153,18 +153,33 @@ def masked_difference(inputs: LossInputs, left_T: torch.Tensor, right_T: torch.T
     """left - right where there is a loss mask, else exactly 0, in value and in gradient.
 
     The difference is replaced, not multiplied, by zero: exp of garbage times 0 may be NaN.
+    Raises ValueError unless both have one number per token: (T, K) with T = K would broadcast to every pair of tokens.
     """
+    _one_per_token(inputs, left_T, right_T)
     return torch.where(inputs.loss_mask > 0, left_T - right_T, 0.0)
 
 
 def masked_sum(inputs: LossInputs, terms_T: torch.Tensor) -> torch.Tensor:
-    """Sum of the terms where there is a loss mask; the others are replaced by zero, so none of them is even added."""
+    """Sum of the terms where there is a loss mask; the others are replaced by zero, so none of them is even added.
+
+    Raises ValueError unless there is one term per token.
+    """
+    _one_per_token(inputs, terms_T)
     return torch.where(inputs.loss_mask > 0, terms_T, 0.0).sum()
 
 
 def datum_sums(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
     """Sum over each datum's tokens, (num_datums,). A datum is never split over microbatches, so this is all of it."""
     return values_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, values_T)
+
+
+def _one_per_token(inputs: LossInputs, *columns: torch.Tensor) -> None:
+    for column in columns:
+        if column.shape != inputs.loss_mask.shape:
+            raise ValueError(
+                f"loss inputs: have shape {tuple(column.shape)} where loss_mask has {tuple(inputs.loss_mask.shape)}; "
+                "give one number per token: several targets of a token, (T, K), are for cross_entropy"
+            )
 
 
 def _clipped_surrogate(inputs: LossInputs, ratio_T, clip_low: float, clip_high: float, dual_clip: float):
