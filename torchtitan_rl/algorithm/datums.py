@@ -207,8 +207,14 @@ def _soft_targets(
 
 
 def _check_turn(rollout: Rollout, turn: Turn) -> None:
-    """Raises RuntimeError for NaN: a generator that computes it must not look like one with nothing to learn from."""
+    """Raises ValueError for a turn that does not fit together, and RuntimeError for NaN: a generator that computes it must
+    not look like one with nothing to learn from."""
     logprobs = turn.completion.logprobs
+    if len(logprobs) != len(turn.completion.tokens):
+        raise ValueError(
+            f"completion.logprobs: {len(logprobs)} for {len(turn.completion.tokens)} sampled tokens in a turn of rollout "
+            f"{rollout.id}; give one log-probability per token"
+        )
     for part in turn.soft_targets or ():
         if part.shape != turn.soft_targets[0].shape or len(part) != len(logprobs):
             raise ValueError(
