@@ -10,7 +10,7 @@ from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.config import AlgorithmConfig
 from torchtitan_rl.algorithm.datums import to_datums, with_gae, with_inputs
 from torchtitan_rl.algorithm.distill import teacher_request, with_distillation, with_teacher, without_distillation
-from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
+from torchtitan_rl.algorithm.objective import policy_objective, with_kept_weights, with_kl_reward
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup
 
@@ -72,6 +72,8 @@ async def step_on(
     steps = {}
     if "critic" in roles:  # before the policy's, where they share devices
         steps["critic"] = _critic_step(minibatch, roles["critic"], config, optim_params("critic"), line)
+    if config.correction_denominator == "kept":
+        minibatch = with_kept_weights(minibatch, config)
     start = time.perf_counter()
     forward_backward = policy.forward_backward(with_distillation(minibatch), policy_objective(config))
     optim_step = policy.optim_step(optim_params("policy"))

@@ -98,6 +98,9 @@ class AlgorithmConfig:
     sampled it differs from the trainer; see algorithm/corrections.py. Needs one of `recompute_logprobs_per_*`."""
     correction_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `correction_fn`, such as `cap`."""
+    correction_denominator: Literal["all", "kept"] = "all"
+    """What a mean is over when a correction rejects tokens, by a factor of 0: all trained tokens, or those that are kept,
+    as in verl. See `objective.with_kept_weights`."""
     distill: DistillConfig | None = None
     """Learning from `roles.teacher`; None: a teacher's log-probabilities are there for a loss of your own, no more."""
     refresh_teacher_every: int = 0

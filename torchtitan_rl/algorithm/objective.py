@@ -15,11 +15,12 @@ from functools import partial
 import torch
 
 from torchtitan_rl.algorithm.config import AlgorithmConfig
+from torchtitan_rl.algorithm.datums import with_inputs
 from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
 from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, masked_sum, reverse_kl
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
-__all__ = ["policy_objective", "with_kl_reward"]
+__all__ = ["policy_objective", "with_kept_weights", "with_kl_reward"]
 
 
 def policy_objective(config: AlgorithmConfig) -> LossFunction:
@@ -67,6 +68,22 @@ def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
         )
         for datum in data
     ]
+
+
+def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
+    """Datums of one optimizer step whose weights are a mean over the tokens that `config.correction_fn` keeps.
+
+    The reduction is applied to masks without rejected tokens, those with a factor of 0, so a rejected token has weight 0
+    in every term of the objective and leaves its mean's denominator. The denominator is of all datums of the step: the
+    data must hold `old_logprobs`, from which the factors follow before the datums are split into microbatches.
+    """
+    correction = partial(config.correction_fn, **config.correction_config)
+    kept = []
+    for datum in data:
+        alone = torch.zeros(len(datum), dtype=torch.long)
+        factor_T, _ = correction(LossInputs(datum=alone, num_datums=1, tensors=datum.loss_inputs))
+        kept.append(torch.where(factor_T > 0, datum.loss_inputs["loss_mask"], 0.0))
+    return with_inputs(data, weights=config.reduction(kept, [datum.group for datum in data]))
 
 
 def _corrected(inputs: LossInputs, *, loss_fn, correction_fn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -58,11 +58,20 @@ def refusal(**config):
             for name in corrections.__all__
         ),
         {"correction_fn": corrections.truncated_token, "recompute_logprobs_per_batch": True},
+        {
+            "correction_fn": corrections.masked_sequence,
+            "recompute_logprobs_per_minibatch": True,
+            "correction_denominator": "kept",
+        },
         {"loss_config": {"dual_clip": 3.0}, "entropy_coef": 0.01},
     ],
 )
 def test_what_is_in_the_library_passes(config):
     check_algorithm(run(**config))
+
+
+def corrects_by_the_policy(inputs):
+    return (inputs.policy_logprobs.detach() > -1.2).float(), {}
 
 
 def mean_loss(inputs):
@@ -293,6 +302,34 @@ def test_a_reduction_that_is_not_one(reduction, message):
             {"correction_fn": corrections.masked_token},
             "are against the generator already, nothing is left to correct; set "
             "algorithm.recompute_logprobs_per_batch=True",
+        ),
+        (
+            {"correction_denominator": "kept"},
+            "algorithm.correction_denominator='kept': there is no correction that rejects tokens; set",
+        ),
+        (
+            {"correction_denominator": "keep"},
+            "algorithm.correction_denominator='keep': there is no such choice; did you mean 'kept'?",
+        ),
+        (
+            {
+                "correction_denominator": "kept",
+                "correction_fn": corrections.truncated_token,
+                "recompute_logprobs_per_batch": True,
+            },
+            "truncated_token rejects no token, so nothing would leave the denominator; use masked_token",
+        ),
+        (
+            {"correction_denominator": "kept", "correction_fn": corrections.masked_token},
+            "are against the generator already, nothing is left to correct",
+        ),
+        (
+            {
+                "correction_denominator": "kept",
+                "correction_fn": corrects_by_the_policy,
+                "recompute_logprobs_per_batch": True,
+            },
+            "without the model's outputs, which depend on the microbatch: raised ",
         ),
         (
             {"recompute_logprobs_per_batch": True, "recompute_logprobs_per_minibatch": True},
