@@ -7,9 +7,12 @@ least the names of that phase.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "mean_std", "mean_interval", "pass_at_k"]
+__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "all_equal", "mean_std", "mean_interval", "pass_at_k"]
+
+NO_SPREAD = 1e-6
+"""Of the largest absolute reward: a spread within it is rounding."""
 
 SUPERVISED = (
     "loss/mean",  # loss per trained token
@@ -62,6 +65,18 @@ More where they exist: `eval/num_tasks`; with n samples of each task `eval/avg_a
 `eval/pass_at_K`. Of each of them and of the accuracy, with two tasks or more, NAME_ci95_low and NAME_ci95_high: see
 `mean_interval`.
 """
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by no more than rounding: largest minus smallest at most 1e-6 of the largest absolute one.
+
+    Rewards that are sums, such as .1 + .2 beside .3, differ in their last bits; divided by their own standard deviation
+    that noise would be advantages of full size. Equal rewards, and a single one, have no spread at all;
+    a reward that is not finite differs from all. Raises ValueError on no rewards.
+    """
+    if not all(map(math.isfinite, rewards)):
+        return False
+    return max(rewards) - min(rewards) <= NO_SPREAD * max(map(abs, rewards))
 
 
 def mean_std(values: Iterable[float]) -> tuple[float, float]:

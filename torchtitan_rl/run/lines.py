@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from torchtitan_rl.metrics import mean_std
+from torchtitan_rl.metrics import all_equal, mean_std
 from torchtitan_rl.types import RolloutGroup
 
 __all__ = ["StepMetrics", "of_batch", "of_times", "summary"]
@@ -63,7 +63,7 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
         "phase": "reinforcement",
         "reward/mean": reward_mean,
         "reward/std": reward_std,
-        "reward/zero_std_frac": mean(len(set(group.rewards)) == 1 for group in groups),
+        "reward/zero_std_frac": mean(all_equal(group.rewards) for group in groups),
         "policy/lag_max": policy_version - oldest,
         "completion/length_mean": mean(len(c.tokens) for c in completions),
         "completion/truncated_frac": mean(c.truncated for c in completions),

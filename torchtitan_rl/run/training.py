@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.distill import with_distillation
-from torchtitan_rl.algorithm.objective import policy_objective
+from torchtitan_rl.algorithm.objective import policy_objective, with_kept_weights
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.run import RunConfig
@@ -41,6 +41,8 @@ async def step_on(
         others["critic"] = scoring.critic_step(
             minibatch, roles["critic"], config.algorithm, optim_params(config, "critic", step), line
         )
+    if config.algorithm.correction_denominator == "kept":
+        minibatch = with_kept_weights(minibatch, config.algorithm)
     start = time.perf_counter()
     forward_backward = policy.forward_backward(with_distillation(minibatch), policy_objective(config.algorithm))
     optim_step = policy.optim_step(optim_params(config, "policy", step))

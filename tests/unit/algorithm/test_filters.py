@@ -1,6 +1,7 @@
 """What does not train, how a batch is filled, and when a run gives up."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -106,6 +107,33 @@ def test_the_penalty_is_taken_off_the_reward_by_the_longest_turn():
     made = group(sized(2, 1.0), rollout("0/0/1", turn([1], [2] * 7), turn([1], [2] * 3), reward=1.0))
     (kept,), _ = filtered([made], config(overlong="penalty", overlong_buffer=4, overlong_penalty=2.0), max_tokens=8)
     assert kept.rewards == [1.0, -0.5]
+
+
+@pytest.mark.parametrize("cut", [{"truncated": True}, {"end_reason": "tokens"}])
+def test_a_rollout_cut_by_what_room_was_left_is_overlong_however_short_its_turns_are(cut):
+    """Two tokens of a limit of eight: the second turn had room for no more, or a third had room for none."""
+    fields = {"end_reason": "tokens"} if "end_reason" in cut else {"end_reason": "done"}
+    made = lambda: group(
+        sized(2, 1.0),
+        rollout(
+            "0/0/1", turn([1], [2] * 3), turn([1], [2] * 2, truncated=cut.get("truncated", False)), reward=1.0, **fields
+        ),
+    )
+    (kept,), (out,) = filtered([made()], config(overlong="drop"), max_tokens=8)
+    assert ids([kept, out]) == [["0/0/0"], ["0/0/1"]]
+    (kept,), _ = filtered([made()], config(overlong="mask"), max_tokens=8)
+    assert [each.masked for each in kept.rollouts] == [False, True]
+    penalty = config(overlong="penalty", overlong_buffer=4, overlong_penalty=2.0)
+    counts = Counter()
+    (kept,), _ = filtered([made()], penalty, max_tokens=8, counts=counts)
+    assert kept.rewards == [1.0, -1.0]
+    assert counts == {"filter/overlong_rollouts": 1, "filter/overlong_penalty_sum": 2.0}
+
+
+@pytest.mark.parametrize("end_reason", ["", "done", "turns", "time"])
+def test_other_ends_of_a_rollout_are_not_overlong(end_reason):
+    made = group(rollout("0/0/0", turn([1], [2] * 2), reward=1.0, end_reason=end_reason))
+    assert filtered([made], config(overlong="drop"), max_tokens=8) == ([made], [])
 
 
 # Batches.
