@@ -74,9 +74,11 @@ def default_environment() -> dict[str, str]:
 
 
 def prepare_environment() -> None:
-    """Environment that actor processes inherit; call before Monarch is imported. What the user has set stays."""
+    """Environment that actor processes inherit; call before Monarch is imported. What the user has set stays, but for
+    OMP_DYNAMIC: with it libgomp starts fewer threads on a busy host, and one seed would not give the same bytes."""
     for name, value in default_environment().items():
         os.environ.setdefault(name, value)
+    os.environ["OMP_DYNAMIC"] = "false"
 
 
 def address_towards(host: str, port: int) -> str:

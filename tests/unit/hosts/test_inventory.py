@@ -1,5 +1,9 @@
 """Which hosts and GPUs meshes get, and what is refused before anything starts."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from torchtitan_rl.config import RunConfig
@@ -130,3 +134,14 @@ def test_generators_alone_need_no_room_for_the_trainer():
     config = run_config(dp=8)
     assert "policy: needs 8 GPUs" in refusal(config, gpu_hosts(1, 2))
     check_fits(config, gpu_hosts(1, 2), generators_only=True)
+
+
+def test_the_load_of_a_host_does_not_choose_the_number_of_threads():
+    """Whatever the user's shell says, an actor's process does not let libgomp count threads by the load average."""
+    ask = "import ctypes, torch; print(ctypes.CDLL('libgomp.so.1').omp_get_dynamic())"
+    start = f"import subprocess, sys, torchtitan_rl.hosts.attach; subprocess.run([sys.executable, '-c', {ask!r}])"
+    answers = [
+        subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_DYNAMIC": "true"}, capture_output=True)
+        for code in (ask, start)
+    ]
+    assert [answer.stdout.split() for answer in answers] == [[b"1"], [b"0"]], answers[1].stderr
