@@ -98,7 +98,7 @@ class Controller:
         With `hf_weights` only generators start, holding the weights of that Hugging Face directory: enough to
         sample and evaluate. `hosts` are those `attach.attach` has connected to; without them, this machine alone.
         `backend="local"` starts nothing: everything is in this process, on one device, for a debugger.
-        Raises ValueError for what `validate`, `check_fits` and `check_local` refuse, before anything starts.
+        Raises ValueError for what `validate`, `check_hosts` and `check_local` refuse, before anything starts.
         """
         validate(config)
         hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)

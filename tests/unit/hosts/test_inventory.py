@@ -2,8 +2,18 @@
 
 import pytest
 
+from torchtitan_rl import platform
 from torchtitan_rl.config import RunConfig
-from torchtitan_rl.hosts.inventory import Devices, Host, MeshSize, Place, address_towards, check_fits, meshes
+from torchtitan_rl.hosts.inventory import (
+    Devices,
+    Host,
+    MeshSize,
+    Place,
+    address_towards,
+    check_fits,
+    default_environment,
+    meshes,
+)
 from torchtitan_rl.model.config import ModelConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
@@ -130,3 +140,10 @@ def test_generators_alone_need_no_room_for_the_trainer():
     config = run_config(dp=8)
     assert "policy: needs 8 GPUs" in refusal(config, gpu_hosts(1, 2))
     check_fits(config, gpu_hosts(1, 2), generators_only=True)
+
+
+def test_a_gpu_has_the_same_number_for_cuda_as_for_nvml(monkeypatch):
+    monkeypatch.setattr(platform, "device_type", lambda: "cpu")
+    assert "CUDA_DEVICE_ORDER" not in default_environment()
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    assert default_environment()["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
