@@ -124,9 +124,10 @@ def experts_ask_the_host(dtype: str) -> bool:
     return dtype != "bfloat16" or torch.cuda.get_device_capability()[0] not in (9, 10)
 
 
-def logprob_chunk_bytes(mib: int) -> int:
-    """What a `logprob_chunk_mib` stands for: bytes of float32 logits in one chunk; 0 is this device's own number."""
-    return (mib or (512 if device_type() == "cuda" else 128)) * 2**20
+def logprob_chunk_bytes(mib: int, device: str | None = None) -> int:
+    """What a `logprob_chunk_mib` stands for: bytes of float32 logits in one chunk; 0 is the device's own number, this
+    machine's unless another (`"cpu"` or `"cuda"`) is named."""
+    return (mib or (512 if (device or device_type()) == "cuda" else 128)) * 2**20
 
 
 def num_cores() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,8 @@ from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.hosts.attach import Hosts, this_host
-from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
+from torchtitan_rl.hosts.inventory import local_host
+from torchtitan_rl.hosts.preflight import check_hosts
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.run import check_local
@@ -130,7 +132,7 @@ def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generator
     """Where the actors go; None for the local backend. Raises ValueError for a config that does not fit there."""
     if backend == "actors":
         hosts = hosts or this_host()
-        check_fits(config, hosts.hosts, generators_only=generators_only)
+        check_hosts(config, hosts.hosts, generators_only=generators_only)
         return hosts
     if backend != "local":
         raise ValueError(f"backend={backend!r}: is not known; use 'actors' or 'local'")
@@ -140,11 +142,8 @@ def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generator
         )
     check_local(config, generators_only=generators_only)
     here = local_host()
-    check_fits(
-        config,
-        [Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])],
-        generators_only=generators_only,
-    )
+    first_gpu = dataclasses.replace(here, devices=here.devices[:1])
+    check_hosts(config, [first_gpu], generators_only=generators_only)
     return None
 
 

@@ -25,6 +25,7 @@ from torchtitan_rl.algorithm.advantages import (
 )
 from torchtitan_rl.algorithm.filters import filtered
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
+from torchtitan_rl.run import lines
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
 
@@ -71,7 +72,7 @@ def test_rewards_that_differ_by_rounding_are_equal_to_estimators_filter_and_metr
     assert reinforce_pp_baseline([noise, spread])[0].tolist() == [0.0] * 4
     group = RolloutGroup(id="0/0", rollouts=made.attempts(0, NOISE))
     assert filtered([group], AlgorithmConfig(filters=FilterConfig(zero_variance=True)), max_tokens=8) == ([], [group])
-    assert metrics.of_batch([group], 0, {})["reward/zero_std_frac"] == 1.0
+    assert lines.of_batch([group], 0, {})["reward/zero_std_frac"] == 1.0
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, -1e9])
