@@ -76,19 +76,19 @@ def test_a_generator_spec_leaves_the_shared_spec_as_it_was(generator_plan):
 
 
 def test_a_generator_rank_has_its_share_of_heads_and_features(generator_plan):
+    from torchtitan_rl.model.generator_layers import PagedAttention, RowParallelLinear
+
     spec = generator_plan.generator_spec(build_spec(ModelConfig(shape=tiny())), 2)
     for index, layer in enumerate(spec.model.layers):
         attention, ffn = layer.attention, layer.feed_forward
         assert (attention.n_heads, attention.n_kv_heads) == (2, 1)
         assert (attention.qkv_linear.n_heads, attention.qkv_linear.n_kv_heads) == (2, 1)
-        assert attention.inner_attention == generator_plan.PagedAttention.Config(
-            layer=index, n_heads=2, n_kv_heads=1, head_dim=8
-        )
+        assert attention.inner_attention == PagedAttention.Config(layer=index, n_heads=2, n_kv_heads=1, head_dim=8)
         # Half of 4 query, 2 key and 2 value heads of 8; half of the feed-forward's 24.
         layers = (attention.qkv_linear.wqkv, attention.wo, ffn.w1, ffn.w3, ffn.w2)
         assert [(x.in_features, x.out_features) for x in layers] == [(16, 32), (16, 16), (16, 12), (16, 12), (12, 16)]
-        assert isinstance(attention.wo, generator_plan.RowParallelLinear.Config)
-        assert isinstance(ffn.w2, generator_plan.RowParallelLinear.Config)
+        assert isinstance(attention.wo, RowParallelLinear.Config)
+        assert isinstance(ffn.w2, RowParallelLinear.Config)
     assert spec.model.lm_head.out_features == 11  # embedding and head are whole on every rank
 
 
