@@ -1,4 +1,4 @@
-"""Layers that stand in a generator's model where torchtitan's own would: vLLM's attention and all-reduces."""
+"""What runs in a generator rank's model where torchtitan's own would: vLLM's attention, all-reduces, a rank's weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchtitan.protocols.module import Module
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention
 
-__all__ = ["PagedAttention", "RowParallelLinear", "SlicedExperts"]
+__all__ = ["PagedAttention", "RowParallelLinear", "SlicedExperts", "shard_for_rank"]
 
 
 class PagedAttention(Module):
@@ -64,3 +64,19 @@ class SlicedExperts(RoutedExperts):
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         return tensor_model_parallel_all_reduce(super().forward(*args, **kwargs))
+
+
+def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """This rank's part of a whole parameter under its canonical name (`...wq.weight`, `...w2.weight`)."""
+    if size == 1:
+        return tensor
+    layer, last = name.rsplit(".", 2)[-2:]
+    if last in ("w1_EFD", "w3_EFD"):
+        return tensor.chunk(size, 1)[rank]
+    if last == "w2_EDF":
+        return tensor.chunk(size, 2)[rank]
+    if layer in ("wq", "wk", "wv", "w1", "w3"):
+        return tensor.chunk(size, 0)[rank]
+    if layer in ("wo", "w2"):
+        return tensor.chunk(size, 1)[rank]
+    return tensor

@@ -11,13 +11,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 
-import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_rl.model.generator_layers import PagedAttention, RowParallelLinear, SlicedExperts
 
-__all__ = ["generator_spec", "shard_for_rank"]
+__all__ = ["generator_spec"]
 
 
 def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
@@ -82,19 +81,3 @@ def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:
         bias=config.bias,
         param_init=config.param_init,
     )
-
-
-def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """This rank's part of a whole parameter under its canonical name (`...wq.weight`, `...w2.weight`)."""
-    if size == 1:
-        return tensor
-    layer, last = name.rsplit(".", 2)[-2:]
-    if last in ("w1_EFD", "w3_EFD"):
-        return tensor.chunk(size, 1)[rank]
-    if last == "w2_EDF":
-        return tensor.chunk(size, 2)[rank]
-    if layer in ("wq", "wk", "wv", "w1", "w3"):
-        return tensor.chunk(size, 0)[rank]
-    if layer in ("wo", "w2"):
-        return tensor.chunk(size, 1)[rank]
-    return tensor
