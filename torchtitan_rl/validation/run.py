@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from torchtitan_rl import platform
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.resolve import function_name
@@ -105,6 +106,11 @@ def _check_generator_of_experts(config: RunConfig, shape: Qwen3Shape) -> None:
     if config.generator.model_impl == "vllm":
         raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
     check_experts_kernel("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree, shape)
+    if not config.generator.enforce_eager and platform.experts_ask_the_host(config.generator.dtype):
+        raise ValueError(
+            f"generator.enforce_eager=False: experts in {config.generator.dtype} are multiplied on this GPU with "
+            "the host's help, which a CUDA graph cannot capture; use True"
+        )
     for target in config.trainer.lora.target_modules if config.trainer.lora is not None else ():
         if target in ("gate_proj", "up_proj", "down_proj"):
             raise ValueError(

@@ -39,7 +39,10 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
     _check_experts(where, trainer, model, shape)
     check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
     check_positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
-    check_positive(f"{where}.logprob_chunk_mib", trainer.logprob_chunk_mib)
+    if trainer.logprob_chunk_mib < 0:
+        raise ValueError(
+            f"{where}.logprob_chunk_mib={trainer.logprob_chunk_mib}: must not be negative; 0 is the device's own"
+        )
 
 
 def check_degree(where: str, degree: int, shape) -> None:
