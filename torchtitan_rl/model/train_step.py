@@ -46,14 +46,12 @@ def forward_logprobs(
     of its own, which is cut off again.
     """
     padding = -len(batch.tokens_T) % multiple_of
-    teacher_hidden_TD = _pad(batch.loss_inputs["teacher_hidden"].to(device), padding) if teacher_kl else None
-    model.lm_head.target(
-        _pad(batch.target_tokens_T, padding).to(device),
-        temperature,
-        top_k=top_k,
-        hidden=hidden,
-        teacher_hidden_TD=teacher_hidden_TD,
-    )
+    targets = _pad(batch.target_tokens_T, padding).to(device)
+    if top_k or hidden or teacher_kl:  # only a distillation asks for these
+        teacher_hidden_TD = _pad(batch.loss_inputs["teacher_hidden"].to(device), padding) if teacher_kl else None
+        model.lm_head.ask(targets, temperature, top_k=top_k, hidden=hidden, teacher_hidden_TD=teacher_hidden_TD)
+    else:
+        model.lm_head.target(targets, temperature)
     said = _forward(model, batch, device, padding)
     return {name: rows_1T[0, : len(batch.tokens_T)] for name, rows_1T in said.items()}
 
