@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What checks may count on: the GPUs that a process here sees, what they are called, and which modules there are."""
+    """What checks may count on: the GPUs that a process here sees, their name, and which modules there are."""
 
     num_gpus: int
     device: str
@@ -41,8 +41,9 @@ def this_machine() -> Machine:
     installed = frozenset(module for module in modules if importlib.util.find_spec(module))
     num_gpus = 0
     if "torch" in installed:
-        from torchtitan_rl import platform  # first: asking must not start the driver
         import torch
+
+        from torchtitan_rl import platform
 
         num_gpus = torch.cuda.device_count() if platform.device_type() == "cuda" else 0
     device = next((gpu["name"] for gpu in gpus()), "GPU") if num_gpus else "cpu"

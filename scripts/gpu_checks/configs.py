@@ -67,5 +67,8 @@ def steps(
         ),
     )
     config.trainer.training.mixed_precision_param = "bfloat16"
+    # Less than the check's own limit, so that what hangs is named.
+    waits = config.controller
+    waits.start_timeout_s = waits.call_timeout_s = waits.sample_timeout_s = 180.0
     config.roles.colocation, config.weight_sync.transport = colocation, transport
     return config

@@ -11,7 +11,7 @@ from torchtitan_rl.actors.config import GeneratorConfig
 from torchtitan_rl.hosts.inventory import prepare_environment
 from torchtitan_rl.model.config import ModelConfig, assets_dir, resolve_shape, write_model_dir
 
-__all__ = ["untrained_dir", "started", "random_weights"]
+__all__ = ["untrained_dir", "started", "runner_of", "random_weights"]
 
 
 def untrained_dir(directory: Path, model: ModelConfig) -> Path:
@@ -26,7 +26,7 @@ def untrained_dir(directory: Path, model: ModelConfig) -> Path:
 
 @contextmanager
 def started(config: GeneratorConfig, model_dir: Path) -> Iterator:
-    """A `model.vllm_engine.Engine` that is ready, with vLLM's random weights. One a process: vLLM keeps global state."""
+    """A `model.vllm_engine.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state."""
     prepare_environment()
     platform.prepare_vllm(eager=config.enforce_eager)
     platform.local_device(0)
@@ -39,6 +39,12 @@ def started(config: GeneratorConfig, model_dir: Path) -> Iterator:
         yield engine
     finally:
         engine.close()
+
+
+def runner_of(engine) -> str:
+    """The class of vLLM's model runner that an engine has come to: `vllm.v1.worker.gpu.model_runner` is V2's module."""
+    runner = type(engine._engine.model_executor.driver_worker.worker.model_runner)
+    return f"{runner.__module__}.{runner.__qualname__}"
 
 
 def random_weights(model: ModelConfig, dtype: str, seed: int = 0) -> dict:

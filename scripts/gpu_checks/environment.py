@@ -90,7 +90,7 @@ def attention(result: Result) -> None:
 
 def engine(result: Result) -> None:
     """Starts the quickstart's generator and asks which runner and which attention vLLM has chosen."""
-    from scripts.gpu_checks.engines import started, untrained_dir
+    from scripts.gpu_checks.engines import runner_of, started, untrained_dir
     from torchtitan_rl.config import load_config
 
     config = load_config(str(Path(__file__).parents[2] / "configs" / "quickstart.py"))
@@ -98,12 +98,8 @@ def engine(result: Result) -> None:
         with started(config.generator, untrained_dir(Path(directory), config.model)) as running:
             from vllm.model_executor.layers.attention import Attention
 
-            runner = type(running._runner)
             attention = next(module for module in running.model.modules() if isinstance(module, Attention))
-            result.note(
-                vllm_runner=f"{runner.__module__}.{runner.__qualname__}",
-                vllm_attention=attention.get_attn_backend().get_name(),
-            )
+            result.note(vllm_runner=runner_of(running), vllm_attention=attention.get_attn_backend().get_name())
 
 
 if __name__ == "__main__":

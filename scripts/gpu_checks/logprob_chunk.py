@@ -20,8 +20,6 @@ from torchtitan_rl.dispatch.packing import pack
 from torchtitan_rl.model.train_step import accumulate_gradients
 from torchtitan_rl.types import Datum, Microbatch
 
-from torchtitan.distributed import ParallelDims  # noqa: E402  (platform.adapt_torchtitan ran in actors.build)
-
 SIZES_MIB, TINY_SIZES_MIB = (128, 512, 2048), (1, 2)
 REPEATS = 3
 
@@ -48,6 +46,8 @@ def microbatch(num_documents: int, length: int, vocab_size: int) -> Microbatch:
 def measure(chunk_mib: int, batch: Microbatch, tiny: bool) -> dict:
     """Seconds (the median of some, after a first that compiles and allocates), peak GiB, and the sum of the gradient's
     squares, which no size may change."""
+    from torchtitan.distributed import ParallelDims
+
     config, device = trainer(chunk_mib), platform.local_device(0)
     dims = ParallelDims.from_config(config.parallelism, 1)
     dims.build_mesh()

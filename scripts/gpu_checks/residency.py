@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 
 from scripts.gpu_checks.configs import STEPS, steps
 from scripts.gpu_checks.device import gpus
@@ -27,26 +26,25 @@ async def measure(result: Result, config: RunConfig) -> None:
     from torchtitan_rl.controller import Controller
 
     shape = resolve_shape(config.model)
-    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
-        config.output_dir = f"{directory}/run"
-        async with await Controller.launch(config) as controller:
-            data, held = random_datums(16), {}
+    config.output_dir = result.run_directory()
+    async with await Controller.launch(config) as controller:
+        data, held = random_datums(16), {}
 
-            async def sample():
-                await controller.generator.sample([20, 31, 27], SamplingParams(max_tokens=4, seed=0))
+        async def sample():
+            await controller.generator.sample([20, 31, 27], SamplingParams(max_tokens=4, seed=0))
 
-            await sample()
-            await controller.trainer.forward_backward(data, importance_sampling)
-            await controller.trainer.optim_step(OptimParams(lr=0.0))  # makes the optimizer's state
-            await controller.trainer.forward_backward(data, importance_sampling)
-            (resident,) = await controller.trainer.residency()
-            held["trainer"] = used_bytes()
-            await controller.placement.evict("policy")
-            held["nobody"] = used_bytes()
-            await sample()
-            held["generator"] = used_bytes()
-            await controller.trainer.forward(data)
-            held["model alone"] = used_bytes()
+        await sample()
+        await controller.trainer.forward_backward(data, importance_sampling)
+        await controller.trainer.optim_step(OptimParams(lr=0.0))  # makes the optimizer's state
+        await controller.trainer.forward_backward(data, importance_sampling)
+        (resident,) = await controller.trainer.residency()
+        held["trainer"] = used_bytes()
+        await controller.placement.evict("policy")
+        held["nobody"] = used_bytes()
+        await sample()
+        held["generator"] = used_bytes()
+        await controller.trainer.forward(data)
+        held["model alone"] = used_bytes()
     result.note(used_gib={name: round(size / 2**30, 2) for name, size in held.items()}, resident_bytes=resident)
     expected = {
         "trainer": resident["model"] + resident["gradients"],
@@ -63,7 +61,7 @@ async def measure(result: Result, config: RunConfig) -> None:
 
 def check(result: Result, args: argparse.Namespace) -> None:
     """Lets trainer and generator take turns on one device and compares what is in use with nobody there."""
-    asyncio.run(measure(result, steps(**STEPS["colocated-eager"])))
+    asyncio.run(measure(result, steps(**STEPS["colocated-eager"], tiny=args.tiny)))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,12 @@ class Result:
         self._path = path
         self.status, self.values, self.problems = "running", {}, []
         self._write()
+
+    def run_directory(self) -> str:
+        """A path for the run of this check, which does not exist yet and stays: its logs say why it failed."""
+        place = self._path.parent.parent / "run"
+        place.mkdir(exist_ok=True)
+        return f"{tempfile.mkdtemp(prefix=f'{self._path.stem}-', dir=place)}/run"
 
     def note(self, **values: Any) -> None:
         """Adds findings by name: numbers, texts, or lists of them."""

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from scripts.gpu_checks.configs import sized_model
-from scripts.gpu_checks.engines import random_weights, started, untrained_dir
+from scripts.gpu_checks.engines import random_weights, runner_of, started, untrained_dir
 from scripts.gpu_checks.result import Result, run_check
 from torchtitan_rl.actors.config import GeneratorConfig
 from torchtitan_rl.types import Request, SamplingParams
@@ -44,7 +44,7 @@ def sample(config: GeneratorConfig, tiny: bool) -> dict:
                 completions = [future.result() for future in engine.submit(requests)]
                 seconds = time.perf_counter() - start
             return {
-                "runner": f"{type(engine._runner).__module__}.{type(engine._runner).__qualname__}",
+                "runner": runner_of(engine),
                 "tokens_per_s": round(sum(len(c.tokens) for c in completions) / seconds, 1),
                 "tokens": [c.tokens for c in completions],
                 "logprobs": [c.logprobs for c in completions],

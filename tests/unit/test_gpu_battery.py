@@ -1,6 +1,7 @@
 """The battery of GPU checks, as far as a CPU goes: its order, its books, and the checks that have a small form."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import subprocess
@@ -141,6 +142,20 @@ def test_a_failure_a_hang_and_a_crash_do_not_stop_the_next(tmp_path):
     assert "| hangs | cpu, small shapes | timed out; time_limit_s=3: it had not ended by then" in table
     assert "| needs a GPU | cpu, small shapes | skipped; no GPU | 0.0 |" in table
     assert "- answer: 42" in table and "| s |\n|---|\n| 1 |\n| 2 |" in table
+
+
+def test_a_suite_of_tests_is_a_check(tmp_path):
+    file = tmp_path / "test_made_up.py"
+    file.write_text(
+        "import pytest\ndef test_right(): pass\ndef test_wrong(): assert 1 == 2\n"
+        "@pytest.mark.skip\ndef test_later(): pass\n"
+    )
+    suite = made_up("suite", "")
+    suite = dataclasses.replace(suite, command=("-m", "scripts.gpu_checks.suite", str(file)))
+    result = gpu_battery.run([suite], CPU, tmp_path / "out", say=lambda line: None)["suite"]
+    assert result["status"] == "failed" and result["values"]["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
+    (problem,) = result["problems"]
+    assert "test_made_up.py::test_wrong (call): " in problem and "assert 1 == 2" in problem
 
 
 def test_a_process_that_a_check_leaves_behind_ends_with_it(tmp_path):
