@@ -50,11 +50,6 @@ class FilterConfig:
     """Rounds of rollouts in a row with nothing left to train on before the run ends."""
 
     @property
-    def active(self) -> bool:
-        """Whether any filter is on."""
-        return self.zero_variance or self.overlong != "keep"
-
-    @property
     def drops(self) -> bool:
         """Whether any of it can leave a whole group out."""
         return self.zero_variance or self.overlong in ("drop", "mask")
