@@ -33,7 +33,7 @@ class FilterConfig:
     overlong_buffer=64)`."""
 
     zero_variance: bool = False
-    """Leave out groups whose rewards are all equal, up to rounding (`metrics.all_equal`): an estimator that compares
+    """Leave out groups whose rewards are all equal, up to rounding (`algorithm.advantages.all_equal`): an estimator that compares
     siblings learns nothing from them."""
     overlong: Literal["keep", "drop", "mask", "penalty"] = "keep"
     """What becomes of rollouts that a token limit cut off: a completion that reached `sampling.max_tokens` or the room

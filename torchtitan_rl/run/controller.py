@@ -19,10 +19,10 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
 from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for
+from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.sinks import Display, JsonLines
+from torchtitan_rl.observability.run_dir import JsonLines, RunDir
 from torchtitan_rl.run import checkpoints, lines, training
 from torchtitan_rl.run.batch import NothingToTrainOn
 from torchtitan_rl.run.batches import Batches
@@ -85,7 +85,7 @@ class Controller(AbstractAsyncContextManager):
         inputs = read_inputs(config)
         run_dir = RunDir.create(output_path(config, absolute=hosts is not None and hosts.attached))
         run_dir.write_config(resolved(config))
-        recorder = Recorder([JsonLines(run_dir), Display(progress or Progress(quiet=True))])
+        recorder = Recorder([JsonLines(run_dir), *([Display(progress)] if progress is not None else [])])
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"))
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)

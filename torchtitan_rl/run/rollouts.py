@@ -38,7 +38,8 @@ class Rollouts:
         config = self.config.algorithm
         policy, workflow = self.policy(config.temperature), self.workflow(self.family)
         policy.for_training = True
-        if config.asks_teacher:
+        extended = config.workflow is not None or config.after_rewards is not None
+        if extended and config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
         played = await asyncio.gather(
             *(
@@ -55,7 +56,7 @@ class Rollouts:
                 for draw in draws
             )
         )
-        for hook in config.hooks:
+        for hook in config.hooks if extended else ():
             await asyncio.gather(*(hook(group, policy) for group in played))
         rollouts = [rollout for group in played for rollout in group.rollouts]
         return form_groups(rollouts, config, counts, policy_version=self.generator.policy_version)

@@ -35,7 +35,10 @@ def test_a_replacement_does_not_depend_on_what_was_drawn_before():
 
 def test_a_mixtures_replacement_is_one_of_its_tasks():
     mixture = Mixture.Config(
-        tasks={"a": LetterSort.Config(min_letters=4, max_letters=4), "b": LetterSort.Config(min_letters=6, max_letters=6)}
+        tasks={
+            "a": LetterSort.Config(min_letters=4, max_letters=4),
+            "b": LetterSort.Config(min_letters=6, max_letters=6),
+        }
     ).build()
     some = Draws(mixture.source("train", 0))
     names = [draw.task.id.split("/")[0] for draw in some.replace(some.next(20))]
