@@ -112,20 +112,12 @@ def trainer_parts(
     layer //= tensor_parallel
     gathered = compute * (tables + 2 * layer)
     all_logits = tokens * shape.vocab_size * 4 // tensor_parallel
-    logits = (
-        min(all_logits, platform.logprob_chunk_bytes(config.logprob_chunk_mib, device))
-        * (3 * 4 + (compute if compute < 4 else 0))
-        // 4
-    )
+    chunk = min(all_logits, platform.logprob_chunk_bytes(config.logprob_chunk_mib, device))
+    logits = chunk * (3 * 4 + (compute if compute < 4 else 0)) // 4
     per_layer = tokens * compute * layer_activations(shape, "none") // tensor_parallel
     if not trains:
-        return {
-            "parameters": stored * held // shards,
-            "gradients": 0,
-            "optimizer": 0,
-            "working": gathered + max(per_layer, logits),
-            "step": 0,
-        }
+        scored = {"parameters": stored * held // shards, "working": gathered + max(per_layer, logits)}
+        return dict.fromkeys(("parameters", "gradients", "optimizer", "working", "step"), 0) | scored
     kept = shape.n_layers * layer_activations(shape, config.activation_checkpoint) + 3 * shape.dim
     activations = tokens * compute * kept // tensor_parallel
     recomputed = per_layer * (1 if config.activation_checkpoint == "none" else 2)

@@ -82,6 +82,22 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 f"algorithm.kl_estimator={algorithm.kl_estimator!r}: as a reward its policy gradient is not that of the "
                 "KL, and near the reference it can point away from it; use 'k1' with algorithm.kl_in='reward', or 'loss'"
             )
+    _check_correction(algorithm)
+    if roles.critic is None:
+        for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
+            if getattr(algorithm, name) != default:
+                raise ValueError(
+                    f"algorithm.{name}={getattr(algorithm, name)}: is for a critic and this run has none; "
+                    f"set roles.critic or use {default}"
+                )
+    for name in ("gae_gamma", "gae_lambda"):
+        if not 0 <= getattr(algorithm, name) <= 1:
+            raise ValueError(
+                f"algorithm.{name}={getattr(algorithm, name)}: must be between 0 and 1; use 1 for no discount"
+            )
+
+
+def _check_correction(algorithm: AlgorithmConfig) -> None:
     if algorithm.correction_fn is None and algorithm.correction_config:
         raise ValueError(
             f"algorithm.correction_config={algorithm.correction_config}: there is no correction for it "
@@ -109,31 +125,11 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
             f"algorithm.correction_fn={function_name(algorithm.correction_fn)}: the loss's ratios are against the "
             "generator already, nothing is left to correct; set algorithm.recompute_logprobs_per_batch=True"
         )
-    if roles.critic is None:
-        for name, default in (("critic_loss_config", {}), ("gae_gamma", 1.0), ("gae_lambda", 1.0)):
-            if getattr(algorithm, name) != default:
-                raise ValueError(
-                    f"algorithm.{name}={getattr(algorithm, name)}: is for a critic and this run has none; "
-                    f"set roles.critic or use {default}"
-                )
-    for name in ("gae_gamma", "gae_lambda"):
-        if not 0 <= getattr(algorithm, name) <= 1:
-            raise ValueError(
-                f"algorithm.{name}={getattr(algorithm, name)}: must be between 0 and 1; use 1 for no discount"
-            )
 
 
 def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     """Calls the run's functions on made-up numbers."""
-    columns = {"weights", "loss_mask", "advantages", "sampling_logprobs"}
-    if algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch:
-        columns.add("old_logprobs")
-    if roles.reference is not None:
-        columns.add("reference_logprobs")
-    if roles.teacher is not None:
-        columns.add("teacher_logprobs")
-    if roles.critic is not None:
-        columns |= {"values", "returns"}
+    columns = _columns(algorithm, roles)
     divergence = algorithm.distill.divergence if algorithm.distill is not None else ""
     outputs = ["policy_logprobs", *(["teacher_kl"] if divergence == "full" else [])]
     probe_advantages(algorithm)
@@ -191,6 +187,20 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
             outputs=["predicted_values"],
             columns=columns,
         )
+
+
+def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
+    """The loss inputs that a run's data will have."""
+    columns = {"weights", "loss_mask", "advantages", "sampling_logprobs"}
+    if algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch:
+        columns.add("old_logprobs")
+    if roles.reference is not None:
+        columns.add("reference_logprobs")
+    if roles.teacher is not None:
+        columns.add("teacher_logprobs")
+    if roles.critic is not None:
+        columns |= {"values", "returns"}
+    return columns
 
 
 def _check_arguments(name: str, function: Callable, given: dict[str, float]) -> None:
