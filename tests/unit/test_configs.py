@@ -38,17 +38,23 @@ QWEN3 = """
 - trainer.training.mixed_precision_param: "bfloat16", not "float32"
 - trainer.activation_checkpoint: "selective", not "none"
 - generator.dtype: "bfloat16", not "float32"
-- generator.max_model_len: 2048, not 64
-- generator.max_num_seqs: 256, not 512"""
-OTHERS = {  # files that are no variants of the quickstart, and so do not say how they differ from it
-    "qwen3_0_6b_gsm8k": QWEN3
+- generator.max_model_len: 2048, not 64"""
+GSM8K = (
+    QWEN3
     + """
 - task: Gsm8k.Config(), not LetterSort.Config()
 - algorithm.tasks_per_step: 64, not 32
 - algorithm.schedule.warmup_steps: 10, not 5
 - controller.test_tasks: 1319, not 512
-- sampling.max_prompt_tokens: 512, not 16
-- generator.kv_cache_gib: 24.0, not 0.25""",
+- sampling.max_prompt_tokens: 512, not 16"""
+)
+OTHERS = {  # files that are no variants of the quickstart, and so do not say how they differ from it
+    "qwen3_0_6b_gsm8k": GSM8K + "\n- generator.kv_cache_gib: 40.0, not 0.25",
+    "qwen3_4b_gsm8k": GSM8K.replace('"0.6B"', '"4B"')
+    + """
+- trainer.max_tokens_per_microbatch: 8192, not 16384
+- roles.colocation: "all", not "none"
+- generator.kv_cache_gib: 48.0, not 0.25""",
     "reasoning_gym": QWEN3
     + """
 - task: ReasoningGym.Config(datasets={"chain_sum": {"min_terms": 2, "max_terms": 4}, "basic_arithmetic": {}}), not
@@ -56,6 +62,7 @@ OTHERS = {  # files that are no variants of the quickstart, and so do not say ho
 - controller.eval_tasks: 128, not 256
 - controller.test_tasks: 256, not 512
 - sampling.max_prompt_tokens: 1024, not 16
+- generator.max_num_seqs: 256, not 512
 - generator.kv_cache_gib: 16.0, not 0.25""",
     "letter_sort_teacher": """
 - task.correct_demonstrations: 1.0, not 0.0

@@ -49,7 +49,7 @@ def test_what_a_layer_keeps_at_the_0_6b_shape():
 
 
 def test_a_trainer_of_0_6b_by_hand():
-    parts = trainer_parts(trainer(tokens=16_384, checkpoint="selective"), QWEN3_0_6B)
+    parts = trainer_parts(trainer(tokens=16_384, checkpoint="selective", logprob_chunk_mib=128), QWEN3_0_6B)
     parameters = 596_049_920
     assert parts["parameters"] == parts["gradients"] == 4 * parameters
     assert parts["optimizer"] == 8 * parameters
