@@ -59,11 +59,12 @@ REINFORCEMENT = (
 
 More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `correction/weight_mean` (of an
 off-policy correction's factors), `correction/changed_frac` (tokens it truncated or masked), `distill/kl` (nats per
-token, see docs/distillation.md: reverse KL to a teacher, k1 of it where only sampled tokens are compared, forward KL on its
-likeliest tokens), `distill/target_frac` (tokens with such targets), `critic/loss`, `critic/squared_error`, `critic/value_mean`,
-`critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of the batch, `time/score_s` (forward passes
-that only score), `filter/...` where filters are on (docs/grouping.md). In environments `rollout/turns_mean` and
-`rollout/limit_frac` (ended by a limit of turns, tokens or time). With several roles `reward/ROLE_mean` of each.
+token, see docs/distillation.md: reverse KL to a teacher, k1 of it where only sampled tokens are compared, forward KL on
+its likeliest tokens), `distill/target_frac` (tokens with such targets), `critic/loss`, `critic/squared_error`,
+`critic/value_mean`, `critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of the batch,
+`time/score_s` (forward passes that only score), `filter/...` where filters are on (docs/grouping.md). In environments
+`rollout/turns_mean` and `rollout/limit_frac` (ended by a limit of turns, tokens or time). With several roles
+`reward/ROLE_mean` of each.
 """
 
 EVALUATION = (
@@ -91,8 +92,8 @@ class StepMetrics:
         self._values.setdefault(name, []).append((float(value), weight))
 
     def add(self, output, optim=None) -> None:
-        """What `forward_backward` and, for the policy, `optim_step` returned. `mismatch/*` count on the first step only:
-        later ones have trained on other parts of the batch."""
+        """What `forward_backward` and, for the policy, `optim_step` returned. `mismatch/*` count on the first step
+        only: later ones have trained on other parts of the batch."""
         first = self._steps == 0
         for name, value in output.metrics.items():
             if first or not name.startswith("mismatch/"):
@@ -128,7 +129,7 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
     completions = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
     oldest = min(version for completion in completions for version in completion.policy_versions)
     reward_mean, reward_std = mean_std(rewards)
-    line = {
+    line: dict[str, float | str] = {
         "phase": "reinforcement",
         "reward/mean": reward_mean,
         "reward/std": reward_std,

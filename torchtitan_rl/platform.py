@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -119,12 +119,14 @@ def prepare_vllm(*, eager: bool) -> None:
 def adapt_torchtitan() -> None:
     """Call before importing anything else of torchtitan: without a GPU it would settle on `"cuda"`.
 
-    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see docs/architecture.md).
+    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see
+    docs/architecture.md).
     """
 
     if device_type() == "cpu":
         # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.
-        for name, module in list(sys.modules.items()):
+        modules: list[tuple[str, Any]] = list(sys.modules.items())
+        for name, module in modules:
             if name.startswith("torchtitan.") and getattr(module, "device_type", "cpu") != "cpu":
                 module.device_type = "cpu"
                 if hasattr(module, "device_module"):

@@ -133,8 +133,8 @@ def _mean(numbers: list[float]) -> float:
 
 
 def _sequences(rollout: Rollout, advantages: list[list[float]], oldest_version: int):
-    """(tokens, targets, loss inputs, soft targets) of each run of turns that extend each other; `advantages` are per turn
-    and token.
+    """(tokens, targets, loss inputs, soft targets) of each run of turns that extend each other; `advantages` are per
+    turn and token.
 
     A turn whose prompt begins with all tokens so far continues the sequence: what lies between, an observation, is read
     but not trained on. Any other turn begins a new one. Tokens are those that were sampled, never text encoded again.
@@ -182,7 +182,8 @@ def _part(
 def _soft_targets(
     soft: list[tuple[int, torch.Tensor, torch.Tensor]], length: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Tokens and weights (T, K) of (first position, tokens, weights) of turns; weight 0 where there are none, or fewer."""
+    """Tokens and weights (T, K) of (first position, tokens, weights) of turns; weight 0 where there are none, or
+    fewer."""
     if not soft:
         return None
     width = max(tokens.shape[1] for _, tokens, _ in soft)

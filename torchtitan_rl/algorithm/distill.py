@@ -75,7 +75,8 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
 def with_distillation(data: list[Datum]) -> list[Datum]:
     """Datums with `soft_targets` or `teacher_hidden` as the trainer reads them; the others are the same ones.
 
-    Soft targets become targets (T, 1 + K), the sampled token first, and `soft_weights` (T, K), 0 in datums that have none.
+    Soft targets become targets (T, 1 + K), the sampled token first, and `soft_weights` (T, K), 0 in datums that have
+    none.
     """
     widths = {datum.soft_targets[0].shape[1] for datum in data if datum.soft_targets is not None}
     if widths:

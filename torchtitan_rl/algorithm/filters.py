@@ -41,7 +41,7 @@ def filtered(
                     _longest(rollout), max_tokens, filters.overlong_buffer, filters.overlong_penalty
                 )
                 rollout.reward -= penalty
-                counts["filter/overlong_penalty_sum"] += penalty
+                counts["filter/overlong_penalty_sum"] += penalty  # type: ignore[assignment]  # rewards, no count
         elif filters.overlong == "mask":
             for rollout in overlong:
                 rollout.masked = True

@@ -24,7 +24,7 @@ __all__ = ["policy_objective", "with_kl_reward"]
 
 def policy_objective(config: AlgorithmConfig) -> LossFunction:
     """`config.loss_fn`, its `loss_config` and what else is configured, as one loss that takes `LossInputs` alone."""
-    objective = partial(config.loss_fn, **config.loss_config)
+    objective: LossFunction = partial(config.loss_fn, **config.loss_config)
     if config.correction_fn is not None:
         correction = partial(config.correction_fn, **config.correction_config)
         objective = partial(_corrected, loss_fn=objective, correction_fn=correction)

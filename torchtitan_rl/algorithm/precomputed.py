@@ -77,6 +77,7 @@ def scan(group: RolloutGroup, *, oldest_version: int = 0) -> Scan:
             result.num_not_finite += kind == "not finite"
     if not result.num_turns:
         return result
+    order: tuple[str, ...]
     if result.num_bad_length:
         result.verdict, order = Verdict.BAD_LENGTH, ("bad length",)
     elif result.num_not_finite:

@@ -138,11 +138,11 @@ class AlgorithmConfig:
     distill: DistillConfig | None = None
     """Learning from `roles.teacher`; None: a teacher's log-probabilities are there for a loss of your own, no more."""
     refresh_teacher_every: int = 0
-    """Steps after which the policy version that scores for `self_distill` is the newest again; 0: never, it stays the one
-    that reinforcement starts from. Only for workflows that ask for it, see workflows/self_distill.py."""
+    """Steps after which the policy version that scores for `self_distill` is the newest again; 0: never, it stays the
+    one that reinforcement starts from. Only for workflows that ask for it, see workflows/self_distill.py."""
     workflow: Callable | None = None
-    """`async (task, policy, *, rollout_id, seed) -> Rollout` (or a list of them, one for each role), in place of one turn,
-    or of the turns of the family's environments; see workflows/. Evaluations use it too."""
+    """`async (task, policy, *, rollout_id, seed) -> Rollout` (or a list of them, one for each role), in place of one
+    turn, or of the turns of the family's environments; see workflows/. Evaluations use it too."""
     after_rewards: Callable | None = None
     """`async (group, policy) -> None`, given the judged rollouts of each task before they are grouped for training; may
     give turns advantages or soft targets. See workflows/self_distill.py."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -347,10 +348,12 @@ class LogprobHead(Linear):
             rows = -(-self.out_features // group.size())
             weight = weight.to_local()
             assert len(weight) == num_rows > 0, "not DTensor's cut of the vocabulary"
+            assert isinstance(input, DTensor), "a sharded head is given what its plan made of the input"
             input = input.to_local(grad_placements=[Partial()])
         chunk_tokens = max(1, self.chunk_bytes // (4 * rows))  # the same on every rank: chunks hold collectives
         smaller_chunk = max(1, chunk_tokens // 3)  # of what takes up to five buffers, not two
-        hidden_TD, softmax = input.flatten(0, 1), {"temperature": asked.temperature, "group": group}
+        hidden_TD = input.flatten(0, 1)
+        softmax: dict[str, Any] = {"temperature": asked.temperature, "group": group}
         if asked.top_k:
             said = dict(
                 zip(

@@ -108,7 +108,8 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The unsharded tensor; a collective call when it is sharded."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_adapters(state: dict[str, torch.Tensor], n_kv_heads: int, lora: LoRAConfig) -> Adapters:
@@ -158,5 +159,5 @@ def base_fingerprint(state: dict[str, torch.Tensor]) -> str:
     digest = xxhash.xxh3_64()
     for name, tensor in sorted(base_state(state).items()):
         digest.update(name.encode())
-        digest.update(whole(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(whole(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

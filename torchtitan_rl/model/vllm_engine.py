@@ -137,7 +137,8 @@ class Engine:
         return future
 
     def sleep(self) -> Future:
-        """Takes weights and KV cache off the device, for a trainer that shares it. Raises RuntimeError when it is busy."""
+        """Takes weights and KV cache off the device, for a trainer that shares it. Raises RuntimeError when it is
+        busy."""
         future: Future = Future()
         self._send(_Command(sleep=True), [future])
         return future

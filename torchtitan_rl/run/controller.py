@@ -349,7 +349,9 @@ class Controller:
             await asyncio.gather(*(after_rewards(group, policy) for group in played))
         return form_groups([rollout for group in played for rollout in group.rollouts], config.algorithm, counts)
 
-    async def evaluate(self, split: str, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
+    async def evaluate(
+        self, split: Literal["train", "validation", "test"], *, num_tasks: int | None = None, pass_at_k: int = 0
+    ) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is right; logged."""
         config = self.config.controller
         if num_tasks is None:

@@ -23,8 +23,8 @@ class TaskFamily(Protocol):
     name: str
 
     # More methods are optional: `source(split, seed)` gives an order of its own (see `source_of`), `reward_for(task)` a
-    # reward function for each task (see `judging.reward_function`), and `environment(task)` makes what the task is played
-    # in, over several turns (see `tasks/env.py`; None for a task of one turn). `Mixture` has all of them.
+    # reward function for each task (see `judging.reward_function`), and `environment(task)` makes what the task is
+    # played in, over several turns (see `tasks/env.py`; None for a task of one turn). `Mixture` has all of them.
 
     def num_tasks(self, split: str) -> int | None:
         """Size of a split; None where tasks are made up as they are asked for, without end."""

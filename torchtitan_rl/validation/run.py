@@ -29,7 +29,8 @@ def validate(config: RunConfig) -> None:
     """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
     for task in (config.task, config.supervised.task):
         if dataclasses.is_dataclass(task):
-            dataclasses.replace(task)  # overrides set fields one by one; its own checks look at all of them
+            # Overrides set fields one by one; the task's own checks look at all of them.
+            dataclasses.replace(task)  # type: ignore[type-var]
     if config.trainer.lora is not None:
         dataclasses.replace(config.trainer.lora)
     shape = resolve_shape(config.model)
@@ -70,13 +71,13 @@ def validate(config: RunConfig) -> None:
         ("supervised.batch_size", config.supervised.batch_size),
     ):
         _positive(where, value)
-    for where, value in (
+    for where, number in (
         ("controller.num_steps", config.controller.num_steps),
         ("supervised.num_steps", config.supervised.num_steps),
         ("supervised.lr", config.supervised.lr),
     ):
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
+        if not 0 <= number < float("inf"):
+            raise ValueError(f"{where}={number}: must not be negative; use 0 or more")
     _check_minibatches(config.algorithm, config.controller.num_steps)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)
@@ -91,8 +92,8 @@ def validate(config: RunConfig) -> None:
         )
     if config.algorithm.asks_teacher and config.generator.max_model_len <= longest:
         raise ValueError(
-            f"generator.max_model_len={config.generator.max_model_len}: sampling.max_prompt_tokens + max_tokens = {longest} "
-            "leave no room for the longer prompt of a self-distillation's teacher; raise it"
+            f"generator.max_model_len={config.generator.max_model_len}: sampling.max_prompt_tokens + max_tokens = "
+            f"{longest} leave no room for the longer prompt of a self-distillation's teacher; raise it"
         )
     check_distill(config.algorithm, config.roles, vocab_size=shape.vocab_size)
     check_algorithm(config)
@@ -111,8 +112,8 @@ def check_local(config: RunConfig, *, generators_only: bool = False) -> None:
             where, parallel = "trainer" if role == "policy" else f"roles.{role}.trainer", trainer.parallelism
             raise ValueError(
                 f"{where}.parallelism: replicate x shard x tensor = {parallel.data_parallel_replicate_degree} x "
-                f"{parallel.data_parallel_shard_degree} x {parallel.tensor_parallel_degree} = {trainer.num_ranks} ranks; "
-                "backend='local' has one; set every degree to 1 or use backend='actors'"
+                f"{parallel.data_parallel_shard_degree} x {parallel.tensor_parallel_degree} = {trainer.num_ranks} "
+                "ranks; backend='local' has one; set every degree to 1 or use backend='actors'"
             )
     for name in ("tensor_parallel_degree", "num_replicas"):
         if (value := getattr(config.generator, name)) != 1:
@@ -275,7 +276,7 @@ def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
             "use another Python identifier"
         )
     if dataclasses.is_dataclass(eval_set.task):
-        dataclasses.replace(eval_set.task)  # its own checks
+        dataclasses.replace(eval_set.task)  # type: ignore[type-var]  # its own checks
     _positive(f"{where}.num_tasks", eval_set.num_tasks)
     if eval_set.split not in ("train", "validation", "test"):
         raise ValueError(f"{where}.split={eval_set.split!r}: is not a split; use train, validation or test")
@@ -321,8 +322,9 @@ def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape
             )
         if shards < experts.num_experts and experts.num_experts % shards:
             raise ValueError(
-                f"{where}.parallelism.data_parallel_shard_degree={dp}: a checkpoint's num_experts={experts.num_experts} "
-                f"cannot be read into {shards} equal parts; use a degree that divides them"
+                f"{where}.parallelism.data_parallel_shard_degree={dp}: a checkpoint's "
+                f"num_experts={experts.num_experts} cannot be read into {shards} equal parts; use a degree "
+                "that divides them"
             )
     cuts = parallel.tensor_parallel_degree if degree == 1 else 1  # with expert parallelism TP ranks hold whole experts
     _check_experts_kernel(

@@ -74,7 +74,7 @@ def read(buffer: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 def checksum(buffer: torch.Tensor) -> str:
     """xxh3 of the whole buffer, padding included (buffers start out zeroed)."""
-    return xxhash.xxh3_64_hexdigest(buffer.numpy())
+    return xxhash.xxh3_64_hexdigest(buffer.numpy().data)
 
 
 def explain_difference(published: dict[str, Entry], held: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:

@@ -175,10 +175,10 @@ def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
     batch = filled(tasks, config(zero_variance=True, max_stalled_rounds=3))
     assert len(tasks.asked) == 3 and batch.groups == []
     assert batch.stalled == (
-        "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on (filter/missing_tasks=2, "
-        "filter/resampled_tasks=4, filter/zero_variance_groups=6; rewards from 0.5 to 1); if rewards are as high as they can "
-        "be the task is learned, else make it easier, check the reward, raise group_size or sampling.max_tokens, or switch "
-        "the filter off"
+        "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on "
+        "(filter/missing_tasks=2, filter/resampled_tasks=4, filter/zero_variance_groups=6; rewards from 0.5 to 1); "
+        "if rewards are as high as they can be the task is learned, else make it easier, check the reward, raise "
+        "group_size or sampling.max_tokens, or switch the filter off"
     )
 
 

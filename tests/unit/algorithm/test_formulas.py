@@ -43,7 +43,10 @@ def over_ragged_batches(test):
 def batch(ragged, seed, spread, dtype):
     """Sequences for the reference: log-ratios up to `spread`, one sign of advantage per sequence, values of `dtype`."""
     rng = np.random.default_rng(seed)
-    rounded = lambda values: torch.tensor(np.asarray(values), dtype=dtype).double().tolist()
+
+    def rounded(values):
+        return torch.tensor(np.asarray(values), dtype=dtype).double().tolist()
+
     sequences = []
     for mask in ragged:
         policy = np.array(rounded(rng.uniform(-12, -0.01, len(mask))))

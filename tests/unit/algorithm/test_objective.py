@@ -20,7 +20,10 @@ from torchtitan_rl.types import Datum, LossInputs, Microbatch
 
 def inputs():
     """Ratios 2 and 1 to the old policy, rho 3 and 1 of old to generator; the first token is masked."""
-    column = lambda *values: torch.tensor(values, dtype=torch.float64)
+
+    def column(*values):
+        return torch.tensor(values, dtype=torch.float64)
+
     return LossInputs(
         policy_logprobs=column(-9.0, -1.0, -2.0).requires_grad_(),
         entropy=column(math.nan, 0.5, 1.5).requires_grad_(),
@@ -151,7 +154,9 @@ def test_every_term_at_once_does_not_depend_on_how_datums_are_packed():
     model.init_weights()
 
     def microbatch(length):
-        column = lambda: -3 + torch.rand(length)
+        def column():
+            return -3 + torch.rand(length)
+
         mask_T = torch.tensor([0.0] + [1.0] * (length - 1))
         return Microbatch(
             tokens_T=torch.randint(11, (length,)),

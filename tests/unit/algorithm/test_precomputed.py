@@ -99,8 +99,8 @@ def test_none_is_the_ordinary_case_and_says_nothing(caplog):
         (
             pair([0.5] * 3, torch.tensor([math.nan])),
             Verdict.BAD_LENGTH,
-            "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length, 1 are not finite; the first is turn 0 of rollout "
-            "0/0/0: 3 advantages for 2 sampled tokens",
+            "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length, 1 are not finite; the first is turn 0 "
+            "of rollout 0/0/0: 3 advantages for 2 sampled tokens",
         ),
     ],
 )
