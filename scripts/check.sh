@@ -7,7 +7,7 @@ scripts/setup.sh test
 failed=()
 .venv/bin/ruff check . || failed+=("ruff check")
 .venv/bin/ruff format --check . || failed+=("ruff format")
-.venv/bin/lint-imports || failed+=("lint-imports")
+.venv/bin/lint-imports --no-logo || failed+=("lint-imports")
 .venv/bin/mypy || failed+=("mypy")
 if ((${#failed[@]})); then
   printf 'check: %s failed\n' "${failed[@]}" >&2

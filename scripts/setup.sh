@@ -16,6 +16,23 @@ die() { say "$*"; exit 1; }
 
 has_nvidia_driver() { [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L >/dev/null 2>&1; }
 
+# On a GPU Triton compiles C that includes Python.h while a run samples. Only a warning: an image may be built, or a
+# login node set up, where nothing compiles; `torchtitan-rl doctor` and `train` look again where the run is.
+check_toolchain() {
+  local python=$1 cc=${CC:-} headers
+  if [[ -z $cc ]]; then cc=$(command -v gcc || command -v clang || true); fi
+  if [[ -z $cc ]]; then
+    say "warning: C compiler: neither gcc nor clang is on PATH, and the engine needs one on a GPU;" \
+      "apt install gcc python3-dev"
+    return
+  fi
+  headers=$("$python" -c 'import sysconfig; scheme = sysconfig.get_default_scheme()
+print(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme))')
+  "$cc" -fsyntax-only -I "$headers" -x c - <<<'#include <Python.h>' >/dev/null 2>&1 ||
+    say "warning: Python.h: $cc does not find it in $headers, and the engine needs it on a GPU; apt install" \
+      "gcc python3-dev (for another Python than the system's: its own -dev package)"
+}
+
 # Everything that decides what an installation looks like, except the extras. The path counts because console scripts
 # contain it, the interpreter because a system upgrade can replace it under an environment.
 fingerprint() {
@@ -107,6 +124,8 @@ pass_on_pip_settings
 unset VIRTUAL_ENV # uv would warn that it is not .venv
 export UV_PROJECT_ENVIRONMENT=$venv
 
+if [[ $device == cuda ]]; then check_toolchain "$python"; fi
+
 options=(--compile-bytecode) # halves the time a process takes to start
 [[ -t 2 ]] || options+=(--quiet)
 # An environment that works keeps its Python; a new one gets the one that was found.
@@ -118,3 +137,4 @@ say "installing torchtitan-rl[$(IFS=,; echo "${want[*]}")] into .venv (Python $v
   die "uv sync failed (see above); mend the cause and run scripts/setup.sh again"
 printf '%s\n%s\n' "$(fingerprint)" "${want[*]}" >"$stamp.new"
 mv "$stamp.new" "$stamp"
+if [[ $device == cuda ]]; then check_toolchain "$venv/bin/python"; fi # again, where it is read

@@ -124,14 +124,20 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
         return asyncio_run(_evaluate(args, config), "eval")
     if args.dry_run:
         from torchtitan_rl.hosts.inventory import check_fits, local_host
+        from torchtitan_rl.hosts.preflight import busy_problem, host_problem, memory_problem
         from torchtitan_rl.run.evaluation import eval_families
 
         # Of other hosts nothing is known without a visit: taken to be like this one.
-        check_fits(config, [local_host(worker) for worker in args.hosts] or [local_host()])
+        hosts = [local_host(worker) for worker in args.hosts] or [local_host()]
+        check_fits(config, hosts)
+        if problem := memory_problem(config, hosts):
+            raise ValueError(problem)
         eval_families(config, config.task.build())
         print(f"{args.config}: valid; nothing was started")
-        if missing := missing_weights(config):
-            print(f"still needed: {missing}")
+        # What is wrong with this machine now, and not with the config.
+        for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts)):
+            if missing:
+                print(f"still needed: {missing}")
         return 0
     return asyncio_run(_train(args, config), "train")
 
@@ -165,7 +171,7 @@ async def _guarded(args, start, body) -> int:
         return 0
     except asyncio.CancelledError:
         where = (
-            f"in the {controller.phase} phase at step {controller.phase_step}; "
+            f"in the {controller.state.phase} phase at step {controller.state.phase_step}; "
             f"metrics so far are in {controller.run_dir.path}"
             if controller
             else "during start-up"
@@ -210,7 +216,7 @@ async def _train(args: argparse.Namespace, config) -> int:
                 ),
                 ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
                 ("curve", str(curve)),
-                ("checkpoint", str(controller.run_dir.checkpoint_path(controller.step))),
+                ("checkpoint", str(controller.run_dir.checkpoint_path(controller.state.step))),
             ]
         )
 

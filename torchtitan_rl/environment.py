@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["default_environment", "prepare_environment"]
+__all__ = ["has_nvidia_driver", "default_environment", "prepare_environment"]
 
 _DEFAULTS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # notice a dead process within a second
@@ -26,15 +26,22 @@ _DEFAULTS = {
 }
 
 
+def has_nvidia_driver() -> bool:
+    """Whether this machine has one, asked without waking it."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
 def default_environment() -> dict[str, str]:
     """What every process of a run has in its environment, unless the user has set it."""
-    if Path("/proc/driver/nvidia/version").exists():
-        return dict(_DEFAULTS)
+    if has_nvidia_driver():
+        return _DEFAULTS | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # NVML's: a GPU's number means the same one to both
     # Without a GPU processes share the cores; a thread that spins while it waits for work takes them from the others.
     return _DEFAULTS | {"OMP_WAIT_POLICY": "passive"}
 
 
 def prepare_environment() -> None:
-    """Sets what the user has not set, for this process and its children."""
+    """Sets what the user has not set, for this process and its children; and OMP_DYNAMIC, whatever the user has set:
+    with it libgomp starts fewer threads on a busy host, and one seed would not give the same bytes."""
     for name, value in default_environment().items():
         os.environ.setdefault(name, value)
+    os.environ["OMP_DYNAMIC"] = "false"

@@ -7,24 +7,12 @@ least the names of that phase.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from statistics import mean
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
-if TYPE_CHECKING:
-    from torchtitan_rl.types import RolloutGroup
+__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "all_equal", "mean_std", "mean_interval", "pass_at_k"]
 
-__all__ = [
-    "SUPERVISED",
-    "REINFORCEMENT",
-    "EVALUATION",
-    "StepMetrics",
-    "of_batch",
-    "summary",
-    "mean_std",
-    "mean_interval",
-    "pass_at_k",
-]
+NO_SPREAD = 1e-6
+"""Of the largest absolute reward: a spread within it is rounding."""
 
 SUPERVISED = (
     "loss/mean",  # loss per trained token
@@ -80,86 +68,16 @@ More where they exist: `eval/num_tasks`; with n samples of each task `eval/avg_a
 """
 
 
-class StepMetrics:
-    """Gathers the optimizer steps of one batch into one line: means over tokens or steps, maxima, sums of seconds."""
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by no more than rounding: largest minus smallest at most 1e-6 of the largest absolute one.
 
-    def __init__(self) -> None:
-        self._values: dict[str, list[tuple[float, float]]] = {}
-        self._steps = 0
-
-    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Takes part in a weighted mean; names ending in `_max` are maxima, those under `time/` and `tokens/` sums."""
-        self._values.setdefault(name, []).append((float(value), weight))
-
-    def add(self, output, optim=None) -> None:
-        """What `forward_backward` and, for the policy, `optim_step` returned. `mismatch/*` count on the first step
-        only: later ones have trained on other parts of the batch."""
-        first = self._steps == 0
-        for name, value in output.metrics.items():
-            if first or not name.startswith("mismatch/"):
-                self.mean(name, value, max(1, output.num_tokens))
-        if optim is not None:
-            self._steps += 1
-            self.mean("loss/mean", output.loss)
-            self.mean("optim/grad_norm", optim.grad_norm)
-            self.mean("optim/skipped", optim.skipped)
-            self.mean("tokens/trained", output.num_tokens)
-            self._values["optim/lr"] = [(optim.lr, 1.0)]
-
-    def line(self) -> dict[str, float]:
-        line = {"policy/clip_frac": 0.0}  # of a loss that clips nothing
-        for name, values in self._values.items():
-            if name.endswith("_max"):
-                line[name] = max(value for value, _ in values)
-            elif name.startswith(("time/", "tokens/")) or name.endswith("/skipped"):
-                line[name] = sum(value for value, _ in values)
-            elif len(values) == 1:
-                line[name] = values[0][0]
-            else:
-                line[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
-        for name in ("optim/skipped", "critic/skipped", "tokens/trained"):
-            if name in line:
-                line[name] = int(line[name])
-        return line | {"optim/num_steps": self._steps}
-
-
-def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, str]) -> dict[str, float | str]:
-    """What a batch of rollouts is like before version `policy_version` is trained on it."""
-    rewards = [reward for group in groups for reward in group.rewards]
-    completions = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
-    oldest = min(version for completion in completions for version in completion.policy_versions)
-    reward_mean, reward_std = mean_std(rewards)
-    line: dict[str, float | str] = {
-        "phase": "reinforcement",
-        "reward/mean": reward_mean,
-        "reward/std": reward_std,
-        "reward/zero_std_frac": mean(len(set(group.rewards)) == 1 for group in groups),
-        "policy/lag_max": policy_version - oldest,
-        "completion/length_mean": mean(len(c.tokens) for c in completions),
-        "completion/truncated_frac": mean(c.truncated for c in completions),
-        "tokens/generated": sum(len(c.tokens) for c in completions),
-    }
-    by_role = {}
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
-        by_role.setdefault(rollout.role, []).append(rollout.reward)
-    if len(by_role) > 1:
-        line |= {f"reward/{role}_mean": mean(of_role) for role, of_role in by_role.items()}
-    played = [rollout for group in groups for rollout in group.rollouts if rollout.end_reason]
-    if played:
-        line["rollout/turns_mean"] = mean(len(rollout.turns) for rollout in played)
-        line["rollout/limit_frac"] = mean(rollout.end_reason != "done" for rollout in played)
-    if len(health) > 1:
-        line["generator/healthy_replicas"] = list(health.values()).count("healthy")
-    return line
-
-
-def summary(line: dict, num_steps: int) -> str:
-    """A step in a line for people."""
-    return (
-        f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
-        f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
-        f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
-    )
+    Rewards that are sums, such as .1 + .2 beside .3, differ in their last bits; divided by their own standard deviation
+    that noise would be advantages of full size. Equal rewards, and a single one, have no spread at all;
+    a reward that is not finite differs from all. Raises ValueError on no rewards.
+    """
+    if not all(map(math.isfinite, rewards)):
+        return False
+    return max(rewards) - min(rewards) <= NO_SPREAD * max(map(abs, rewards))
 
 
 def mean_std(values: Iterable[float]) -> tuple[float, float]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -14,17 +18,24 @@ __all__ = [
     "local_device",
     "distributed_backend",
     "attention_backend",
+    "needs_whole_heads",
     "can_sleep",
     "has_float8",
     "grouped_mm_multiple",
     "missing_grouped_mm",
+    "experts_ask_the_host",
+    "logprob_chunk_bytes",
     "prepare_vllm",
     "adapt_torchtitan",
     "adapt_parallel_model",
     "set_threads",
     "num_cores",
+    "pin",
+    "unpin",
     "to_device",
 ]
+
+logger = logging.getLogger(__name__)
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
 
@@ -50,6 +61,13 @@ def attention_backend(compute_dtype: str) -> Literal["sdpa", "varlen"]:
     """Training attention over packed documents: FlashAttention's variable-length kernel exists on CUDA only, and
     torchtitan gives it bfloat16 whatever the model computes in."""
     return "varlen" if device_type() == "cuda" and compute_dtype == "bfloat16" else "sdpa"
+
+
+def needs_whole_heads(query: torch.Tensor) -> bool:
+    """Whether torch has no fused attention for heads that share keys and values: in float32 on CUDA. FlashAttention is
+    for 16 bits, the memory-efficient kernel wants as many key heads as query heads, and what is left keeps a score for
+    every pair of tokens."""
+    return query.is_cuda and query.dtype == torch.float32
 
 
 def can_sleep() -> bool:
@@ -98,6 +116,20 @@ def missing_grouped_mm(dtype: str) -> str:
     return ""
 
 
+def experts_ask_the_host(dtype: str) -> bool:
+    """Whether torch's grouped matrix product reads each expert's number of rows on the host, which no CUDA graph can
+    capture: on CUDA it does unless a kernel of CUTLASS's serves, for bfloat16 on Hopper and Blackwell."""
+    if device_type() == "cpu":
+        return False
+    return dtype != "bfloat16" or torch.cuda.get_device_capability()[0] not in (9, 10)
+
+
+def logprob_chunk_bytes(mib: int, device: str | None = None) -> int:
+    """What a `logprob_chunk_mib` stands for: bytes of float32 logits in one chunk; 0 is the device's own number, this
+    machine's unless another (`"cpu"` or `"cuda"`) is named."""
+    return (mib or (512 if (device or device_type()) == "cuda" else 128)) * 2**20
+
+
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -120,8 +152,16 @@ def adapt_torchtitan() -> None:
     """Call before importing anything else of torchtitan: without a GPU it would settle on `"cuda"`.
 
     Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see
-    docs/architecture.md).
+    docs/architecture.md); leaves attention to torch's own FlashAttention where the one torchtitan wants is not
+    installed; and gives torch the name by which torchtitan sets time limits of process groups.
     """
+    import torch.distributed as dist
+    import torchtitan.tools.utils as titan_utils
+
+    if not hasattr(titan_utils.get_cuda_flash_attention_impl, "__wrapped__"):
+        titan_utils.get_cuda_flash_attention_impl = _if_installed(titan_utils.get_cuda_flash_attention_impl)
+    if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it so; torch 2.13 has it under its private name only
+        dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 
     if device_type() == "cpu":
         # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.
@@ -138,6 +178,44 @@ def adapt_torchtitan() -> None:
     set_spmd_backend("partial_dtensor")
 
 
+# What torch imports to activate them (torch/nn/attention/_fa3.py and _fa4.py); neither comes with torch or vLLM.
+_FLASH_ATTENTION_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+
+
+def _if_installed(choose: Callable[[], str | None]) -> Callable[[], str | None]:
+    """torchtitan's choice of FlashAttention by GPU (3 on Hopper, 4 on Blackwell); None, torch's own FlashAttention 2,
+    where the chosen one's module cannot be found."""
+
+    @functools.wraps(choose)
+    def installed() -> str | None:
+        wanted = choose()
+        if wanted is None:
+            return None
+        module = _FLASH_ATTENTION_MODULES[wanted]
+        found = _can_import(module)
+        _log_once(
+            f"variable-length attention: {wanted} of {module}"
+            if found
+            else f"variable-length attention: torch's own FlashAttention 2 ({wanted} needs the module {module})"
+        )
+        return wanted if found else None
+
+    return installed
+
+
+def _can_import(module: str) -> bool:
+    """Whether a module is there. Its parent packages are imported for it; one that cannot be counts as missing."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.info("%s", message)
+
+
 def adapt_parallel_model(model: torch.nn.Module) -> None:
     """After `parallelize`: gloo has no pre-multiplied sum, so FSDP must reduce with a plain one. And attention on a CPU
     depends on how documents fall into buckets: torchtitan's whole-block compile would give up at the ninth pattern."""
@@ -149,6 +227,33 @@ def adapt_parallel_model(model: torch.nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def pin(buffer: torch.Tensor) -> None:
+    """Fixes the pages under a host buffer for CUDA, so that the device reads and writes them itself, without a copy in
+    between and without waiting; on a CPU nothing. Where CUDA refuses, copies stay right and are slower: a warning."""
+    if device_type() == "cpu" or not buffer.numel():
+        return
+    error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), _PORTABLE))
+    if error:
+        logger.warning(
+            "shared memory of %d bytes: could not be pinned (cudaError %d); weights will travel slower",
+            buffer.numel(),
+            error,
+        )
+    else:
+        _pinned.add(buffer.data_ptr())
+
+
+def unpin(buffer: torch.Tensor) -> None:
+    """Undoes `pin`; to be called before the buffer's memory is given back."""
+    if buffer.data_ptr() in _pinned:
+        _pinned.remove(buffer.data_ptr())
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device of this process
+_pinned: set[int] = set()  # addresses
 
 
 def to_device(tensors, device: torch.device):

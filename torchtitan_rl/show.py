@@ -1,58 +1,15 @@
-"""What a config resolves to, and roughly how much memory each process of the run will need."""
+"""What a config resolves to, and roughly how much memory each process and each GPU of the run will need."""
 
 from __future__ import annotations
 
-from torchtitan_rl.config.actors import LoRAConfig
-from torchtitan_rl.config.model import Qwen3Shape
+from torchtitan_rl import platform
 from torchtitan_rl.config.resolve import flat, function_name
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.hosts.inventory import meshes
+from torchtitan_rl.memory import gpu_bytes, num_adapter_parameters, run_parts
 from torchtitan_rl.model.shape import resolve_shape
 
-__all__ = ["show", "memory_estimate"]
-
-_BYTES = {"float32": 4, "bfloat16": 2}
-
-
-def _num_adapter_parameters(lora: LoRAConfig, shape: Qwen3Shape) -> int:
-    """rank x (in + out) of each layer that has an adapter; query, key and value are one layer."""
-    heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    ffn = shape.dim + shape.hidden_dim
-    in_and_out = {
-        "qkv_proj": shape.dim + heads + 2 * kv_heads,
-        "o_proj": heads + shape.dim,
-        "gate_proj": ffn,
-        "up_proj": ffn,
-        "down_proj": ffn,
-    }
-    return shape.n_layers * lora.rank * sum(in_and_out[target] for target in set(lora.target_modules))
-
-
-def memory_estimate(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
-    """Bytes of one process of each kind: weights, gradients, optimizer, activations, KV cache. Code is not counted
-    (about 0.6 GB for a trainer, 0.9 GB for a generator, on a CPU)."""
-    parallel, training = config.trainer.parallelism, config.trainer.training
-    shards = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
-    stored, compute = _BYTES[training.dtype], _BYTES[training.mixed_precision_param]
-    tokens = config.trainer.max_tokens_per_microbatch
-    # Saved for backward, per token and layer: about 18 hidden-size and 4 feed-forward-size vectors. Each expert a token
-    # goes to takes its own, with the token's copy on the way in and on the way out.
-    per_layer = 18 * shape.dim + 4 * shape.hidden_dim
-    if shape.experts is not None:
-        per_layer = 18 * shape.dim + shape.experts.top_k * (4 * shape.hidden_dim + 4 * shape.dim)
-    if config.trainer.activation_checkpoint != "none":
-        per_layer = 2 * shape.dim
-    activations = tokens * shape.n_layers * per_layer * compute // parallel.tensor_parallel_degree
-    # In the compute dtype, in float32, and their exponentials.
-    all_logits = tokens * shape.vocab_size * 4 // parallel.tensor_parallel_degree
-    logits = 3 * min(all_logits, config.trainer.logprob_chunk_mib * 2**20)
-    held = trained = shape.num_parameters
-    if config.trainer.lora is not None:
-        trained = _num_adapter_parameters(config.trainer.lora, shape)
-        held += trained
-    trainer = stored * (held + 3 * trained) // shards + activations + logits  # what trains has a gradient, two moments
-    weights = _BYTES[config.generator.dtype] * shape.num_parameters
-    generator = weights // config.generator.tensor_parallel_degree + int(config.generator.kv_cache_gib * 2**30)
-    return {"trainer rank": trainer, "generator rank": generator, "weights in the store, per live version": weights}
+__all__ = ["show"]
 
 
 def show(config: RunConfig) -> None:
@@ -65,10 +22,31 @@ def show(config: RunConfig) -> None:
     shape = resolve_shape(config.model)
     print(f"\nmodel: {shape.num_parameters:,} parameters")
     if config.trainer.lora is not None:
-        print(f"adapters: {_num_adapter_parameters(config.trainer.lora, shape):,} parameters, which alone train")
-    for name, size in memory_estimate(config, shape).items():
-        print(f"memory, {name}: about {size / 2**30:.2f} GiB")
+        print(f"adapters: {num_adapter_parameters(config.trainer.lora, shape):,} parameters, which alone train")
+    for role, parts in run_parts(config, platform.device_type()).items():
+        sizes = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in parts.items() if size)
+        print(f"memory, {role} rank: about {_gib(sum(parts.values()))} GiB ({sizes})")
+    weights = {"float32": 4, "bfloat16": 2}[config.generator.dtype] * shape.num_parameters
+    print(f"memory, weights in the store, per live version: about {_gib(weights)} GiB")
+    for roles in _groups(config):
+        print(f"memory, a GPU with one rank of {' and '.join(roles)}: about {_gib(gpu_bytes(config, roles))} GiB")
     print(
         f"processes: {config.trainer.num_ranks} trainer, "
         f"{config.generator.num_replicas} x {config.generator.tensor_parallel_degree} generator, 1 store, 1 controller"
     )
+
+
+def _groups(config: RunConfig) -> list[list[str]]:
+    """Meshes that may be on one GPU: all of them where each has one rank, else those that take turns, and each other
+    by itself. Of equal replicas the first stands for all, where they do not meet."""
+    all_meshes = [mesh for mesh in meshes(config) if mesh.role == "generator-0" or not mesh.replica]
+    if all(mesh.num_ranks == 1 for mesh in meshes(config)) and config.generator.num_replicas == 1:
+        return [[mesh.role for mesh in all_meshes]]
+    groups: dict[str, list[str]] = {}
+    for mesh in all_meshes:
+        groups.setdefault(mesh.share_with or mesh.role, []).append(mesh.role)
+    return list(groups.values())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"

@@ -60,7 +60,8 @@ class SamplingParams:
     top_k: int = 0
     """0 keeps every token."""
     seed: int | None = None
-    """The same seed, prompt and weights give the same tokens."""
+    """The same seed, prompt and weights give the same tokens; on a GPU only in the same batch, because kernels there
+    round by how many tokens they work on."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Generation ends after one of these (it is kept in the completion); the end-of-sequence token is always one."""
     stop: list[str] = field(default_factory=list)

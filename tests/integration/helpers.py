@@ -6,6 +6,7 @@ import time
 import psutil
 import torch
 
+from torchtitan_rl.run import training
 from torchtitan_rl.types import Datum
 
 
@@ -56,6 +57,11 @@ def distillation_datums(num: int, *, seed: int, dim: int, num_targets: int = 3, 
             )
         )
     return made
+
+
+async def scored_by(controller, groups) -> list[Datum]:
+    """Training data of groups, with what the controller's roles say of them."""
+    return await training.scored(groups, controller.roles, controller.config.algorithm)
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -35,7 +35,7 @@ def rewards(controller, reward):
 
 def one_batch(loop, controller):
     """One batch by the loop itself. Returns its metrics line."""
-    controller.config.controller.num_steps = controller.step + 1
+    controller.config.controller.num_steps = controller.state.step + 1
     loop.run_until_complete(controller.reinforce())
     return controller.run_dir.read_metrics()[-1]
 
@@ -52,8 +52,8 @@ def varied(task, completions):
 def test_without_settings_a_line_has_no_filter_and_no_grouping_in_it(loop, controller):
     line = one_batch(loop, controller)
     assert not [name for name in line if name.startswith("filter/")]
-    assert {record["group_id"] for record in records(controller, controller.step)} == {
-        f"{controller.step - 1}/{i}" for i in range(4)
+    assert {record["group_id"] for record in records(controller, controller.state.step)} == {
+        f"{controller.state.step - 1}/{i}" for i in range(4)
     }
 
 
@@ -66,7 +66,7 @@ def test_the_grouping_hook_is_honoured(loop, controller):
     with algorithm(controller, trajectory_grouping_hook=everyone):
         line = one_batch(loop, controller)
     assert line["reward/mean"] == 0.25 and line["optim/grad_norm"] > 0
-    held = records(controller, controller.step)
+    held = records(controller, controller.state.step)
     assert {record["group_id"] for record in held} == {"everyone"}
     # GRPO by hand: a quarter of the rewards is 1, so their mean is 1/4 and their standard deviation sqrt(3)/4.
     assert [record["advantage"] for record in held] == pytest.approx(
@@ -104,13 +104,13 @@ def test_a_batch_is_filled_with_other_tasks(loop, controller):
         line = one_batch(loop, controller)
     assert line["filter/missing_tasks"] == 0 and line["filter/resampled_tasks"] == len(seen) - 4 > 0
     assert line["filter/zero_variance_groups"] == len(seen) - 4
-    held = records(controller, controller.step)
+    held = records(controller, controller.state.step)
     assert len({record["rollout_id"] for record in held}) == len(held) == 4 * len(seen) == 4 * len(set(seen))
     assert sum(record["advantage"] is not None for record in held) == 16
 
 
 def test_a_run_with_nothing_to_train_on_ends_with_an_explanation(loop, controller):
-    step, version = controller.step, controller.policy_version
+    step, version = controller.state.step, controller.policy_version
     filters = FilterConfig(zero_variance=True, max_stalled_rounds=2)
     message = r"2 rounds with 8 groups left nothing to train on \(.*; rewards from 0.5 to 0.5\)"
     with (
@@ -119,7 +119,7 @@ def test_a_run_with_nothing_to_train_on_ends_with_an_explanation(loop, controlle
     ):
         with pytest.raises(RuntimeError, match=message):
             one_batch(loop, controller)
-    assert (controller.step, controller.policy_version) == (step, version)
+    assert (controller.state.step, controller.policy_version) == (step, version)
     assert (controller.run_dir.checkpoint_path(step) / "hf").is_dir()
 
 

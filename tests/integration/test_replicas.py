@@ -131,7 +131,7 @@ def test_a_batch_completes_although_a_replica_is_killed_in_the_middle(loop, cont
 
 def test_training_goes_on_without_it(loop, controller):
     loop.run_until_complete(controller.reinforce())
-    assert controller.step == 2
+    assert controller.state.step == 2
     lines = [json.loads(line) for line in (controller.run_dir.path / "metrics.jsonl").read_text().splitlines()]
     assert [line["generator/healthy_replicas"] for line in lines] == [3, 3]
     assert controller.versions.held() == {

@@ -133,7 +133,7 @@ def test_a_reference_that_was_refreshed_says_what_the_policy_says(loop, apart):
         policy, before = await asyncio.gather(
             controller.trainer.forward(data), controller.role("reference").forward(data)
         )
-        await controller.refresh_reference()
+        await controller.weights.copy_to("reference")
         return (
             policy,
             before,
@@ -364,3 +364,43 @@ def test_sharing_every_device_changes_no_number_and_loses_no_gradient(loop, apar
     assert not step.skipped and step.grad_norm == pytest.approx(float(flat(before).norm()), rel=1e-5)
     assert relative_l2(flat(moved), flat(start)) > 1e-4
     assert ("generator", "offload", "kv_cache") in placement.history
+
+
+def _weighed(inputs):
+    return importance_sampling(inputs)[0], {"weight/sum": inputs.weights.sum()}
+
+
+def _rejects_what_is_less_likely(inputs):
+    return (inputs.old_logprobs >= inputs.sampling_logprobs).float(), {}
+
+
+@pytest.mark.parametrize("per", ["batch", "minibatch"])
+def test_rejected_tokens_leave_the_denominator_where_that_is_asked_for(loop, apart, per):
+    """Generator and trainer disagree, if only by rounding: tokens that the trainer finds less likely are rejected."""
+    controller, _ = apart
+    algorithm = controller.config.algorithm
+    changes = {
+        "recompute_logprobs_per_batch": per == "batch",
+        "recompute_logprobs_per_minibatch": per == "minibatch",
+        "tasks_per_minibatch": 0,
+        "loss_fn": _weighed,
+        "loss_config": {},
+        "correction_fn": _rejects_what_is_less_likely,
+        "correction_denominator": "all",
+    }
+    before = {name: getattr(algorithm, name) for name in changes}
+
+    async def total_weight(denominator):
+        algorithm.correction_denominator = denominator
+        line = await controller.train_on(await controller.rollouts(controller.source.next(4)))
+        return line["weight/sum"] * line["tokens/trained"]
+
+    try:
+        for name, value in changes.items():
+            setattr(algorithm, name, value)
+        of_all = loop.run_until_complete(total_weight("all"))
+        of_kept = loop.run_until_complete(total_weight("kept"))
+    finally:
+        for name, value in before.items():
+            setattr(algorithm, name, value)
+    assert 0.05 < of_all < 0.95 and of_kept == pytest.approx(1.0, abs=1e-5)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.conftest import small_config
+from tests.integration.helpers import scored_by
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.tasks.letter_sort import hinted
 from torchtitan_rl.weights import checkpoint
@@ -47,7 +48,7 @@ def running(loop, tmp_path_factory):
         score = controller.generator.score
 
         async def recorded(tokens, *, policy_version=None):
-            scored.append((controller.step, policy_version, tokens))
+            scored.append((controller.state.step, policy_version, tokens))
             return await score(tokens, policy_version=policy_version)
 
         controller.generator.score = recorded
@@ -66,7 +67,7 @@ def test_the_teacher_is_the_version_that_reinforcement_starts_from_until_it_is_r
     assert [(step, version) for step, version, _ in scored] == [
         (step, version) for step, version in ((0, 2), (1, 2), (2, 4), (3, 4)) for _ in range(per_step)
     ]
-    assert controller.teacher_version == 6 == controller.policy_version
+    assert controller.weights.teacher_version == 6 == controller.policy_version
     assert [version for version, holders in controller.versions.held().items() if "teacher" in holders] == [6]
 
 
@@ -74,7 +75,7 @@ def test_evaluations_score_nothing_and_demonstrations_neither(loop, running):
     controller, scored = running
     before = len(scored)
     loop.run_until_complete(controller.evaluate("validation", num_tasks=4, pass_at_k=2))
-    loop.run_until_complete(controller.demonstrations(controller.source.next(2)))
+    loop.run_until_complete(controller.player.demonstrations(controller.source.next(2), controller.family))
     assert len(scored) == before
 
 
@@ -86,8 +87,10 @@ def test_a_turn_has_the_scores_of_the_hinted_prompt_as_advantages_and_trains_wit
         rollout = groups[0].rollouts[0]
         hint = controller.tokenizer.encode(answer_as_hint(rollout), add_special_tokens=False)
         said = rollout.turns[0].completion
-        scores = await controller.generator.score([*hint, *said.tokens], policy_version=controller.teacher_version)
-        return groups, rollout.turns[0], scores[len(hint) - 1 :], await controller.scored(groups)
+        scores = await controller.generator.score(
+            [*hint, *said.tokens], policy_version=controller.weights.teacher_version
+        )
+        return groups, rollout.turns[0], scores[len(hint) - 1 :], await scored_by(controller, groups)
 
     groups, turn, teacher, data = loop.run_until_complete(run())
     assert turn.advantages == pytest.approx([t - s for s, t in zip(turn.completion.logprobs, teacher)], abs=1e-5)
@@ -106,9 +109,9 @@ def test_a_checkpoint_holds_the_teacher_and_its_number(loop, running):
         return await controller.save_checkpoint(), teacher, await controller.trainer.parameters()
 
     path, parameters, newest = loop.run_until_complete(run())
-    assert controller.teacher_version == 6 and controller.policy_version == 7
+    assert controller.weights.teacher_version == 6 and controller.policy_version == 7
     assert not torch.equal(parameters["lm_head.weight"], newest["lm_head.weight"])
-    assert json.loads((path / "state.json").read_text())["teacher_version"] == controller.teacher_version
+    assert json.loads((path / "state.json").read_text())["teacher_version"] == controller.weights.teacher_version
     saved = load_file(checkpoint.teacher_file(path))
     assert {name: tensor.shape for name, tensor in saved.items() if name in parameters} == {
         name: tensor.shape for name, tensor in parameters.items()
@@ -120,7 +123,7 @@ def test_data_that_carry_what_a_teacher_said_are_not_trained_on_as_if_they_did_n
     controller, _ = running
 
     async def run():
-        data = await controller.scored(await controller.rollouts(controller.source.next(1)))
+        data = await scored_by(controller, await controller.rollouts(controller.source.next(1)))
         soft = torch.zeros(len(data[0]), 2, dtype=torch.long), torch.zeros(len(data[0]), 2)
         data[0] = dataclasses.replace(data[0], soft_targets=soft)
         with pytest.raises(ValueError, match=r"data\[0\]: carries what a teacher said.*with_distillation"):
@@ -131,9 +134,9 @@ def test_data_that_carry_what_a_teacher_said_are_not_trained_on_as_if_they_did_n
 
 def test_a_warm_start_after_a_first_look_at_rollouts_is_where_the_teacher_begins(loop, running):
     controller, _ = running
-    before = controller.teacher_version
+    before = controller.weights.teacher_version
     loop.run_until_complete(controller.supervise())
-    assert controller.teacher_version == controller.policy_version > before
+    assert controller.weights.teacher_version == controller.policy_version > before
     assert [version for version, holders in controller.versions.held().items() if "teacher" in holders] == [
         controller.policy_version
     ]

@@ -1,15 +1,15 @@
 """A teacher role: each divergence brings the policy nearer to it, alone or beside rewards."""
 
-import dataclasses
-
 import pytest
 
 from tests.integration.conftest import small_config
+from tests.integration.helpers import scored_by
 from torchtitan_rl.algorithm.distill import with_distillation
 from torchtitan_rl.algorithm.losses import importance_sampling, reverse_kl
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.algorithm import DistillConfig, ScheduleConfig
 from torchtitan_rl.config.run import RoleConfig
+from torchtitan_rl.types import OptimParams
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,10 +51,10 @@ async def full_kl(controller, groups) -> float:
     """KL(policy || teacher) on these rollouts, whatever the policy trains by."""
     algorithm = controller.config.algorithm
     trains_by, algorithm.distill = algorithm.distill, DistillConfig(divergence="full")
-    data = await controller.scored(groups)
+    data = await scored_by(controller, groups)
     algorithm.distill = trains_by
     output = await controller.trainer.forward_backward(with_distillation(data), reverse_kl, loss_weight=0.0)
-    await controller.trainer.optim_step(dataclasses.replace(controller.optim_params(), lr=0.0))
+    await controller.trainer.optim_step(OptimParams(lr=0.0))
     return output.metrics["distill/kl"]
 
 

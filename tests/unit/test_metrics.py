@@ -6,7 +6,7 @@ import random
 import pytest
 
 from torchtitan_rl import metrics
-from torchtitan_rl.metrics import StepMetrics
+from torchtitan_rl.run.lines import StepMetrics
 from torchtitan_rl.types import ForwardBackwardOutput, OptimStepOutput
 
 

@@ -63,7 +63,7 @@ def build_model(
         attention=platform.attention_backend(config.training.mixed_precision_param)
         if config.attention == "auto"
         else config.attention,
-        chunk_bytes=config.logprob_chunk_mib * 2**20,
+        chunk_bytes=platform.logprob_chunk_bytes(config.logprob_chunk_mib),
     )
     base = spec.model
     if config.lora is not None:

@@ -39,7 +39,12 @@ class GeneratorRank:
         self.engine.start()
         await asyncio.wrap_future(self.engine.ready)
         platform.set_threads(num_threads)  # vLLM's worker sets its own number
-        logger.info("engine ready: %s, threads %d", type(self.engine.model).__name__, torch.get_num_threads())
+        logger.info(
+            "engine ready: %s, vLLM's model runner %s, threads %d",
+            type(self.engine.model).__name__,
+            self.engine.model_runner,
+            torch.get_num_threads(),
+        )
 
     async def sample(self, requests: list[Request]) -> list[Completion | list[float] | tuple | ValueError]:
         """Completions (or log-probabilities, where `params` is None) in the order of the requests.
@@ -89,8 +94,8 @@ class GeneratorRank:
         await asyncio.wrap_future(self.engine.wake(part))
 
     async def weights(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters under torchtitan's names, for tests and debugging of small models."""
-        return {name: tensor.clone() for name, tensor in self.engine.model.canonical_state().items()}
+        """This rank's parameters under torchtitan's names, in host memory, for tests and debugging of small models."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.engine.model.canonical_state().items()}
 
     async def modules(self) -> list[str]:
         """Qualified class names of the model's modules, for tests."""

@@ -247,6 +247,8 @@ class TrainerRank:
             if publisher:
                 layout.write(payload, manifest, name, lora.merge(name, whole, adapters))
         if publisher:
+            if self.device.type == "cuda":  # once, for all copies
+                torch.cuda.current_stream().synchronize()
             await self.store.publish(manifest, payload, handle=handle, verify=verify)
 
     def discard_weights(self, version: int | str) -> None:
@@ -334,6 +336,7 @@ class TrainerRank:
         return hf.full_state(self.model.state_dict())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Whole accumulated gradients, for tests and debugging of small models."""
+        """Whole accumulated gradients, in host memory, for tests and debugging of small models."""
         grads = {_plain(name): p.grad for name, p in self.model.named_parameters()}
-        return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+        whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+        return {n: None if g is None else g.cpu() for n, g in whole.items()}

@@ -2,7 +2,8 @@
 
 `(rewards_G) -> advantages_G`, both float64 of shape (G,). One that needs the whole batch is marked with
 `@batch_estimator` and maps a list of groups' rewards to a list of their advantages. A group of one and a group whose
-rewards are all equal get 0 from every estimator here that has a baseline: there is nothing to compare.
+rewards are all equal get 0 from every estimator here that has a baseline: there is nothing to compare. Estimators that
+divide by a standard deviation take rewards for equal that differ by rounding only (`metrics.all_equal`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.metrics import all_equal
 from torchtitan_rl.types import RolloutGroup
 
 __all__ = [
@@ -49,7 +51,7 @@ def grpo(rewards_G: torch.Tensor, *, std: str = "population") -> torch.Tensor:
     """
     if std not in _STDS:
         raise ValueError(f"std={std!r}: is not a kind of standard deviation; use one of {', '.join(map(repr, _STDS))}")
-    if (rewards_G == rewards_G[0]).all():  # rounding of their mean would leave a tiny difference to divide by
+    if all_equal(rewards_G.tolist()):
         return torch.zeros_like(rewards_G)
     centered_G = group_centered(rewards_G)
     return centered_G if std == "none" else _divided(centered_G, rewards_G.std(correction=int(std == "unbiased")))

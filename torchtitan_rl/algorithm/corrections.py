@@ -41,7 +41,13 @@ def masked_token(
 def masked_sequence(
     inputs: LossInputs, *, low: float = 0.0, high: float = 2.0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """prod rho_t of each datum within [low, high]; a datum outside does not train."""
+    """prod rho_t of each datum within [low, high]; a datum outside does not train.
+
+    verl's `rollout_rs="seq_sum_k1"` with `rollout_is="sequence"` (verl/trainer/ppo/rollout_corr_helper.py) differs in
+    three ways. Its bounds are of 1 / rho, generator over trainer: `low` and `high` here are 1 / its upper and 1 / its
+    lower. What it keeps is truncated as well, at `rollout_is_threshold`. What it rejects leaves the mean's denominator,
+    which is `algorithm.correction_denominator="kept"` here.
+    """
     return _masked(inputs, _sequence_log_weights(inputs), low, high)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 
@@ -81,14 +82,27 @@ def with_gae(
     *,
     keep_groups: Collection[int] = (),
 ) -> list[Datum]:
-    """Advantages, returns and values by GAE, for one reward and a critic's values per datum.
+    """Advantages, returns and values by GAE, for a critic's values per datum and, per datum, its rollout's reward.
 
+    The datums of a rollout are one episode, in order: the reward falls once, on the last trained token of the last of
+    them, and the value after a datum's last trained token is that of the next datum's first.
     The datums of `keep_groups` keep their advantages, which were precomputed; the critic learns from them all.
     """
-    pairs = [
-        gae(values_T, datum.loss_inputs["loss_mask"], reward, gamma=config.gae_gamma, lam=config.gae_lambda)
-        for datum, reward, values_T in zip(data, rewards, values, strict=True)
-    ]
+    episodes: dict[int, list[int]] = {}
+    for index, datum in enumerate(data):
+        episodes.setdefault(datum.rollout, []).append(index)
+    pairs: list[Any] = [None] * len(data)
+    for members in episodes.values():
+        of_episode = gae(
+            torch.cat([values[i] for i in members]),
+            torch.cat([data[i].loss_inputs["loss_mask"] for i in members]),
+            rewards[members[-1]],
+            gamma=config.gae_gamma,
+            lam=config.gae_lambda,
+        )
+        split = zip(*(column.split([len(data[i]) for i in members]) for column in of_episode), strict=True)
+        for index, pair in zip(members, split, strict=True):
+            pairs[index] = pair
     advantages = [
         datum.loss_inputs["advantages"] if datum.group in keep_groups else advantages_T
         for datum, (advantages_T, _) in zip(data, pairs, strict=True)
@@ -195,8 +209,14 @@ def _soft_targets(
 
 
 def _check_turn(rollout: Rollout, turn: Turn) -> None:
-    """Raises RuntimeError for NaN: a generator that computes it must not look like one with nothing to learn from."""
+    """Raises ValueError for a turn that does not fit together, and RuntimeError for NaN: a generator that computes it
+    must not look like one with nothing to learn from."""
     logprobs = turn.completion.logprobs
+    if len(logprobs) != len(turn.completion.tokens):
+        raise ValueError(
+            f"completion.logprobs: {len(logprobs)} for {len(turn.completion.tokens)} sampled tokens in a turn of "
+            f"rollout {rollout.id}; give one log-probability per token"
+        )
     for part in turn.soft_targets or ():
         if part.shape != turn.soft_targets[0].shape or len(part) != len(logprobs):
             raise ValueError(

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.algorithm.precomputed import Verdict, scan
+from torchtitan_rl.metrics import all_equal
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -37,9 +38,9 @@ def filtered(
             counts["filter/overlong_rollouts"] += len(overlong)
         if filters.overlong == "penalty":
             for rollout in group.rollouts:
-                penalty = overlong_penalty(
-                    _longest(rollout), max_tokens, filters.overlong_buffer, filters.overlong_penalty
-                )
+                # Cut off by the room that was left, a completion is overlong at any length.
+                length = max_tokens if _cut_off(rollout) else _longest(rollout)
+                penalty = overlong_penalty(length, max_tokens, filters.overlong_buffer, filters.overlong_penalty)
                 rollout.reward -= penalty
                 counts["filter/overlong_penalty_sum"] += penalty  # type: ignore[assignment]  # rewards, no count
         elif filters.overlong == "mask":
@@ -54,9 +55,7 @@ def filtered(
         if all(rollout.masked for rollout in group.rollouts):
             counts["filter/overlong_groups"] += 1
             left_out.append(group)
-        elif (
-            filters.zero_variance and len(set(group.rewards)) == 1 and not _weighs_itself(group, config, oldest_version)
-        ):
+        elif filters.zero_variance and all_equal(group.rewards) and not _weighs_itself(group, config, oldest_version):
             counts["filter/zero_variance_groups"] += 1
             left_out.append(group)
         else:
@@ -78,7 +77,8 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) 
 
 
 def _cut_off(rollout: Rollout) -> bool:
-    return any(turn.completion.truncated for turn in rollout.turns)
+    """Whether a limit on tokens, of one completion or of the whole rollout, ended it."""
+    return rollout.end_reason == "tokens" or any(turn.completion.truncated for turn in rollout.turns)
 
 
 def _longest(rollout: Rollout) -> int:

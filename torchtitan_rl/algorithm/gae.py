@@ -23,5 +23,5 @@ def gae(
         next_advantage = delta + gamma * lam * next_advantage
         advantages_T[t] = next_advantage
         next_value, step_reward = values[t], 0.0
-    returns_T = (advantages_T + values_T.double()) * mask_T
+    returns_T = torch.where(mask_T > 0, advantages_T + values_T.double(), 0.0)
     return advantages_T.float(), returns_T.float()

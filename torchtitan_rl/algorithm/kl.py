@@ -2,6 +2,11 @@
 
 With d = policy_logprobs - reference_logprobs of a token that the policy sampled (Schulman 2020, "Approximating KL
 divergence"): each is one number per token, and k1 and k3 have the KL as their mean.
+
+An unbiased value is not an unbiased gradient. As a reward an estimator k is held constant and the policy gradient is
+E[k x grad log pi]: for k1 that is the gradient of the KL; for k2 and k3 it is another vector, because d^2 / 2 and
+e^-d - 1 + d grow on both sides of d = 0, so a token that the policy says less often than the reference is pushed down
+further. The config check refuses k2 and k3 as rewards.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ __all__ = ["KL_ESTIMATORS", "k1", "k2", "k3", "penalized"]
 
 
 def k1(difference_T: torch.Tensor) -> torch.Tensor:
-    """d: unbiased, of either sign. As a loss its gradient has mean 0, so it is for rewards."""
+    """d: unbiased, of either sign. As a loss its gradient has mean 0, so it is for rewards, where it is exact."""
     return _held(difference_T)
 
 
@@ -24,7 +29,7 @@ def k2(difference_T: torch.Tensor) -> torch.Tensor:
 
 
 def k3(difference_T: torch.Tensor) -> torch.Tensor:
-    """e^-d - 1 + d: unbiased and never negative; the term of GRPO (arXiv:2402.03300)."""
+    """e^-d - 1 + d: its value is unbiased and never negative; a loss term, that of GRPO (arXiv:2402.03300)."""
     d = _held(difference_T)
     # Near 0 the two terms cancel and leave rounding error, so there it is its series, good to 1e-12 below 0.1.
     factor = torch.ones_like(d)
@@ -37,17 +42,11 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def penalized(
-    advantages_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    policy_T: torch.Tensor,
-    reference_T: torch.Tensor,
-    *,
-    coef: float,
-    estimator: str,
+    advantages_T: torch.Tensor, mask_T: torch.Tensor, policy_T: torch.Tensor, reference_T: torch.Tensor, *, coef: float
 ) -> torch.Tensor:
-    """Advantages minus coef x the token's own KL estimate, 0 where the mask is: the KL as a reward, undiscounted into
+    """Advantages minus coef x k1 of the token itself, 0 where the mask is: the KL as a reward, undiscounted into
     neither past nor future and without a baseline."""
-    penalty_T = coef * KL_ESTIMATORS[estimator](torch.where(mask_T > 0, policy_T - reference_T, 0.0))
+    penalty_T = coef * k1(torch.where(mask_T > 0, policy_T - reference_T, 0.0))
     return torch.where(mask_T > 0, advantages_T - penalty_T, 0.0)
 
 

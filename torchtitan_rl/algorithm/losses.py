@@ -24,6 +24,7 @@ __all__ = [
     "gspo",
     "importance_sampling",
     "masked_difference",
+    "masked_sum",
     "ppo",
     "reverse_kl",
     "value_loss",
@@ -44,7 +45,8 @@ def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Ten
             f"weights: have shape {tuple(inputs.weights.shape)} where the targets' log-probabilities have "
             f"{tuple(inputs.policy_logprobs.shape)}; give every target a weight"
         )
-    return -(inputs.weights * inputs.policy_logprobs).sum(), {}
+    # Where nothing is learned nothing is read: 0 x -inf would be NaN.
+    return -torch.where(inputs.weights != 0, inputs.weights * inputs.policy_logprobs, 0.0).sum(), {}
 
 
 def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -54,14 +56,14 @@ def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor
     """
     if inputs.teacher_kl is None:
         raise ValueError("teacher_kl=None: the data carry no teacher_hidden to compute it from; distil from a teacher")
-    return (inputs.weights * inputs.teacher_kl).sum(), {
+    return masked_sum(inputs, inputs.weights * inputs.teacher_kl), {
         "distill/kl": torch.where(inputs.loss_mask > 0, inputs.teacher_kl.detach(), 0.0).sum()
     }
 
 
 def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy gradient with the importance ratio to the old policy: -sum weights x ratio x advantage."""
-    return -(inputs.weights * _ratio(inputs) * inputs.advantages).sum(), {}
+    return -masked_sum(inputs, inputs.weights * _ratio(inputs) * inputs.advantages), {}
 
 
 def ppo(
@@ -86,28 +88,36 @@ def gspo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's surrogate with one ratio per sequence: the geometric mean of its tokens' (Zheng et al., arXiv:2507.18071).
 
+    The form is the paper's GSPO-token (equations 14 and 15): token t has the ratio sg[s] x pi_t / sg[pi_t], with s the
+    sequence's ratio and sg a stopped gradient. Its value is s for every token, its gradient that of the token's own
+    log-probability, so advantages that differ within a sequence are kept apart; where they do not, and the weights do
+    not, the gradient is that of the sequence's ratio.
+
     A sequence is a datum, and its length the number of its trained tokens. With the reduction `sequence_mean` this is
     the paper's objective; the bounds are the paper's, and so much narrower than PPO's because the ratio is a mean.
     """
     _check_clip(clip_low, clip_high)
-    log_ratio_T = masked_difference(inputs, inputs.policy_logprobs, _old_logprobs(inputs))
+    log_ratio_T = masked_difference(inputs, inputs.policy_logprobs.detach(), _old_logprobs(inputs))
     lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(log_ratio_T.dtype)).clamp(min=1.0)
-    ratio_B = _held_exp(datum_sums(inputs, log_ratio_T) / lengths_B)
-    return _clipped_surrogate(inputs, ratio_B[inputs.datum], clip_low, clip_high, float("inf"))
+    mean_B = datum_sums(inputs, log_ratio_T) / lengths_B
+    own_T = masked_difference(inputs, inputs.policy_logprobs, inputs.policy_logprobs.detach())
+    return _clipped_surrogate(inputs, _held_exp(mean_B[inputs.datum] + own_T), clip_low, clip_high, float("inf"))
 
 
 def cispo(
-    inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 0.28
+    inputs: LossInputs, *, clip_low: float = 1.0, clip_high: float = 4.0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy gradient with a clipped ratio as a constant factor (CISPO, MiniMax-M1, arXiv:2506.13585).
 
     -sum weights x stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) x A x logp: a clipped token still trains.
-    `clip_low=1` is no lower bound, as in the paper, which does not say what its upper bound was.
+    `clip_low=1` is no lower bound, as in the paper: "we did not impose a lower bound on the IS weight [...] we only
+    tuned" the upper one. The paper does not print what its upper bound was. `clip_high=4` holds ratios at 5, as SkyRL
+    does by default and TRL recommends after ScaleRL (arXiv:2510.13786): a bound on outliers, not PPO's trust region.
     """
     _check_clip(clip_low, clip_high)
     ratio_T = _ratio(inputs).detach()
     factor_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
-    loss = -(inputs.weights * factor_T * inputs.advantages * _trained_logprobs(inputs)).sum()
+    loss = -masked_sum(inputs, inputs.weights * factor_T * inputs.advantages * _trained_logprobs(inputs))
     return loss, {"policy/clip_frac": ((factor_T != ratio_T) & (inputs.loss_mask > 0)).sum()}
 
 
@@ -119,7 +129,8 @@ def dro(inputs: LossInputs, *, beta: float = 0.05) -> tuple[torch.Tensor, dict[s
     if not 0 < beta < float("inf"):
         raise ValueError(f"beta={beta}: must be positive, it is what keeps the policy near the old one; use 0.05")
     square_T = _log_ratio(inputs).square()
-    return -(inputs.weights * (inputs.advantages * _trained_logprobs(inputs) - 0.5 * beta * square_T)).sum(), {}
+    terms_T = inputs.weights * (inputs.advantages * _trained_logprobs(inputs) - 0.5 * beta * square_T)
+    return -masked_sum(inputs, terms_T), {}
 
 
 def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -127,13 +138,12 @@ def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch
     `clip` of the value before the batch (the clipped value loss of the PPO authors' implementation)."""
     if not clip > 0:
         raise ValueError(f"clip={clip}: must be positive, or no value could move; leave it out for no clipping")
-    error_T = (inputs.predicted_values - inputs.returns).square()
-    held_T = inputs.values + (inputs.predicted_values - inputs.values).clamp(-clip, clip)
-    loss_T = 0.5 * torch.maximum(error_T, (held_T - inputs.returns).square())
-    mask_T = inputs.loss_mask
-    return (inputs.weights * loss_T).sum(), {
-        "critic/squared_error": (mask_T * error_T.detach()).sum(),
-        "critic/value_mean": (mask_T * inputs.predicted_values.detach()).sum(),
+    error_T = masked_difference(inputs, inputs.predicted_values, inputs.returns).square()
+    held_T = inputs.values + masked_difference(inputs, inputs.predicted_values, inputs.values).clamp(-clip, clip)
+    loss_T = 0.5 * torch.maximum(error_T, masked_difference(inputs, held_T, inputs.returns).square())
+    return masked_sum(inputs, inputs.weights * loss_T), {
+        "critic/squared_error": error_T.detach().sum(),
+        "critic/value_mean": masked_sum(inputs, inputs.predicted_values.detach()),
     }
 
 
@@ -144,13 +154,33 @@ def masked_difference(inputs: LossInputs, left_T: torch.Tensor, right_T: torch.T
     """left - right where there is a loss mask, else exactly 0, in value and in gradient.
 
     The difference is replaced, not multiplied, by zero: exp of garbage times 0 may be NaN.
+    Raises ValueError unless both have one number per token: (T, K) with T = K would broadcast to every pair of tokens.
     """
+    _one_per_token(inputs, left_T, right_T)
     return torch.where(inputs.loss_mask > 0, left_T - right_T, 0.0)
+
+
+def masked_sum(inputs: LossInputs, terms_T: torch.Tensor) -> torch.Tensor:
+    """Sum of the terms where there is a loss mask; the others are replaced by zero, so none of them is even added.
+
+    Raises ValueError unless there is one term per token.
+    """
+    _one_per_token(inputs, terms_T)
+    return torch.where(inputs.loss_mask > 0, terms_T, 0.0).sum()
 
 
 def datum_sums(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
     """Sum over each datum's tokens, (num_datums,). A datum is never split over microbatches, so this is all of it."""
     return values_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, values_T)
+
+
+def _one_per_token(inputs: LossInputs, *columns: torch.Tensor) -> None:
+    for column in columns:
+        if column.shape != inputs.loss_mask.shape:
+            raise ValueError(
+                f"loss inputs: have shape {tuple(column.shape)} where loss_mask has {tuple(inputs.loss_mask.shape)}; "
+                "give one number per token: several targets of a token, (T, K), are for cross_entropy"
+            )
 
 
 def _clipped_surrogate(inputs: LossInputs, ratio_T, clip_low: float, clip_high: float, dual_clip: float):
@@ -159,7 +189,7 @@ def _clipped_surrogate(inputs: LossInputs, ratio_T, clip_low: float, clip_high: 
     held_T = torch.where(advantages_T < 0, ratio_T.clamp(max=dual_clip), ratio_T)
     objective_T = torch.minimum(held_T * advantages_T, held_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T)
     was_clipped_T = (objective_T != ratio_T * advantages_T) & (inputs.loss_mask > 0)
-    return -(inputs.weights * objective_T).sum(), {"policy/clip_frac": was_clipped_T.sum()}
+    return -masked_sum(inputs, inputs.weights * objective_T), {"policy/clip_frac": was_clipped_T.sum()}
 
 
 def _old_logprobs(inputs: LossInputs) -> torch.Tensor:

@@ -14,12 +14,13 @@ from functools import partial
 
 import torch
 
+from torchtitan_rl.algorithm.datums import with_inputs
 from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
-from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, reverse_kl
+from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, masked_sum, reverse_kl
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
-__all__ = ["policy_objective", "with_kl_reward"]
+__all__ = ["policy_objective", "with_kept_weights", "with_kl_reward"]
 
 
 def policy_objective(config: AlgorithmConfig) -> LossFunction:
@@ -62,7 +63,6 @@ def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
                     datum.loss_inputs["sampling_logprobs"],
                     datum.loss_inputs["reference_logprobs"],
                     coef=config.kl_coef,
-                    estimator=config.kl_estimator,
                 ),
             },
         )
@@ -70,9 +70,25 @@ def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
     ]
 
 
+def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
+    """Datums of one optimizer step whose weights are a mean over the tokens that `config.correction_fn` keeps.
+
+    The reduction is applied to masks without rejected tokens, those with a factor of 0, so a rejected token has weight
+    0 in every term of the objective and leaves its mean's denominator. The denominator is of all datums of the step:
+    the data must hold `old_logprobs`, from which the factors follow before the datums are split into microbatches.
+    """
+    correction = partial(config.correction_fn, **config.correction_config)
+    kept = []
+    for datum in data:
+        alone = torch.zeros(len(datum), dtype=torch.long)
+        factor_T, _ = correction(LossInputs(datum=alone, num_datums=1, tensors=datum.loss_inputs))
+        kept.append(torch.where(factor_T > 0, datum.loss_inputs["loss_mask"], 0.0))
+    return with_inputs(data, weights=config.reduction(kept, [datum.group for datum in data]))
+
+
 def _corrected(inputs: LossInputs, *, loss_fn, correction_fn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     factor_T, correction_metrics = correction_fn(inputs)
-    weights_T = inputs.weights * factor_T.detach()
+    weights_T = torch.where(inputs.loss_mask > 0, inputs.weights * factor_T.detach(), 0.0)
     loss, metrics = loss_fn(dataclasses.replace(inputs, tensors={**inputs.tensors, "weights": weights_T}))
     return loss, {**correction_metrics, **metrics}
 
@@ -83,10 +99,10 @@ def _regularized(
     loss, metrics = loss_fn(inputs)
     if kl_coef:
         difference_T = masked_difference(inputs, inputs.policy_logprobs, inputs.reference_logprobs)
-        loss = loss + kl_coef * (inputs.weights * KL_ESTIMATORS[kl_estimator](difference_T)).sum()
+        loss = loss + kl_coef * masked_sum(inputs, inputs.weights * KL_ESTIMATORS[kl_estimator](difference_T))
     if entropy_coef:
         entropy_T = torch.where(inputs.loss_mask > 0, inputs.entropy, 0.0)
-        loss = loss - entropy_coef * (inputs.weights * entropy_T).sum()
+        loss = loss - entropy_coef * masked_sum(inputs, inputs.weights * entropy_T)
     return loss, metrics
 
 
@@ -123,5 +139,6 @@ def _soft_metrics(soft: LossInputs) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         total_T1 = soft.weights.sum(1, keepdim=True)
         shares_TK = torch.where(total_T1 > 0, soft.weights / total_T1, 0.0)
-        divergence = (torch.special.xlogy(shares_TK, shares_TK) - shares_TK * soft.policy_logprobs).sum()
+        cross_TK = torch.where(shares_TK > 0, shares_TK * soft.policy_logprobs, 0.0)
+        divergence = (torch.special.xlogy(shares_TK, shares_TK) - cross_TK).sum()
         return {"distill/kl": divergence, "distill/target_frac": (total_T1 > 0).sum()}

@@ -79,7 +79,8 @@ class TrainerConfig:
     max_tokens_per_microbatch: int = 8192
     """Soft cap on packed tokens per forward; a longer datum gets a microbatch of its own."""
     training: TrainingConfig = field(default_factory=_training)
-    """`seq_len` is the longest datum, `max_norm` the gradient clip, `mixed_precision_param` the compute dtype."""
+    """`seq_len` is the longest datum, `max_norm` the gradient clip, `mixed_precision_param` the compute dtype. In
+    float32 on CUDA attention goes through torch's memory-efficient kernel, with key and value heads repeated for it."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     """Degrees multiply to the number of ranks; data_parallel_shard_degree must be given."""
     num_hosts: int = 1
@@ -91,8 +92,10 @@ class TrainerConfig:
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """auto: variable-length FlashAttention on CUDA when computing in bfloat16 (all it knows), per-document
     scaled-dot-product elsewhere."""
-    logprob_chunk_mib: int = 128
-    """Memory that one chunk's float32 logits may take, per rank; log-probabilities are computed a chunk at a time."""
+    logprob_chunk_mib: int = 0
+    """Memory that one chunk's float32 logits may take, per rank; log-probabilities are computed a chunk at a time. 0 is
+    128 MiB on a CPU and 512 MiB on CUDA, where it has not been measured: there small chunks add often into the head's
+    gradient (622 MB at a vocabulary of 151,936 and a hidden size of 1,024)."""
     num_threads: int = 0
     """CPU threads per rank; 0 shares a host's cores among the trainer's ranks there."""
     converters: list = field(default_factory=list)
@@ -111,7 +114,8 @@ class GeneratorConfig:
     """vLLM engines that sample from the policy."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the generator's parameters, and therefore of the weights sent to it; there is no other setting."""
+    """Of the generator's parameters, and therefore of the weights sent to it; there is no other setting. In float32 on
+    CUDA vLLM's attention is Triton's, which multiplies in TF32 (10 bits of mantissa): no float32 to compare with."""
     tensor_parallel_degree: int = 1
     num_replicas: int = 1
     max_model_len: int = 2048
@@ -125,7 +129,10 @@ class GeneratorConfig:
     model_impl: Literal["torchtitan", "vllm"] = "torchtitan"
     """"vllm" runs vLLM's own Qwen3 instead, for comparison."""
     enforce_eager: bool = True
-    """False lets vLLM capture CUDA graphs."""
+    """True runs every step kernel by kernel. False captures decoding in CUDA graphs, one for each of a few batch sizes;
+    prompts stay eager, and nothing is compiled. True is the default until graphs have been seen to work on a GPU."""
+    model_runner: Literal["auto", "v1", "v2"] = "auto"
+    """Which of vLLM's two model runners; auto leaves it to vLLM: on a GPU the second, on a CPU the first."""
     num_threads: int = 0
     """CPU threads per rank; 0 shares the cores among a replica's ranks."""
 

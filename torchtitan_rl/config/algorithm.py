@@ -33,11 +33,13 @@ class FilterConfig:
     overlong_buffer=64)`."""
 
     zero_variance: bool = False
-    """Leave out groups whose rewards are all equal: an estimator that compares siblings learns nothing from them."""
+    """Leave out groups whose rewards are all equal, up to rounding (`metrics.all_equal`): an estimator that compares
+    siblings learns nothing from them."""
     overlong: Literal["keep", "drop", "mask", "penalty"] = "keep"
-    """What becomes of rollouts whose completion was cut off at the token limit: `drop` leaves them out of their group,
-    `mask` lets their reward count among their siblings' but not their tokens, `penalty` lowers the reward the closer a
-    completion comes to the limit."""
+    """What becomes of rollouts that a token limit cut off: a completion that reached `sampling.max_tokens` or the room
+    that was left for it, or an environment that had no room for another turn (`end_reason="tokens"`). `drop` leaves
+    them out of their group, `mask` lets their reward count among their siblings' but not their tokens, `penalty` lowers
+    the reward the closer a completion comes to the limit."""
     overlong_buffer: int = 0
     """Tokens before the limit over which the penalty grows from 0 to all of it."""
     overlong_penalty: float = 1.0
@@ -46,6 +48,11 @@ class FilterConfig:
     """How many more times other tasks are rolled out in place of those left out, until the batch is full."""
     max_stalled_rounds: int = 10
     """Rounds of rollouts in a row with nothing left to train on before the run ends."""
+
+    @property
+    def active(self) -> bool:
+        """Whether any filter is on."""
+        return self.zero_variance or self.overlong != "keep"
 
     @property
     def drops(self) -> bool:
@@ -125,7 +132,7 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     """Weight of the KL to the reference role; 0: none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """See algorithm/kl.py."""
+    """See algorithm/kl.py. As a reward only k1, as a loss only k2 and k3."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: as a term of the loss, or taken off each token's advantage."""
     entropy_coef: float = 0.0
@@ -135,6 +142,9 @@ class AlgorithmConfig:
     sampled it differs from the trainer; see algorithm/corrections.py. Needs one of `recompute_logprobs_per_*`."""
     correction_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `correction_fn`, such as `cap`."""
+    correction_denominator: Literal["all", "kept"] = "all"
+    """What a mean is over when a correction rejects tokens, by a factor of 0: all trained tokens, or those that are
+    kept, as in verl. See `objective.with_kept_weights`."""
     distill: DistillConfig | None = None
     """Learning from `roles.teacher`; None: a teacher's log-probabilities are there for a loss of your own, no more."""
     refresh_teacher_every: int = 0
@@ -180,6 +190,12 @@ class AlgorithmConfig:
         """Those of `workflow` and `after_rewards` that ask for it, without what is wrapped around them."""
         asked = [_unwrapped(function) for function in (self.workflow, self.after_rewards)]
         return [function for function in asked if getattr(function, "asks_teacher", False)]
+
+    @property
+    def hooks(self) -> list[Callable]:
+        """What is done with the judged rollouts of each task: what the workflow brings along, then `after_rewards`."""
+        own = getattr(_unwrapped(self.workflow), "after_rewards", None)
+        return [hook for hook in (own, self.after_rewards) if hook is not None]
 
     @property
     def steps_per_batch(self) -> int:

@@ -150,7 +150,8 @@ class SamplingClient:
     Requests made before the event loop comes round again travel together and are admitted in the order they
     were made, before the engine's next iteration: the same requests give the same tokens. `Router` says which replica
     gets which. Requests of a replica that is lost (its process or engine died, or a call passed its deadline) are sent
-    to the others, so each goes to a replica at most once; with a seed it gives the same tokens there.
+    to the others, so each goes to a replica at most once; with a seed it gives the same tokens there (on a GPU, where
+    sums depend on what else is in the batch, nearly the same log-probabilities and so not always the same tokens).
     """
 
     def __init__(

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from torchtitan_rl import platform
+from torchtitan_rl.hosts.gpus import Cuda, look
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
@@ -26,6 +27,7 @@ __all__ = [
     "meshes",
     "Place",
     "Devices",
+    "places",
     "check_fits",
 ]
 
@@ -41,15 +43,18 @@ class Host:
     num_cores: int
     devices: list[str] = field(default_factory=list)
     """Its GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU host."""
+    cuda: Cuda | None = None
+    """What `hosts/preflight.py` judges its driver and GPUs by; None on a CPU host and where nobody has looked."""
 
 
 def local_host(address: str = "this host") -> Host:
     """The machine this process runs on; a user's CUDA_VISIBLE_DEVICES is respected."""
-    devices = []
-    if platform.device_type() == "cuda":
+    cuda = look()
+    devices = [gpu.device for gpu in cuda.gpus] if cuda is not None else []
+    if cuda is None and platform.device_type() == "cuda":  # AMD, of which NVML says nothing
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    return Host(address=address, num_cores=platform.num_cores(), devices=devices)
+    return Host(address=address, num_cores=platform.num_cores(), devices=devices, cuda=cuda)
 
 
 def address_towards(host: str, port: int) -> str:
@@ -214,14 +219,20 @@ class Devices:
                 self._next_replica = (index + 1) % len(self.hosts)
 
 
+def places(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> dict[str, Place]:
+    """Where every mesh of a run goes, by its role. Raises ValueError, with the numbers, where there is no place."""
+    devices = Devices(hosts)
+    return {
+        mesh.role: devices.take(dataclasses.replace(mesh, share_with=None) if generators_only else mesh)
+        for mesh in meshes(config)
+        if mesh.replica or not generators_only
+    }
+
+
 def check_fits(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> None:
     """Places every mesh of a run, on paper. Raises ValueError, with the numbers, for a config that these hosts cannot
     carry: too few hosts, GPUs or cores, ranks that hosts do not divide, more threads than cores, hosts left idle."""
-    devices = Devices(hosts)
-    used: set[int] = set()
-    for mesh in meshes(config):
-        if mesh.replica or not generators_only:
-            used.update(devices.take(dataclasses.replace(mesh, share_with=None) if generators_only else mesh).hosts)
+    used = {index for place in places(config, hosts, generators_only=generators_only).values() for index in place.hosts}
     if idle := [host for index, host in enumerate(hosts) if index not in used]:
         raise ValueError(
             f"hosts={len(hosts)}: the config's meshes use {len(used)} of them, {_addresses(idle)} would be idle; raise "

@@ -61,6 +61,11 @@ class Launcher:
         """Whether all role meshes are on one host, so that weights may travel through its shared memory."""
         return len(self._hosts_used) <= 1
 
+    @property
+    def attached(self) -> bool:
+        """Whether processes belong to workers of their hosts, where `kill` has no say."""
+        return self.hosts.attached
+
     async def start_trainer(
         self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
     ) -> RoleMesh:

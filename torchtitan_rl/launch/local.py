@@ -36,6 +36,7 @@ class LocalLauncher:
     call_timeout_s: float
     store: MemoryStore = field(default_factory=MemoryStore)
     one_host: bool = True
+    attached: bool = False
     _trainers: list = field(default_factory=list)
     _generators: list = field(default_factory=list)
     _joined: bool = False

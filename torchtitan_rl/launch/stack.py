@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,8 @@ from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.hosts.attach import Hosts, this_host
-from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
+from torchtitan_rl.hosts.inventory import local_host
+from torchtitan_rl.hosts.preflight import check_hosts
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.run import check_local
@@ -30,10 +32,12 @@ __all__ = ["Stack", "start_stack", "start_generators", "hosts_for", "launcher_fo
 class Stack:
     """What a controller drives."""
 
+    launcher: Launcher | LocalLauncher
     roles: dict[str, TrainingClient]
     """`policy`, and those of `reference`, `critic`, `teacher` that are configured."""
     generator: SamplingClient
     versions: PolicyVersions | None
+    """None where generators hold one set of weights that nobody trains."""
     placement: Placement
 
 
@@ -89,6 +93,7 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
         one_host=launcher.one_host,
     )
     return Stack(
+        launcher=launcher,
         roles=roles,
         versions=versions,
         placement=placement,
@@ -96,10 +101,11 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
     )
 
 
-async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> SamplingClient:
+async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
     """Generators alone, which hold no weights yet."""
-    meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
-    return _sampling_client(config, meshes, None, Placement())
+    meshes, placement = await asyncio.gather(*_generators(config, launcher, model_dir, None)), Placement()
+    generator = _sampling_client(config, meshes, None, placement)
+    return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=placement)
 
 
 def _generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path, share_with: str | None) -> list:
@@ -126,7 +132,7 @@ def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generator
     """Where the actors go; None for the local backend. Raises ValueError for a config that does not fit there."""
     if backend == "actors":
         hosts = hosts or this_host()
-        check_fits(config, hosts.hosts, generators_only=generators_only)
+        check_hosts(config, hosts.hosts, generators_only=generators_only)
         return hosts
     if backend != "local":
         raise ValueError(f"backend={backend!r}: is not known; use 'actors' or 'local'")
@@ -136,11 +142,8 @@ def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generator
         )
     check_local(config, generators_only=generators_only)
     here = local_host()
-    check_fits(
-        config,
-        [Host(address=here.address, num_cores=here.num_cores, devices=here.devices[:1])],
-        generators_only=generators_only,
-    )
+    first_gpu = dataclasses.replace(here, devices=here.devices[:1])
+    check_hosts(config, [first_gpu], generators_only=generators_only)
     return None
 
 

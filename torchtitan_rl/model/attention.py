@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torchtitan.models.common.attention import VarlenAttention
 
+from torchtitan_rl import platform
+
 __all__ = ["PackedDocuments", "PackedSDPA"]
 
 _MAX_PADDING = 1.25  # a bucket's longest document may be this much longer than its shortest, plus 8 tokens
@@ -86,6 +88,11 @@ class _ToPacked(torch.autograd.Function):
         return dense.index_copy_(0, to_packed_T, grad.contiguous()), None
 
 
+def _without_gqa(x_BLNH: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """Key or value heads, each repeated for the query heads that share it."""
+    return x_BLNH.repeat_interleave(n_heads // x_BLNH.shape[2], 2)
+
+
 class PackedSDPA(VarlenAttention):
     """Causal attention within each packed document, through `scaled_dot_product_attention`.
 
@@ -105,6 +112,9 @@ class PackedSDPA(VarlenAttention):
         self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: PackedDocuments, scale=None, enable_gqa=False, **kwargs
     ):
         layout = attention_masks
+        if enable_gqa and platform.needs_whole_heads(q_BLNH):
+            k_BLNH, v_BLNH = (_without_gqa(x, q_BLNH.shape[2]) for x in (k_BLNH, v_BLNH))
+            enable_gqa = False
         q, k, v = (_ToDense.apply(x[0], layout.to_dense_P, layout.to_packed_T) for x in (q_BLNH, k_BLNH, v_BLNH))
         dense, slot = [], 0
         for num, padded in layout.buckets:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 
-__all__ = ["assets_dir", "has_weights", "missing_weights", "read_shape", "write_model_dir"]
+__all__ = ["assets_dir", "has_weights", "missing_weights", "read_shape", "pad_token_id", "write_model_dir"]
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -70,3 +70,8 @@ def write_model_dir(directory: Path, shape: Qwen3Shape, tokenizer_dir: Path, *, 
         if (tokenizer_dir / name).exists():
             shutil.copyfile(tokenizer_dir / name, directory / name)
     (directory / "config.json").write_text(json.dumps(shape.to_hf(eos, pad), indent=1))
+
+
+def pad_token_id(tokenizer) -> int:
+    """A tokenizer's padding token; where it has none, its end-of-sequence token."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -8,15 +8,13 @@ the thread is raised from every call that waits on it.
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 import queue
 import threading
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
 from vllm import EngineArgs, LLMEngine
@@ -27,15 +25,18 @@ from vllm.sampling_params import RequestOutputKind
 from torchtitan_rl import platform
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.model import vllm_model
+from torchtitan_rl.model import vllm_internals, vllm_model
 from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.types import Completion, Request, SamplingParams
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "engine_args"]
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
+# What vLLM's default (compiled pieces, and graphs) comes down to for a class without `@support_torch_compile`, in its
+# second model runner; said outright, so that the first does the same and neither tries to compile.
+_CAPTURE_DECODING = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
 _IDLE_WAIT_S = 0.5  # an idle rank 0 speaks to its followers this often, well within the collective's time limit
 
 
@@ -58,34 +59,6 @@ class _Command:
     load: int | None = None
     sleep: bool = False
     wake: str | None = None
-
-
-@contextmanager
-def _private_shared_memory():
-    """Shared memory of vLLM's CPU ranks: a name no other engine on the host has, gone as soon as all ranks hold it.
-
-    With `external_launcher` vLLM gives every engine the same name and leaves it behind when killed. The mesh's
-    rendezvous port tells engines apart, and a segment that is open needs no name.
-    """
-    if platform.device_type() != "cpu" or "MASTER_PORT" not in os.environ:
-        yield
-        return
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    original, names = _CPUSHMDistributed.make_group_name, []
-
-    def make_group_name(communicator) -> str:
-        names.append(f"torchtitan_rl-{os.environ['MASTER_PORT']}{original(communicator).lstrip('/')}")
-        return names[-1]
-
-    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
-    try:
-        yield
-    finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(original)
-        for name in names:
-            for segment in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
-                segment.unlink(missing_ok=True)
 
 
 class Engine:
@@ -182,7 +155,7 @@ class Engine:
                 self._iterate()
             self._failure = RuntimeError("it was closed")
             self._fail_waiting()
-            self._engine.engine_core.shutdown()
+            vllm_internals.shut_down(self._engine)
         except BaseException as error:  # whatever it was, nobody may wait for this thread any more
             logger.exception("the engine thread failed")
             self._failure = error
@@ -202,34 +175,12 @@ class Engine:
                 future.set_exception(RuntimeError(f"the engine has stopped: {self._failure!r}"))
 
     def _build(self) -> LLMEngine:
-        config = self._config
         vllm_model.register()
-        args = EngineArgs(
-            model=self._model_dir,
-            dtype=config.dtype,
-            load_format="dummy",
-            seed=self._seed,
-            hf_overrides={"architectures": [vllm_model.ARCHITECTURE]}
-            if config.model_impl == "torchtitan"
-            else {"tie_word_embeddings": False},  # a reload does not refresh a tied head
-            tensor_parallel_size=config.tensor_parallel_degree,
-            distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
-            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
-            gpu_memory_utilization=0.1,  # only what must be free at the start: the cache's size is given above
-            enforce_eager=config.enforce_eager,
-            enable_sleep_mode=self._sleeps and platform.can_sleep(),
-            enable_prefix_caching=True,
-            disable_log_stats=True,
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after temperature
-            max_logprobs=-1,  # as many of the likeliest tokens as the vocabulary has may be scored
-        )
-        with _private_shared_memory():
+        args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
+        with vllm_internals.private_shared_memory(), vllm_internals.chosen_model_runner(self._config.model_runner):
             engine = LLMEngine.from_engine_args(args)
-        self._runner = engine.model_executor.driver_worker.worker.model_runner
-        self.model = self._runner.model
+        self.model: Any = vllm_internals.model(engine)
+        self.model_runner = vllm_internals.model_runner(engine)
         return engine
 
     def _whole_parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -273,9 +224,7 @@ class Engine:
             except queue.Empty:
                 pass
         if self._config.tensor_parallel_degree > 1:
-            from vllm.distributed import get_tp_group
-
-            command = get_tp_group().broadcast_object(command, src=0)
+            command = vllm_internals.from_leader(command)
         return command, futures
 
     def _sleep(self) -> str:
@@ -303,14 +252,13 @@ class Engine:
         if self._config.model_impl == "vllm":  # its own Qwen3 knows Hugging Face's names and repacks its weights
             head = tensors["lm_head.weight"]
             tensors = self._spec.state_dict_adapter(self._spec.model, None).to_hf(tensors) | {"lm_head.weight": head}
-            self._runner.reload_weights(weights_iterator=iter(tensors.items()))
+            vllm_internals.reload_weights(self._engine, tensors)
         else:
             with torch.inference_mode():
                 self.model.load_weights(tensors.items())
         self.policy_version, self._num_loads = version, self._num_loads + 1
         for request in self._in_flight.values():
-            state = self._engine.output_processor.request_states[request.engine_id]
-            request.version_starts.append((len(state.detokenizer.output_token_ids), version))
+            request.version_starts.append((vllm_internals.num_sampled(self._engine, request.engine_id), version))
         # Requests carry the number of loads as cache salt, so old blocks are never matched; this frees them.
         if not self._engine.has_unfinished_requests() and not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset after a pull")
@@ -360,6 +308,36 @@ class Engine:
         request.future.set_result(
             Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason)
         )
+
+
+def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: bool = False) -> EngineArgs:
+    """vLLM's arguments for one rank. `sleeps`: the engine shares its devices with trainers."""
+    return EngineArgs(
+        model=model_dir,
+        dtype=config.dtype,
+        load_format="dummy",
+        seed=seed,
+        hf_overrides={"architectures": [vllm_model.ARCHITECTURE]}
+        if config.model_impl == "torchtitan"
+        else {"tie_word_embeddings": False},  # a reload does not refresh a tied head
+        tensor_parallel_size=config.tensor_parallel_degree,
+        distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+        # vLLM's default on CUDA. A step that is in flight when weights are loaded comes out after the load: its tokens,
+        # drawn from the old weights, would be labelled with the new version.
+        async_scheduling=False,
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+        gpu_memory_utilization=0.1,  # only what must be free at the start: the cache's size is given above
+        enforce_eager=config.enforce_eager,
+        compilation_config=_CAPTURE_DECODING if config.model_impl == "torchtitan" and not config.enforce_eager else {},
+        enable_sleep_mode=sleeps and platform.can_sleep(),
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, after temperature
+        max_logprobs=-1,  # as many of the likeliest tokens as the vocabulary has may be scored
+    )
 
 
 def _likeliest(entry: dict, top_k: int) -> list[tuple[int, float]]:

@@ -1,19 +1,12 @@
-"""Filling a batch: roll out, group, filter, and roll out other tasks in place of what was left out."""
+"""What was rolled out for one batch."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from torchtitan_rl.algorithm.filters import filtered
+from torchtitan_rl.types import RolloutGroup
 
-if TYPE_CHECKING:
-    from torchtitan_rl.config.algorithm import AlgorithmConfig
-    from torchtitan_rl.types import RolloutGroup
-
-__all__ = ["Batch", "fill_batch"]
+__all__ = ["Batch", "NothingToTrainOn"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,57 +21,11 @@ class Batch:
     """All of them as they were before the filters; for metrics."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`filter/...`, those of filters that are on."""
-    stalled: str = ""
-    """Why there is nothing to train on, if there is not."""
 
 
-async def fill_batch(
-    roll_out: Callable[[int, int, Counter], Awaitable[list[RolloutGroup]]],
-    config: AlgorithmConfig,
-    *,
-    max_tokens: int,
-    oldest_version: int = 0,
-) -> Batch:
-    """Groups of `config.tasks_per_step` tasks that pass `config.filters`, or of as many as its limits allow.
+class NothingToTrainOn(RuntimeError):
+    """Rollouts were made, and the filters left nothing of them; `left_out` has them."""
 
-    `roll_out(n, first, counts)` rolls out the next n tasks, after `first` others for this batch, and groups them. Each
-    round makes up for the tasks that none of the groups so far is of (dynamic sampling of DAPO, arXiv:2503.14476, with
-    as many rollouts as are missing rather than a whole batch). Without filters there is one round.
-    """
-    filters, batch, counts = config.filters, Batch(), Counter()
-    rounds, tried, missing = 0, 0, config.tasks_per_step
-    while True:
-        groups = await roll_out(missing, tried, counts)
-        rounds, tried = rounds + 1, tried + missing
-        batch.sampled += groups
-        kept, left_out = filtered(groups, config, max_tokens=max_tokens, oldest_version=oldest_version, counts=counts)
-        batch.groups += kept
-        batch.left_out += left_out
-        missing = config.tasks_per_step - len({rollout.task.id for group in batch.groups for rollout in group.rollouts})
-        limit = filters.max_resamples if batch.groups else max(filters.max_resamples, filters.max_stalled_rounds - 1)
-        if missing <= 0 or rounds > limit:
-            break
-    rollouts = sum(len(group.rollouts) for group in batch.sampled)
-    penalties = counts.pop("filter/overlong_penalty_sum", 0.0)
-    batch.metrics = dict(counts)
-    if filters.overlong == "penalty":
-        batch.metrics["filter/overlong_penalty_mean"] = penalties / max(1, rollouts)
-    if filters.drops:
-        batch.metrics |= {"filter/resampled_tasks": tried - config.tasks_per_step, "filter/missing_tasks": missing}
-    if not batch.groups:
-        batch.stalled = _explanation(batch, config, rounds)
-    return batch
-
-
-def _explanation(batch: Batch, config: AlgorithmConfig, rounds: int) -> str:
-    rewards = [reward for group in batch.sampled for reward in group.rewards]
-    where = f"algorithm.filters.max_stalled_rounds={config.filters.max_stalled_rounds}"
-    counted = [f"{name}={value:g}" for name, value in sorted(batch.metrics.items()) if value]
-    found = ", ".join(counted) or "no rollouts"
-    if not rewards:
-        return f"{where}: {rounds} rounds left nothing to train on ({found}); see that the workflow plays turns"
-    return (
-        f"{where}: {rounds} rounds with {len(batch.sampled)} groups left nothing to train on ({found}; rewards from "
-        f"{min(rewards):g} to {max(rewards):g}); if rewards are as high as they can be the task is learned, else make "
-        "it easier, check the reward, raise group_size or sampling.max_tokens, or switch the filter off"
-    )
+    def __init__(self, message: str, left_out: list[RolloutGroup]) -> None:
+        super().__init__(message)
+        self.left_out = left_out

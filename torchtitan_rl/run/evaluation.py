@@ -9,14 +9,16 @@ from statistics import mean
 
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.grouping import fill_rewards
-from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig
+from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
+from torchtitan_rl.observability.recorder import Recorder
+from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
 from torchtitan_rl.workflows.group import run_group
 from torchtitan_rl.workflows.policy import Policy
 from torchtitan_rl.workflows.single_turn import single_turn
 
-__all__ = ["Evaluation", "eval_families", "evaluate"]
+__all__ = ["Evaluation", "Evaluations", "eval_families", "evaluate"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,3 +142,60 @@ async def evaluate(
         for i, (task, count) in enumerate(zip(tasks, counts, strict=True))
     ]
     return result
+
+
+class Evaluations:
+    """The evaluations of a run: of its own task family, and of `controller.eval_sets`. Each is recorded."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        family: TaskFamily,
+        families: dict[str, TaskFamily],
+        player: Rollouts,
+        recorder: Recorder,
+    ) -> None:
+        """`families` are those of `controller.eval_sets`, by name."""
+        self.config, self.family, self.families = config, family, families
+        self.player, self.recorder = player, recorder
+
+    async def own(self, split: Split, step: int, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
+        """Greedy accuracy on a split after `step` steps, and with `pass_at_k` the chance that one of k samples is
+        right."""
+        config = self.config.controller
+        if num_tasks is None:
+            num_tasks = config.test_tasks if split == "test" else config.eval_tasks
+        eval_set = EvalSetConfig(
+            split=split,
+            num_tasks=num_tasks,
+            num_samples=pass_at_k,
+            pass_at_k=pass_at_k,
+            temperature=self.config.algorithm.temperature,
+        )
+        return await self._evaluate(self.family, self.family.name, eval_set, step, label=f"eval/{step}")
+
+    async def sets(self, step: int) -> dict[str, Evaluation]:
+        """The evaluations of `controller.eval_sets`, by name."""
+        return {
+            name: await self._evaluate(self.families[name], name, eval_set, step, label=f"eval/{step}/{name}")
+            for name, eval_set in self.config.controller.eval_sets.items()
+        }
+
+    async def _evaluate(
+        self, family: TaskFamily, name: str, eval_set: EvalSetConfig, step: int, *, label: str
+    ) -> Evaluation:
+        shown = f"{name} " if name in self.families else ""
+        with self.recorder.span(f"evaluating on {shown}{eval_set.split} tasks", shown=True) as span:
+            result = await evaluate(
+                self.player.policy,
+                family,
+                eval_set,
+                name=name,
+                label=label,
+                seed=self.config.seed,
+                config=self.config.controller,
+                workflow=self.player.workflow(family),
+            )
+        line = {"step": step, "phase": "evaluation", **result.metrics(), "time/step_s": span.seconds}
+        self.recorder.fact("metrics", line=line, text=f"step {step}: {shown}{result.summary()}")
+        return result

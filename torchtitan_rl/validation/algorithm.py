@@ -33,7 +33,7 @@ def check_algorithm(config: RunConfig) -> None:
     algorithm, roles = config.algorithm, config.roles
     _check_schedule("algorithm.schedule", algorithm.schedule)
     _check_schedule("supervised.schedule", config.supervised.schedule)
-    for name in ("kl_estimator", "kl_in"):
+    for name in ("kl_estimator", "kl_in", "correction_denominator"):
         _one_of(f"algorithm.{name}", getattr(algorithm, name), _choices(AlgorithmConfig, name))
     estimators = algorithm.advantage_fn if isinstance(algorithm.advantage_fn, dict) else {"": algorithm.advantage_fn}
     for role, estimator in estimators.items():
@@ -77,11 +77,28 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                 "algorithm.kl_estimator='k1': its gradient as a loss has mean 0, so it would not hold the "
                 "policy; use 'k2' (the gradient of the KL), 'k3', or algorithm.kl_in='reward'"
             )
+        if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+            raise ValueError(
+                f"algorithm.kl_estimator={algorithm.kl_estimator!r}: as a reward its policy gradient is not that of "
+                "the KL, and near the reference it can point away from it; use 'k1' with "
+                "algorithm.kl_in='reward', or 'loss'"
+            )
     if algorithm.correction_fn is None and algorithm.correction_config:
         raise ValueError(
             f"algorithm.correction_config={algorithm.correction_config}: there is no correction for it "
             "to configure; set algorithm.correction_fn or leave it empty"
         )
+    if algorithm.correction_denominator == "kept":
+        if algorithm.correction_fn is None:
+            raise ValueError(
+                "algorithm.correction_denominator='kept': there is no correction that rejects tokens; set "
+                "algorithm.correction_fn or use 'all'"
+            )
+        if algorithm.correction_fn in (corrections.truncated_token, corrections.truncated_sequence):
+            raise ValueError(
+                f"algorithm.correction_denominator='kept': {function_name(algorithm.correction_fn)} rejects no token, "
+                "so nothing would leave the denominator; use masked_token or masked_sequence, or 'all'"
+            )
     recomputed = algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch
     if algorithm.recompute_logprobs_per_batch and algorithm.recompute_logprobs_per_minibatch:
         raise ValueError(
@@ -157,6 +174,15 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
             algorithm.correction_config,
             columns,
         )
+        if algorithm.correction_denominator == "kept":  # computed from the data alone, before they are split
+            probe_correction(
+                f"algorithm.correction_denominator='kept': {function_name(algorithm.correction_fn)} without the "
+                "model's outputs, which depend on the microbatch",
+                algorithm.correction_fn,
+                algorithm.correction_config,
+                columns,
+                outputs=[],
+            )
     if roles.critic is not None:
         _check_arguments("critic_loss", algorithm.critic_loss_fn, algorithm.critic_loss_config)
         probe_loss(

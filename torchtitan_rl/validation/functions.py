@@ -78,10 +78,14 @@ def reads_advantages(loss_fn: Callable, columns: set[str], outputs: Sequence[str
 
 
 def probe_correction(
-    where: str, correction_fn: Callable, correction_config: dict[str, float], columns: set[str]
+    where: str,
+    correction_fn: Callable,
+    correction_config: dict[str, float],
+    columns: set[str],
+    outputs: Sequence[str] = ("policy_logprobs",),
 ) -> None:
     """Refuses a correction that fails or does not return one finite, non-negative factor per token and metrics."""
-    inputs = _inputs(columns, ["policy_logprobs"])
+    inputs = _inputs(columns, outputs)
     answer = _tried(where, partial(correction_fn, inputs), correction_config)
     if not _is_pair(answer) or answer[0].shape != inputs.loss_mask.shape:
         raise ValueError(f"{where}: returned {_shown(answer)}; return (factor_T, metric sums), one factor per token")

@@ -47,6 +47,11 @@ def validate(config: RunConfig) -> None:
         if config.generator.model_impl == "vllm":
             raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
         _check_experts_kernel("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree, shape)
+        if not config.generator.enforce_eager and platform.experts_ask_the_host(config.generator.dtype):
+            raise ValueError(
+                f"generator.enforce_eager=False: experts in {config.generator.dtype} are multiplied on this GPU with "
+                "the host's help, which a CUDA graph cannot capture; use True"
+            )
         for target in config.trainer.lora.target_modules if config.trainer.lora is not None else ():
             if target in ("gate_proj", "up_proj", "down_proj"):
                 raise ValueError(
@@ -158,7 +163,10 @@ def _check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longe
     _check_experts(where, trainer, model, shape)
     _check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
     _positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
-    _positive(f"{where}.logprob_chunk_mib", trainer.logprob_chunk_mib)
+    if trainer.logprob_chunk_mib < 0:
+        raise ValueError(
+            f"{where}.logprob_chunk_mib={trainer.logprob_chunk_mib}: must not be negative; 0 is the device's own"
+        )
 
 
 def _check_degree(where: str, degree: int, shape) -> None:

@@ -19,9 +19,10 @@ import torchstore
 from monarch.actor import endpoint
 from torchstore.controller import Controller as _StoreController
 
+from torchtitan_rl import platform
 from torchtitan_rl.weights.layout import Manifest, checksum
 
-__all__ = ["adapt_torchstore", "SharedBuffers", "WeightStore", "MemoryStore"]
+__all__ = ["adapt_torchstore", "SharedBuffers", "SharedPayloads", "WeightStore", "MemoryStore"]
 
 
 def adapt_torchstore() -> None:
@@ -67,6 +68,7 @@ class SharedBuffers:
             fd = os.memfd_create("torchtitan_rl_weights")
             os.ftruncate(fd, nbytes)
             slot = fd, _map(fd, nbytes)
+            platform.pin(slot[1])
         self._used[version] = slot
         return f"/proc/{os.getpid()}/fd/{slot[0]}", slot[1]
 
@@ -77,10 +79,52 @@ class SharedBuffers:
 
     def close(self) -> None:
         """Gives all segments back, for a publisher whose process lives on."""
-        for fd, _ in [*self._free, *self._used.values()]:
+        for fd, buffer in [*self._free, *self._used.values()]:
+            platform.unpin(buffer)
             os.close(fd)
         self._free.clear()
         self._used.clear()
+
+
+class SharedPayloads:
+    """A reader's view of publishers' segments.
+
+    On a CPU a segment is mapped for each fetch, read-only. For CUDA it is pinned, which takes longer than to copy from
+    it, so it is mapped once and kept for as long as its publisher has it; writable, because CUDA does not pin read-only
+    pages on every system.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[int, torch.Tensor]] = {}
+        """By handle: the segment's inode, which tells it from a later one with the same handle, and its bytes."""
+
+    def open(self, manifest: Manifest) -> torch.Tensor:
+        """The payload's bytes. Raises RuntimeError when this process cannot have them."""
+        if platform.device_type() == "cpu":
+            return _open_shared(manifest, write=False)
+        for handle, (inode, buffer) in list(self._held.items()):
+            if _inode(handle) != inode:
+                platform.unpin(buffer)
+                del self._held[handle]
+        if manifest.handle not in self._held:
+            buffer = _open_shared(manifest, write=True)
+            platform.pin(buffer)
+            self._held[manifest.handle] = _inode(manifest.handle), buffer
+        return self._held[manifest.handle][1]
+
+    def close(self) -> None:
+        """Gives all segments back, for a reader whose process lives on."""
+        for _, buffer in self._held.values():
+            platform.unpin(buffer)
+        self._held.clear()
+
+
+def _inode(handle: str) -> int | None:
+    """Of a segment, or None when its publisher is gone."""
+    try:
+        return os.stat(handle).st_ino
+    except OSError:
+        return None
 
 
 def _map(fd: int, nbytes: int, *, write: bool = True) -> torch.Tensor:
@@ -96,6 +140,7 @@ class WeightStore:
 
     def __init__(self, name: str, timeout_s: float = 600.0):
         self.name, self.timeout_s = name, timeout_s
+        self._payloads = SharedPayloads()
 
     async def start(self, procs) -> None:
         """The store's volume on a process mesh of one; its controller gets a process of its own."""
@@ -121,7 +166,7 @@ class WeightStore:
             )
         manifest: Manifest = await self._get(_key(version, "manifest"))
         if manifest.handle:
-            payload = _open_shared(manifest)
+            payload = self._payloads.open(manifest)
         else:
             payload = await self._get(_key(version, "payload"))
         if verify and manifest.checksum and checksum(payload) != manifest.checksum:
@@ -173,6 +218,7 @@ class MemoryStore(WeightStore):
 
     async def stop(self) -> None:
         self._held.clear()
+        self._payloads.close()
 
     async def _put(self, key: str, value: Any) -> None:
         self._held[key] = value
@@ -194,20 +240,20 @@ def _key(version: int | str, part: str) -> str:
     return f"weights/{version}/{part}"
 
 
-def _open_shared(manifest: Manifest) -> torch.Tensor:
+def _open_shared(manifest: Manifest, *, write: bool) -> torch.Tensor:
     if manifest.host != _host():
         raise RuntimeError(
             f"weight_sync.transport='shared_memory': version {manifest.version} was published on "
             f"{manifest.host.split('/')[0]}, this is {_host().split('/')[0]}; use transport='store' between hosts"
         )
     try:
-        fd = os.open(manifest.handle, os.O_RDONLY)
+        fd = os.open(manifest.handle, os.O_RDWR if write else os.O_RDONLY)
     except OSError as error:
         raise RuntimeError(
             f"policy_version={manifest.version}: its publisher's memory cannot be opened ({error.strerror}); "
             "the trainer is gone, or process namespaces differ (then use weight_sync.transport='store')"
         ) from None
     try:
-        return _map(fd, manifest.nbytes, write=False)
+        return _map(fd, manifest.nbytes, write=write)
     finally:
         os.close(fd)

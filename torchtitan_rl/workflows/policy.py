@@ -82,7 +82,7 @@ class Policy:
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ) -> Completion:
-        """One completion of a prompt; the same seed and version give the same tokens.
+        """One completion of a prompt; the same seed and version give the same tokens (on a GPU: in the same batch).
 
         `max_tokens` takes the place of the policy's own, stops are added to its own.
         """

@@ -23,7 +23,6 @@ import torch
 from torchtitan_rl.algorithm.distill import token_advantages
 from torchtitan_rl.algorithm.grouping import by_task_and_role, fill_rewards
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
-from torchtitan_rl.workflows.group import rollouts_of
 from torchtitan_rl.workflows.policy import Policy, Prompt
 
 __all__ = ["self_distill", "postprocess_opsd", "distill_group", "SelfDistill", "DistillGroup"]
@@ -45,15 +44,17 @@ class SelfDistill:
         _check(self, "rollout")
 
     async def __call__(self, task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout | list[Rollout]:
-        attempt = await self.workflow(task, policy, rollout_id=rollout_id, seed=seed)
-        await asyncio.gather(*(self.learn(rollout, policy) for rollout in rollouts_of(attempt, task)))
-        return attempt
+        if policy.for_training:
+            _teacher_version(policy)  # without one nobody would call `after_rewards` either
+        return await self.workflow(task, policy, rollout_id=rollout_id, seed=seed)
 
-    async def learn(self, rollout: Rollout, policy: Policy) -> None:
-        """Asks the teacher about a rollout that `workflow` has played. Apart from playing for controllers, which have
-        all rollouts of a batch played first: the generators then change to the teacher's weights and back once."""
-        if policy.for_training and rollout.turns:
-            await _learn(rollout, self.prompt(rollout), policy, self)
+    async def after_rewards(self, group: RolloutGroup, policy: Policy) -> None:
+        """Asks the teacher about the rollouts of a task. All rollouts of a batch have been played by then: the
+        generators change to the teacher's weights and back once."""
+        if policy.for_training:
+            await asyncio.gather(
+                *(_learn(rollout, self.prompt(rollout), policy, self) for rollout in group.rollouts if rollout.turns)
+            )
 
 
 def self_distill(
@@ -178,13 +179,7 @@ def _check(settings: SelfDistill | DistillGroup, *arguments: str) -> None:
 
 async def _learn(rollout: Rollout, prompt: Prompt | None, policy: Policy, settings: SelfDistill | DistillGroup) -> None:
     """Fills `advantages` (and with top_k `soft_targets`) of the rollout's turns; one request scores all of them."""
-    version = policy.teacher_version
-    if version is None:
-        raise RuntimeError(
-            "policy.teacher_version=None: nobody has said which policy version teaches; the controller does "
-            "where algorithm.workflow or after_rewards is what self_distill or distill_group has made, or "
-            "wraps it with functools.wraps"
-        )
+    version = _teacher_version(policy)
     if policy.temperature != 1.0:
         raise ValueError(
             f"algorithm.temperature={policy.temperature}: the teacher scores at temperature 1 and the policy "
@@ -212,6 +207,16 @@ async def _learn(rollout: Rollout, prompt: Prompt | None, policy: Policy, settin
     advantages = iter(token_advantages(student, teacher, coef=settings.coef, discount=settings.discount))
     for turn in rollout.turns:
         turn.advantages = [next(advantages) for _ in turn.completion.tokens]
+
+
+def _teacher_version(policy: Policy) -> int:
+    if policy.teacher_version is None:
+        raise RuntimeError(
+            "policy.teacher_version=None: nobody has said which policy version teaches; the controller does "
+            "where algorithm.workflow or after_rewards is what self_distill or distill_group has made, or "
+            "wraps it with functools.wraps"
+        )
+    return policy.teacher_version
 
 
 def _as_teacher_reads(rollout: Rollout, prompt: list[int]) -> tuple[list[int], list[int]]:

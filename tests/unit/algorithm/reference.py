@@ -25,9 +25,14 @@ def group_centered(rewards):
     return [reward - mean(rewards) for reward in rewards]
 
 
+def no_spread(rewards):
+    """Equal but for rounding."""
+    return max(rewards) - min(rewards) <= 1e-6 * max(abs(reward) for reward in rewards)
+
+
 def grpo(rewards, kind="population"):
     """GRPO: A_i = (r_i - mean(r)) / std(r); 0 where all rewards are equal."""
-    if len(set(rewards)) == 1:
+    if no_spread(rewards):
         return [0.0] * len(rewards)
     if kind == "none":
         return group_centered(rewards)
@@ -47,9 +52,9 @@ def reinforce(rewards):
 
 def reinforce_pp_baseline(groups):
     """REINFORCE++ with baseline: A' = r - mean of the group; A = (A' - mean of all A') / std of all A'."""
-    if all(len(set(rewards)) == 1 for rewards in groups):
+    if all(no_spread(rewards) for rewards in groups):
         return [[0.0] * len(rewards) for rewards in groups]
-    centered = [group_centered(rewards) for rewards in groups]
+    centered = [[0.0] * len(rewards) if no_spread(rewards) else group_centered(rewards) for rewards in groups]
     everything = [a for group in centered for a in group]
     return [[(a - mean(everything)) / std(everything) for a in group] for group in centered]
 
@@ -89,7 +94,7 @@ def ppo(sequences, clip_low=0.2, clip_high=0.2, dual_clip=math.inf):
     )
 
 
-def cispo(sequences, clip_low=1.0, clip_high=0.28):
+def cispo(sequences, clip_low=1.0, clip_high=4.0):
     return token_loss(
         sequences, lambda ratio, advantage, logprob: min(max(ratio, 1 - clip_low), 1 + clip_high) * advantage * logprob
     )

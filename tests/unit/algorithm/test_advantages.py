@@ -5,12 +5,14 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.algorithm import reference
+from tests.unit.algorithm import made, reference
+from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.advantages import (
     batch_advantages,
     batch_estimator,
@@ -21,7 +23,9 @@ from torchtitan_rl.algorithm.advantages import (
     reinforce_pp_baseline,
     rloo,
 )
-from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.algorithm.filters import filtered
+from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
+from torchtitan_rl.run import lines
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
 
@@ -54,6 +58,54 @@ def test_equal_rewards_teach_nothing():
     for estimator in (group_centered, grpo):
         assert advantages(estimator, 0.5, 0.5, 0.5) == [0.0, 0.0, 0.0]
         assert advantages(estimator, -3.0) == [0.0]
+
+
+NOISE = [0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2]  # 0.30000000000000004 beside 0.3
+
+
+def test_rewards_that_differ_by_rounding_are_equal_to_estimators_filter_and_metric_alike():
+    assert NOISE[0] != NOISE[1]
+    for std in ("population", "unbiased", "none"):
+        assert advantages(functools.partial(grpo, std=std), *NOISE) == [0.0] * 4
+    noise, spread = torch.tensor(NOISE, dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64)
+    assert [x.tolist() for x in reinforce_pp_baseline([noise, noise])] == [[0.0] * 4] * 2
+    assert reinforce_pp_baseline([noise, spread])[0].tolist() == [0.0] * 4
+    group = RolloutGroup(id="0/0", rollouts=made.attempts(0, NOISE))
+    assert filtered([group], AlgorithmConfig(filters=FilterConfig(zero_variance=True)), max_tokens=8) == ([], [group])
+    assert lines.of_batch([group], 0, {})["reward/zero_std_frac"] == 1.0
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, -1e9])
+def test_a_small_spread_that_is_not_rounding_is_a_spread(scale):
+    """The bound is relative, 1e-6 of the largest absolute reward."""
+    assert metrics.all_equal([scale, scale * (1 + 0.9e-6)]) and not metrics.all_equal([scale, scale * (1 + 1.1e-6)])
+    assert metrics.all_equal([0.0, 0.0]) and metrics.all_equal([scale]) and not metrics.all_equal([scale, -scale])
+    assert not any(metrics.all_equal([1.0, other]) for other in (math.nan, math.inf, -math.inf))
+    assert advantages(grpo, scale, scale * (1 + 2e-6)) == pytest.approx([-np.sign(scale), np.sign(scale)])
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "source"),
+    [
+        (1e-6, "verl, verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage"),
+        (1e-6, "SkyRL, skyrl/backends/skyrl_train/utils/ppo_utils.py, compute_grpo_outcome_advantage"),
+        (1e-4, "TRL, trl/trainer/grpo_trainer.py, scale_rewards='group'"),
+    ],
+)
+def test_grpo_against_those_who_add_an_epsilon(epsilon, source):
+    """They divide by the unbiased deviation plus epsilon: (std + epsilon) / std times smaller, and noise is small
+    too."""
+
+    def theirs(rewards):
+        return (rewards - rewards.mean()) / (rewards.std(ddof=1) + epsilon)
+
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 8, 16):
+        for rewards in (rng.normal(size=size), rng.integers(0, 2, size).astype(float)):
+            ours = np.array(advantages(functools.partial(grpo, std="unbiased"), *rewards))
+            deviation = rewards.std(ddof=1)
+            assert ours * deviation / (deviation + epsilon) == pytest.approx(theirs(rewards), rel=1e-12, abs=1e-15)
+    assert abs(theirs(np.array(NOISE))).max() < 1e-9
 
 
 @pytest.mark.parametrize("group_size", [3, 5, 6, 7, 12])

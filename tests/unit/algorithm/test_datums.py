@@ -289,6 +289,16 @@ def test_more_inputs_leave_the_datum_they_were_added_to_alone():
     assert [d.group for d in more] == [d.group for d in data]
 
 
+@pytest.mark.parametrize("logprobs", [[], [-1.0], [-1.0] * 3])
+@pytest.mark.parametrize("advantages", [None, 0.5])
+def test_a_log_probability_is_missing_or_one_too_many(logprobs, advantages):
+    made = group(rollout(1.0, turn([5], [8, 9], logprobs)))
+    made.rollouts[0].turns[0].advantages = advantages
+    message = f"completion.logprobs: {len(logprobs)} for 2 sampled tokens in a turn of rollout 0/0/0; give one"
+    with pytest.raises(ValueError, match=message):
+        to_datums([made], AlgorithmConfig())
+
+
 def test_a_critics_values_become_advantages_and_returns():
     data = to_datums([PAIR], AlgorithmConfig())
     values = [torch.tensor([9.0, 9.0, 0.25, 0.5]), torch.tensor([9.0, 9.0, 0.5])]

@@ -1,6 +1,7 @@
 """What does not train, how a batch is filled, and when a run gives up."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,8 @@ from torchtitan_rl.algorithm.filters import filtered, overlong_penalty
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.reductions import sequence_mean
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
-from torchtitan_rl.run.batch import fill_batch
+from torchtitan_rl.run.batch import NothingToTrainOn
+from torchtitan_rl.run.batches import Batches
 
 
 def config(tasks_per_step=2, precomputed_advantages="auto", **filters):
@@ -107,6 +109,40 @@ def test_the_penalty_is_taken_off_the_reward_by_the_longest_turn():
     assert kept.rewards == [1.0, -0.5]
 
 
+@pytest.mark.parametrize("cut", [{"truncated": True}, {"end_reason": "tokens"}])
+def test_a_rollout_cut_by_what_room_was_left_is_overlong_however_short_its_turns_are(cut):
+    """Two tokens of a limit of eight: the second turn had room for no more, or a third had room for none."""
+    fields = {"end_reason": "tokens"} if "end_reason" in cut else {"end_reason": "done"}
+
+    def made():
+        return group(
+            sized(2, 1.0),
+            rollout(
+                "0/0/1",
+                turn([1], [2] * 3),
+                turn([1], [2] * 2, truncated=cut.get("truncated", False)),
+                reward=1.0,
+                **fields,
+            ),
+        )
+
+    (kept,), (out,) = filtered([made()], config(overlong="drop"), max_tokens=8)
+    assert ids([kept, out]) == [["0/0/0"], ["0/0/1"]]
+    (kept,), _ = filtered([made()], config(overlong="mask"), max_tokens=8)
+    assert [each.masked for each in kept.rollouts] == [False, True]
+    penalty = config(overlong="penalty", overlong_buffer=4, overlong_penalty=2.0)
+    counts = Counter()
+    (kept,), _ = filtered([made()], penalty, max_tokens=8, counts=counts)
+    assert kept.rewards == [1.0, -1.0]
+    assert counts == {"filter/overlong_rollouts": 1, "filter/overlong_penalty_sum": 2.0}
+
+
+@pytest.mark.parametrize("end_reason", ["", "done", "turns", "time"])
+def test_other_ends_of_a_rollout_are_not_overlong(end_reason):
+    made = group(rollout("0/0/0", turn([1], [2] * 2), reward=1.0, end_reason=end_reason))
+    assert filtered([made], config(overlong="drop"), max_tokens=8) == ([made], [])
+
+
 # Batches.
 
 
@@ -126,8 +162,16 @@ class Tasks:
         )
 
 
-def filled(tasks, config, **kwargs):
-    return asyncio.run(fill_batch(tasks.roll_out, config, max_tokens=kwargs.pop("max_tokens", 8), **kwargs))
+class Source:
+    def next(self, num_tasks):
+        return [None] * num_tasks
+
+
+def filled(roll_out, config):
+    def of_tasks(tasks, *, first, counts):
+        return roll_out(len(tasks), first, counts)
+
+    return asyncio.run(Batches(config, of_tasks, Source(), max_tokens=8).next_batch())
 
 
 MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
@@ -135,21 +179,21 @@ MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
 
 def test_without_filters_there_is_one_round_and_no_metric():
     tasks = Tasks(MIXED, EQUAL)
-    batch = filled(tasks, config())
+    batch = filled(tasks.roll_out, config())
     assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["0/0", "0/1"]
-    assert batch.metrics == {} and batch.stalled == "" and batch.left_out == [] and batch.sampled == batch.groups
+    assert batch.metrics == {} and batch.left_out == [] and batch.sampled == batch.groups
 
 
 def test_a_batch_is_filled_with_as_many_tasks_as_are_missing():
     tasks = Tasks(MIXED, EQUAL, EQUAL, EQUAL, MIXED, MIXED)
-    batch = filled(tasks, config(tasks_per_step=3, zero_variance=True, max_resamples=5))
+    batch = filled(tasks.roll_out, config(tasks_per_step=3, zero_variance=True, max_resamples=5))
     assert tasks.asked == [(3, 0), (2, 3), (1, 5)] and [group.id for group in batch.groups] == ["0/0", "0/4", "0/5"]
     assert batch.metrics == {"filter/zero_variance_groups": 3, "filter/resampled_tasks": 3, "filter/missing_tasks": 0}
 
 
 def test_the_limit_leaves_a_smaller_batch():
     tasks = Tasks(MIXED, EQUAL)
-    batch = filled(tasks, config(tasks_per_step=4, zero_variance=True, max_resamples=1))
+    batch = filled(tasks.roll_out, config(tasks_per_step=4, zero_variance=True, max_resamples=1))
     assert tasks.asked == [(4, 0), (2, 4)] and [group.id for group in batch.groups] == ["0/0", "0/2", "0/4"]
     assert [group.id for group in batch.left_out] == ["0/1", "0/3", "0/5"]
     assert [group.id for group in batch.sampled] == [f"0/{i}" for i in range(6)]
@@ -158,23 +202,24 @@ def test_the_limit_leaves_a_smaller_batch():
 
 def test_without_resampling_what_passes_is_the_batch():
     tasks = Tasks(EQUAL, MIXED)
-    batch = filled(tasks, config(zero_variance=True))
+    batch = filled(tasks.roll_out, config(zero_variance=True))
     assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["0/1"]
     assert batch.metrics["filter/missing_tasks"] == 1
 
 
 def test_an_empty_batch_is_tried_again_until_something_passes():
     tasks = Tasks(EQUAL, EQUAL, EQUAL, EQUAL, EQUAL, MIXED)
-    batch = filled(tasks, config(zero_variance=True))
+    batch = filled(tasks.roll_out, config(zero_variance=True))
     assert tasks.asked == [(2, 0), (2, 2), (2, 4)] and [group.id for group in batch.groups] == ["0/5"]
-    assert batch.stalled == "" and batch.metrics["filter/resampled_tasks"] == 4
+    assert batch.metrics["filter/resampled_tasks"] == 4
 
 
 def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
     tasks = Tasks(EQUAL, [0.5, 0.5])
-    batch = filled(tasks, config(zero_variance=True, max_stalled_rounds=3))
-    assert len(tasks.asked) == 3 and batch.groups == []
-    assert batch.stalled == (
+    with pytest.raises(NothingToTrainOn) as stall:
+        filled(tasks.roll_out, config(zero_variance=True, max_stalled_rounds=3))
+    assert len(tasks.asked) == 3 and len(stall.value.left_out) == 6
+    assert str(stall.value) == (
         "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on "
         "(filter/missing_tasks=2, filter/resampled_tasks=4, filter/zero_variance_groups=6; rewards from 0.5 to 1); "
         "if rewards are as high as they can be the task is learned, else make it easier, check the reward, raise "
@@ -184,7 +229,8 @@ def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
 
 def test_resampling_longer_than_the_guard_is_not_cut_short():
     tasks = Tasks(EQUAL)
-    filled(tasks, config(zero_variance=True, max_stalled_rounds=2, max_resamples=4))
+    with pytest.raises(NothingToTrainOn):
+        filled(tasks.roll_out, config(zero_variance=True, max_stalled_rounds=2, max_resamples=4))
     assert len(tasks.asked) == 5
 
 
@@ -192,8 +238,9 @@ def test_a_workflow_that_never_plays_a_turn_stalls_the_run():
     async def roll_out(num_tasks, first, counts):
         return form_groups([rollout(f"0/{i}/0") for i in range(first, first + num_tasks)], AlgorithmConfig(), counts)
 
-    batch = asyncio.run(fill_batch(roll_out, config(max_stalled_rounds=2), max_tokens=8))
-    assert batch.stalled == (
+    with pytest.raises(NothingToTrainOn) as stall:
+        filled(roll_out, config(max_stalled_rounds=2))
+    assert str(stall.value) == (
         "algorithm.filters.max_stalled_rounds=2: 2 rounds left nothing to train on "
         "(filter/skipped_rollouts=4); see that the workflow plays turns"
     )
@@ -204,7 +251,7 @@ def test_what_overlong_filters_did_is_counted():
         return [group(sized(2, 1.0), sized(8, 0.0, i=1, truncated=True))]
 
     def metrics(**filters):
-        return asyncio.run(fill_batch(roll_out, config(tasks_per_step=1, **filters), max_tokens=8)).metrics
+        return filled(roll_out, config(tasks_per_step=1, **filters)).metrics
 
     rest = {"filter/resampled_tasks": 0, "filter/missing_tasks": 0}
     assert metrics(overlong="drop") == {"filter/overlong_rollouts": 1, **rest}

@@ -26,7 +26,7 @@ CASES = [
     ("ppo", {"dual_clip": 3.0}),
     ("ppo", {"clip_high": 0.5, "dual_clip": 1.25}),
     ("gspo", {}),
-    ("cispo", {"clip_low": 0.5, "clip_high": 3.0}),
+    ("cispo", {"clip_low": 0.5, "clip_high": 0.28}),
 ]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -170,20 +170,22 @@ SMOOTH = [
     (1.3, 0.0),
 ]
 BEYOND = [
-    (1.5, 1.0),
-    (2.0, 1.0),
-    (1.4, 1.0),
-    (1.6, 1.0),
-    (1.7, -0.5),
-    (1.9, -0.5),
-    (1.5, -0.5),
-    (1.6, -0.5),
-    (1.3, 0.0),
+    (5.5, 1.0),
+    (7.0, 1.0),
+    (5.4, 1.0),
+    (5.6, 1.0),
+    (5.7, -0.5),
+    (5.9, -0.5),
+    (5.5, -0.5),
+    (5.6, -0.5),
+    (5.3, 0.0),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [*LOSSES.items(), ("ppo", {"dual_clip": 1.45}), ("gspo", {"clip_low": 0.9, "clip_high": 5.0})]
+    ("name", "config"),
+    # gspo stops a gradient inside its ratio: finite differences see it, `gspo_token_gradient` below has its gradient.
+    [*((name, config) for name, config in LOSSES.items() if name != "gspo"), ("ppo", {"dual_clip": 1.45})],
 )
 def test_gradients_by_finite_differences(name, config):
     ratios = BEYOND if name == "cispo" else SMOOTH
@@ -215,13 +217,13 @@ def test_gradients_by_finite_differences(name, config):
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token():
-    # Ratios 2 (held at 1.28) and 1/2 (not held: no lower bound); the gradient is the factor alone, not the ratio's.
+    # Ratios 8 (held at 5) and 1/2 (not held: no lower bound); the gradient is the factor alone, not the ratio's.
     inputs = packed(
         [
             {
                 "mask": [1, 1],
                 "policy": [-1.0, -1.0],
-                "old": [-1 - math.log(2), -1 + math.log(2)],
+                "old": [-1 - math.log(8), -1 + math.log(2)],
                 "sampling": [0, 0],
                 "advantage": [3.0, -1.0],
                 "weight": [0.5, 1.0],
@@ -230,12 +232,35 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
         torch.float64,
     )
     loss, metrics = losses.cispo(inputs)
-    assert loss.item() == pytest.approx(0.5 * 1.28 * 3 - 0.5)
-    assert torch.autograd.grad(loss, inputs.policy_logprobs)[0].tolist() == pytest.approx([-0.5 * 1.28 * 3, 0.5])
+    assert loss.item() == pytest.approx(0.5 * 5 * 3 - 0.5)
+    assert torch.autograd.grad(loss, inputs.policy_logprobs)[0].tolist() == pytest.approx([-0.5 * 5 * 3, 0.5])
     assert metrics["policy/clip_frac"] == 1
 
 
-def test_gspo_has_one_ratio_per_sequence_and_every_token_the_same_gradient():
+@pytest.mark.parametrize(
+    ("lowest", "highest", "config", "source"),
+    [
+        (0.0, 5.0, {}, "SkyRL, skyrl/backends/skyrl_train/utils/ppo_utils.py, compute_policy_loss_cispo: 1 + 4.0"),
+        (0.0, 5.0, {}, "TRL, trl/trainer/grpo_trainer.py, loss_type='cispo' with the recommended epsilon_high=5.0"),
+        (0.8, 1.2, {"clip_low": 0.2, "clip_high": 0.2}, "verl, verl/trainer/ppo/core_algos.py, clip_ratio=0.2"),
+        (0.0, 4.0, {"clip_high": 3.0}, "Tinker, tinker-docs.thinkingmachines.ai/tinker/losses/cispo, given thresholds"),
+    ],
+)
+@over_ragged_batches
+def test_cispo_against_others_with_their_bounds(lowest, highest, config, source, ragged, seed, spread):
+    """-clip(ratio, lowest, highest) x A x log pi, the factor without gradient, so A x factor is the gradient."""
+    sequences = batch(ragged, seed, spread, torch.float64)
+    inputs = packed(sequences, torch.float64)
+    loss, _ = losses.cispo(inputs, **config)
+    column = {name: np.array([x for s in sequences for x in s[name]]) for name in sequences[0]}
+    factor = np.exp(column["policy"] - column["old"]).clip(lowest, highest) * column["weight"] * column["advantage"]
+    scale = abs(factor * column["policy"]).sum()
+    assert abs(loss.item() + (factor * column["policy"]).sum()) <= 1e-12 * scale
+    (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs)
+    assert gradient_T.tolist() == pytest.approx((-factor).tolist(), rel=1e-12, abs=0)
+
+
+def test_gspo_has_one_ratio_per_sequence_and_equal_advantages_the_same_gradient():
     # Ratios 2 and 1/2 have the geometric mean 1: neither clipped nor different. Alone, 4 is clipped.
     inputs = packed(
         [
@@ -262,6 +287,78 @@ def test_gspo_has_one_ratio_per_sequence_and_every_token_the_same_gradient():
     assert loss.item() == pytest.approx(-(0.25 * 2 + 0.25 * 2 + 0.5 * 1.1))
     assert torch.autograd.grad(loss, inputs.policy_logprobs)[0].tolist() == pytest.approx([0, -0.5, -0.5, 0])
     assert metrics["policy/clip_frac"] == 1
+
+
+def gspo_token_gradient(sequences, clip_low, clip_high):
+    """GSPO-token by the log-probabilities in float64: -w_t x A_t x s where the surrogate is not clipped, else 0.
+
+    As verl (verl/trainer/ppo/core_algos.py, compute_policy_loss_gspo), SkyRL
+    (skyrl/backends/skyrl_train/utils/ppo_utils.py, gspo_policy_loss) and TRL's GSPO-token
+    (trl/experimental/gspo_token/grpo_trainer.py) have it: log s_t = log pi_t - sg[log pi_t] + sg[mean log-ratio].
+    """
+    gradient = []
+    for sequence in sequences:
+        mask = np.array(sequence["mask"], dtype=bool)
+        log_ratio = (np.array(sequence["policy"]) - np.array(sequence["old"]))[mask]
+        s = np.exp(log_ratio.mean()) if mask.any() else 1.0
+        advantage, weight = np.array(sequence["advantage"]), np.array(sequence["weight"])
+        clipped = ((advantage > 0) & (s > 1 + clip_high)) | ((advantage < 0) & (s < 1 - clip_low))
+        gradient += np.where(mask & ~clipped, -weight * advantage * s, 0.0).tolist()
+    return gradient
+
+
+@pytest.mark.parametrize("clip", [(3e-4, 4e-4), (0.3, 0.4), (0.99, 100.0)])
+@over_ragged_batches
+def test_gspo_has_the_gradient_of_gspo_token(clip, ragged, seed, spread):
+    sequences = batch(ragged, seed, spread, torch.float64)
+    rng = np.random.default_rng(seed)
+    for sequence in sequences:  # signs that differ within a sequence
+        sequence["advantage"] = rng.normal(size=len(sequence["mask"])).tolist()
+    inputs = packed(sequences, torch.float64)
+    loss, _ = losses.gspo(inputs, clip_low=clip[0], clip_high=clip[1])
+    (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs)
+    assert gradient_T.tolist() == pytest.approx(gspo_token_gradient(sequences, *clip), rel=1e-10, abs=1e-300)
+
+
+def gspo_of_the_sequence(inputs, clip_low, clip_high):
+    """GSPO of the sequence (equation 5 of the paper): the gradient goes through the mean of all its log-ratios."""
+    log_ratio_T = losses.masked_difference(inputs, inputs.policy_logprobs, inputs.old_logprobs)
+    lengths_B = losses.datum_sums(inputs, inputs.loss_mask).clamp(min=1.0)
+    ratio_T = (losses.datum_sums(inputs, log_ratio_T) / lengths_B).exp()[inputs.datum]
+    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    return -(inputs.weights * torch.minimum(ratio_T * inputs.advantages, clipped_T * inputs.advantages)).sum()
+
+
+@over_ragged_batches
+def test_gspo_has_the_gradient_of_the_sequence_where_a_sequence_has_one_advantage(ragged, seed, spread):
+    sequences = batch(ragged, seed, spread, torch.float64)
+    for sequence in sequences:
+        sequence["advantage"] = [sequence["advantage"][0]] * len(sequence["mask"])
+        sequence["weight"] = [0.125 * bool(mask) for mask in sequence["mask"]]
+    inputs = packed(sequences, torch.float64)
+    loss, _ = losses.gspo(inputs, clip_low=0.3, clip_high=0.4)
+    of_sequence = gspo_of_the_sequence(inputs, 0.3, 0.4)
+    gradients = [torch.autograd.grad(x, inputs.policy_logprobs)[0] for x in (loss, of_sequence)]
+    assert loss.item() == pytest.approx(of_sequence.item(), rel=1e-12)
+    assert torch.allclose(*gradients, rtol=1e-12, atol=0)
+
+
+def test_advantages_that_cancel_within_a_sequence_train():
+    inputs = packed(
+        [
+            {
+                "mask": [1] * 4,
+                "policy": [-1.0] * 4,
+                "old": [-1.0] * 4,
+                "sampling": [-1.0] * 4,
+                "advantage": [1.0, 0.0, 0.0, -1.0],
+                "weight": [0.25] * 4,
+            }
+        ],
+        torch.float64,
+    )
+    (gradient_T,) = torch.autograd.grad(losses.gspo(inputs)[0], inputs.policy_logprobs)
+    assert gradient_T.tolist() == [-0.25, 0.0, 0.0, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -371,9 +468,44 @@ def test_a_kl_reward_is_taken_off_the_tokens_own_advantage():
         torch.tensor([0.0, -1.0, -2.0]),
         torch.tensor([math.nan, -1.5, -1.5]),
         coef=0.5,
-        estimator="k1",
     )
     assert advantages_T.tolist() == [0.0, 0.75, 1.25]
+
+
+def test_as_a_reward_only_k1_has_the_gradient_of_the_kl():
+    """Exactly, by summing over six tokens near the reference: what holds the policy must be the KL's own gradient.
+
+    A reward is a constant: verl takes `kl_penalty` off `token_level_scores` (verl/trainer/ppo/ray_trainer.py,
+    apply_kl_penalty), and the policy gradient is then E[k x grad log pi], here by the logits.
+    """
+    logits = np.array([0.3, -1.0, 0.9, 0.2, -0.4, 0.6])
+    policy = np.exp(logits) / np.exp(logits).sum()
+    reference_ = np.exp(logits + [0.0, 0.08, 0.0, 0.01, 0.0, -0.01])
+    reference_ /= reference_.sum()
+    d = np.log(policy) - np.log(reference_)
+    divergence = (policy * d).sum()
+    assert 0.0001 < divergence < 0.0002
+    right = policy * (d - divergence)  # of sum pi (log pi - log ref) by the logits of a softmax
+    score = np.eye(6) - policy  # row v: the gradient of log pi(v) by the logits
+    gradient = {}
+    for name in ("k1", "k2", "k3"):
+        rewards_T = kl.penalized(
+            torch.zeros(6, dtype=torch.float64),
+            torch.ones(6),
+            torch.tensor(np.log(policy)),
+            torch.tensor(np.log(reference_)),
+            coef=1.0,
+        )
+        values = -rewards_T.numpy() if name == "k1" else np.array([getattr(reference, name)(x) for x in d])
+        gradient[name] = (policy * values) @ score
+
+    def cosine(left, other):
+        return left @ other / np.linalg.norm(left) / np.linalg.norm(other)
+
+    assert gradient["k1"] == pytest.approx(right, rel=1e-10, abs=1e-15)
+    for name in ("k2", "k3"):
+        assert cosine(gradient[name], right) < -0.7  # and away from the reference
+        assert 0.01 < np.linalg.norm(gradient[name]) / np.linalg.norm(right) < 0.04
 
 
 # Corrections.

@@ -8,7 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo, reverse_kl, value_loss
+from torchtitan_rl.algorithm.losses import (
+    cispo,
+    cross_entropy,
+    dro,
+    gspo,
+    importance_sampling,
+    ppo,
+    reverse_kl,
+    value_loss,
+)
 from torchtitan_rl.model.train_step import policy_metrics
 from torchtitan_rl.types import LossInputs
 
@@ -133,6 +142,24 @@ def test_the_cross_entropy_of_several_targets_is_top_k_distillation():
 def test_several_targets_need_a_weight_each(policy_TK):
     with pytest.raises(ValueError, match=r"weights: have shape \(2,\) where the targets' log-probabilities have \(2, "):
         cross_entropy(several_targets(policy_TK, [0.5, 0.5], [1.0, 1.0]))
+
+
+@pytest.mark.parametrize("loss_fn", [importance_sampling, ppo, gspo, cispo, dro])
+@pytest.mark.parametrize("num_targets", [1, 2, 3])
+def test_losses_of_the_sampled_token_refuse_several_targets(loss_fn, num_targets):
+    """Two tokens with two targets each would broadcast to every pair of tokens, and train on it."""
+    inputs = several_targets([[-1.0] * num_targets] * 2, [0.5, 0.5], [1.0, 1.0])
+    message = rf"have shape \(2, {num_targets}\) where loss_mask has \(2,\); give one number per token: several targets"
+    with pytest.raises(ValueError, match=message):
+        loss_fn(inputs)
+
+
+@pytest.mark.parametrize("name", ["advantages", "weights"])
+def test_columns_of_several_numbers_do_not_broadcast_either(name):
+    inputs = loss_inputs([-1.0, -2.0], advantages=[1.0, 1.0])
+    inputs.tensors[name] = torch.ones(2, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"have shape \(2, 2\) where loss_mask has \(2,\)"):
+        ppo(inputs)
 
 
 def test_reverse_kl_is_the_weighted_sum_of_the_kl():

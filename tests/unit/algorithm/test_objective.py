@@ -4,13 +4,16 @@ import math
 from types import SimpleNamespace
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from torchtitan.config import ParallelismConfig
 
-from torchtitan_rl.algorithm.corrections import truncated_sequence, truncated_token
+from torchtitan_rl.algorithm.corrections import masked_sequence, masked_token, truncated_sequence, truncated_token
+from torchtitan_rl.algorithm.datums import with_inputs
 from torchtitan_rl.algorithm.losses import gspo, importance_sampling, ppo
-from torchtitan_rl.algorithm.objective import policy_objective, with_kl_reward
+from torchtitan_rl.algorithm.objective import policy_objective, with_kept_weights, with_kl_reward
+from torchtitan_rl.algorithm.reductions import sequence_mean, token_mean
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.spec import build_spec, training_spec
@@ -201,3 +204,128 @@ def test_every_term_at_once_does_not_depend_on_how_datums_are_packed():
     for left, right in zip(one_grads, other_grads, strict=True):
         assert left.abs().max() > 0
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+
+
+# The denominator of a correction that rejects.
+
+
+def mismatched(seed, dtype=torch.float64):
+    """Datums of 1 to 6 tokens, generator and trainer up to 0.4 nats apart, old and new policy up to 0.2; some
+    masked."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for index in range(8):
+        length = int(rng.integers(1, 7))
+        old = rng.uniform(-3, -0.5, length)
+        columns = {
+            "loss_mask": (rng.uniform(size=length) < 0.8).astype(float),
+            "old_logprobs": old,
+            "sampling_logprobs": old + rng.uniform(-0.4, 0.4, length),
+            "advantages": rng.normal(size=length),
+            "policy": old + rng.uniform(-0.2, 0.2, length),
+        }
+        tokens = torch.zeros(length, dtype=torch.long)
+        tensors = {name: torch.tensor(column, dtype=dtype) for name, column in columns.items()}
+        data.append(Datum(tokens=tokens, target_tokens=tokens, loss_inputs=tensors, group=index // 4, rollout=index))
+    masks = [datum.loss_inputs["loss_mask"] for datum in data]
+    return with_inputs(data, weights=token_mean(masks, [datum.group for datum in data]))
+
+
+def loss_and_gradient(data, config):
+    """Of the datums as one microbatch, by the policy's log-probabilities."""
+    tensors = {name: torch.cat([datum.loss_inputs[name] for datum in data]) for name in data[0].loss_inputs}
+    policy_T = tensors.pop("policy").clone().requires_grad_()
+    lengths = torch.tensor([len(datum) for datum in data])
+    loss, _ = policy_objective(config)(
+        LossInputs(
+            policy_logprobs=policy_T,
+            entropy=torch.zeros_like(policy_T),
+            datum=torch.repeat_interleave(lengths),
+            num_datums=len(data),
+            tensors=tensors,
+        )
+    )
+    return loss.item(), torch.autograd.grad(loss, policy_T)[0].tolist()
+
+
+def rejecting(**config):
+    return AlgorithmConfig(loss_fn=importance_sampling, correction_fn=masked_sequence, **config)
+
+
+def of_verl(data, lower, upper, threshold):
+    """Loss of verl's decoupled mode in float64 with rollout_rs="seq_sum_k1", rollout_is="sequence" and "token-mean".
+
+    verl/trainer/ppo/rollout_corr_helper.py: compute_rollout_rejection_mask keeps a sequence whose sum of
+    -(log trainer - log generator) is within the logarithms of the bounds and takes the others out of response_mask;
+    compute_rollout_correction_weights truncates the weight at `threshold`. verl/trainer/ppo/core_algos.py, agg_loss:
+    the mean is over what is left of response_mask. The surrogate is not clipped here. Returns (loss, kept, rejected).
+    """
+    total, kept, rejected = 0.0, 0, 0
+    for datum in data:
+        column = {name: tensor.double().numpy() for name, tensor in datum.loss_inputs.items()}
+        mask = column["loss_mask"] > 0
+        log_rho = (column["old_logprobs"] - column["sampling_logprobs"])[mask].sum()
+        if not np.log(lower) <= -log_rho <= np.log(upper):
+            rejected += mask.sum()
+            continue
+        ratio = np.exp(column["policy"] - column["old_logprobs"])
+        total -= (min(np.exp(log_rho), threshold) * ratio * column["advantages"])[mask].sum()
+        kept += mask.sum()
+    return total / max(kept, 1), kept, rejected
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_masked_sequence_with_the_kept_denominator_is_verls_seq_sum_k1(seed):
+    """verl's bounds are of generator / trainer, so ours are their reciprocals; its cap does nothing from 1 / lower
+    on."""
+    lower, upper = 0.8, 1.5
+    data = mismatched(seed)
+    config = rejecting(correction_config={"low": 1 / upper, "high": 1 / lower})
+    expected, kept, rejected = of_verl(data, lower, upper, threshold=1 / lower)
+    loss, gradient = loss_and_gradient(with_kept_weights(data, config), config)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    over_all, gradient_over_all = loss_and_gradient(data, config)
+    assert over_all == pytest.approx(expected * kept / (kept + rejected), rel=1e-6)
+    assert np.array(gradient_over_all) == pytest.approx(np.array(gradient) * kept / (kept + rejected), rel=1e-6)
+
+
+def test_the_cases_above_reject_some_and_keep_some():
+    counts = [of_verl(mismatched(seed), 0.8, 1.5, 1.25)[1:] for seed in range(10)]
+    assert all(kept for kept, _ in counts) and sum(rejected > 0 for _, rejected in counts) >= 8
+
+
+def test_what_verl_keeps_it_truncates_as_well_and_we_do_not():
+    data = mismatched(0)
+    config = rejecting(correction_config={"low": 0.5, "high": 2.0})
+    truncated, *_ = of_verl(data, 0.5, 2.0, threshold=1.0)
+    whole, *_ = of_verl(data, 0.5, 2.0, threshold=2.0)
+    loss, _ = loss_and_gradient(with_kept_weights(data, config), config)
+    assert loss == pytest.approx(whole, rel=1e-6) and truncated != pytest.approx(whole, rel=1e-2)
+
+
+@pytest.mark.parametrize("reduction", [token_mean, sequence_mean])
+def test_a_kept_denominator_does_not_depend_on_the_split_into_microbatches(reduction):
+    config = rejecting(correction_config={"low": 0.8, "high": 1.25}, reduction=reduction)
+    data = with_kept_weights(mismatched(1), config)
+    whole, gradient = loss_and_gradient(data, config)
+    for size in (1, 3):
+        parts = [loss_and_gradient(data[i : i + size], config) for i in range(0, len(data), size)]
+        assert sum(loss for loss, _ in parts) == pytest.approx(whole, rel=1e-12)
+        assert [g for _, of_part in parts for g in of_part] == pytest.approx(gradient, rel=1e-12)
+
+
+def test_rejected_tokens_have_no_weight_and_the_others_their_mean():
+    # rho 1, 4 and 1/4: masked_token keeps the first, of weight 1 in a mean of one token; the sequence has prod rho = 1.
+    tensors = {
+        "loss_mask": torch.ones(3),
+        "weights": torch.full((3,), 1 / 3),
+        "old_logprobs": torch.tensor([-1.0, -1.0, -1.0]),
+        "sampling_logprobs": torch.tensor([-1.0, -1 - math.log(4), -1 + math.log(4)]),
+    }
+    tokens = torch.zeros(3, dtype=torch.long)
+    data = [Datum(tokens=tokens, target_tokens=tokens, loss_inputs=tensors)]
+    for correction_fn, weights in ((masked_token, [1.0, 0.0, 0.0]), (masked_sequence, [1 / 3] * 3)):
+        config = AlgorithmConfig(correction_fn=correction_fn, correction_config={"low": 0.5, "high": 2.0})
+        (found,) = with_kept_weights(data, config)
+        assert found.loss_inputs["weights"].tolist() == pytest.approx(weights)
+        assert found.loss_inputs["loss_mask"].tolist() == [1.0] * 3  # metrics are still of all trained tokens

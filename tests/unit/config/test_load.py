@@ -20,7 +20,7 @@ from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.config.resolve import flat, function_name, resolved
 from torchtitan_rl.config.run import RoleConfig, RunConfig, SamplingConfig
-from torchtitan_rl.show import memory_estimate, show
+from torchtitan_rl.show import show
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.validation.run import missing_weights, validate
@@ -510,6 +510,12 @@ def test_training_samples_are_not_greedy(temperature):
     )
 
 
+def test_a_chunk_of_negative_size():
+    assert invalid("trainer", "logprob_chunk_mib", value=-1) == (
+        "trainer.logprob_chunk_mib=-1: must not be negative; 0 is the device's own"
+    )
+
+
 def test_a_negative_seed():
     assert invalid("seed", value=-1) == "seed=-1: must not be negative; use 0 or more"
 
@@ -578,31 +584,39 @@ def test_show_prints_flags_sizes_and_processes(capsys):
         "processes: 1 trainer, 1 x 1 generator, 1 store, 1 controller",
     ):
         assert line in lines
+    # The figures are those of test_memory.py.
+    starts = [line.split(":")[0] for line in lines if line.startswith("memory, ")]
+    assert starts == [
+        "memory, policy rank",
+        "memory, generator rank",
+        "memory, weights in the store, per live version",
+        "memory, a GPU with one rank of policy and generator-0",
+    ]
 
 
-def test_the_memory_of_a_trainer_by_hand():
+def test_show_groups_the_meshes_that_meet_on_a_gpu(capsys):
     config = run_config()
-    config.trainer.max_tokens_per_microbatch, config.trainer.logprob_chunk_mib = 100, 1
-    estimate = memory_estimate(config, config.model.shape)
-    # Float32: weights, gradient and two moments; (18 x 16 + 4 x 24) numbers per token and layer; 3 x 100 x 64 logits.
-    assert estimate["trainer rank"] == 4 * 4 * 6512 + 100 * 2 * 384 * 4 + 3 * 100 * 64 * 4
-    config.trainer.max_tokens_per_microbatch = 10_000  # 2.4 MiB of logits, in chunks of 1 MiB
-    estimate = memory_estimate(config, config.model.shape)
-    assert estimate["trainer rank"] == 4 * 4 * 6512 + 10_000 * 2 * 384 * 4 + 3 * 2**20
-    assert estimate["generator rank"] == 2 * 6512 + 2**30  # bfloat16, and 1 GiB of KV cache
-    assert estimate["weights in the store, per live version"] == 2 * 6512
+    config.roles.reference = RoleConfig()
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    config.generator.num_replicas = 2
+    for colocation, groups in (
+        ("none", ["policy", "reference", "generator-0"]),
+        ("policy_reference", ["policy and reference", "generator-0"]),
+        ("all", ["policy and reference and generator-0"]),
+    ):
+        config.roles.colocation = colocation
+        show(config)
+        lines = capsys.readouterr().out.splitlines()
+        start = "memory, a GPU with one rank of "
+        assert [line.removeprefix(start).split(":")[0] for line in lines if line.startswith(start)] == groups
 
 
-def test_the_memory_of_a_trainer_of_adapters_by_hand(capsys):
+def test_show_counts_the_parameters_of_adapters(capsys):
     config = run_config()
     config.trainer.lora = LoRAConfig(rank=3)
-    config.trainer.max_tokens_per_microbatch = 100
-    # Two blocks, rank 3: 16 + 64 for query, key and value, 32 + 16 for the output, 3 x (16 + 24) for the feed-forward.
-    adapters = 2 * 3 * (80 + 48 + 120)
-    estimate = memory_estimate(config, config.model.shape)
-    assert estimate["trainer rank"] == 4 * (6512 + 4 * adapters) + 100 * 2 * 384 * 4 + 3 * 100 * 64 * 4
     show(config)
-    assert f"adapters: {adapters:,} parameters, which alone train" in capsys.readouterr().out.splitlines()
+    # Two blocks, rank 3: 16 + 64 for query, key and value, 32 + 16 for the output, 3 x (16 + 24) for the feed-forward.
+    assert "adapters: 1,488 parameters, which alone train" in capsys.readouterr().out.splitlines()
 
 
 def test_neither_vllm_nor_monarch_is_needed_to_read_a_config():

@@ -1,10 +1,13 @@
 """Packed attention against attention written out for one document at a time, in double precision."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_rl import platform
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
 
 NAMES = ("output", "query gradient", "key gradient", "value gradient")
@@ -138,3 +141,31 @@ def test_every_token_has_a_slot_of_its_own_and_little_is_padding(lengths):
     assert sum(num for num, _ in layout.buckets) == len(lengths)
     assert sum(num * padded for num, padded in layout.buckets) == len(layout.to_dense_P)
     assert len(layout.to_dense_P) <= sum(1.25 * length + 8 for length in lengths)
+
+
+def test_heads_repeated_for_a_kernel_that_cannot_share_them_change_nothing(monkeypatch):
+    """As float32 on CUDA: what reaches the kernel has as many key heads as query heads."""
+    lengths, reached = [3, 9, 1], []
+    kernel = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, **kwargs):
+        reached.append((query.shape[1], key.shape[1], value.shape[1], kwargs["enable_gqa"]))
+        return kernel(query, key, value, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    results = []
+    for whole_heads in (False, True):
+        monkeypatch.setattr(platform, "needs_whole_heads", lambda query, whole_heads=whole_heads: whole_heads)
+        inputs = random_inputs(lengths, seed=5)
+        output = packed_attention(*inputs, lengths)
+        output.square().sum().backward()
+        results.append([output.detach(), *(x.grad for x in inputs)])
+    assert set(reached) == {(4, 2, 2, True), (4, 4, 4, False)}
+    for name, shared, repeated in zip(NAMES, *results, strict=True):
+        torch.testing.assert_close(repeated, shared, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_float32_on_cuda_needs_them(cuda, dtype):
+    assert platform.needs_whole_heads(SimpleNamespace(is_cuda=cuda, dtype=dtype)) is (cuda and dtype == torch.float32)

@@ -14,12 +14,12 @@ from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.config.run import RunConfig, SamplingConfig
+from torchtitan_rl.memory import layer_activations
 from torchtitan_rl.model.experts import Experts, Gate
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec, flavor_shape, shape_of, training_spec
 from torchtitan_rl.model.train_step import forward_logprobs
-from torchtitan_rl.show import memory_estimate
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.types import Microbatch
 from torchtitan_rl.validation.run import validate
@@ -374,6 +374,14 @@ def test_vllms_own_model_is_for_dense_models():
     )
 
 
+def test_experts_that_ask_the_host_are_not_captured(monkeypatch):
+    monkeypatch.setattr(platform, "experts_ask_the_host", lambda dtype: dtype == "float32")
+    assert invalid("--generator.enforce-eager", "False", "--generator.dtype", "float32") == (
+        "generator.enforce_eager=False: experts in float32 are multiplied on this GPU with the host's help, which a "
+        "CUDA graph cannot capture; use True"
+    )
+
+
 def test_sizes_that_the_experts_kernel_cannot_take():
     needs = "is not a multiple of {}, which the experts' kernel needs with {}={!r}; use a multiple"
     fp32, bf16 = (4, "trainer.training.mixed_precision_param", "float32"), (8, "generator.dtype", "bfloat16")
@@ -406,10 +414,9 @@ def test_a_device_without_the_experts_kernel_is_refused(monkeypatch):
 
 
 def test_every_token_is_counted_once_per_expert_it_goes_to():
-    # Per token and layer 18 x 16 + 2 x (4 x 24 + 4 x 16) numbers instead of a dense model's 18 x 16 + 4 x 24.
-    estimates = {}
-    for experts in (tiny().experts, None):
-        shape = tiny(vocab_size=64, max_seq_len=64, experts=experts)
-        rank = memory_estimate(run_config(experts=experts), shape)["trainer rank"]
-        estimates[experts is None] = rank - 4 * 4 * shape.num_parameters
-    assert estimates[False] - estimates[True] == 8192 * 2 * (2 * 160 - 96) * 4
+    # Per token and layer 2 x (4 x 24 + 4 x 16) numbers instead of a dense feed-forward's 4 x 24.
+    kept = {checkpoint: layer_activations(tiny(), checkpoint) for checkpoint in ("none", "selective", "full")}
+    dense = {checkpoint: layer_activations(tiny(experts=None), checkpoint) for checkpoint in kept}
+    assert kept["none"] - dense["none"] == 2 * 160 - 96
+    assert kept["selective"] - dense["selective"] == 2 * 2 * 16 - (16 + 24)  # what an all-to-all brought and took
+    assert kept["full"] == dense["full"] == 16

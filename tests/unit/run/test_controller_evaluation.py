@@ -8,9 +8,12 @@ from tests.unit.config.test_load import run_config
 from torchtitan_rl import cli
 from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.observability.progress import Progress
+from torchtitan_rl.launch.stack import Stack
+from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.observability.sinks import JsonLines
 from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.start import read_inputs
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture, MixtureSource
 from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter, read_pass_rates, write_pass_rates
@@ -33,9 +36,12 @@ class ShortWords:
 
 
 def controller_of(config, path):
-    controller = Controller(config, RunDir.create(path), Progress(quiet=True), None)
-    controller.generator = ShortWords(controller.tokenizer)
-    return controller
+    inputs, run_dir = read_inputs(config), RunDir.create(path)
+    generator = ShortWords(inputs.tokenizer)
+    # Which started nothing.
+    launcher = Launcher(log_dir=None, start_timeout_s=1.0, call_timeout_s=1.0)
+    stack = Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
+    return Controller(config, inputs, run_dir, Recorder([JsonLines(run_dir)]), stack)
 
 
 @pytest.fixture
@@ -98,9 +104,7 @@ def run_eval(config, tmp_path, monkeypatch, *flags):
         (tmp_path / name).touch()
 
     async def launch(config, **kwargs):
-        controller = controller_of(config, tmp_path / "run")
-        controller.launcher = Launcher(log_dir=None, start_timeout_s=1.0, call_timeout_s=1.0)  # which started nothing
-        return controller
+        return controller_of(config, tmp_path / "run")
 
     monkeypatch.setattr(Controller, "launch", launch)
     args = cli._parser().parse_args(["eval", "a config", "--checkpoint", str(tmp_path), *flags])

@@ -57,11 +57,20 @@ def refusal(**config):
             for name in corrections.__all__
         ),
         {"correction_fn": corrections.truncated_token, "recompute_logprobs_per_batch": True},
+        {
+            "correction_fn": corrections.masked_sequence,
+            "recompute_logprobs_per_minibatch": True,
+            "correction_denominator": "kept",
+        },
         {"loss_config": {"dual_clip": 3.0}, "entropy_coef": 0.01},
     ],
 )
 def test_what_is_in_the_library_passes(config):
     check_algorithm(run(**config))
+
+
+def corrects_by_the_policy(inputs):
+    return (inputs.policy_logprobs.detach() > -1.2).float(), {}
 
 
 def mean_loss(inputs):
@@ -271,13 +280,55 @@ def test_a_reduction_that_is_not_one(reduction, message):
             "algorithm.kl_estimator='k1': its gradient as a loss",
         ),
         (
-            {"kl_coef": 0.1, "kl_in": "reward", "loss_fn": losses.cross_entropy, "roles": ("reference",)},
+            {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2", "roles": ("reference",)},
+            "algorithm.kl_estimator='k2': as a reward its policy gradient is not that of the KL",
+        ),
+        (
+            {"kl_coef": 0.1, "kl_in": "reward", "roles": ("reference",)},
+            "algorithm.kl_estimator='k3': as a reward its policy gradient is not that of the KL",
+        ),
+        (
+            {
+                "kl_coef": 0.1,
+                "kl_in": "reward",
+                "kl_estimator": "k1",
+                "loss_fn": losses.cross_entropy,
+                "roles": ("reference",),
+            },
             "algorithm.kl_in='reward': torchtitan_rl.algorithm.losses:cross_entropy does not read advantages",
         ),
         (
             {"correction_fn": corrections.masked_token},
             "are against the generator already, nothing is left to correct; set "
             "algorithm.recompute_logprobs_per_batch=True",
+        ),
+        (
+            {"correction_denominator": "kept"},
+            "algorithm.correction_denominator='kept': there is no correction that rejects tokens; set",
+        ),
+        (
+            {"correction_denominator": "keep"},
+            "algorithm.correction_denominator='keep': there is no such choice; did you mean 'kept'?",
+        ),
+        (
+            {
+                "correction_denominator": "kept",
+                "correction_fn": corrections.truncated_token,
+                "recompute_logprobs_per_batch": True,
+            },
+            "truncated_token rejects no token, so nothing would leave the denominator; use masked_token",
+        ),
+        (
+            {"correction_denominator": "kept", "correction_fn": corrections.masked_token},
+            "are against the generator already, nothing is left to correct",
+        ),
+        (
+            {
+                "correction_denominator": "kept",
+                "correction_fn": corrects_by_the_policy,
+                "recompute_logprobs_per_batch": True,
+            },
+            "without the model's outputs, which depend on the microbatch: raised ",
         ),
         (
             {"recompute_logprobs_per_batch": True, "recompute_logprobs_per_minibatch": True},

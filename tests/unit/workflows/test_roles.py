@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.workflows.scripted import policy
-from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
+from torchtitan_rl.run import lines
 from torchtitan_rl.run.evaluation import evaluate
-from torchtitan_rl.types import Rollout, Task
+from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.demonstrate import demonstrate
 from torchtitan_rl.workflows.group import run_group
 from torchtitan_rl.workflows.self_distill import self_distill
@@ -53,7 +53,7 @@ def test_each_role_is_compared_with_its_own_kind_and_has_its_estimator(example):
     data = to_datums(groups, example)
     assert [group.advantages for group in groups] == [[1.0, -1.0], [1.0, -1.0]]
     assert len(data) == 4 and {datum.group for datum in data} == {0, 1}
-    line = metrics.of_batch(groups, 3, {"generator-0": "healthy"})
+    line = lines.of_batch(groups, 3, {"generator-0": "healthy"})
     assert (line["reward/solver_mean"], line["reward/judge_mean"]) == (0.5, 0.5)
 
 
@@ -95,9 +95,14 @@ def test_each_of_them_can_be_taught(example):
         return [-1.0] * (len(tokens) - 1)
 
     student.sampler.score = score
-    attempt = asyncio.run(
-        self_distill(example.workflow, prompt=lambda rollout: "z")(TASK, student, rollout_id="0", seed=0)
-    )
+
+    async def run():
+        taught = self_distill(example.workflow, prompt=lambda rollout: "z")
+        attempt = await taught(TASK, student, rollout_id="0", seed=0)
+        await taught.after_rewards(RolloutGroup(id="0", rollouts=attempt), student)
+        return attempt
+
+    attempt = asyncio.run(run())
     assert [rollout.turns[0].advantages for rollout in attempt] == [[-0.5] * 2, [-0.5]]
 
 

@@ -11,6 +11,7 @@ from torchtitan_rl.algorithm.advantages import group_centered, grpo, rloo
 from torchtitan_rl.tasks.env import Env, Step
 from torchtitan_rl.tasks.letter_sort import hinted
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
+from torchtitan_rl.workflows.group import rollouts_of
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 from torchtitan_rl.workflows.self_distill import distill_group, self_distill
 from torchtitan_rl.workflows.single_turn import single_turn
@@ -41,7 +42,15 @@ def scored(*said, **settings):
 
 
 def play(workflow, policy, task=TASK):
-    return asyncio.run(workflow(task, policy, rollout_id="0/0/0", seed=1))
+    """The rollout that a workflow has played, after what the workflow does with judged rollouts."""
+
+    async def run():
+        rollout = await workflow(task, policy, rollout_id="0/0/0", seed=1)
+        if (after_rewards := getattr(workflow, "after_rewards", None)) is not None:
+            await after_rewards(RolloutGroup(id="0/0", rollouts=rollouts_of(rollout, task)), policy)
+        return rollout
+
+    return asyncio.run(run())
 
 
 def test_the_sampled_tokens_are_scored_under_the_other_prompt_by_the_teachers_version():

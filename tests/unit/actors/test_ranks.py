@@ -1,0 +1,66 @@
+"""What ranks answer has left the device: another process has none, or another one."""
+
+import asyncio
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_rl import platform
+
+platform.prepare_vllm(eager=True)
+
+from torchtitan_rl.actors.generator_rank import GeneratorRank  # noqa: E402
+from torchtitan_rl.actors.trainer_rank import TrainerRank  # noqa: E402
+from torchtitan_rl.weights import layout  # noqa: E402
+from torchtitan_rl.weights.store import SharedBuffers  # noqa: E402
+
+
+class OnDevice:
+    """A tensor on a device that does not exist here: all that can be done with it is to fetch it."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to(self, device, *, copy=False):
+        assert device == "cpu" and copy, "the engine writes into the original at the next load"
+        return torch.tensor(self.values)
+
+    def cpu(self):
+        return torch.tensor(self.values)
+
+
+def test_a_generators_weights_are_copied_to_host_memory():
+    model = SimpleNamespace(canonical_state=lambda: {"norm.weight": OnDevice([1.0, 2.0])})
+    answer = asyncio.run(GeneratorRank.weights(SimpleNamespace(engine=SimpleNamespace(model=model))))
+    assert answer["norm.weight"].tolist() == [1.0, 2.0] and answer["norm.weight"].device.type == "cpu"
+
+
+def test_so_are_a_trainers_gradients_and_none_stays_none():
+    parameters = {"a": SimpleNamespace(grad=OnDevice([3.0])), "b": SimpleNamespace(grad=None)}
+    model = SimpleNamespace(named_parameters=parameters.items)
+    answer = TrainerRank.gradients(SimpleNamespace(model=model))
+    assert answer["a"].tolist() == [3.0] and answer["b"] is None
+
+
+def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkeypatch):
+    happened = []
+
+    class Store:
+        async def publish(self, manifest, payload, *, handle, verify):
+            happened.append(("published", layout.read(payload, manifest)["w"].tolist(), verify))
+
+    rank = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        model=SimpleNamespace(named_buffers=lambda: []),
+        buffers=SharedBuffers(),
+        store=Store(),
+        _require=lambda *names: None,
+        _base_and_adapters=lambda: ({"w": torch.tensor([1.0, 2.0])}, {}),
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    asyncio.run(TrainerRank._publish(rank, 3, torch.bfloat16, "shared_memory", True))
+    assert happened == ["waited", ("published", [1.0, 2.0], True)]
+    rank.buffers.close()

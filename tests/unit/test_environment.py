@@ -1,0 +1,27 @@
+"""What a process finds in its environment once the package is imported."""
+
+import os
+import subprocess
+import sys
+
+from torchtitan_rl import environment
+from torchtitan_rl.environment import default_environment
+
+
+def test_the_load_of_a_host_does_not_choose_the_number_of_threads():
+    """Whatever the user's shell says, an actor's process does not let libgomp count threads by the load average."""
+    ask = "import ctypes, torch; print(ctypes.CDLL('libgomp.so.1').omp_get_dynamic())"
+    start = f"import subprocess, sys, torchtitan_rl; subprocess.run([sys.executable, '-c', {ask!r}])"
+    answers = [
+        subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_DYNAMIC": "true"}, capture_output=True)
+        for code in (ask, start)
+    ]
+    assert [answer.stdout.split() for answer in answers] == [[b"1"], [b"0"]], answers[1].stderr
+
+
+def test_a_gpu_has_the_same_number_for_cuda_as_for_nvml(monkeypatch):
+    monkeypatch.setattr(environment, "has_nvidia_driver", lambda: False)
+    assert "CUDA_DEVICE_ORDER" not in default_environment()
+    monkeypatch.setattr(environment, "has_nvidia_driver", lambda: True)
+    assert default_environment()["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "OMP_WAIT_POLICY" not in default_environment()

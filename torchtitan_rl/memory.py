@@ -1,0 +1,231 @@
+"""How much memory a run needs on its devices, by arithmetic.
+
+Every term is a formula of shapes, dtypes and settings, except three that are allowances and named so. Terms of
+parameters, gradients, optimizer and activations are compared with real tensors in tests/unit/test_memory.py; nothing
+here has been compared with a GPU yet.
+
+Letters: T tokens of a microbatch, V vocabulary, D hidden size, Q and K sizes of all query heads and of all key heads, F
+inner size of the feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from torchtitan_rl import platform
+from torchtitan_rl.config.actors import GeneratorConfig, LoRAConfig, TrainerConfig
+from torchtitan_rl.config.model import Qwen3Shape
+from torchtitan_rl.config.run import COLOCATION, RunConfig
+from torchtitan_rl.model.shape import resolve_shape
+
+__all__ = [
+    "trainer_parts",
+    "generator_parts",
+    "run_parts",
+    "gpu_bytes",
+    "layer_activations",
+    "num_adapter_parameters",
+    "PROCESS_BYTES",
+    "GRAPHS_BYTES",
+    "FRAGMENTATION",
+]
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+PROCESS_BYTES = 2**30
+"""Allowance for what a process on a GPU holds besides tensors, offloaded or not: CUDA context and kernels, cuBLAS's
+workspaces, NCCL's buffers."""
+GRAPHS_BYTES = 2**30
+"""Allowance for a generator's CUDA graphs, which stay when it sleeps."""
+FRAGMENTATION = 0.05
+"""Allowance for what torch's caching allocator reserves beyond what it has handed out; not of the KV cache, which is
+allocated once."""
+
+
+def num_adapter_parameters(lora: LoRAConfig, shape: Qwen3Shape) -> int:
+    """rank x (in + out) of each layer that has an adapter; query, key and value are one layer."""
+    heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    ffn = shape.dim + shape.hidden_dim
+    in_and_out = {
+        "qkv_proj": shape.dim + heads + 2 * kv_heads,
+        "o_proj": heads + shape.dim,
+        "gate_proj": ffn,
+        "up_proj": ffn,
+        "down_proj": ffn,
+    }
+    return shape.n_layers * lora.rank * sum(in_and_out[target] for target in set(lora.target_modules))
+
+
+def layer_activations(shape: Qwen3Shape, checkpoint: Literal["none", "selective", "full"]) -> int:
+    """Numbers per token, in the compute dtype, that one layer keeps from forward to backward.
+
+    full: the layer's input. selective (torchtitan's `SelectiveAC`): the input, attention's output and every second
+    matrix product's: those of query, key and value, of the gate, and of the feed-forward's last; of experts, whose
+    grouped products it recomputes, what an all-to-all brought and took. none: per norm its input, the normalised and
+    the scaled (three D, twice); heads before and after their norm and their rotation (2 Q + 2 K); attention's own dense
+    copies of query, key, value, its output there and packed (3 Q + 2 K); gate, its SiLU, up, and their product (4 F);
+    cosines and sines in float32. Fused norms and variable-length attention of CUDA keep 2 D + Q less.
+    """
+    dim, ffn = shape.dim, shape.hidden_dim
+    heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    experts = shape.experts
+    if checkpoint == "full":
+        return dim
+    if checkpoint == "selective":
+        return dim + 2 * heads + 2 * kv_heads + (dim + ffn if experts is None else 2 * experts.top_k * dim)
+    # Each expert a token goes to takes its own, with the token's copy on the way in and on the way out.
+    feed_forward = 4 * ffn if experts is None else experts.top_k * (4 * ffn + 4 * dim)
+    return 6 * dim + 5 * heads + 4 * kv_heads + feed_forward + 4 * shape.head_dim
+
+
+def trainer_parts(
+    config: TrainerConfig, shape: Qwen3Shape, *, trains: bool = True, device: str = "cuda"
+) -> dict[str, int]:
+    """Bytes of one trainer rank: `parameters`, `gradients`, `optimizer` as their shards stay between operations;
+    `working`, the most that a forward and backward hold besides; `step`, the same of an optimizer step.
+
+    `trains=False`: a role that is only scored. `working` is the largest of three moments, after torch's FSDP2 (all
+    parameters of a group in the compute dtype, gradients reduced in float32) and `model/logprobs.py`:
+
+    - at the head: all activations, a chunk's logits, their exponentials and the chunk before (three in float32, one in
+      the compute dtype), the head's gradient in float32 and in the compute dtype;
+    - in a layer: all activations, those of one layer again as they are recomputed, as many gradients of them, the
+      layer's gradients before and after they are reduced, the head's gradient;
+    - at the embedding: its gradient and the tied head's, and their sum before and after it is reduced.
+
+    To each come the gathered parameters of the embedding, the head and two layers. `step` is what AdamW's foreach
+    implementation needs by torch's documentation, the parameters' size; the fused one needs nothing.
+    """
+    parallel, training = config.parallelism, config.training
+    tensor_parallel = parallel.tensor_parallel_degree
+    shards = parallel.data_parallel_shard_degree * tensor_parallel
+    stored, compute = _BYTES[training.dtype], _BYTES[training.mixed_precision_param]
+    held = trained = shape.num_parameters
+    if config.lora is not None:
+        trained = num_adapter_parameters(config.lora, shape)
+        held += trained
+    tokens = max(config.max_tokens_per_microbatch, training.seq_len)
+    table = shape.vocab_size * shape.dim // tensor_parallel
+    tables = table if shape.tie_embeddings else 2 * table
+    layer = (shape.num_parameters - shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)) // shape.n_layers
+    layer //= tensor_parallel
+    gathered = compute * (tables + 2 * layer)
+    all_logits = tokens * shape.vocab_size * 4 // tensor_parallel
+    logits = (
+        min(all_logits, platform.logprob_chunk_bytes(config.logprob_chunk_mib, device))
+        * (3 * 4 + (compute if compute < 4 else 0))
+        // 4
+    )
+    per_layer = tokens * compute * layer_activations(shape, "none") // tensor_parallel
+    if not trains:
+        return {
+            "parameters": stored * held // shards,
+            "gradients": 0,
+            "optimizer": 0,
+            "working": gathered + max(per_layer, logits),
+            "step": 0,
+        }
+    kept = shape.n_layers * layer_activations(shape, config.activation_checkpoint) + 3 * shape.dim
+    activations = tokens * compute * kept // tensor_parallel
+    recomputed = per_layer * (1 if config.activation_checkpoint == "none" else 2)
+    # A frozen base has no gradients of its size.
+    head, reduced_layer, reduced_table = (
+        (table * (4 + compute), layer * (compute + 8), tables * (2 * compute + 8)) if config.lora is None else (0, 0, 0)
+    )
+    working = max(
+        activations + logits + head,
+        activations + recomputed + reduced_layer + (table * compute if config.lora is None else 0),
+        reduced_table,
+    )
+    return {
+        "parameters": stored * held // shards,
+        "gradients": stored * trained // shards,
+        "optimizer": 2 * stored * trained // shards,  # two moments
+        "working": gathered + working,
+        "step": stored * trained // shards if config.optimizer.implementation == "foreach" else 0,
+    }
+
+
+def generator_parts(config: GeneratorConfig, shape: Qwen3Shape) -> dict[str, int]:
+    """Bytes of one generator rank: `weights` (embedding and head whole on every rank), `kv_cache`, and `working`: one
+    layer's activations of an iteration's tokens, and three times the float32 logits of the sequences that are sampled.
+    """
+    dtype, tensor_parallel = _BYTES[config.dtype], config.tensor_parallel_degree
+    tables = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
+    heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    feed_forward = 3 * shape.hidden_dim
+    if shape.experts is not None:
+        feed_forward = shape.experts.top_k * (3 * shape.hidden_dim + 2 * shape.dim)
+    per_token = 4 * shape.dim + 2 * (heads + 2 * kv_heads) + feed_forward
+    return {
+        "weights": dtype * (tables + (shape.num_parameters - tables) // tensor_parallel),
+        "kv_cache": int(config.kv_cache_gib * 2**30),
+        "working": dtype * max(config.max_num_batched_tokens, config.max_model_len) * per_token
+        + 3 * 4 * config.max_num_seqs * shape.vocab_size,
+    }
+
+
+def run_parts(config: RunConfig, device: str = "cuda") -> dict[str, dict[str, int]]:
+    """The parts of one rank of every role, by role; `generator` is one of a replica's ranks."""
+    return {
+        role: trainer_parts(trainer, resolve_shape(model), trains=role in ("policy", "critic"), device=device)
+        for role, (trainer, model) in config.trainers().items()
+    } | {"generator": generator_parts(config.generator, resolve_shape(config.model))}
+
+
+def gpu_bytes(config: RunConfig, roles: Iterable[str], parts: dict[str, dict[str, int]] | None = None) -> int:
+    """The most that these meshes (`policy`, `generator-0`, ...), one rank of each, hold on one GPU at the same time.
+
+    Roles that `roles.colocation` names take turns (`dispatch/placement.py`): the largest of them counts, or the
+    generators' weights beside the policy's parameters as they are pulled. The others are all there at once. Processes,
+    CUDA graphs and fragmentation come on top, at the sizes allowed for them. `parts`: those of `run_parts`.
+    """
+    parts, roles = parts or run_parts(config), list(roles)
+    sharing = COLOCATION[config.roles.colocation]
+    generators = [role for role in roles if _kind(role) == "generator"]
+    turns, at_once, kv_cache = [0], 0, 0
+    for role in roles:
+        if role not in generators:
+            peak = _trainer_peak(parts[role], optimizer_away=role == "policy" and _optimizer_is_away(config))
+            if role in sharing and len(roles) > 1:
+                turns.append(peak)
+            else:
+                at_once += peak
+    if generators:
+        generator = parts["generator"]
+        sampling = len(generators) * sum(generator.values())
+        cache = len(generators) * generator["kv_cache"]
+        if "generator" in sharing and len(roles) > len(generators):
+            if "policy" in roles:
+                turns.append(len(generators) * generator["weights"] + parts["policy"]["parameters"])
+            if sampling > max(turns):
+                kv_cache = cache
+            turns.append(sampling)
+        else:
+            at_once += sampling
+            kv_cache = cache
+    held = at_once + max(turns)
+    processes = PROCESS_BYTES * len(roles) + (0 if config.generator.enforce_eager else GRAPHS_BYTES * len(generators))
+    return held + int(FRAGMENTATION * (held - kv_cache)) + processes
+
+
+def _kind(role: str) -> str:
+    """The role that a mesh belongs to: `generator` for `generator-3`."""
+    return "generator" if role.startswith("generator") else role
+
+
+def _trainer_peak(parts: dict[str, int], *, optimizer_away: bool) -> int:
+    shards = parts["parameters"] + parts["gradients"]
+    return max(
+        shards + parts["working"] + (0 if optimizer_away else parts["optimizer"]),
+        shards + parts["optimizer"] + parts["step"],
+    )
+
+
+def _optimizer_is_away(config: RunConfig) -> bool:
+    """Whether the optimizer is in host memory during every forward and backward of the policy: the generators take the
+    device after each of its steps. A warm start and further minibatches of a batch find it on the device."""
+    return (
+        config.roles.colocation == "all" and config.algorithm.steps_per_batch == 1 and config.supervised.num_steps == 0
+    )

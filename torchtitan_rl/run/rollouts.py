@@ -1,0 +1,91 @@
+"""From tasks to judged groups of rollouts: the workflow plays each task several times, rewards judge the attempts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from torchtitan_rl.algorithm.grouping import form_groups
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.run.policy_weights import PolicyWeights
+from torchtitan_rl.tasks.family import TaskFamily
+from torchtitan_rl.types import RolloutGroup, Task
+from torchtitan_rl.workflows.demonstrate import demonstrate
+from torchtitan_rl.workflows.group import run_group, workflow_of
+from torchtitan_rl.workflows.multi_turn import Limits
+from torchtitan_rl.workflows.policy import Policy
+
+__all__ = ["Rollouts"]
+
+
+class Rollouts:
+    """Plays tasks with the newest policy. `generator` is what samples; `weights` knows its versions."""
+
+    def __init__(
+        self, config: RunConfig, family: TaskFamily, tokenizer, generator: SamplingClient, weights: PolicyWeights
+    ) -> None:
+        self.config, self.family, self.tokenizer = config, family, tokenizer
+        self.generator, self.weights = generator, weights
+
+    async def play(self, tasks: list[Task], ids: list[str], counts: Counter) -> list[RolloutGroup]:
+        """`group_size` rollouts of each task, with rewards, grouped as the algorithm says.
+
+        `ids` names the groups and their sampling streams; `counts` is given what grouping leaves out.
+        """
+        config = self.config.algorithm
+        policy, workflow = self.policy(config.temperature), self.workflow(self.family)
+        policy.for_training = True
+        if config.asks_teacher:
+            policy.teacher_version = await self.weights.teacher()
+        played = await asyncio.gather(
+            *(
+                run_group(
+                    workflow,
+                    task,
+                    policy,
+                    config.group_size,
+                    group_id=group_id,
+                    seed=self.config.seed,
+                    reward=self.family,
+                    reward_timeout_s=self.config.controller.reward_timeout_s,
+                )
+                for task, group_id in zip(tasks, ids, strict=True)
+            )
+        )
+        for hook in config.hooks:
+            await asyncio.gather(*(hook(group, policy) for group in played))
+        return form_groups([rollout for group in played for rollout in group.rollouts], config, counts)
+
+    def policy(self, temperature: float) -> Policy:
+        """The newest policy, with this run's tokenizer and limits."""
+        sampling = self.config.sampling
+        return Policy(
+            sampler=self.generator,
+            tokenizer=self.tokenizer,
+            temperature=temperature,
+            max_tokens=sampling.max_tokens,
+            max_prompt_tokens=sampling.max_prompt_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            stop=sampling.stop,
+        )
+
+    def workflow(self, family: TaskFamily) -> Callable:
+        """How a family's tasks are played in this run."""
+        if self.config.algorithm.workflow is not None:
+            return self.config.algorithm.workflow
+        sampling = self.config.sampling
+        limits = Limits(
+            max_turns=sampling.max_turns,
+            timeout_s=sampling.rollout_timeout_s,
+            max_tokens=sampling.max_rollout_tokens or sampling.max_prompt_tokens + sampling.max_tokens,
+            step_timeout_s=self.config.controller.reward_timeout_s,
+        )
+        return workflow_of(family, limits)
+
+    async def demonstrations(self, tasks: list[Task], family: TaskFamily) -> list[tuple[list[int], list[int]]]:
+        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. ValueError without one."""
+        policy, workflow = self.policy(1.0), self.workflow(family)
+        pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
+        return [pair for turns in pairs for pair in turns]

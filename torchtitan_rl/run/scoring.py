@@ -1,0 +1,81 @@
+"""What the roles beside the policy say of a batch, and what they learn from it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+
+from torchtitan_rl.algorithm.datums import with_gae, with_inputs
+from torchtitan_rl.algorithm.distill import teacher_request, with_teacher, without_distillation
+from torchtitan_rl.algorithm.objective import with_kl_reward
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.run.lines import StepMetrics
+from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup
+
+__all__ = ["with_roles", "with_old_logprobs", "critic_step"]
+
+
+async def with_roles(
+    data: list[Datum], groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig
+) -> list[Datum]:
+    """The data with what reference, teacher and critic say of them. Their forwards overlap.
+
+    With a critic, advantages are its own and per token: the groups then have none, unless they brought theirs. Nor do
+    they where a teacher alone trains.
+    """
+    waits = {
+        role: client.forward(data, **(teacher_request(config.distill) if role == "teacher" else {}))
+        for role, client in roles.items()
+        if role != "policy" or config.recompute_logprobs_per_batch
+    }
+    outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
+    if "policy" in outputs:
+        data = with_inputs(data, old_logprobs=outputs["policy"].policy_logprobs)
+    for role in outputs.keys() & {"reference", "teacher"}:
+        data = with_inputs(data, **{f"{role}_logprobs": outputs[role].policy_logprobs})
+    if "critic" in outputs:
+        rewards = [reward for group in groups for reward in group.rewards]
+        data = with_gae(
+            data,
+            [rewards[datum.rollout] for datum in data],
+            outputs["critic"].values,
+            config,
+            keep_groups={index for index, group in enumerate(groups) if group.precomputed},
+        )
+    if config.distill is not None:
+        data = with_teacher(data, outputs["teacher"], config.distill)
+    taught = config.distill is not None and not config.distill.rewards
+    for group in groups:
+        if taught or ("critic" in outputs and not group.precomputed):
+            group.advantages = None
+    return with_kl_reward(data, config)
+
+
+async def with_old_logprobs(data: list[Datum], policy: TrainingClient, line: StepMetrics) -> list[Datum]:
+    """The data with the policy's log-probabilities as they are now, which ratios are then taken against."""
+    start = time.perf_counter()
+    output = await policy.forward(data)
+    line.mean("time/score_s", time.perf_counter() - start)
+    return with_inputs(data, old_logprobs=output.policy_logprobs)
+
+
+def critic_step(
+    data: list[Datum], critic: TrainingClient, config: AlgorithmConfig, params: OptimParams, line: StepMetrics
+) -> Awaitable[OptimStepOutput]:
+    """Submits an optimizer step of the critic; awaiting it gathers its metrics."""
+    forward_backward = critic.forward_backward(
+        without_distillation(data), config.critic_loss_fn, loss_config=config.critic_loss_config
+    )
+    optim_step = critic.optim_step(params)
+
+    async def gather() -> OptimStepOutput:
+        output, optim = await forward_backward, await optim_step
+        line.add(output)
+        line.mean("critic/loss", output.loss)
+        line.mean("critic/grad_norm", optim.grad_norm)
+        line.mean("critic/skipped", optim.skipped)
+        return optim
+
+    return gather()

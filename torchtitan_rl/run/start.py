@@ -1,0 +1,93 @@
+"""What happens before a controller exists: data are read, meshes started, weights given to the generators."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.stack import Stack, start_generators, start_stack
+from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
+from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.run.evaluation import eval_families
+from torchtitan_rl.run.policy_weights import PolicyWeights
+from torchtitan_rl.tasks.family import TaskFamily, source_of
+
+if TYPE_CHECKING:
+    from torchtitan_rl.launch.local import LocalLauncher
+
+__all__ = ["Inputs", "read_inputs", "start", "output_path"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Inputs:
+    """The data of a run: its tokenizer, its task families and the order of its train tasks."""
+
+    tokenizer: Any
+    family: TaskFamily
+    source: Any
+    """Of the family's train split; see `tasks.family.source_of`."""
+    supervised_family: TaskFamily
+    eval_families: dict[str, TaskFamily]
+    """The family of each of `controller.eval_sets`."""
+
+
+def read_inputs(config: RunConfig) -> Inputs:
+    """Builds the task families, which may read files. Raises ValueError for a split without tasks."""
+    from transformers import AutoTokenizer
+
+    family = config.task.build()
+    for split in ("validation", "test"):
+        source_of(family, split, config.seed)  # refuses an empty one now, not at the end of the run
+    supervised_family = family if config.supervised.task is None else config.supervised.task.build()
+    source_of(supervised_family, "train", config.seed)
+    return Inputs(
+        tokenizer=AutoTokenizer.from_pretrained(str(assets_dir(config.model))),
+        family=family,
+        source=source_of(family, "train", config.seed),
+        supervised_family=supervised_family,
+        eval_families=eval_families(config, family),
+    )
+
+
+def output_path(config: RunConfig, *, absolute: bool) -> Path:
+    """Where the run's directory goes. `absolute`: processes on other hosts may have another working directory."""
+    path = Path(config.output_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
+    return path.absolute() if absolute else path
+
+
+async def start(
+    config: RunConfig, inputs: Inputs, launcher: Launcher | LocalLauncher, model_dir: Path, hf_weights: Path | None
+) -> Stack:
+    """Starts the meshes and gives the generators weights: the policy's, or those of a Hugging Face directory, for
+    which nothing but generators starts. What has started is stopped when something fails."""
+    tokenizer = inputs.tokenizer
+    write_model_dir(
+        model_dir,
+        resolve_shape(config.model),
+        assets_dir(config.model),
+        eos=tokenizer.eos_token_id,
+        pad=pad_token_id(tokenizer),
+    )
+    try:
+        if hf_weights is not None:
+            stack = await start_generators(config, launcher, model_dir)
+            await stack.generator.load_hf(str(hf_weights))
+            return stack
+        stack = await start_stack(config, launcher, model_dir)
+        if config.algorithm.distill is not None and config.algorithm.distill.divergence == "full":
+            await stack.versions.copy_head(stack.roles["teacher"], stack.roles["policy"])
+        await PolicyWeights(stack.roles, stack.generator, stack.versions).publish()
+        return stack
+    except asyncio.CancelledError:
+        launcher.kill()  # an interrupt does not wait
+        if launcher.attached:  # where kill has no say
+            await launcher.stop()
+        raise
+    except Exception:
+        await launcher.stop()
+        raise
