@@ -48,8 +48,8 @@ class RunState:
             if skipped >= max_skipped:
                 raise RuntimeError(
                     f"optim/grad_norm={optim.grad_norm}: {skipped} optimizer steps of the {role} in a row were "
-                    "skipped; "
-                    "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts"
+                    "skipped; lower the learning rate, or look at the rewards and log-probabilities of the last "
+                    "rollouts"
                 )
 
 
