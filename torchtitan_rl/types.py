@@ -177,11 +177,6 @@ class Datum:
     """Which group of the batch it came from: minibatches keep groups whole, and some reductions average over them."""
     rollout: int = 0
     """Which rollout of the batch it came from; one whose turns do not extend each other gives several datums."""
-    soft_targets: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Tokens (T, K) to learn besides the target, and how much each counts beside it. This and the next are for above
-    dispatch: `algorithm.distill.with_distillation` makes targets and loss inputs of them."""
-    teacher_hidden: torch.Tensor | None = None
-    """A teacher's hidden states, (T, D)."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

@@ -1,7 +1,6 @@
 """The policy as its own teacher on the real stack: which version scores, what a turn is given, what a checkpoint
 keeps."""
 
-import dataclasses
 import json
 
 import pytest
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from tests.integration.conftest import small_config
 from tests.integration.helpers import scored_by
 from torchtitan_rl.algorithm.losses import importance_sampling
+from torchtitan_rl.algorithm.soft_targets import with_soft_columns
 from torchtitan_rl.tasks.letter_sort import hinted
 from torchtitan_rl.weights import checkpoint
 from torchtitan_rl.workflows.self_distill import distill_group, self_distill
@@ -124,10 +124,11 @@ def test_data_that_carry_what_a_teacher_said_are_not_trained_on_as_if_they_did_n
 
     async def run():
         data = await scored_by(controller, await controller.rollouts(controller.source.next(1)))
-        soft = torch.zeros(len(data[0]), 2, dtype=torch.long), torch.zeros(len(data[0]), 2)
-        data[0] = dataclasses.replace(data[0], soft_targets=soft)
-        with pytest.raises(ValueError, match=r"data\[0\]: carries what a teacher said.*with_distillation"):
-            controller.trainer.forward_backward(data, importance_sampling)
+        soft = [(torch.zeros(len(datum), 2, dtype=torch.long), torch.zeros(len(datum), 2)) for datum in data]
+        with pytest.raises(
+            ValueError, match=r"'soft_tokens': holds token ids, .* with algorithm.soft_targets.appended"
+        ):
+            controller.trainer.forward_backward(with_soft_columns(data, soft), importance_sampling)
 
     loop.run_until_complete(run())
 

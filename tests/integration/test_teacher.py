@@ -4,7 +4,6 @@ import pytest
 
 from tests.integration.conftest import small_config
 from tests.integration.helpers import scored_by
-from torchtitan_rl.algorithm.distill import with_distillation
 from torchtitan_rl.algorithm.losses import importance_sampling, reverse_kl
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.algorithm import DistillConfig, ScheduleConfig
@@ -53,7 +52,7 @@ async def full_kl(controller, groups) -> float:
     trains_by, algorithm.distill = algorithm.distill, DistillConfig(divergence="full")
     data = await scored_by(controller, groups)
     algorithm.distill = trains_by
-    output = await controller.trainer.forward_backward(with_distillation(data), reverse_kl, loss_weight=0.0)
+    output = await controller.trainer.forward_backward(data, reverse_kl, loss_weight=0.0)
     await controller.trainer.optim_step(OptimParams(lr=0.0))
     return output.metrics["distill/kl"]
 

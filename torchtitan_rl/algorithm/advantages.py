@@ -19,8 +19,8 @@ from torchtitan_rl.metrics import all_equal
 from torchtitan_rl.types import RolloutGroup
 
 __all__ = [
-    "batch_advantages",
     "batch_estimator",
+    "estimate_advantages",
     "estimator_for",
     "group_centered",
     "grpo",
@@ -101,29 +101,28 @@ def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
     return chosen[role]
 
 
-def batch_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[list[float]]:
-    """One advantage per rollout of each group, by the estimator of the group's role (that of its first rollout).
+def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> None:
+    """Fills `group.advantages`, one per rollout, by the estimator of the group's role (that of its first rollout).
 
     A batch estimator sees all groups of its role. Raises ValueError when an estimator gives anything but one finite
     number per rollout.
     """
-    by_role: dict[str, list[int]] = {}
-    for index, group in enumerate(groups):
-        by_role.setdefault(group.rollouts[0].role, []).append(index)
-    advantages: list[list[float]] = [[] for _ in groups]
-    for role, members in by_role.items():
-        given = _estimate(estimator_for(config, role), [groups[i] for i in members])
-        for index, of_group in zip(members, given, strict=True):
-            advantages[index] = of_group
-    return advantages
+    by_role: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        by_role.setdefault(group.rollouts[0].role, []).append(group)
+    for role, of_role in by_role.items():
+        advantage_fn = estimator_for(config, role)
+        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
+        if _sees_batch(advantage_fn):
+            given = list(advantage_fn(rewards))
+        else:
+            given = [advantage_fn(rewards_G) for rewards_G in rewards]
+        _check_advantages(given, of_role, advantage_fn)
+        for group, advantages_G in zip(of_role, given, strict=True):
+            group.advantages = advantages_G.tolist()
 
 
-def _estimate(advantage_fn: Callable, groups: list[RolloutGroup]) -> list[list[float]]:
-    rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
-    if _sees_batch(advantage_fn):
-        given = list(advantage_fn(rewards))
-    else:
-        given = [advantage_fn(rewards_G) for rewards_G in rewards]
+def _check_advantages(given: list, groups: list[RolloutGroup], advantage_fn: Callable) -> None:
     called = f"algorithm.advantage_fn={getattr(advantage_fn, '__name__', repr(advantage_fn))}"
     if len(given) != len(groups):
         raise ValueError(
@@ -131,14 +130,11 @@ def _estimate(advantage_fn: Callable, groups: list[RolloutGroup]) -> list[list[f
         )
     for advantages_G, group in zip(given, groups, strict=True):
         is_tensor = isinstance(advantages_G, torch.Tensor)
-        right_shape = is_tensor and advantages_G.shape == (len(group.rollouts),)
-        if not right_shape or not torch.isfinite(advantages_G).all():
-            shown = advantages_G.tolist() if is_tensor else advantages_G
+        if not is_tensor or advantages_G.shape != (len(group.rollouts),) or not torch.isfinite(advantages_G).all():
             raise ValueError(
-                f"{called}: gave {shown} for rewards {group.rewards} of group {group.id}; "
-                "return a tensor of one finite number per rollout"
+                f"{called}: gave {advantages_G.tolist() if is_tensor else advantages_G} for rewards {group.rewards} of "
+                f"group {group.id}; return a tensor of one finite number per rollout"
             )
-    return [advantages_G.tolist() for advantages_G in given]
 
 
 def _sees_batch(advantage_fn: Callable) -> bool:

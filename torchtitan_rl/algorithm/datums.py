@@ -1,50 +1,52 @@
-"""From judged rollouts, or demonstrations, to what the trainer reads."""
+"""From judged rollouts to what the trainer reads."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
-from torchtitan_rl.algorithm.advantages import batch_advantages
-from torchtitan_rl.algorithm.gae import gae
-from torchtitan_rl.algorithm.precomputed import computed_for, precomputed_advantages
+from torchtitan_rl.algorithm.advantages import estimate_advantages
+from torchtitan_rl.algorithm.precomputed import use_precomputed
+from torchtitan_rl.algorithm.soft_targets import with_soft_targets
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
 
-__all__ = ["to_datums", "demonstration_datums", "with_inputs", "minibatches", "with_gae"]
+__all__ = ["to_datums", "with_inputs", "without_inputs", "minibatches"]
 
 
-def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig, *, oldest_version: int = 0) -> list[Datum]:
+def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum]:
     """One datum per run of turns that extend each other, in order, weighed by `config.reduction`.
 
-    Fills `group.advantages` on the way: with those the turns carry, unless they were computed for a policy version
-    before `oldest_version` or do not hold up (algorithm/precomputed.py), else with the estimator's.
-    Raises ValueError for a reward that is not finite, or when the estimator gives anything but one finite advantage per
-    rollout.
+    Fills `group.advantages` on the way: with those the turns carry if they hold up (algorithm/precomputed.py), else
+    with the estimator's. Raises ValueError for a reward that is not finite, or when the estimator gives anything but
+    one finite advantage per rollout.
     """
-    parts, origins, num_rollouts = [], [], 0
-    for index, (group, given) in enumerate(zip(groups, _weigh(groups, config, oldest_version), strict=True)):
-        for rollout, advantages in zip(group.rollouts, given, strict=True):
-            for part in _sequences(rollout, advantages, oldest_version):
-                parts.append(part)
-                origins.append((index, num_rollouts))
-            num_rollouts += 1
-    weights = config.reduction([inputs["loss_mask"] for _, _, inputs, _ in parts], [group for group, _ in origins])
-    return [
-        Datum(
-            tokens=tokens,
-            target_tokens=targets,
-            loss_inputs={**inputs, "weights": weight},
-            group=group,
-            rollout=rollout,
-            soft_targets=soft,
-        )
-        for (tokens, targets, inputs, soft), weight, (group, rollout) in zip(parts, weights, origins, strict=True)
+    carried: dict[int, list] = {}
+    turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
+    if config.precomputed_advantages == "require" or any(turn.advantages is not None for turn in turns):
+        carried = use_precomputed(groups, config)
+    _check_rewards(groups)
+    estimate_advantages([group for group in groups if group.rollouts and not group.precomputed], config)
+    sequences: list[_Sequence] = []
+    rollouts = [(index, group, i) for index, group in enumerate(groups) for i in range(len(group.rollouts))]
+    for number, (index, group, i) in enumerate(rollouts):
+        advantages = carried[index][i] if index in carried else group.advantages[i]
+        for sequence in _sequences(group.rollouts[i], advantages):
+            sequence.name, sequence.group, sequence.rollout = group.rollouts[i].id, index, number
+            sequences.append(sequence)
+    columns = [sequence.columns() for sequence in sequences]
+    weights = config.reduction([inputs["loss_mask"] for inputs in columns], [s.group for s in sequences])
+    data = [
+        sequence.datum({**inputs, "weights": weight})
+        for sequence, inputs, weight in zip(sequences, columns, weights, strict=True)
     ]
+    if any(turn.soft_targets is not None for turn in turns):
+        data = with_soft_targets(data, [(sequence.name, sequence.turns) for sequence in sequences])
+    return data
 
 
 def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]:
@@ -57,155 +59,105 @@ def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]
     ]
 
 
+def without_inputs(data: list[Datum], *names: str) -> list[Datum]:
+    """New datums without these loss inputs, where they have them."""
+    return [
+        dataclasses.replace(datum, loss_inputs={n: x for n, x in datum.loss_inputs.items() if n not in names})
+        for datum in data
+    ]
+
+
 def minibatches(data: list[Datum], tasks_per_minibatch: int, reduction: Callable) -> list[list[Datum]]:
     """Cuts a batch into minibatches of whole groups, each weighed as the mean it is of its own tokens.
 
-    The last one holds what is left over. `tasks_per_minibatch=0` keeps the batch whole.
+    The last one holds what is left over. `tasks_per_minibatch=0` keeps the batch whole, as `to_datums` has weighed it.
     """
-    groups = sorted({datum.group for datum in data})
-    size = tasks_per_minibatch or len(groups)
-    parts = []
-    for start in range(0, len(groups), size):
-        chosen = set(groups[start : start + size])
+    if not tasks_per_minibatch:
+        return [data]
+    groups, parts = sorted({datum.group for datum in data}), []
+    for start in range(0, len(groups), tasks_per_minibatch):
+        chosen = set(groups[start : start + tasks_per_minibatch])
         part = [datum for datum in data if datum.group in chosen]
-        parts.append(
-            with_inputs(part, weights=reduction([d.loss_inputs["loss_mask"] for d in part], [d.group for d in part]))
-        )
+        weights = reduction([d.loss_inputs["loss_mask"] for d in part], [d.group for d in part])
+        parts.append(with_inputs(part, weights=weights))
     return parts
 
 
-def with_gae(
-    data: list[Datum],
-    rewards: list[float],
-    values: list[torch.Tensor],
-    config: AlgorithmConfig,
-    *,
-    keep_groups: Collection[int] = (),
-) -> list[Datum]:
-    """Advantages, returns and values by GAE, for a critic's values per datum and, per datum, its rollout's reward.
-
-    The datums of a rollout are one episode, in order: the reward falls once, on the last trained token of the last of
-    them, and the value after a datum's last trained token is that of the next datum's first.
-    The datums of `keep_groups` keep their advantages, which were precomputed; the critic learns from them all.
-    """
-    episodes: dict[int, list[int]] = {}
-    for index, datum in enumerate(data):
-        episodes.setdefault(datum.rollout, []).append(index)
-    pairs: list[Any] = [None] * len(data)
-    for members in episodes.values():
-        of_episode = gae(
-            torch.cat([values[i] for i in members]),
-            torch.cat([data[i].loss_inputs["loss_mask"] for i in members]),
-            rewards[members[-1]],
-            gamma=config.gae_gamma,
-            lam=config.gae_lambda,
-        )
-        split = zip(*(column.split([len(data[i]) for i in members]) for column in of_episode), strict=True)
-        for index, pair in zip(members, split, strict=True):
-            pairs[index] = pair
-    advantages = [
-        datum.loss_inputs["advantages"] if datum.group in keep_groups else advantages_T
-        for datum, (advantages_T, _) in zip(data, pairs, strict=True)
-    ]
-    return with_inputs(data, values=values, advantages=advantages, returns=[returns for _, returns in pairs])
-
-
-def _weigh(groups: list[RolloutGroup], config: AlgorithmConfig, oldest_version: int) -> list[list[list[list[float]]]]:
-    """One advantage per sampled token, `[group][rollout][turn][token]`; fills `advantages` and `precomputed`."""
-    given = [precomputed_advantages(group, config, oldest_version=oldest_version) for group in groups]
-    for group, own in zip(groups, given, strict=True):
-        group.precomputed, group.advantages = own is not None, []
-        _check_rewards(group)
-    # An estimator has no word on groups that bring their own, nor on empty ones.
-    estimated = [group for group in groups if group.rollouts and not group.precomputed]
-    for group, advantages in zip(estimated, batch_advantages(estimated, config), strict=True):
-        group.advantages = advantages
-    for index, group in enumerate(groups):
-        if group.precomputed:
-            group.advantages = [_mean([number for turn in turns for number in turn]) for turns in given[index]]
-        else:
-            given[index] = [
-                [[advantage] * len(turn.completion.tokens) for turn in rollout.turns]
-                for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
-            ]
-    return given
-
-
-def _check_rewards(group: RolloutGroup) -> None:
+def _check_rewards(groups: list[RolloutGroup]) -> None:
     """Some estimators turn even an infinite reward into a finite advantage."""
-    for rollout in group.rollouts:
-        unneeded = rollout.reward is None and group.precomputed
-        if not unneeded and (rollout.reward is None or not math.isfinite(rollout.reward)):
-            raise ValueError(
-                f"reward={rollout.reward}: of rollout {rollout.id} is not a finite number; "
-                "judge every rollout, or group them with algorithm.grouping.form_groups"
-            )
+    for group in groups:
+        for rollout in group.rollouts:
+            unneeded = rollout.reward is None and group.precomputed
+            if not unneeded and (rollout.reward is None or not math.isfinite(rollout.reward)):
+                raise ValueError(
+                    f"reward={rollout.reward}: of rollout {rollout.id} is not a finite number; "
+                    "judge every rollout, or group them with algorithm.grouping.form_groups"
+                )
 
 
-def _mean(numbers: list[float]) -> float:
-    return math.fsum(numbers) / max(1, len(numbers))
+@dataclass(slots=True)
+class _Sequence:
+    """Turns of a rollout that extend each other, token by token; all lists but `turns` have one entry per token."""
 
+    name: str = ""
+    """The rollout's id."""
+    group: int = 0
+    rollout: int = 0
+    """Which group and which rollout of the batch."""
+    tokens: list[int] = field(default_factory=list)
+    mask: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    turns: list[tuple[int, Turn]] = field(default_factory=list)
+    """Each with the position of its first sampled token."""
 
-def _sequences(rollout: Rollout, advantages: list[list[float]], oldest_version: int):
-    """(tokens, targets, loss inputs, soft targets) of each run of turns that extend each other; `advantages` are per
-    turn and token.
-
-    A turn whose prompt begins with all tokens so far continues the sequence: what lies between, an observation, is read
-    but not trained on. Any other turn begins a new one. Tokens are those that were sampled, never text encoded again.
-    """
-    tokens, mask, sampling, weighed, soft = [], [], [], [], []
-    for turn, advantages_of_turn in zip(rollout.turns, advantages, strict=True):
-        _check_turn(rollout, turn)
-        if tokens and turn.prompt_tokens[: len(tokens)] != tokens:
-            yield _part(tokens, mask, sampling, weighed, soft)
-            tokens, mask, sampling, weighed, soft = [], [], [], [], []
-        unseen, logprobs = turn.prompt_tokens[len(tokens) :], turn.completion.logprobs
+    def extend(self, turn: Turn, advantages: list[float], *, masked: bool) -> None:
+        """Adds a turn's unseen prompt, an observation that is read and not trained on, and its completion."""
+        unseen, logprobs = turn.prompt_tokens[len(self.tokens) :], turn.completion.logprobs
         before = [0.0] * len(unseen)
-        tokens += unseen + turn.completion.tokens
+        self.tokens += unseen + turn.completion.tokens
+        self.turns.append((len(self.tokens) - len(logprobs), turn))
         # A token sampled with log-probability -inf does not train.
-        mask += before + [float(math.isfinite(x) and not rollout.masked) for x in logprobs]
-        sampling += before + [x if math.isfinite(x) else 0.0 for x in logprobs]
-        weighed += before + advantages_of_turn
-        if turn.soft_targets is not None and computed_for(turn) >= oldest_version:
-            soft.append((len(tokens) - len(logprobs), *turn.soft_targets))
-    if tokens:
-        yield _part(tokens, mask, sampling, weighed, soft)
+        self.mask += before + [float(math.isfinite(x) and not masked) for x in logprobs]
+        self.logprobs += before + [x if math.isfinite(x) else 0.0 for x in logprobs]
+        self.advantages += before + advantages
 
-
-def _part(
-    tokens: list[int],
-    mask: list[float],
-    sampling: list[float],
-    weighed: list[float],
-    soft: list[tuple[int, torch.Tensor, torch.Tensor]],
-):
-    """The token before is what predicts a token, so what is said of the first is left out."""
-    sequence, mask_T = torch.tensor(tokens), torch.tensor(mask[1:])
-    return (
-        sequence[:-1],
-        sequence[1:],
-        {
+    def columns(self) -> dict[str, torch.Tensor]:
+        """Loss inputs, each (T,). The token before predicts a token, so nothing is said of the first."""
+        mask_T = torch.tensor(self.mask[1:])
+        return {
             "loss_mask": mask_T,
-            "advantages": mask_T * torch.tensor(weighed[1:]),
-            "sampling_logprobs": torch.tensor(sampling[1:]),
-        },
-        _soft_targets(soft, len(tokens)),
-    )
+            "advantages": mask_T * torch.tensor(self.advantages[1:]),
+            "sampling_logprobs": torch.tensor(self.logprobs[1:]),
+        }
+
+    def datum(self, loss_inputs: dict[str, torch.Tensor]) -> Datum:
+        tokens = torch.tensor(self.tokens)
+        return Datum(
+            tokens=tokens[:-1],
+            target_tokens=tokens[1:],
+            loss_inputs=loss_inputs,
+            group=self.group,
+            rollout=self.rollout,
+        )
 
 
-def _soft_targets(
-    soft: list[tuple[int, torch.Tensor, torch.Tensor]], length: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Tokens and weights (T, K) of (first position, tokens, weights) of turns; weight 0 where there are none, or
-    fewer."""
-    if not soft:
-        return None
-    width = max(tokens.shape[1] for _, tokens, _ in soft)
-    tokens_TK, weights_TK = torch.zeros(length, width, dtype=torch.long), torch.zeros(length, width)
-    for start, tokens, weights in soft:
-        place = slice(start, start + len(tokens)), slice(0, tokens.shape[1])
-        tokens_TK[place], weights_TK[place] = tokens, weights
-    return tokens_TK[1:], weights_TK[1:]
+def _sequences(rollout: Rollout, advantages: float | list[list[float]]) -> Iterator[_Sequence]:
+    """A rollout's sequences; `advantages` is one number, or one for each turn and token.
+
+    A turn whose prompt begins with all tokens so far continues the sequence; any other turn begins a new one. Tokens
+    are those that were sampled, never text encoded again.
+    """
+    sequence = _Sequence()
+    for index, turn in enumerate(rollout.turns):
+        _check_turn(rollout, turn)
+        if sequence.tokens and turn.prompt_tokens[: len(sequence.tokens)] != sequence.tokens:
+            yield sequence
+            sequence = _Sequence()
+        of_turn = advantages[index] if isinstance(advantages, list) else [advantages] * len(turn.completion.tokens)
+        sequence.extend(turn, of_turn, masked=rollout.masked)
+    if sequence.tokens:
+        yield sequence
 
 
 def _check_turn(rollout: Rollout, turn: Turn) -> None:
@@ -217,17 +169,6 @@ def _check_turn(rollout: Rollout, turn: Turn) -> None:
             f"completion.logprobs: {len(logprobs)} for {len(turn.completion.tokens)} sampled tokens in a turn of "
             f"rollout {rollout.id}; give one log-probability per token"
         )
-    for part in turn.soft_targets or ():
-        if part.shape != turn.soft_targets[0].shape or len(part) != len(logprobs):
-            raise ValueError(
-                f"turn.soft_targets: of shapes {[tuple(p.shape) for p in turn.soft_targets]}, rollout "
-                f"{rollout.id} sampled {len(logprobs)} tokens; give tokens (n, K) and weights (n, K)"
-            )
-        if not torch.isfinite(part).all():
-            raise ValueError(
-                f"turn.soft_targets: of rollout {rollout.id} are not all finite; the teacher's weights or "
-                "numerics are broken"
-            )
     if turn.completion.filtered:
         raise ValueError(
             f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
@@ -238,18 +179,3 @@ def _check_turn(rollout: Rollout, turn: Turn) -> None:
             f"rollout={rollout.id}: token {[math.isnan(x) for x in logprobs].index(True)} was sampled with "
             "log-probability NaN; the generator's weights or numerics are broken, look at optim/grad_norm before it"
         )
-
-
-def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: AlgorithmConfig) -> list[Datum]:
-    """Supervised data from (prompt tokens, completion tokens): only the completion is learned."""
-    sequences, masks = [], []
-    for prompt, completion in pairs:
-        sequences.append(torch.tensor(prompt + completion))
-        mask_T = torch.zeros(len(prompt) + len(completion) - 1)
-        mask_T[len(prompt) - 1 :] = 1.0
-        masks.append(mask_T)
-    weights = config.reduction(masks, list(range(len(masks))))
-    return [
-        Datum(tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={"loss_mask": mask, "weights": weight})
-        for sequence, mask, weight in zip(sequences, masks, weights, strict=True)
-    ]

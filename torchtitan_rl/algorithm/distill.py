@@ -8,18 +8,19 @@ Models", arXiv:2306.13649).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from torchtitan_rl.algorithm.datums import with_inputs
 from torchtitan_rl.algorithm.losses import LOG_RATIO_LIMIT
+from torchtitan_rl.algorithm.soft_targets import with_soft_columns
 from torchtitan_rl.config.algorithm import DistillConfig
 from torchtitan_rl.types import Datum, ForwardBackwardOutput
 
-__all__ = ["token_advantages", "teacher_request", "with_teacher", "with_distillation", "without_distillation"]
+__all__ = ["token_advantages", "teacher_request", "with_teacher"]
 
 
 def token_advantages(
@@ -55,57 +56,18 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
     Advantages from it have their mean over the batch's trained tokens taken off.
     """
     if config.divergence == "full":
-        return [
-            dataclasses.replace(datum, teacher_hidden=hidden) for datum, hidden in zip(data, output.hidden, strict=True)
-        ]
+        return with_inputs(data, teacher_hidden=output.hidden)
     if config.divergence == "top_k":
-        return [
-            dataclasses.replace(datum, soft_targets=(tokens, config.coef * logprobs.exp()))
-            for datum, tokens, logprobs in zip(data, output.top_tokens, output.top_logprobs, strict=True)
-        ]
+        shares = [config.coef * logprobs.exp() for logprobs in output.top_logprobs]
+        return with_soft_columns(data, list(zip(output.top_tokens, shares, strict=True)))
     earned = [_earned(datum, config) for datum in data]
     # A baseline: far from the teacher all are negative, and pushing down what was sampled raises what was not.
     baseline = sum(map(math.fsum, earned)) / max(1, sum(map(len, earned)))
-    return [
-        _with_advantages(datum, [own - baseline for own in numbers], config.rewards)
+    advantages = [
+        _advantages(datum, [own - baseline for own in numbers], config.rewards)
         for datum, numbers in zip(data, earned, strict=True)
     ]
-
-
-def with_distillation(data: list[Datum]) -> list[Datum]:
-    """Datums with `soft_targets` or `teacher_hidden` as the trainer reads them; the others are the same ones.
-
-    Soft targets become targets (T, 1 + K), the sampled token first, and `soft_weights` (T, K), 0 in datums that have
-    none.
-    """
-    widths = {datum.soft_targets[0].shape[1] for datum in data if datum.soft_targets is not None}
-    if widths:
-        data = [_softened(datum, max(widths)) for datum in data]
-    return [
-        datum
-        if datum.teacher_hidden is None
-        else dataclasses.replace(_with_inputs(datum, teacher_hidden=datum.teacher_hidden), teacher_hidden=None)
-        for datum in data
-    ]
-
-
-def without_distillation(data: list[Datum]) -> list[Datum]:
-    """The same data for a role that does not learn from a teacher."""
-    return [dataclasses.replace(datum, soft_targets=None, teacher_hidden=None) for datum in data]
-
-
-def _softened(datum: Datum, width: int) -> Datum:
-    tokens_TK = datum.tokens.new_zeros((len(datum), width))
-    weights_TK = torch.zeros((len(datum), width))
-    if datum.soft_targets is not None:
-        tokens, shares = datum.soft_targets
-        tokens_TK[:, : tokens.shape[1]] = tokens
-        weights_TK[:, : tokens.shape[1]] = datum.loss_inputs["weights"][:, None] * shares
-    return dataclasses.replace(
-        _with_inputs(datum, soft_weights=weights_TK),
-        soft_targets=None,
-        target_tokens=torch.cat([datum.target_tokens[:, None], tokens_TK], 1),
-    )
+    return with_inputs(data, advantages=advantages)
 
 
 def _earned(datum: Datum, config: DistillConfig) -> list[float]:
@@ -115,11 +77,7 @@ def _earned(datum: Datum, config: DistillConfig) -> list[float]:
     return token_advantages(student, teacher, coef=config.coef, discount=config.discount)
 
 
-def _with_advantages(datum: Datum, of_trained: list[float], add: bool) -> Datum:
+def _advantages(datum: Datum, of_trained: list[float], add: bool) -> torch.Tensor:
     advantages_T = datum.loss_inputs["advantages"].clone() if add else torch.zeros(len(datum))
     advantages_T[datum.loss_inputs["loss_mask"] > 0] += torch.tensor(of_trained)
-    return _with_inputs(datum, advantages=advantages_T)
-
-
-def _with_inputs(datum: Datum, **inputs: torch.Tensor) -> Datum:
-    return dataclasses.replace(datum, loss_inputs={**datum.loss_inputs, **inputs})
+    return advantages_T

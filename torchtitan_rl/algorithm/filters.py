@@ -17,12 +17,7 @@ __all__ = ["filtered", "overlong_penalty"]
 
 
 def filtered(
-    groups: list[RolloutGroup],
-    config: AlgorithmConfig,
-    *,
-    max_tokens: int,
-    oldest_version: int = 0,
-    counts: Counter | None = None,
+    groups: list[RolloutGroup], config: AlgorithmConfig, *, max_tokens: int, counts: Counter | None = None
 ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """(groups to train on, groups left out), in order, by `config.filters`; lowers rewards and masks rollouts in place.
 
@@ -55,7 +50,7 @@ def filtered(
         if all(rollout.masked for rollout in group.rollouts):
             counts["filter/overlong_groups"] += 1
             left_out.append(group)
-        elif filters.zero_variance and all_equal(group.rewards) and not _weighs_itself(group, config, oldest_version):
+        elif filters.zero_variance and all_equal(group.rewards) and not _weighs_itself(group, config):
             counts["filter/zero_variance_groups"] += 1
             left_out.append(group)
         else:
@@ -85,7 +80,7 @@ def _longest(rollout: Rollout) -> int:
     return max(len(turn.completion.tokens) for turn in rollout.turns)
 
 
-def _weighs_itself(group: RolloutGroup, config: AlgorithmConfig, oldest_version: int) -> bool:
+def _weighs_itself(group: RolloutGroup, config: AlgorithmConfig) -> bool:
     if config.precomputed_advantages == "ignore":
         return False
-    return scan(group, oldest_version=oldest_version).verdict is Verdict.ALL
+    return scan(group).verdict is Verdict.ALL

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 
-__all__ = ["gae"]
+from torchtitan_rl.algorithm.datums import with_inputs
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.types import Datum
+
+__all__ = ["gae", "with_gae"]
 
 
 def gae(
@@ -25,3 +32,39 @@ def gae(
         next_value, step_reward = values[t], 0.0
     returns_T = torch.where(mask_T > 0, advantages_T + values_T.double(), 0.0)
     return advantages_T.float(), returns_T.float()
+
+
+def with_gae(
+    data: list[Datum],
+    rewards: list[float],
+    values: list[torch.Tensor],
+    config: AlgorithmConfig,
+    *,
+    keep_groups: Collection[int] = (),
+) -> list[Datum]:
+    """Advantages, returns and values by GAE, for a critic's values per datum and, per datum, its rollout's reward.
+
+    The datums of a rollout are one episode, in order: the reward falls once, on the last trained token of the last of
+    them, and the value after a datum's last trained token is that of the next datum's first.
+    The datums of `keep_groups` keep their advantages, which were precomputed; the critic learns from them all.
+    """
+    episodes: dict[int, list[int]] = {}
+    for index, datum in enumerate(data):
+        episodes.setdefault(datum.rollout, []).append(index)
+    pairs: list[Any] = [None] * len(data)
+    for members in episodes.values():
+        of_episode = gae(
+            torch.cat([values[i] for i in members]),
+            torch.cat([data[i].loss_inputs["loss_mask"] for i in members]),
+            rewards[members[-1]],
+            gamma=config.gae_gamma,
+            lam=config.gae_lambda,
+        )
+        split = zip(*(column.split([len(data[i]) for i in members]) for column in of_episode), strict=True)
+        for index, pair in zip(members, split, strict=True):
+            pairs[index] = pair
+    advantages = [
+        datum.loss_inputs["advantages"] if datum.group in keep_groups else advantages_T
+        for datum, (advantages_T, _) in zip(data, pairs, strict=True)
+    ]
+    return with_inputs(data, values=values, advantages=advantages, returns=[returns for _, returns in pairs])

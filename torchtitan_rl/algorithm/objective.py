@@ -9,29 +9,35 @@ Every part is linear in `weights`, so the whole is a token sum like any loss.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Collection
 from functools import partial
 
 import torch
 
 from torchtitan_rl.algorithm.datums import with_inputs
+from torchtitan_rl.algorithm.distill_objective import distilled, nothing, sampled_logprobs
 from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
-from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, masked_sum, reverse_kl
+from torchtitan_rl.algorithm.losses import masked_difference, masked_sum
+from torchtitan_rl.algorithm.mismatch import kl_sum
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
 __all__ = ["policy_objective", "with_kept_weights", "with_kl_reward"]
 
 
-def policy_objective(config: AlgorithmConfig) -> LossFunction:
-    """`config.loss_fn`, its `loss_config` and what else is configured, as one loss that takes `LossInputs` alone."""
+def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> LossFunction:
+    """`config.loss_fn`, its `loss_config` and what else is configured, as one loss that takes `LossInputs` alone.
+
+    `columns` names the loss inputs of the data, which may bring soft targets or a teacher's log-probabilities that no
+    setting announces.
+    """
     objective: LossFunction = partial(config.loss_fn, **config.loss_config)
     if config.correction_fn is not None:
         correction = partial(config.correction_fn, **config.correction_config)
         objective = partial(_corrected, loss_fn=objective, correction_fn=correction)
     distill = config.distill
     if distill is not None and distill.divergence != "tokens" and not distill.rewards:
-        objective = _nothing
+        objective = nothing
     kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     if kl_coef or config.entropy_coef:
         objective = partial(
@@ -41,8 +47,9 @@ def policy_objective(config: AlgorithmConfig) -> LossFunction:
             kl_estimator=config.kl_estimator,
             entropy_coef=config.entropy_coef,
         )
-    full_coef = distill.coef if distill is not None and distill.divergence == "full" else 0.0
-    return partial(_distilled, loss_fn=objective, full_coef=full_coef)
+    if distill is not None or {"soft_weights", "teacher_logprobs"} & set(columns):
+        objective = partial(distilled, loss_fn=objective, distill=distill)
+    return partial(_measured, loss_fn=objective)
 
 
 def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
@@ -106,39 +113,14 @@ def _regularized(
     return loss, metrics
 
 
-def _nothing(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return inputs.policy_logprobs.new_zeros(()), {}
-
-
-def _distilled(
-    inputs: LossInputs, *, loss_fn: Callable, full_coef: float
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Data with `soft_weights` have targets (T, 1 + K): the sampled token, which is `loss_fn`'s, and the soft ones."""
-    soft = None
-    if "soft_weights" in inputs.tensors:
-        soft = dataclasses.replace(
-            inputs,
-            policy_logprobs=inputs.policy_logprobs[:, 1:],
-            tensors={**inputs.tensors, "weights": inputs.soft_weights},
-        )
-        inputs = dataclasses.replace(inputs, policy_logprobs=inputs.policy_logprobs[:, 0])
+def _measured(inputs: LossInputs, *, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss, with metric sums of the advantages it weighs and of the distance to the reference."""
     loss, metrics = loss_fn(inputs)
-    if "teacher_logprobs" in inputs.tensors:  # k1 of the reverse KL, from what the policy sampled
-        away_T = masked_difference(inputs, inputs.policy_logprobs.detach(), inputs.teacher_logprobs)
-        metrics = {**metrics, "distill/kl": away_T.sum()}
-    if soft is not None:
-        loss, metrics = loss + cross_entropy(soft)[0], {**metrics, **_soft_metrics(soft)}
-    if full_coef:
-        divergence, divergence_metrics = reverse_kl(inputs)
-        loss, metrics = loss + full_coef * divergence, {**metrics, **divergence_metrics}
-    return loss, metrics
-
-
-def _soft_metrics(soft: LossInputs) -> dict[str, torch.Tensor]:
-    """Sums over tokens: of KL(soft targets, policy), weights taken for shares of 1, and of those that have targets."""
     with torch.no_grad():
-        total_T1 = soft.weights.sum(1, keepdim=True)
-        shares_TK = torch.where(total_T1 > 0, soft.weights / total_T1, 0.0)
-        cross_TK = torch.where(shares_TK > 0, shares_TK * soft.policy_logprobs, 0.0)
-        divergence = (torch.special.xlogy(shares_TK, shares_TK) - cross_TK).sum()
-        return {"distill/kl": divergence, "distill/target_frac": (total_T1 > 0).sum()}
+        mask_T, sums = inputs.loss_mask > 0, {}
+        if "advantages" in inputs.tensors:
+            sums["advantage/mean"] = inputs.advantages[mask_T].sum()
+            sums["advantage/abs_max"] = torch.where(mask_T, inputs.advantages.abs(), 0.0).max()
+        if "reference_logprobs" in inputs.tensors:  # of tokens sampled from (nearly) the policy
+            sums["policy/reference_kl"] = kl_sum(sampled_logprobs(inputs), inputs.reference_logprobs, mask_T)
+    return loss, {**sums, **metrics}

@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.algorithm import AlgorithmConfig
-    from torchtitan_rl.types import RolloutGroup, Turn
+    from torchtitan_rl.types import Rollout, RolloutGroup, Turn
 
-__all__ = ["Verdict", "Scan", "scan", "computed_for", "precomputed_advantages", "turn_advantages"]
+__all__ = [
+    "Verdict",
+    "Scan",
+    "scan",
+    "computed_for",
+    "drop_stale",
+    "use_precomputed",
+    "precomputed_advantages",
+    "turn_advantages",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +35,7 @@ class Verdict(enum.Enum):
     """What the turns of one group carry. When several would do, the last of the list below says it."""
 
     NONE = "no turn carries advantages"
-    ALL = "every turn carries fresh, finite advantages of the right length"
+    ALL = "every turn carries finite advantages of the right length"
     MIXED = "some turns carry advantages and others do not"
     NOT_FINITE = "an advantage is NaN or infinite"
     BAD_LENGTH = "there are neither one nor as many advantages as sampled tokens"
@@ -40,11 +49,9 @@ class Scan:
     verdict: Verdict
     num_turns: int = 0
     num_with: int = 0
-    """That carry advantages which are fresh, whatever else is wrong with them."""
+    """That carry advantages, whatever is wrong with them."""
     num_bad_length: int = 0
     num_not_finite: int = 0
-    num_stale: int = 0
-    """That carry advantages computed for an older policy version: they count as carrying none."""
     first: str = ""
     """The first turn that is to blame, and why."""
 
@@ -53,15 +60,14 @@ class Scan:
             "carry advantages": self.num_with,
             "have a wrong length": self.num_bad_length,
             "are not finite": self.num_not_finite,
-            "are of an older policy version": self.num_stale,
         }
         found = ", ".join(f"{count} {what}" for what, count in counts.items() if count or what == "carry advantages")
         first = f"; the first is {self.first}" if self.first else ""
         return f"{self.verdict.name}: of {self.num_turns} turns {found}{first}"
 
 
-def scan(group: RolloutGroup, *, oldest_version: int = 0) -> Scan:
-    """Looks at the advantages of every turn; those computed for a version before `oldest_version` are stale.
+def scan(group: RolloutGroup) -> Scan:
+    """Looks at the advantages of every turn.
 
     Raises ValueError when a turn carries something that is not numbers.
     """
@@ -69,10 +75,9 @@ def scan(group: RolloutGroup, *, oldest_version: int = 0) -> Scan:
     for rollout in group.rollouts:
         for index, turn in enumerate(rollout.turns):
             result.num_turns += 1
-            kind, why = _kind(turn, f"turn {index} of rollout {rollout.id}", oldest_version)
+            kind, why = _kind(turn, f"turn {index} of rollout {rollout.id}")
             blame.setdefault(kind, f"turn {index} of rollout {rollout.id}: {why}")
-            result.num_with += kind not in ("missing", "stale")
-            result.num_stale += kind == "stale"
+            result.num_with += kind != "missing"
             result.num_bad_length += kind == "bad length"
             result.num_not_finite += kind == "not finite"
     if not result.num_turns:
@@ -85,16 +90,52 @@ def scan(group: RolloutGroup, *, oldest_version: int = 0) -> Scan:
     elif result.num_with == result.num_turns:
         result.verdict, order = Verdict.ALL, ()
     elif result.num_with:
-        result.verdict, order = Verdict.MIXED, ("stale", "missing")
+        result.verdict, order = Verdict.MIXED, ("missing",)
     else:
-        result.verdict, order = Verdict.NONE, ("stale", "missing")
+        result.verdict, order = Verdict.NONE, ("missing",)
     result.first = next((blame[kind] for kind in order if kind in blame), "")
     return result
 
 
-def precomputed_advantages(
-    group: RolloutGroup, config: AlgorithmConfig, *, oldest_version: int = 0
-) -> list[list[list[float]]] | None:
+def drop_stale(rollouts: list[Rollout], policy_version: int) -> None:
+    """Takes away what turns carry if it was computed for an older policy version than the one that samples now.
+
+    A turn reused from an earlier batch brings advantages and soft targets that compared another policy.
+    """
+    stale = []
+    for rollout in rollouts:
+        for index, turn in enumerate(rollout.turns):
+            carries = turn.advantages is not None or turn.soft_targets is not None
+            if carries and (version := computed_for(turn)) < policy_version:
+                stale.append(f"turn {index} of rollout {rollout.id}, of version {version}")
+                turn.advantages = turn.soft_targets = None
+    if stale:
+        logger.warning(
+            "advantages of %d turns were computed for an older policy version than %d and do not count; "
+            "the first is %s",
+            len(stale),
+            policy_version,
+            stale[0],
+        )
+
+
+def use_precomputed(groups: list[RolloutGroup], config: AlgorithmConfig) -> dict[int, list[list[list[float]]]]:
+    """The advantages of the groups that bring their own, by the group's index: `[rollout][turn][token]`.
+
+    Fills `precomputed` of every group, and `advantages` of those, each the mean over a rollout's tokens.
+    """
+    given = {}
+    for index, group in enumerate(groups):
+        own = precomputed_advantages(group, config)
+        group.precomputed = own is not None
+        if own is not None:
+            numbers = [[number for turn in turns for number in turn] for turns in own]
+            group.advantages = [math.fsum(of_rollout) / max(1, len(of_rollout)) for of_rollout in numbers]
+            given[index] = own
+    return given
+
+
+def precomputed_advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[list[list[float]]] | None:
     """The group's own advantages, one per sampled token: `[rollout][turn][token]`. None: an estimator is to weigh it.
 
     `config.precomputed_advantages` is `"auto"` (use them if they hold up, else warn), `"require"` (raise ValueError
@@ -102,7 +143,7 @@ def precomputed_advantages(
     """
     if config.precomputed_advantages == "ignore":
         return None
-    found = scan(group, oldest_version=oldest_version)
+    found = scan(group)
     if found.verdict is Verdict.ALL:
         return [[turn_advantages(turn) for turn in rollout.turns] for rollout in group.rollouts]
     if config.precomputed_advantages == "require":
@@ -112,7 +153,7 @@ def precomputed_advantages(
         )
     if found.verdict is Verdict.EMPTY:
         logger.warning("precomputed advantages of group %s: %s; there is nothing to train on in it", group.id, found)
-    elif found.verdict is not Verdict.NONE or found.num_stale:
+    elif found.verdict is not Verdict.NONE:
         logger.warning(
             "precomputed advantages of group %s: %s; the whole group is weighed by algorithm.advantage_fn instead",
             group.id,
@@ -137,13 +178,10 @@ def turn_advantages(turn: Turn) -> list[float]:
     return [numbers] * count
 
 
-def _kind(turn: Turn, where: str, oldest_version: int) -> tuple[str, str]:
+def _kind(turn: Turn, where: str) -> tuple[str, str]:
     """(what the turn carries, why it is to blame)."""
     if turn.advantages is None:
         return "missing", "carries none"
-    version = computed_for(turn)
-    if version < oldest_version:
-        return "stale", f"its advantages are of policy version {version}, this batch's are of {oldest_version}"
     try:
         numbers = _plain(turn.advantages)
     except (TypeError, ValueError):

@@ -88,12 +88,17 @@ def pack(data: list[Datum]) -> Microbatch:
         tokens_T=torch.cat([d.tokens for d in data]),
         target_tokens_T=torch.cat([d.target_tokens for d in data]),
         lengths=[len(d) for d in data],
-        loss_inputs={name: _sent(torch.cat([d.loss_inputs[name] for d in data])) for name in names},
+        loss_inputs={name: _sent(name, torch.cat([d.loss_inputs[name] for d in data])) for name in names},
     )
 
 
-def _sent(rows: torch.Tensor) -> torch.Tensor:
-    """Numbers as float32; a teacher's bfloat16 states, the one large input, as they are."""
+def _sent(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Numbers as float32; bfloat16 ones, which may be many, as they are. Raises ValueError for token ids."""
+    if rows.dtype == torch.int64:
+        raise ValueError(
+            f"loss input {name!r}: holds token ids, which no loss reads; make targets of them with "
+            "algorithm.soft_targets.appended(data)"
+        )
     return rows if rows.dtype == torch.bfloat16 else rows.float()
 
 
@@ -103,5 +108,5 @@ def filler(like: Datum) -> Microbatch:
         tokens_T=like.tokens[:1],
         target_tokens_T=like.target_tokens[:1],
         lengths=[1],
-        loss_inputs={name: _sent(torch.zeros_like(rows[:1])) for name, rows in like.loss_inputs.items()},
+        loss_inputs={name: _sent(name, torch.zeros_like(rows[:1])) for name, rows in like.loss_inputs.items()},
     )

@@ -55,13 +55,6 @@ class TrainingClient:
         temperature unless given. Raises ValueError for an empty list, a datum longer than the trainer's context, or
         loss inputs or numbers of targets that differ.
         """
-        for index, datum in enumerate(data):
-            if datum.soft_targets is not None or datum.teacher_hidden is not None:
-                raise ValueError(
-                    f"forward_backward.data[{index}]: carries what a teacher said, which would not train; "
-                    "give algorithm.distill.with_distillation(data) and algorithm.objective.policy_objective(config) "
-                    "as the loss"
-                )
         if loss_config:
             loss_fn = partial(loss_fn, **loss_config)
         temperature = self._temperature if temperature is None else temperature

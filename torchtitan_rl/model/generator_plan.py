@@ -10,69 +10,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass
 
-import torch
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.module import Module
-from vllm.distributed import tensor_model_parallel_all_reduce
-from vllm.model_executor.layers.attention import Attention
 
-__all__ = ["generator_spec", "shard_for_rank", "PagedAttention", "RowParallelLinear", "SlicedExperts"]
+from torchtitan_rl.model.generator_layers import PagedAttention, RowParallelLinear, SlicedExperts
 
-
-class PagedAttention(Module):
-    """vLLM's attention (paged KV cache, continuous batching) behind torchtitan's inner-attention interface."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        layer: int
-        n_heads: int
-        n_kv_heads: int
-        head_dim: int
-
-    def __init__(self, config: Config):
-        super().__init__()
-        from vllm.config import get_current_vllm_config
-
-        vllm_config = get_current_vllm_config()
-        self.attention = Attention(
-            config.n_heads,
-            config.head_dim,
-            config.head_dim**-0.5,
-            num_kv_heads=config.n_kv_heads,
-            cache_config=vllm_config.cache_config,
-            quant_config=None,
-            prefix=f"layers.{config.layer}.attention",
-        )
-
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, **kwargs):
-        out = self.attention(q_BLNH[0].flatten(1), k_BLNH[0].flatten(1), v_BLNH[0].flatten(1))
-        return out.view(q_BLNH.shape)
-
-
-class RowParallelLinear(Linear):
-    """A linear layer whose inputs are split over the ranks; their partial outputs are summed."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return tensor_model_parallel_all_reduce(super().forward(input))
-
-
-class SlicedExperts(RoutedExperts):
-    """Experts whose inner features are split over the ranks; their partial outputs are summed once per token."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RoutedExperts.Config):
-        pass
-
-    def forward(self, *args, **kwargs) -> torch.Tensor:
-        return tensor_model_parallel_all_reduce(super().forward(*args, **kwargs))
+__all__ = ["generator_spec"]
 
 
 def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
@@ -137,19 +81,3 @@ def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:
         bias=config.bias,
         param_init=config.param_init,
     )
-
-
-def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """This rank's part of a whole parameter under its canonical name (`...wq.weight`, `...w2.weight`)."""
-    if size == 1:
-        return tensor
-    layer, last = name.rsplit(".", 2)[-2:]
-    if last in ("w1_EFD", "w3_EFD"):
-        return tensor.chunk(size, 1)[rank]
-    if last == "w2_EDF":
-        return tensor.chunk(size, 2)[rank]
-    if layer in ("wq", "wk", "wv", "w1", "w3"):
-        return tensor.chunk(size, 0)[rank]
-    if layer in ("wo", "w2"):
-        return tensor.chunk(size, 1)[rank]
-    return tensor

@@ -1,95 +1,69 @@
 """Log-probabilities and entropy of target tokens straight from hidden states, a chunk of tokens at a time.
 
-The language-model head is replaced (in the model's config, before it is built) by `LogprobHead`: called
-where the head would be, so FSDP and TP treat it as they treat the head, it returns per-token
-log-probabilities instead of logits. At most `chunk_bytes` of float32 logits exist at once (and a second buffer of
+`LogprobHead` replaces the language-model head in the model's config, before the model is built. The decoder calls it
+where it would call the head, so FSDP and TP treat it as they treat the head; it returns per-token log-probabilities
+instead of logits. At most `chunk_bytes` of float32 logits exist at once (and a second buffer of
 that size). Under tensor parallelism each rank holds a slice of the vocabulary and the softmax is vocabulary-parallel:
 two all-reduces, of one and of three numbers per token, instead of a gather of the logits.
 
-Shape letters: T tokens, V rows of the vocabulary that this rank holds, D hidden size (a teacher's may differ), K
-targets or likeliest tokens of a position.
+Shape letters: T tokens, t tokens of a chunk, V rows of the vocabulary that this rank holds, D hidden size, K targets of
+a token (one, unless a distillation asks for several).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.linear import Linear
 
-__all__ = ["LogprobHead", "chunked_kl", "chunked_logprobs", "chunked_top_k"]
+from torchtitan_rl.model.sharding import vocabulary_cut
+
+__all__ = ["LogprobHead", "chunked_gradients", "chunked_logprobs", "scaled_logits", "score_chunk"]
 
 
-def _logits(hidden, weight, temperature):
-    """Scaled logits of a chunk, at least float32: one of the two buffers of that size that a chunk takes."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return (hidden @ weight.T).to(dtype).div_(temperature)
+def scaled_logits(hidden_tD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits of a chunk, at least float32, divided by the temperature: one of the chunk's two buffers of that size."""
+    dtype = torch.promote_types(hidden_tD.dtype, torch.float32)
+    return (hidden_tD @ weight_VD.T).to(dtype).div_(temperature)
 
 
-def _slots(targets_TK, weight, vocab_start):
-    """Each target's row of this shard (any row where it has none), and whether the target is in the shard."""
-    local = targets_TK - vocab_start
-    return local.clamp(0, weight.shape[0] - 1), (local >= 0) & (local < weight.shape[0])
-
-
-def _scores(hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group, top_k=0):
-    """(log-probabilities (T, K), entropies (T,), logarithms of the softmax's denominator (T,), the `top_k` likeliest
-    tokens and their log-probabilities, both (T, top_k))."""
-    chunks = []
-    for start in range(0, len(targets_TK), chunk_tokens):
-        rows = slice(start, start + chunk_tokens)
-        logits = _logits(hidden_TD[rows], weight_VD, temperature)
-        slots, mine = _slots(targets_TK[rows], weight_VD, vocab_start)
-        tokens, best = _top_k(logits, top_k, vocab_start, group)
-        peak = logits.amax(-1)
-        if group is not None:
-            dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-        logits.sub_(peak[:, None])
-        chosen = logits.gather(1, slots) * mine
-        exp = logits.exp()
-        sums = torch.cat([torch.stack([exp.sum(-1), exp.mul_(logits).sum(-1)]), chosen.T])
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        total, weighted, chosen = sums[0], sums[1], sums[2:].T
-        lse = total.log()
-        chunks.append((chosen - lse[:, None], lse - weighted / total, peak + lse, tokens, best - (peak + lse)[:, None]))
-    return tuple(map(torch.cat, zip(*chunks)))
-
-
-def _top_k(logits, top_k, vocab_start, group):
-    """The `top_k` likeliest tokens and their logits in float32, both (t, top_k), best first, of equals the lower id.
-
-    One integer per logit holds both, the logit above the id, so that an order without equals is all there is to find
-    and to send: `top_k` integers per token and rank.
-    """
-    if not top_k:
-        return logits.new_empty(len(logits), 0, dtype=torch.int64), logits.new_empty(len(logits), 0)
-    ids = torch.arange(vocab_start, vocab_start + logits.shape[1], device=logits.device)
-    keys = _sortable((logits.float() + 0.0).view(torch.int32)).long()  # + 0.0: -0.0 equals 0.0
-    best = keys.bitwise_left_shift_(32).add_(_MAX_ID - ids).topk(min(top_k, logits.shape[1])).values
+def score_chunk(
+    logits_tV: torch.Tensor, targets_tK: torch.Tensor, vocab_start: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities (t, K), entropies (t,) and logarithms of the softmax's denominator (t,) of a chunk, whose
+    scaled logits are overwritten."""
+    rows, mine = _rows_of_shard(targets_tK, logits_tV.shape[1], vocab_start)
+    peak = logits_tV.amax(-1)
     if group is not None:
-        best = F.pad(best, (0, top_k - best.shape[1]), value=torch.iinfo(torch.int64).min)
-        gathered = [torch.empty_like(best) for _ in range(group.size())]
-        dist.all_gather(gathered, best, group)
-        best = torch.cat(gathered, 1).topk(top_k).values
-    return _MAX_ID - (best & (2**32 - 1)), _sortable((best >> 32).int()).view(torch.float32)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group)
+    logits_tV.sub_(peak[:, None])
+    chosen = logits_tV.gather(1, rows) * mine
+    exp = logits_tV.exp()
+    sums = torch.cat([torch.stack([exp.sum(-1), exp.mul_(logits_tV).sum(-1)]), chosen.T])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    total, weighted, chosen = sums[0], sums[1], sums[2:].T
+    lse = total.log()
+    return chosen - lse[:, None], lse - weighted / total, peak + lse
 
 
-_MAX_ID = 2**31 - 1
+def _rows_of_shard(targets_tK: torch.Tensor, num_rows: int, vocab_start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target's row of this shard (any row where it has none), and whether the target is in the shard."""
+    local = targets_tK - vocab_start
+    return local.clamp(0, num_rows - 1), (local >= 0) & (local < num_rows)
 
 
-def _sortable(bits_of_floats: torch.Tensor) -> torch.Tensor:
-    """Int32 in the order of the floats that have these bits, and the way back."""
-    return bits_of_floats ^ ((bits_of_floats >> 31) & _MAX_ID)
+def chunked_gradients(ctx, hidden_TD, weight_VD, dtype, grad_logits: Callable[[slice], torch.Tensor]):
+    """Gradients of hidden states and head, chunk by chunk; `grad_logits(rows)` is the gradient of the scaled logits.
 
-
-def _gradients(ctx, hidden_TD, weight_VD, dtype, grad_logits: Callable[[slice], torch.Tensor]):
-    """Gradients of hidden states and head, chunk by chunk; `grad_logits(rows)` is that of the scaled logits."""
+    `ctx` is an autograd function's, whose first two inputs are hidden states and head; it has `chunk_tokens` and
+    `temperature`. Chunks of the head's gradient are summed in `dtype`.
+    """
     # A frozen head (LoRA) wants no gradient: it would cost a third of this pass and the size of the head.
     wants_hidden, wants_weight = ctx.needs_input_grad[:2]
     grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
@@ -117,9 +91,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group):
-        logprobs_TK, entropy_T, lse_T, *_ = _scores(
-            hidden_TD, weight_VD, targets_TK, temperature, chunk_tokens, vocab_start, group
-        )
+        chunks = []
+        for start in range(0, len(targets_TK), chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits_tV = scaled_logits(hidden_TD[rows], weight_VD, temperature)
+            chunks.append(score_chunk(logits_tV, targets_TK[rows], vocab_start, group))
+        logprobs_TK, entropy_T, lse_T = map(torch.cat, zip(*chunks))
         ctx.save_for_backward(hidden_TD, weight_VD, targets_TK, lse_T, entropy_T)
         ctx.temperature, ctx.chunk_tokens, ctx.vocab_start = temperature, chunk_tokens, vocab_start
         ctx.set_materialize_grads(False)  # a loss without an entropy term gives None, known without asking the device
@@ -134,62 +111,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         def grad_logits(rows):
             grad_logprobs = grad_logprobs_TK[rows]
             total = grad_logprobs.sum(-1)
-            grad = _logits(hidden_TD[rows], weight_VD, ctx.temperature).sub_(lse_T[rows, None])
+            grad = scaled_logits(hidden_TD[rows], weight_VD, ctx.temperature).sub_(lse_T[rows, None])
             if grad_entropy_T is None:
                 grad.exp_().mul_(-total[:, None])
             else:
                 p = grad.exp()
                 grad.add_(entropy_T[rows, None]).mul_(-grad_entropy_T[rows, None]).sub_(total[:, None]).mul_(p)
-            slots, mine = _slots(targets_TK[rows], weight_VD, ctx.vocab_start)
+            slots, mine = _rows_of_shard(targets_TK[rows], len(weight_VD), ctx.vocab_start)
             return grad.scatter_add_(1, slots, grad_logprobs * mine)
 
-        return *_gradients(ctx, hidden_TD, weight_VD, lse_T.dtype, grad_logits), None, None, None, None, None
-
-
-class _ChunkedKL(torch.autograd.Function):
-    """KL(p || q) = sum p (log p - log q) of a policy p to a teacher q, without keeping logits of either.
-
-    With z = h W^T / temperature and p = softmax(z), q likewise from the teacher's hidden states and head:
-    dKL / dz = p (log p - log q - KL). The teacher gets no gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group):
-        kls, lses = [], []
-        for start in range(0, len(hidden_TD), chunk_tokens):
-            rows = slice(start, start + chunk_tokens)
-            logits = _logits(hidden_TD[rows], weight_VD, temperature)
-            teacher = _logits(teacher_hidden_TD[rows], teacher_weight_VD, temperature)
-            peaks = torch.stack([logits.amax(-1), teacher.amax(-1)])
-            if group is not None:
-                dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
-            logits.sub_(peaks[0, :, None])
-            teacher.sub_(peaks[1, :, None])
-            teacher_total = teacher.exp().sum(-1)
-            difference = teacher.neg_().add_(logits)
-            exp = logits.exp_()
-            sums = torch.stack([exp.sum(-1), teacher_total, difference.mul_(exp).sum(-1)])
-            if group is not None:
-                dist.all_reduce(sums, group=group)
-            lse = sums[:2].log()
-            kls.append(sums[2] / sums[0] - lse[0] + lse[1])
-            lses.append(peaks + lse)
-        kl_T = torch.cat(kls)
-        ctx.save_for_backward(hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, torch.cat(lses, 1), kl_T)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        return kl_T
-
-    @staticmethod
-    def backward(ctx, grad_kl_T):
-        hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, (lse_T, teacher_lse_T), kl_T = ctx.saved_tensors
-
-        def grad_logits(rows):
-            logp = _logits(hidden_TD[rows], weight_VD, ctx.temperature).sub_(lse_T[rows, None])
-            grad = _logits(teacher_hidden_TD[rows], teacher_weight_VD, ctx.temperature).sub_(teacher_lse_T[rows, None])
-            grad.neg_().add_(logp).sub_(kl_T[rows, None])
-            return grad.mul_(logp.exp_()).mul_(grad_kl_T[rows, None])
-
-        return *_gradients(ctx, hidden_TD, weight_VD, kl_T.dtype, grad_logits), None, None, None, None, None
+        return *chunked_gradients(ctx, hidden_TD, weight_VD, lse_T.dtype, grad_logits), None, None, None, None, None
 
 
 def chunked_logprobs(
@@ -207,7 +138,7 @@ def chunked_logprobs(
 
     Differentiable in `hidden_TD` and `weight_VD`. With `group`, `weight_VD` is this rank's rows of the
     vocabulary starting at `vocab_start`; results are then equal on all ranks of the group, and the
-    gradient of `hidden_TD` is this rank's share (their sum is the whole).
+    gradient of `hidden_TD` is this rank's share (the ranks' shares sum to the whole).
     """
     logprobs_TK, entropy_T = _ChunkedLogprobs.apply(
         hidden_TD, weight_VD, targets.reshape(len(targets), -1), temperature, chunk_tokens, vocab_start, group
@@ -215,77 +146,15 @@ def chunked_logprobs(
     return logprobs_TK.view(targets.shape), entropy_T
 
 
-def chunked_top_k(
-    hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    top_k: int,
-    temperature: float = 1.0,
-    chunk_tokens: int,
-    vocab_start: int = 0,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`chunked_logprobs` without gradient, and the `top_k` likeliest tokens of each distribution: int64 ids and float32
-    log-probabilities, both (T, top_k), best first. Logits are compared in float32; of equal ones the lower id is first.
-    """
-    with torch.no_grad():
-        logprobs_TK, entropy_T, _, top_tokens_TK, top_logprobs_TK = _scores(
-            hidden_TD,
-            weight_VD,
-            targets.reshape(len(targets), -1),
-            temperature,
-            chunk_tokens,
-            vocab_start,
-            group,
-            top_k,
-        )
-    return logprobs_TK.view(targets.shape), entropy_T, top_tokens_TK, top_logprobs_TK.float()
-
-
-def chunked_kl(
-    hidden_TD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    teacher_hidden_TD: torch.Tensor,
-    teacher_weight_VD: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """KL(policy || teacher) over the whole vocabulary at each token, (T,), at least float32.
-
-    Differentiable in `hidden_TD` and `weight_VD`. The two hidden sizes may differ; the two heads have the same rows of
-    the vocabulary, with `group` this rank's, and gradients are then as in `chunked_logprobs`.
-    """
-    return _ChunkedKL.apply(
-        hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group
-    )
-
-
-def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
-    """(first row, number of rows) of a rank's slice, by DTensor's rule: the last rank may have fewer than others."""
-    rows = -(-vocab_size // size)
-    return rows * rank, min(rows, vocab_size - rows * rank)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Asked:
-    """What the next call of the head is to say."""
-
-    targets: torch.Tensor
-    temperature: float
-    top_k: int
-    hidden: bool
-    teacher_hidden_TD: torch.Tensor | None
+def target_scores(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor, **softmax) -> dict:
+    """What `LogprobHead` says by default."""
+    logprobs, entropy_T = chunked_logprobs(hidden_TD, weight_VD, targets, **softmax)
+    return {"policy_logprobs": logprobs, "entropy": entropy_T}
 
 
 class LogprobHead(Linear):
-    """A language-model head that returns per-token numbers, by name, of what `target` said: each (1, T, ...).
-
-    `policy_logprobs` and `entropy` always; `top_tokens` and `top_logprobs`, `hidden` and `teacher_kl` where asked for.
-    `teacher_weight_VD` is this rank's slice of a teacher's head, no parameter and in no state dict; None: none is held.
-    """
+    """A language-model head that returns per-token numbers, by name, each (1, T, ...): `policy_logprobs` of the targets
+    and `entropy`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -295,52 +164,15 @@ class LogprobHead(Linear):
     def __init__(self, config: Config):
         super().__init__(config)
         self.chunk_bytes = config.chunk_bytes
-        self.teacher_weight_VD: torch.Tensor | None = None
-        self._asked: _Asked | None = None
+        self._score: Callable[..., dict[str, torch.Tensor]] | None = None
 
-    def target(
-        self,
-        targets: torch.Tensor,
-        temperature: float,
-        *,
-        top_k: int = 0,
-        hidden: bool = False,
-        teacher_hidden_TD: torch.Tensor | None = None,
-    ) -> None:
-        """Says what the next call scores, (T,) or (T, K); the decoder's forward has no argument for it.
-
-        `top_k` (without gradient) asks for the likeliest tokens, `hidden` for the head's own input, `teacher_hidden_TD`
-        for the KL to the teacher whose head `hold_teacher` has brought. Raises RuntimeError when none of that size was.
-        """
-        if teacher_hidden_TD is not None:
-            held, size = self.teacher_weight_VD, teacher_hidden_TD.shape[-1]
-            if held is None or held.shape[1] != size:
-                having = "no teacher's head is held" if held is None else f"the teacher's head held has {held.shape[1]}"
-                raise RuntimeError(
-                    f"teacher_hidden: {size} numbers per token, but {having}; copy the head of the "
-                    "teacher they are from with PolicyVersions.copy_head first"
-                )
-        self._asked = _Asked(
-            targets=targets, temperature=temperature, top_k=top_k, hidden=hidden, teacher_hidden_TD=teacher_hidden_TD
-        )
-
-    def hold_teacher(self, weight: torch.Tensor, rank: int, size: int) -> None:
-        """Keeps this tensor-parallel rank's slice of a teacher's whole head, (vocabulary, D), in its dtype.
-
-        Raises RuntimeError when the vocabularies differ.
-        """
-        if len(weight) != self.out_features:
-            raise RuntimeError(
-                f"teacher: has a vocabulary of {len(weight)} where this model has {self.out_features}; "
-                "use a teacher with the same tokenizer"
-            )
-        start, rows = vocabulary_cut(self.out_features, rank, size)
-        self.teacher_weight_VD = torch.empty_like(weight[start : start + rows], device=self.weight.device)
-        self.teacher_weight_VD.copy_(weight[start : start + rows])
+    def target(self, targets: torch.Tensor, temperature: float) -> None:
+        """Says what the next call scores, (T,) or (T, K); the decoder's forward has no argument for targets."""
+        self._score = partial(target_scores, targets=targets, temperature=temperature)
 
     def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
-        assert self._asked is not None, "LogprobHead.target() must be called before the model"
-        asked, self._asked = self._asked, None
+        assert self._score is not None, "LogprobHead.target() must be called before the model"
+        score, self._score = self._score, None
         weight, group, vocab_start, rows = self.weight, None, 0, self.out_features
         if isinstance(weight, DTensor):
             group = weight.device_mesh.get_group()
@@ -351,42 +183,5 @@ class LogprobHead(Linear):
             assert isinstance(input, DTensor), "a sharded head is given what its plan made of the input"
             input = input.to_local(grad_placements=[Partial()])
         chunk_tokens = max(1, self.chunk_bytes // (4 * rows))  # the same on every rank: chunks hold collectives
-        smaller_chunk = max(1, chunk_tokens // 3)  # of what takes up to five buffers, not two
-        hidden_TD = input.flatten(0, 1)
-        softmax: dict[str, Any] = {"temperature": asked.temperature, "group": group}
-        if asked.top_k:
-            said = dict(
-                zip(
-                    ("policy_logprobs", "entropy", "top_tokens", "top_logprobs"),
-                    chunked_top_k(
-                        hidden_TD,
-                        weight,
-                        asked.targets,
-                        top_k=asked.top_k,
-                        chunk_tokens=smaller_chunk,
-                        vocab_start=vocab_start,
-                        **softmax,
-                    ),
-                )
-            )
-        else:
-            said = dict(
-                zip(
-                    ("policy_logprobs", "entropy"),
-                    chunked_logprobs(
-                        hidden_TD, weight, asked.targets, chunk_tokens=chunk_tokens, vocab_start=vocab_start, **softmax
-                    ),
-                )
-            )
-        if asked.hidden:
-            said["hidden"] = hidden_TD.detach()
-        if asked.teacher_hidden_TD is not None:
-            said["teacher_kl"] = chunked_kl(
-                hidden_TD,
-                weight,
-                asked.teacher_hidden_TD.to(self.teacher_weight_VD.dtype),
-                self.teacher_weight_VD,
-                chunk_tokens=smaller_chunk,
-                **softmax,
-            )
+        said = score(input.flatten(0, 1), weight, chunk_tokens=chunk_tokens, vocab_start=vocab_start, group=group)
         return {name: rows_T[None] for name, rows_T in said.items()}

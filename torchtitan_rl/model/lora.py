@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.model.sharding import whole
 
 platform.adapt_torchtitan()
 
@@ -33,7 +34,6 @@ __all__ = [
     "base_state",
     "require_frozen_base",
     "draw_adapters",
-    "whole",
     "whole_adapters",
     "merge",
     "base_fingerprint",
@@ -104,12 +104,6 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
             if isinstance(weight, DTensor):
                 drawn = distribute_tensor(drawn, weight.device_mesh, weight.placements)
             weight.copy_(drawn)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The unsharded tensor; a collective call when it is sharded."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_adapters(state: dict[str, torch.Tensor], n_kv_heads: int, lora: LoRAConfig) -> Adapters:

@@ -40,7 +40,7 @@ from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape  # 
 from torchtitan_rl.model.attention import PackedSDPA  # noqa: E402
 from torchtitan_rl.model.experts import ExpertLayer, Experts, Gate, Qwen3Adapter  # noqa: E402
 from torchtitan_rl.model.files import read_shape  # noqa: E402
-from torchtitan_rl.model.logprobs import LogprobHead  # noqa: E402
+from torchtitan_rl.model.logprobs_distillation import DistillationHead  # noqa: E402
 from torchtitan_rl.model.value_head import ValueHead  # noqa: E402
 
 __all__ = ["build_spec", "training_spec", "critic_spec", "flavor_shape", "shape_of"]
@@ -55,57 +55,6 @@ def _norm(size: int, eps: float) -> RMSNorm.Config:
 def _model_config(shape: Qwen3Shape) -> Qwen3Model.Config:
     """Qwen3 of any size, put together from the same config classes as torchtitan's standard flavours."""
     rope = CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta)
-
-    def block() -> Qwen3TransformerBlock.Config:
-        return Qwen3TransformerBlock.Config(
-            attention_norm=_norm(shape.dim, shape.norm_eps),
-            ffn_norm=_norm(shape.dim, shape.norm_eps),
-            attention=make_gqa_config(
-                dim=shape.dim,
-                n_heads=shape.n_heads,
-                n_kv_heads=shape.n_kv_heads,
-                head_dim=shape.head_dim,
-                wqkv_param_init=_NORMAL,
-                wo_param_init=_NORMAL,
-                inner_attention=get_attention_config("varlen"),
-                fuse_qkv=True,
-                rope=rope,
-                qk_norm=_norm(shape.head_dim, shape.norm_eps),
-            ),
-            **feed_forward(),
-        )
-
-    def feed_forward() -> dict:
-        experts = shape.experts
-        if experts is None:
-            return {
-                "feed_forward": make_ffn_config(
-                    dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=_NORMAL, w2w3_param_init=_NORMAL
-                )
-            }
-        return {
-            "moe": make_moe_config(
-                num_experts=experts.num_experts,
-                load_balance_coeff=experts.load_balance_coeff,
-                router=make_router_config(
-                    dim=shape.dim,
-                    num_experts=experts.num_experts,
-                    top_k=experts.top_k,
-                    gate_param_init=_NORMAL,
-                    score_func="softmax",
-                    route_norm=True,
-                ),
-                routed_experts=make_routed_experts_config(
-                    dim=shape.dim,
-                    hidden_dim=shape.hidden_dim,
-                    num_experts=experts.num_experts,
-                    top_k=experts.top_k,
-                    param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _NORMAL["weight"]),
-                    comm_backend="standard",
-                ),
-            )
-        }
-
     return Qwen3Model.Config(
         vocab_size=shape.vocab_size,
         dim=shape.dim,
@@ -117,7 +66,60 @@ def _model_config(shape: Qwen3Shape) -> Qwen3Model.Config:
             param_init={"weight": skip_param_init if shape.tie_embeddings else _NORMAL["weight"]},
         ),
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_NORMAL),
-        layers=[block() for _ in range(shape.n_layers)],
+        layers=[_block(shape, rope) for _ in range(shape.n_layers)],
+    )
+
+
+def _block(shape: Qwen3Shape, rope: CosSinRoPE.Config) -> Qwen3TransformerBlock.Config:
+    attention = make_gqa_config(
+        dim=shape.dim,
+        n_heads=shape.n_heads,
+        n_kv_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        wqkv_param_init=_NORMAL,
+        wo_param_init=_NORMAL,
+        inner_attention=get_attention_config("varlen"),
+        fuse_qkv=True,
+        rope=rope,
+        qk_norm=_norm(shape.head_dim, shape.norm_eps),
+    )
+    if shape.experts is None:
+        feed_forward = {
+            "feed_forward": make_ffn_config(
+                dim=shape.dim, hidden_dim=shape.hidden_dim, w1_param_init=_NORMAL, w2w3_param_init=_NORMAL
+            )
+        }
+    else:
+        feed_forward = {"moe": _mixture(shape, shape.experts)}
+    return Qwen3TransformerBlock.Config(
+        attention_norm=_norm(shape.dim, shape.norm_eps),
+        ffn_norm=_norm(shape.dim, shape.norm_eps),
+        attention=attention,
+        **feed_forward,
+    )
+
+
+def _mixture(shape: Qwen3Shape, experts: ExpertsShape):
+    """A mixture of experts in place of the feed-forward layer."""
+    return make_moe_config(
+        num_experts=experts.num_experts,
+        load_balance_coeff=experts.load_balance_coeff,
+        router=make_router_config(
+            dim=shape.dim,
+            num_experts=experts.num_experts,
+            top_k=experts.top_k,
+            gate_param_init=_NORMAL,
+            score_func="softmax",
+            route_norm=True,
+        ),
+        routed_experts=make_routed_experts_config(
+            dim=shape.dim,
+            hidden_dim=shape.hidden_dim,
+            num_experts=experts.num_experts,
+            top_k=experts.top_k,
+            param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _NORMAL["weight"]),
+            comm_backend="standard",
+        ),
     )
 
 
@@ -164,7 +166,7 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes:
             in_dst_shardings=model.lm_head.sharding_config.in_dst_shardings,
         )
         return dataclasses.replace(spec, model=model)
-    head = _recast(model.lm_head, LogprobHead.Config, chunk_bytes=chunk_bytes)
+    head = _recast(model.lm_head, DistillationHead.Config, chunk_bytes=chunk_bytes)
     # The head's outputs are per-token numbers, equal on every TP rank, not vocabulary shards of logits.
     sharding = model.lm_head.sharding_config
     head.sharding_config = ShardingConfig(

@@ -11,11 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from torchtitan_rl import platform
+from torchtitan_rl.algorithm.mismatch import mismatch
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
 from torchtitan_rl.model.value_head import ValueHead
 from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatch, OptimParams
 
-__all__ = ["forward_logprobs", "forward_values", "accumulate_gradients", "policy_metrics", "clip_and_step"]
+__all__ = ["forward_logprobs", "forward_values", "accumulate_gradients", "sampled_metrics", "clip_and_step"]
 
 _ROWS = {
     "policy_logprobs": torch.float32,
@@ -45,14 +46,12 @@ def forward_logprobs(
     of its own, which is cut off again.
     """
     padding = -len(batch.tokens_T) % multiple_of
-    teacher_hidden_TD = _pad(batch.loss_inputs["teacher_hidden"].to(device), padding) if teacher_kl else None
-    model.lm_head.target(
-        _pad(batch.target_tokens_T, padding).to(device),
-        temperature,
-        top_k=top_k,
-        hidden=hidden,
-        teacher_hidden_TD=teacher_hidden_TD,
-    )
+    targets = _pad(batch.target_tokens_T, padding).to(device)
+    if top_k or hidden or teacher_kl:  # only a distillation asks for these
+        teacher_hidden_TD = _pad(batch.loss_inputs["teacher_hidden"].to(device), padding) if teacher_kl else None
+        model.lm_head.ask(targets, temperature, top_k=top_k, hidden=hidden, teacher_hidden_TD=teacher_hidden_TD)
+    else:
+        model.lm_head.target(targets, temperature)
     said = _forward(model, batch, device, padding)
     return {name: rows_1T[0, : len(batch.tokens_T)] for name, rows_1T in said.items()}
 
@@ -118,7 +117,7 @@ def accumulate_gradients(
                 datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
                 inputs = LossInputs(**outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=batch.loss_inputs)
                 loss, metrics = loss_fn(inputs)
-                metrics = {**policy_metrics(inputs), **metrics}
+                metrics = {**sampled_metrics(inputs), **metrics}
                 (loss * loss_weight).backward()
                 result.loss += loss.item()
                 for name, value in metrics.items():
@@ -137,39 +136,17 @@ def accumulate_gradients(
     return result
 
 
-def policy_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """Metric sums of any loss on sampled data: entropy, advantages, and how far trainer and generator disagree.
+def sampled_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
+    """Metric sums of any loss on sampled data: entropy, and how far trainer and generator disagree.
 
-    The KL is k3 of Schulman 2020, "Approximating KL divergence"; a critic, or data without `sampling_logprobs`, give
-    nothing. Several targets of a position are not what was sampled: then there is no disagreement to measure.
+    A critic, or data without `sampling_logprobs`, give nothing. Several targets of a position are not what was sampled:
+    whoever gives them measures.
     """
     if inputs.policy_logprobs is None or "sampling_logprobs" not in inputs.tensors:
         return {}
     with torch.no_grad():
-        mask_T = inputs.loss_mask > 0
-        sums = {"policy/entropy": inputs.entropy[mask_T].sum()}
-        if "soft_weights" in inputs.tensors:  # then the first of several targets is the sampled token
-            sums |= _disagreement(inputs, inputs.policy_logprobs[:, 0], mask_T)
-        elif inputs.policy_logprobs.dim() == 1:
-            sums |= _disagreement(inputs, inputs.policy_logprobs, mask_T)
-        if "advantages" in inputs.tensors:
-            sums["advantage/mean"] = inputs.advantages[mask_T].sum()
-            sums["advantage/abs_max"] = torch.where(mask_T, inputs.advantages.abs(), 0.0).max()
-        return sums
-
-
-def _disagreement(inputs: LossInputs, policy_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    difference_T = torch.where(mask_T, policy_T - inputs.sampling_logprobs, 0.0)
-    sums = {
-        # KL(generator || trainer), sampled from the generator: r - 1 - log r >= 0 with r = trainer / generator.
-        "mismatch/kl": (torch.expm1(difference_T.double()) - difference_T.double()).sum(),
-        "mismatch/logprob_diff_max": difference_T.abs().max(),
-    }
-    if "reference_logprobs" in inputs.tensors:
-        # KL(policy || reference), sampled from (nearly) the policy: r = reference / policy.
-        away_T = torch.where(mask_T, inputs.reference_logprobs - policy_T, 0.0).double()
-        sums["policy/reference_kl"] = (torch.expm1(away_T) - away_T).sum()
-    return sums
+        sums = {"policy/entropy": inputs.entropy[inputs.loss_mask > 0].sum()}
+        return sums | (mismatch(inputs.policy_logprobs, inputs) if inputs.policy_logprobs.dim() == 1 else {})
 
 
 def clip_and_step(

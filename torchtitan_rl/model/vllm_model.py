@@ -11,7 +11,8 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.models.registry import ModelRegistry
 
 from torchtitan_rl.config.model import Qwen3Shape
-from torchtitan_rl.model.generator_plan import generator_spec, shard_for_rank
+from torchtitan_rl.model.generator_layers import shard_for_rank
+from torchtitan_rl.model.generator_plan import generator_spec
 from torchtitan_rl.model.spec import ModelConfig, build_spec
 
 __all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE", "register"]

@@ -56,7 +56,8 @@ class Rollouts:
         )
         for hook in config.hooks:
             await asyncio.gather(*(hook(group, policy) for group in played))
-        return form_groups([rollout for group in played for rollout in group.rollouts], config, counts)
+        rollouts = [rollout for group in played for rollout in group.rollouts]
+        return form_groups(rollouts, config, counts, policy_version=self.generator.policy_version)
 
     def policy(self, temperature: float) -> Policy:
         """The newest policy, with this run's tokenizer and limits."""

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable
 
-from torchtitan_rl.algorithm.datums import with_gae, with_inputs
-from torchtitan_rl.algorithm.distill import teacher_request, with_teacher, without_distillation
+from torchtitan_rl.algorithm.datums import with_inputs, without_inputs
+from torchtitan_rl.algorithm.distill import teacher_request, with_teacher
+from torchtitan_rl.algorithm.gae import with_gae
 from torchtitan_rl.algorithm.objective import with_kl_reward
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
@@ -66,7 +67,9 @@ def critic_step(
 ) -> Awaitable[OptimStepOutput]:
     """Submits an optimizer step of the critic; awaiting it gathers its metrics."""
     forward_backward = critic.forward_backward(
-        without_distillation(data), config.critic_loss_fn, loss_config=config.critic_loss_config
+        without_inputs(data, "soft_tokens", "soft_shares", "teacher_hidden"),
+        config.critic_loss_fn,
+        loss_config=config.critic_loss_config,
     )
     optim_step = critic.optim_step(params)
 

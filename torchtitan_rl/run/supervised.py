@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.algorithm.datums import demonstration_datums
+from torchtitan_rl.algorithm.demonstrations import demonstration_datums
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.config.run import RunConfig

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable
 
+from torchtitan_rl.algorithm import soft_targets
 from torchtitan_rl.algorithm.datums import to_datums
-from torchtitan_rl.algorithm.distill import with_distillation
 from torchtitan_rl.algorithm.objective import policy_objective, with_kept_weights
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -43,8 +43,10 @@ async def step_on(
         )
     if config.algorithm.correction_denominator == "kept":
         minibatch = with_kept_weights(minibatch, config.algorithm)
+    if "soft_tokens" in minibatch[0].loss_inputs:
+        minibatch = soft_targets.appended(minibatch)
     start = time.perf_counter()
-    forward_backward = policy.forward_backward(with_distillation(minibatch), policy_objective(config.algorithm))
+    forward_backward = policy.forward_backward(minibatch, policy_objective(config.algorithm, minibatch[0].loss_inputs))
     optim_step = policy.optim_step(optim_params(config, "policy", step))
     (output, forward_backward_s), (optim, step_s), *answers = await asyncio.gather(
         timed(forward_backward, start), timed(optim_step, start), *others.values()

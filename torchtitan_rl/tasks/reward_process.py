@@ -7,7 +7,6 @@ cannot be stopped; a process can.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import os
 import pickle
@@ -15,17 +14,21 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 
 from torchtitan_rl import platform
+from torchtitan_rl.tasks.outcomes import Outcome, outcome_in_thread, until
 
-__all__ = ["Pool", "RewardProcess", "RewardProcessError", "cpu_bound", "is_cpu_bound"]
+__all__ = ["Pool", "RewardProcess", "RewardProcessError", "cpu_bound", "outcome_in_process"]
 
 MAX_PROCESSES = 16
 """At most; fewer where there are fewer cores. They are started as they are needed."""
+START_S = 120.0
+"""For a process to start and to import what a reward function needs; not part of the function's own deadline."""
 
 
 def cpu_bound(function: Callable) -> Callable:
@@ -48,11 +51,27 @@ def cpu_bound(function: Callable) -> Callable:
     return function
 
 
-def is_cpu_bound(function: Callable) -> bool:
-    """Whether a function, or the one within a partial, is marked."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "cpu_bound", False)
+async def outcome_in_process(function: Callable, args: tuple, timeout_s: float) -> Outcome:
+    """What a function gave when it was called in a process of this thread's pool. Raises TimeoutError.
+
+    The deadline counts from when a process has the function: a call that waits for a free process is not late yet.
+    """
+    async with _pool.slot():
+        process = _pool.take()
+        try:
+            loaded = outcome_in_thread(process.load, function)
+            try:
+                value, error = await until(loaded, time.monotonic() + START_S)
+            except TimeoutError:
+                return None, RewardProcessError(f"was not loaded by a process within {START_S:g} s")
+            if error is None:
+                value, error = await until(outcome_in_thread(process.call, *args), time.monotonic() + timeout_s)
+            _pool.give_back(process)
+            process = None
+            return value, error
+        finally:
+            if process is not None:  # it hangs, or nobody waits for its answer any more
+                process.kill()
 
 
 class RewardProcessError(Exception):
@@ -134,6 +153,9 @@ class Pool(threading.local):
 
     def give_back(self, process: RewardProcess) -> None:
         self._idle.append(process)
+
+
+_pool = Pool()
 
 
 def _pickled(value: Any) -> bytes:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from torchtitan_rl.algorithm.advantages import batch_advantages
+from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import LossInputs, Rollout, RolloutGroup, Task
 
@@ -110,7 +110,7 @@ def probe_advantages(config: AlgorithmConfig) -> None:
             )
             for i, rewards_G in enumerate(rewards)
         ]
-        _tried("algorithm.advantage_fn", partial(batch_advantages, groups, config), {})
+        _tried("algorithm.advantage_fn", partial(estimate_advantages, groups, config), {})
 
 
 def probe_reduction(where: str, reduction: Callable) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from torchtitan_rl.model import lora
+from torchtitan_rl.model.sharding import whole
 
 __all__ = ["load_hf_weights", "full_state", "write_hf_dir"]
 
@@ -29,7 +30,7 @@ def load_hf_weights(model, adapter, directory: Path, *, head: bool = True) -> No
 
 def full_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole tensors of a model's state, on the CPU; a collective call when the model is sharded."""
-    return {name: lora.whole(tensor).cpu() for name, tensor in state.items()}
+    return {name: whole(tensor).cpu() for name, tensor in state.items()}
 
 
 def write_hf_dir(state: dict[str, torch.Tensor], adapter, directory: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.unit.algorithm import made, reference
 from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.advantages import (
-    batch_advantages,
     batch_estimator,
+    estimate_advantages,
     estimator_for,
     group_centered,
     grpo,
@@ -131,7 +131,8 @@ def of_batch(estimator, *groups, roles=None):
         )
         for i, rewards in enumerate(groups)
     ]
-    return batch_advantages(groups, AlgorithmConfig(advantage_fn=estimator))
+    estimate_advantages(groups, AlgorithmConfig(advantage_fn=estimator))
+    return [group.advantages for group in groups]
 
 
 def test_leave_one_out_subtracts_the_mean_of_the_others():

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.algorithm.advantages import group_centered
-from torchtitan_rl.algorithm.datums import demonstration_datums, minibatches, to_datums, with_gae, with_inputs
+from torchtitan_rl.algorithm.datums import minibatches, to_datums, with_inputs
+from torchtitan_rl.algorithm.demonstrations import demonstration_datums
+from torchtitan_rl.algorithm.gae import with_gae
 from torchtitan_rl.algorithm.reductions import prompt_mean, sequence_mean
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn

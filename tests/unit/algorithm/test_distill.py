@@ -1,6 +1,5 @@
 """A teacher's say as advantages, and its distribution as targets, against sums written out in NumPy."""
 
-import dataclasses
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -13,10 +12,12 @@ from hypothesis import strategies as st
 
 from tests.unit.algorithm.made import group, rollout, turn
 from torchtitan_rl.algorithm.datums import minibatches, to_datums
-from torchtitan_rl.algorithm.distill import teacher_request, token_advantages, with_distillation, with_teacher
+from torchtitan_rl.algorithm.distill import teacher_request, token_advantages, with_teacher
+from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.losses import importance_sampling, ppo
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.reductions import token_mean
+from torchtitan_rl.algorithm.soft_targets import appended
 from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig
 from torchtitan_rl.types import Datum, LossInputs
 
@@ -89,21 +90,27 @@ TOP = SimpleNamespace(
 def test_a_teachers_likeliest_tokens_become_targets_weighed_like_the_token():
     config = DistillConfig(divergence="top_k", top_k=2, coef=2.0)
     data = with_teacher([datum()], TOP, config)
-    (made,) = with_distillation(minibatches(data, 0, token_mean)[0])
-    assert made.target_tokens.tolist() == [[5, 1, 2], [6, 6, 3], [7, 7, 8]] and made.soft_targets is None
+    (made,) = appended(minibatches(data, 1, token_mean)[0])
+    assert made.target_tokens.tolist() == [[5, 1, 2], [6, 6, 3], [7, 7, 8]]
+    assert not made.loss_inputs.keys() & {"soft_tokens", "soft_shares"}
     want = (
         2 * np.array([[0, 0], [0.5, 0.5], [0.5, 0.5]]) * [[0.9, 0.1], [0.7, 0.2], [0.5, 0.25]]
     )  # weights of token_mean
     np.testing.assert_allclose(made.loss_inputs["soft_weights"], want, rtol=1e-6)
-    assert with_distillation([datum()])[0].target_tokens.shape == (3,)
 
 
 def test_in_one_call_all_have_as_many_targets():
-    (wide,) = with_teacher([datum()], TOP, DistillConfig(divergence="top_k"))
-    narrow = dataclasses.replace(wide, soft_targets=tuple(part[:, :1] for part in wide.soft_targets))
-    made = with_distillation([wide, datum(), narrow])
-    assert {tuple(one.target_tokens.shape) for one in made} == {(3, 3)}
-    assert not made[1].loss_inputs["soft_weights"].any() and not made[2].loss_inputs["soft_weights"][:, 1].any()
+    def soft(tokens, shares):
+        return torch.tensor(tokens), torch.tensor(shares)
+
+    wide = rollout(
+        "a", turn([1], [2, 3], advantages=0.0, soft_targets=soft([[6, 7], [7, 8]], [[0.5, 0.5], [1.0, 0.0]]))
+    )
+    narrow = rollout("b", turn([1], [4], advantages=0.0, soft_targets=soft([[6]], [[0.5]])))
+    without = rollout("c", turn([1], [5], advantages=0.0))
+    made = appended(to_datums([group(wide, narrow, without)], AlgorithmConfig()))
+    assert [tuple(one.target_tokens.shape) for one in made] == [(2, 3), (1, 3), (1, 3)]
+    assert not made[1].loss_inputs["soft_weights"][:, 1].any() and not made[2].loss_inputs["soft_weights"].any()
 
 
 def test_targets_that_turns_bring_keep_their_places_over_turns_that_extend_each_other():
@@ -114,7 +121,7 @@ def test_targets_that_turns_bring_keep_their_places_over_turns_that_extend_each_
     first = turn([1], [2, 3], advantages=0.0, soft_targets=soft([[2, 9], [3, 8]], [[0.5, 0.25], [1.0, 0.0]]))
     second = turn([1, 2, 3, 4], [5], advantages=0.0, soft_targets=soft([[6]], [[0.75]]))
     (made,) = to_datums([group(rollout("a", first, second))], AlgorithmConfig())
-    tokens, weights = made.soft_targets
+    tokens, weights = made.loss_inputs["soft_tokens"], made.loss_inputs["soft_shares"]
     assert made.target_tokens.tolist() == [2, 3, 4, 5]
     assert tokens.tolist() == [[2, 9], [3, 8], [0, 0], [6, 0]]
     assert weights.tolist() == [[0.5, 0.25], [1.0, 0.0], [0.0, 0.0], [0.75, 0.0]]
@@ -124,18 +131,17 @@ def test_targets_that_turns_bring_keep_their_places_over_turns_that_extend_each_
 
 
 def test_targets_computed_for_an_older_version_do_not_train():
-    soft = (torch.tensor([[6], [7]]), torch.tensor([[0.5], [0.5]]))
-    old = group(
-        rollout("a", turn([1], [2, 3], soft_targets=soft, version=3)), rollout("b", turn([1], [2, 3], version=4))
-    )
-    assert [datum.soft_targets is None for datum in to_datums([old], AlgorithmConfig(), oldest_version=4)] == [
-        True,
-        True,
-    ]
-    assert to_datums([old], AlgorithmConfig(), oldest_version=3)[0].soft_targets is not None
-    soft[1][0] = math.nan
+    def made(policy_version, share=0.5):
+        soft = torch.tensor([[6], [7]]), torch.tensor([[0.5], [share]])
+        old = turn([1], [2, 3], soft_targets=soft, version=3)
+        new = turn([1], [2, 3], version=4)
+        rollouts = [rollout("a", old, reward=1.0), rollout("b", new, reward=0.0)]
+        groups = form_groups(rollouts, AlgorithmConfig(), policy_version=policy_version)
+        return ["soft_tokens" in datum.loss_inputs for datum in to_datums(groups, AlgorithmConfig())]
+
+    assert made(4) == [False, False] and made(3) == [True, True]
     with pytest.raises(ValueError, match="of rollout a are not all finite"):
-        to_datums([old], AlgorithmConfig(), oldest_version=3)
+        made(3, share=math.nan)
 
 
 def loss_inputs(policy, **tensors):
@@ -177,11 +183,11 @@ def test_the_objective_adds_a_cross_entropy_or_is_one(alone):
 
 
 def test_targets_of_a_workflow_count_without_a_teacher_role():
-    loss, _ = policy_objective(AlgorithmConfig(loss_fn=ppo))(loss_inputs(LOGPROBS, **SOFT, advantages=[0.0] * 3))
+    loss, _ = policy_objective(AlgorithmConfig(loss_fn=ppo), SOFT)(loss_inputs(LOGPROBS, **SOFT, advantages=[0.0] * 3))
     assert loss.item() == pytest.approx(CROSS_ENTROPY)
 
 
 def test_how_far_the_policy_is_from_the_teacher_is_measured_on_what_trains():
     inputs = loss_inputs([-1.0, -1.5, -2.0], teacher_logprobs=[-7.0, -1.0, -4.0])
-    _, metrics = policy_objective(AlgorithmConfig(loss_fn=importance_sampling))(inputs)
+    _, metrics = policy_objective(AlgorithmConfig(loss_fn=importance_sampling), inputs.tensors)(inputs)
     assert float(metrics["distill/kl"]) == pytest.approx(-0.5 + 2.0)

@@ -50,7 +50,6 @@ def test_groups_whose_rewards_are_all_equal_are_left_out():
 def test_a_group_that_weighs_itself_needs_no_variance():
     own = group(rollout("0/0/0", turn([1], [2], advantages=0.5)))
     assert filtered([own], config(zero_variance=True), max_tokens=8) == ([own], [])
-    assert filtered([own], config(zero_variance=True), max_tokens=8, oldest_version=1) == ([], [own])
     ignored = config(zero_variance=True, precomputed_advantages="ignore")
     assert filtered([own], ignored, max_tokens=8) == ([], [own])
 

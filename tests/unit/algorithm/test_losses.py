@@ -18,7 +18,9 @@ from torchtitan_rl.algorithm.losses import (
     reverse_kl,
     value_loss,
 )
-from torchtitan_rl.model.train_step import policy_metrics
+from torchtitan_rl.algorithm.objective import policy_objective
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.model.train_step import sampled_metrics
 from torchtitan_rl.types import LossInputs
 
 POLICY_LOSSES = [importance_sampling, ppo]
@@ -56,8 +58,9 @@ def loss_inputs(
 
 def value_and_grad(loss_fn, inputs, **config):
     loss, metrics = loss_fn(inputs, **config)
-    if loss_fn is not cross_entropy:
-        metrics = {**policy_metrics(inputs), **metrics}  # as a training step reports them
+    if loss_fn is not cross_entropy:  # as a training step of the policy reports them
+        objective = policy_objective(AlgorithmConfig(loss_fn=loss_fn, loss_config=config))
+        metrics = {**sampled_metrics(inputs), **objective(inputs)[1]}
     (grad_T,) = torch.autograd.grad(loss, inputs.policy_logprobs)
     return loss.item(), grad_T.tolist(), {name: float(value) for name, value in metrics.items()}
 
@@ -131,11 +134,7 @@ def test_the_cross_entropy_of_several_targets_is_top_k_distillation():
     (grad_TK,) = torch.autograd.grad(loss, inputs.policy_logprobs)
     assert grad_TK.tolist() == [[0.0] * 3, [-0.5, -0.25, -0.125]]
     # What was sampled is none of the targets: nothing is said about how generator and trainer disagree.
-    assert {name: float(x) for name, x in policy_metrics(inputs).items()} == {
-        "policy/entropy": 0.5,
-        "advantage/mean": 1.0,
-        "advantage/abs_max": 1.0,
-    }
+    assert {name: float(x) for name, x in sampled_metrics(inputs).items()} == {"policy/entropy": 0.5}
 
 
 @pytest.mark.parametrize("policy_TK", [[[-1.0], [-2.0]], [[-1.0, -2.0], [-0.5, -1.0]]])

@@ -118,7 +118,7 @@ def test_soft_targets_without_a_weight_are_not_read(garbage):
                 "soft_weights": torch.tensor([[0.0], [0.5]]),
             },
         )
-        loss, metrics = policy_objective(AlgorithmConfig(loss_fn=losses.cross_entropy))(inputs)
+        loss, metrics = policy_objective(AlgorithmConfig(loss_fn=losses.cross_entropy), inputs.tensors)(inputs)
         (gradient,) = torch.autograd.grad(loss, inputs.policy_logprobs)
         return loss.item(), gradient.tolist(), {name: float(value) for name, value in metrics.items()}
 

@@ -44,7 +44,11 @@ def inputs():
 
 
 def value(**config):
+    """The objective, and its metrics but for those of any data with advantages and a reference."""
     loss, metrics = policy_objective(AlgorithmConfig(**config))(inputs())
+    assert float(metrics.pop("advantage/mean")) == -1.0 and float(metrics.pop("advantage/abs_max")) == 2.0
+    # k3 of log-ratios -1 and 1 to the reference.
+    assert float(metrics.pop("policy/reference_kl")) == pytest.approx(math.exp(-1) + math.e - 2)
     return loss.item(), {name: float(value) for name, value in metrics.items()}
 
 

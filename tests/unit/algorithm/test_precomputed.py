@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.algorithm.made import group, rollout, turn
-from torchtitan_rl.algorithm.datums import to_datums, with_gae
+from torchtitan_rl.algorithm.datums import to_datums
+from torchtitan_rl.algorithm.gae import with_gae
+from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.precomputed import Verdict, precomputed_advantages, scan
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 
@@ -23,11 +25,9 @@ def pair(first, second, **fields):
     )
 
 
-def weighed(made, mode="auto", **kwargs):
-    return [
-        datum.loss_inputs["advantages"].tolist()
-        for datum in to_datums([made], AlgorithmConfig(precomputed_advantages=mode), **kwargs)
-    ]
+def weighed(made, mode="auto"):
+    data = to_datums([made], AlgorithmConfig(precomputed_advantages=mode))
+    return [datum.loss_inputs["advantages"].tolist() for datum in data]
 
 
 ESTIMATED = [[0.5, 0.5], [-0.5]]
@@ -115,7 +115,7 @@ def test_what_does_not_hold_up_warns_and_the_whole_group_is_estimated(made, verd
 
 def test_a_group_without_turns_is_empty_and_says_so(caplog):
     empty = group(id="0/3")
-    assert to_datums([empty], AlgorithmConfig()) == [] and empty.advantages == []
+    assert to_datums([empty, pair(1.0, 1.0)], AlgorithmConfig())[0].group == 1
     assert scan(empty).verdict is scan(group(rollout("0/0/0"))).verdict is Verdict.EMPTY
     assert caplog.messages == [
         "precomputed advantages of group 0/3: EMPTY: of 0 turns 0 carry advantages; there is nothing to train on in it"
@@ -127,26 +127,40 @@ def test_groups_of_a_batch_may_differ():
     assert [datum.loss_inputs["advantages"].tolist() for datum in data] == [*ESTIMATED, [2.0, 2.0], [3.0]]
 
 
-def test_a_turn_reused_from_an_older_version_is_not_fresh(caplog):
-    new = rollout("3/0/0", turn([5], [8, 9], version=3, advantages=2.0), reward=1.0)
-    old = rollout("1/0/0", turn([5], [7], version=1, advantages=2.0), reward=0.0)
-    assert weighed(group(new, old), oldest_version=3) == ESTIMATED
-    assert (
-        "MIXED: of 2 turns 1 carry advantages, 1 are of an older policy version; the first is turn 0 of rollout 1/0/0: "
-        "its advantages are of policy version 1, this batch's are of 3" in caplog.messages[0]
+def weighed_at(made, policy_version):
+    """Advantages of a group that is formed when this version samples."""
+    (formed,) = form_groups(made.rollouts, AlgorithmConfig(), policy_version=policy_version)
+    return weighed(formed)
+
+
+def reused():
+    return group(
+        rollout("3/0/0", turn([5], [8, 9], version=3, advantages=2.0), reward=1.0),
+        rollout("1/0/0", turn([5], [7], version=1, advantages=2.0), reward=0.0),
     )
-    assert weighed(group(new, old), oldest_version=1) == [[2.0, 2.0], [2.0]]
+
+
+def test_a_turn_reused_from_an_older_version_is_not_fresh(caplog):
+    assert weighed_at(reused(), 3) == ESTIMATED
+    assert caplog.messages == [
+        "advantages of 1 turns were computed for an older policy version than 3 and do not count; the first is turn 0 "
+        "of rollout 1/0/0, of version 1",
+        "precomputed advantages of group 3/0: MIXED: of 2 turns 1 carry advantages; the first is turn 0 of rollout "
+        "1/0/0: carries none; the whole group is weighed by algorithm.advantage_fn instead",
+    ]
+    assert weighed_at(reused(), 1) == [[2.0, 2.0], [2.0]]
 
 
 def test_a_whole_group_from_an_older_version_warns_too(caplog):
-    assert weighed(pair(2.0, 2.0, version=1), oldest_version=2) == ESTIMATED
-    assert caplog.messages[0].startswith(
-        "precomputed advantages of group 0/0: NONE: of 2 turns 0 carry advantages, 2 are of an older policy version"
-    )
+    assert weighed_at(pair(2.0, 2.0, version=1), 2) == ESTIMATED
+    assert caplog.messages == [
+        "advantages of 2 turns were computed for an older policy version than 2 and do not count; the first is turn 0 "
+        "of rollout 0/0/0, of version 1"
+    ]
 
 
 def test_old_tokens_weighed_anew_are_fresh():
-    assert weighed(pair(2.0, 3.0, version=1, advantages_version=2), oldest_version=2) == [[2.0, 2.0], [3.0]]
+    assert weighed_at(pair(2.0, 3.0, version=1, advantages_version=2), 2) == [[2.0, 2.0], [3.0]]
 
 
 def test_require_refuses_what_auto_would_warn_of():

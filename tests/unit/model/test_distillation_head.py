@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.model.logprobs import LogprobHead, chunked_kl, chunked_logprobs, chunked_top_k, vocabulary_cut
+from torchtitan_rl.model.logprobs import chunked_logprobs
+from torchtitan_rl.model.logprobs_distillation import DistillationHead, chunked_kl, chunked_top_k
 from torchtitan_rl.model.residency import Part, device_bytes, model_tensors
+from torchtitan_rl.model.sharding import vocabulary_cut
 
 ragged = dict(
     num_tokens=st.integers(1, 12),
@@ -176,8 +178,8 @@ def test_minus_zero_is_zero_and_infinities_have_their_place():
 
 
 def head_with_teacher(vocab_size=11, dim=6, teacher_dim=3):
-    head = LogprobHead(
-        LogprobHead.Config(in_features=dim, out_features=vocab_size, chunk_bytes=2 * 4 * vocab_size, bias=False)
+    head = DistillationHead(
+        DistillationHead.Config(in_features=dim, out_features=vocab_size, chunk_bytes=2 * 4 * vocab_size, bias=False)
     )
     with torch.no_grad():
         head.weight.copy_(drawn(vocab_size, dim, seed=1))
@@ -190,14 +192,14 @@ def test_a_head_says_what_it_was_asked_for_and_no_more():
     targets_T, teacher_hidden_TD = torch.arange(5), drawn(5, 3, seed=3).float()
     head.target(targets_T, 0.7)
     assert head(input).keys() == {"policy_logprobs", "entropy"}
-    head.target(targets_T, 0.7, teacher_hidden_TD=teacher_hidden_TD)
+    head.ask(targets_T, 0.7, teacher_hidden_TD=teacher_hidden_TD)
     said = head(input)
     assert said.keys() == {"policy_logprobs", "entropy", "teacher_kl"} and said["teacher_kl"].requires_grad
     torch.testing.assert_close(
         said["teacher_kl"][0],
         chunked_kl(input[0], head.weight, teacher_hidden_TD, head.teacher_weight_VD, temperature=0.7, chunk_tokens=5),
     )
-    head.target(targets_T, 0.7, top_k=4, hidden=True)
+    head.ask(targets_T, 0.7, top_k=4, hidden=True)
     with torch.no_grad():
         said = head(input)
     assert {name: tuple(rows.shape) for name, rows in said.items()} == {
@@ -233,11 +235,11 @@ def test_slices_of_the_vocabulary_are_dtensors():
 
 
 def test_a_teacher_that_is_missing_or_another_is_refused():
-    head = LogprobHead(LogprobHead.Config(in_features=6, out_features=11, bias=False))
+    head = DistillationHead(DistillationHead.Config(in_features=6, out_features=11, bias=False))
     with pytest.raises(RuntimeError, match="teacher_hidden: 3 numbers per token, but no teacher's head is held; copy"):
-        head.target(torch.arange(5), 1.0, teacher_hidden_TD=torch.ones(5, 3))
+        head.ask(torch.arange(5), 1.0, teacher_hidden_TD=torch.ones(5, 3))
     head.hold_teacher(torch.ones(11, 4), 0, 1)
     with pytest.raises(RuntimeError, match="teacher_hidden: 3 numbers per token, but the teacher's head held has 4; "):
-        head.target(torch.arange(5), 1.0, teacher_hidden_TD=torch.ones(5, 3))
+        head.ask(torch.arange(5), 1.0, teacher_hidden_TD=torch.ones(5, 3))
     with pytest.raises(RuntimeError, match="teacher: has a vocabulary of 12 where this model has 11; use a teacher"):
         head.hold_teacher(torch.ones(12, 4), 0, 1)

@@ -89,7 +89,7 @@ def _rank(rank: int, size: int, store: str) -> dict:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from torchtitan_rl.model.logprobs import LogprobHead
+    from torchtitan_rl.model.logprobs_distillation import DistillationHead
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -104,8 +104,8 @@ def _rank(rank: int, size: int, store: str) -> dict:
         upstream = torch.randn(2, num_tokens, generator=generator)
 
         # 8 tokens a chunk on every rank, whatever its own number of rows.
-        head = LogprobHead(
-            LogprobHead.Config(
+        head = DistillationHead(
+            DistillationHead.Config(
                 in_features=dim, out_features=vocab_size, chunk_bytes=8 * 4 * -(-vocab_size // num_ranks), bias=False
             )
         )
@@ -143,7 +143,7 @@ def _rank(rank: int, size: int, store: str) -> dict:
         head.weight.grad = None
         head.hold_teacher(teacher, mesh.get_local_rank(), mesh.size())
         cut_hidden = distribute_tensor(hidden.detach()[None], mesh, [Replicate()]).requires_grad_()
-        head.target(several, temperature, teacher_hidden_TD=teacher_hidden)
+        head.ask(several, temperature, teacher_hidden_TD=teacher_hidden)
         said = head(cut_hidden)
         cut = [said[name][0] for name in ("policy_logprobs", "teacher_kl")]
         torch.autograd.backward(cut, upstream)
@@ -155,7 +155,7 @@ def _rank(rank: int, size: int, store: str) -> dict:
 
         doubled = weight.detach()[torch.arange(vocab_size) // 2]
         head.weight = torch.nn.Parameter(distribute_tensor(doubled, mesh, [Shard(0)]))
-        head.target(targets, temperature, top_k=5, hidden=True)
+        head.ask(targets, temperature, top_k=5, hidden=True)
         with torch.no_grad():
             said = head(cut_hidden)
             logits = hidden @ weight[: -(-vocab_size // 2)].T / temperature  # of each row once

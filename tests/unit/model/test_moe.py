@@ -235,23 +235,31 @@ def generator_plan():
     return generator_plan
 
 
-def test_a_generator_rank_has_every_expert_and_its_share_of_their_features(generator_plan):
+@pytest.fixture(scope="module")
+def generator_layers():
+    """The module, imported late for the same reason."""
+    from torchtitan_rl.model import generator_layers
+
+    return generator_layers
+
+
+def test_a_generator_rank_has_every_expert_and_its_share_of_their_features(generator_plan, generator_layers):
     shared = build_spec(ModelConfig(shape=tiny()))
     spec = generator_plan.generator_spec(shared, 2)
     for layer, whole in zip(spec.model.layers, shared.model.layers):
         routed = layer.moe.routed_experts
-        assert isinstance(routed, generator_plan.SlicedExperts.Config)
+        assert isinstance(routed, generator_layers.SlicedExperts.Config)
         assert isinstance(routed.inner_experts, Experts.Config) and isinstance(layer.moe.router.gate, Gate.Config)
         assert (routed.inner_experts.num_experts, routed.inner_experts.hidden_dim) == (6, 12)
         assert repr(layer.moe.router.to_dict()) == repr(whole.moe.router.to_dict())
         assert whole.moe.routed_experts.inner_experts.hidden_dim == 24
     alone = generator_plan.generator_spec(shared, 1)
-    assert not isinstance(alone.model.layers[0].moe.routed_experts, generator_plan.SlicedExperts.Config)
+    assert not isinstance(alone.model.layers[0].moe.routed_experts, generator_layers.SlicedExperts.Config)
     with pytest.raises(ValueError, match="generator.tensor_parallel_degree=2: must divide the model's hidden_dim=25"):
         generator_plan.generator_spec(build_spec(ModelConfig(shape=tiny(hidden_dim=25))), 2)
 
 
-def test_slices_of_experts_sum_to_the_whole(generator_plan):
+def test_slices_of_experts_sum_to_the_whole(generator_layers):
     layer = with_random_weights(for_training(tiny())).layers["0"].moe
     part = build_spec(ModelConfig(shape=tiny(hidden_dim=12))).model.layers[0].moe.build().eval()
     x_BLD = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
@@ -260,7 +268,7 @@ def test_slices_of_experts_sum_to_the_whole(generator_plan):
         for rank in range(2):
             part.load_state_dict(
                 {
-                    name: generator_plan.shard_for_rank(f"layers.0.moe.{name}", tensor, rank, 2)
+                    name: generator_layers.shard_for_rank(f"layers.0.moe.{name}", tensor, rank, 2)
                     for name, tensor in layer.state_dict().items()
                 }
             )

@@ -1,0 +1,169 @@
+"""Every check of the battery, as data, the one that teaches most first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan_rl.config.run import RunConfig
+
+__all__ = ["Check", "CHECKS", "PARTS"]
+
+PARTS = {
+    "nothing": ("torch",),
+    "trainer": ("torch", "torchtitan"),
+    "generator": ("torch", "torchtitan", "vllm"),
+    "stack": ("torch", "torchtitan", "vllm", "monarch", "torchstore"),
+}
+"""Modules that a part of the whole is made of. A generator runs torchtitan's model, so it needs both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A command in a process of its own, which is given `--result FILE`, and `--tiny` for small shapes."""
+
+    name: str
+    teaches: str
+    needs: str
+    """A name of `PARTS`."""
+    time_limit_s: int
+    command: tuple[str, ...]
+    """Arguments of Python."""
+    num_gpus: int = 1
+    """0: needs none."""
+    tiny: bool = False
+    """Has a form for a machine without a GPU."""
+    config: Callable[[], RunConfig] | None = None
+    """The run it makes, which `--dry-run` validates."""
+
+
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    return ("-m", f"scripts.gpu_checks.{name}", *arguments)
+
+
+def _steps(variant: str) -> Callable[[], RunConfig]:
+    def config() -> RunConfig:
+        from scripts.gpu_checks.configs import STEPS, steps  # imports torchtitan
+
+        return steps(**STEPS[variant])
+
+    return config
+
+
+def _quickstart() -> RunConfig:
+    from scripts.gpu_checks.configs import quickstart
+
+    return quickstart()
+
+
+def _run(variant: str, teaches: str, time_limit_s: int, config: Callable[[], RunConfig], *, tiny: bool = True) -> Check:
+    command = _module("steps", "--variant", variant)
+    name = variant if variant == "quickstart" or variant.startswith("transport") else f"steps-{variant}"
+    return Check(
+        name=name, teaches=teaches, needs="stack", time_limit_s=time_limit_s, command=command, tiny=tiny, config=config
+    )
+
+
+# What starts real actors, engine and store, and asserts no bound or bit that only float32 on a CPU keeps: those have
+# their own form in tests/gpu. Left out besides: layouts of two ranks (tests/gpu/test_two_gpus.py) and roles, which
+# start such layouts.
+_INTEGRATION = (
+    "tests/integration/test_stack.py",
+    "tests/integration/test_batches.py",
+    "tests/integration/test_multi_turn.py",
+    "tests/integration/test_replicas.py",
+    "--deselect=tests/integration/test_stack.py::test_generator_and_trainer_agree_on_log_probabilities",
+    "--deselect=tests/integration/test_stack.py::test_sampling_log_probabilities_are_those_after_temperature",
+    "--deselect=tests/integration/test_stack.py::test_the_same_requests_give_the_same_tokens_and_bits_whatever_the_cache_holds",
+    "--deselect=tests/integration/test_stack.py::test_a_gradient_does_not_depend_on_microbatches_or_calls",
+    "--deselect=tests/integration/test_stack.py::test_loss_weight_and_grad_scale_scale_the_gradient_alike",
+    "--deselect=tests/integration/test_stack.py::test_save_load_step_equals_step_step",
+    "--deselect=tests/integration/test_stack.py::test_exported_model_loads_in_transformers_with_the_same_log_probabilities",
+    "--deselect=tests/integration/test_stack.py::test_versions_can_be_pinned_scored_and_are_deleted_when_nobody_holds_them",
+    "--deselect=tests/integration/test_stack.py::test_any_loss_gets_the_check_of_generator_against_trainer",
+    "--deselect=tests/integration/test_replicas.py::test_four_replicas_give_the_tokens_and_log_probabilities_of_one",
+    "--deselect=tests/integration/test_replicas.py::test_the_same_requests_give_the_same_bits_on_several_replicas",
+)
+
+CHECKS = [
+    Check(
+        name="environment",
+        teaches="driver, GPUs, compiler and versions; which attention and which vLLM runner come to be used",
+        needs="nothing",
+        time_limit_s=150,
+        command=_module("environment"),
+        num_gpus=0,
+        tiny=True,
+    ),
+    Check(
+        name="attention-kernels",
+        teaches="whether training attention is right, forward and backward, at head sizes 128 and 32",
+        needs="trainer",
+        time_limit_s=90,
+        command=_module("attention"),
+        tiny=True,
+    ),
+    Check(
+        name="tests-gpu",
+        teaches="weights, versions, numbers, residency, LoRA and experts on one GPU",
+        needs="stack",
+        time_limit_s=480,
+        command=_module("suite", "--marker", "gpu", "tests/gpu", "--ignore=tests/gpu/test_two_gpus.py"),
+    ),
+    _run("quickstart", "whether a whole run learns what it learns on a CPU", 270, _quickstart, tiny=False),
+    _run(
+        "colocated-eager",
+        "0.6B: what a step costs where trainer and generator take turns",
+        240,
+        _steps("colocated-eager"),
+    ),
+    _run("colocated-graphs", "0.6B: what CUDA graphs save in decoding", 270, _steps("colocated-graphs")),
+    Check(
+        name="integration",
+        teaches="batches, turns, versions and failing replicas with CUDA processes",
+        needs="stack",
+        time_limit_s=600,
+        command=_module("suite", *_INTEGRATION),
+    ),
+    _run("apart-eager", "0.6B: steps with both on the device at once, or each on its own", 240, _steps("apart-eager")),
+    _run(
+        "transport-shared-memory",
+        "0.6B: seconds of a weight sync through shared memory",
+        240,
+        _steps("transport-shared-memory"),
+    ),
+    _run("transport-store", "0.6B: seconds of a weight sync through the store", 240, _steps("transport-store")),
+    Check(
+        name="logprob-chunk",
+        teaches="seconds and peak memory of 16,384 tokens by trainer.logprob_chunk_mib = 128, 512, 2048",
+        needs="trainer",
+        time_limit_s=300,
+        command=_module("logprob_chunk"),
+        tiny=True,
+    ),
+    Check(
+        name="residency",
+        teaches="whether offload and sleep really free the device's memory",
+        needs="stack",
+        time_limit_s=240,
+        command=_module("residency"),
+        config=_steps("colocated-eager"),
+    ),
+    Check(
+        name="model-runners",
+        teaches="vLLM's V1 runner against V2: tokens per second, and whether they say the same",
+        needs="generator",
+        time_limit_s=600,
+        command=_module("runners"),
+    ),
+    Check(
+        name="tests-two-gpus",
+        teaches="FSDP, TP, HSDP, experts, TP generators and replicas on NCCL",
+        needs="stack",
+        time_limit_s=600,
+        command=_module("suite", "--marker", "gpu", "tests/gpu/test_two_gpus.py"),
+        num_gpus=2,
+    ),
+]

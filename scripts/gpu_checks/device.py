@@ -1,0 +1,96 @@
+"""What nvidia-smi and data sheets say of the GPUs of this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from typing import Any
+
+from torchtitan_rl.config.model import Qwen3Shape
+
+__all__ = ["gpus", "process_memory", "PeakMemory", "peak_bf16_flops", "model_flops"]
+
+# Dense bfloat16 FLOP/s from NVIDIA's data sheets, half of the figures with sparsity. The first name that is part of
+# the device's name counts.
+_PEAK_BF16 = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+_FIELDS = ("name", "driver_version", "compute_cap", "memory.total", "memory.used")
+
+
+def _query(what: str, fields: tuple[str, ...]) -> list[list[str]]:
+    """Rows of `nvidia-smi --query-WHAT`; none where there is no driver."""
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return []
+    if done.returncode:
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def gpus() -> list[dict[str, str]]:
+    """Name, driver, compute capability and memory (MiB) of every GPU, `CUDA_VISIBLE_DEVICES` or not."""
+    return [dict(zip(_FIELDS, row, strict=True)) for row in _query("gpu", _FIELDS)]
+
+
+def process_memory() -> dict[int, int]:
+    """MiB of device memory by process id, summed over GPUs. A container may hide process ids: then it is empty or
+    names ids of the host."""
+    held: dict[int, int] = {}
+    for pid, used in _query("compute-apps", ("pid", "used_memory")):
+        if pid.isdigit() and used.isdigit():
+            held[int(pid)] = held.get(int(pid), 0) + int(used)
+    return held
+
+
+class PeakMemory:
+    """Asks nvidia-smi twice a second while its block runs: `device`, the most MiB in use on all GPUs together, whoever
+    uses them, and `processes`, the most of each process id."""
+
+    def __init__(self) -> None:
+        self.device, self.processes = 0, {}
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.device = max(self.device, sum(int(gpu["memory.used"]) for gpu in gpus()))
+            for pid, used in process_memory().items():
+                self.processes[pid] = max(self.processes.get(pid, 0), used)
+            if self._end.wait(0.5):
+                return
+
+
+def peak_bf16_flops(name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU by its name; None for one that is not in the table."""
+    return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
+
+
+def model_flops(shape: Qwen3Shape, num_tokens: float, mean_length: float) -> float:
+    """Floating-point operations of a forward and a backward over tokens of causal documents of this mean length.
+
+    6 x parameters that multiply + 12 x layers x heads x head size x mean context, per token: a multiply-add counts
+    two, the backward costs twice the forward; the context of a token is itself and what precedes it, (length + 1) / 2
+    on average for documents of one length. An embedding that is not tied only looks up. What activation checkpointing
+    and the chunked head compute again does not count. Chowdhery et al. 2022, "PaLM", https://arxiv.org/abs/2204.02311,
+    appendix B.
+    """
+    parameters = shape.num_parameters - (0 if shape.tie_embeddings else shape.vocab_size * shape.dim)
+    attention = 12 * shape.n_layers * shape.n_heads * shape.head_dim * (mean_length + 1) / 2
+    return num_tokens * (6 * parameters + attention)

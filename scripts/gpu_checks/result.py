@@ -1,0 +1,72 @@
+"""How a check says what it found: a small JSON file, written again with every finding, so that a crash loses none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Result", "run_check"]
+
+
+class Result:
+    """What one check has found so far. `status` is `running` until `finish` makes it `passed` or `failed`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.status, self.values, self.problems = "running", {}, []
+        self._write()
+
+    def run_directory(self) -> str:
+        """A path for the run of this check, which does not exist yet and stays: its logs say why it failed."""
+        place = self._path.parent.parent / "run"
+        place.mkdir(exist_ok=True)
+        return f"{tempfile.mkdtemp(prefix=f'{self._path.stem}-', dir=place)}/run"
+
+    def note(self, **values: Any) -> None:
+        """Adds findings by name: numbers, texts, or lists of them."""
+        self.values |= values
+        self._write()
+
+    def require(self, fulfilled: bool, problem: str) -> None:
+        """Unless fulfilled, the check will have failed, for this reason; it goes on."""
+        if not fulfilled:
+            self.problems.append(problem)
+            self._write()
+
+    def finish(self) -> bool:
+        """Whether the check has passed."""
+        self.status = "failed" if self.problems else "passed"
+        self._write()
+        return self.status == "passed"
+
+    def _write(self) -> None:
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps({"status": self.status, "values": self.values, "problems": self.problems}))
+        new.rename(self._path)  # whoever reads never meets half a file
+
+
+def run_check(
+    check: Callable[[Result, argparse.Namespace], None], parser: argparse.ArgumentParser | None = None
+) -> None:
+    """Runs a check as this process: arguments, result file, exit status 0 if it passed, else 1. Does not return."""
+    parser = parser or argparse.ArgumentParser(description=check.__doc__)
+    parser.add_argument("--result", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, for a CPU")
+    args = parser.parse_args()
+    result = Result(args.result)
+    try:
+        check(result, args)
+    except Exception as error:
+        traceback.print_exc()
+        result.require(False, " ".join(f"{type(error).__name__}: {error}".split())[:500])
+    passed = result.finish()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if passed else 1)  # threads of engines and actors must not keep a finished check alive

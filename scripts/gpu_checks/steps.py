@@ -1,0 +1,99 @@
+"""Whole runs: the quickstart to its accuracy, or a few steps of the Qwen3-0.6B shape with what they cost."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+
+from scripts.gpu_checks.configs import STEPS, quickstart, steps
+from scripts.gpu_checks.device import PeakMemory, gpus, model_flops, peak_bf16_flops
+from scripts.gpu_checks.result import Result, run_check
+from torchtitan_rl.config.model import Qwen3Shape
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.model.shape import resolve_shape
+
+MAX_KL, MIN_ACCURACY = 1e-3, 0.95  # what docs/numerics.md and scripts/acceptance.sh promise on a CPU
+SHOWN = {
+    "mismatch/kl": "mismatch/kl",
+    "mismatch/logprob_diff_max": "mismatch/logprob_diff_max",
+    "time/generate_s": "generate_s",
+    "time/forward_backward_s": "forward_backward_s",
+    "time/optim_s": "optim_s",
+    "time/sync_s": "sync_s",
+    "time/step_s": "step_s",
+    "tokens/generated_per_s": "tokens_generated_per_s",
+}
+
+
+def costs(line: dict, shape: Qwen3Shape, device_name: str) -> dict[str, float]:
+    """What a step took: seconds by stage, tokens per second of the stage that made or trained them, and where the
+    device's peak is known the share of it that training used (prompts, recomputation and optimizer not counted)."""
+    train_s = line["time/forward_backward_s"] + line["time/optim_s"]
+    found = {name: line[metric] for metric, name in SHOWN.items()}
+    found["train_s"], found["tokens_trained_per_s"] = train_s, line["tokens/trained"] / train_s
+    if peak := peak_bf16_flops(device_name):
+        flops = model_flops(shape, line["tokens/trained"], line["completion/length_mean"])
+        found["mfu_of_train"], found["mfu_of_step"] = flops / train_s / peak, flops / line["time/step_s"] / peak
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+async def train(result: Result, config: RunConfig, *, whole: bool) -> list[dict]:
+    """The lines of the reinforcement phase. `whole`: with warm start, evaluations and checkpoint."""
+    from torchtitan_rl.run.controller import Controller
+
+    config.output_dir = result.run_directory()
+    with PeakMemory() as peak:
+        async with await Controller.launch(config) as controller:
+            replicas = {replica.mesh.role: replica.mesh for replica in controller.generator._replicas}
+            meshes = {role: client._mesh for role, client in controller.roles.items()} | replicas
+            pids = {role: (await mesh.call_each("where"))[0] for role, mesh in meshes.items()}
+            if whole:
+                report = await controller.train()
+                accuracies = {name: float(f"{found.accuracy:.4g}") for name, found in report.items()}
+                result.note(accuracies=accuracies)
+                result.require(
+                    accuracies["test"] >= MIN_ACCURACY,
+                    f"test accuracy={accuracies['test']}: is less than {MIN_ACCURACY}, reached on CPUs",
+                )
+            else:
+                await controller.reinforce()
+            lines = [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"]
+    if peak.device:
+        result.note(
+            peak_mib_device=peak.device,
+            peak_mib_process={role: peak.processes[pid] for role, pid in pids.items() if pid in peak.processes},
+        )
+    return lines
+
+
+def check(result: Result, args: argparse.Namespace) -> None:
+    """Runs a variant. Fails when generator and trainer disagree, a gradient is not finite, or nothing was learned."""
+    whole = args.variant == "quickstart"
+    config = quickstart() if whole else steps(**STEPS[args.variant], tiny=args.tiny)
+    device_name = next((gpu["name"] for gpu in gpus()), "")
+    lines = asyncio.run(train(result, config, whole=whole))
+    wanted = config.controller.num_steps
+    result.require(len(lines) == wanted, f"steps={len(lines)}: {wanted} were asked for")
+    shape = resolve_shape(config.model)
+    shown = lines if not whole else [lines[0], lines[-1]]
+    result.note(steps=[{"step": line["step"], **costs(line, shape, device_name)} for line in shown])
+    largest = max(line["mismatch/kl"] for line in lines)
+    result.note(mismatch_kl_max=float(f"{largest:.2e}"))
+    result.require(
+        largest <= MAX_KL, f"mismatch/kl={largest:.1e}: generator and trainer differ by more than {MAX_KL:g}"
+    )
+    norms = [line["optim/grad_norm"] for line in lines]
+    result.require(
+        all(map(math.isfinite, norms)) and any(norms), f"optim/grad_norm={norms}: is not finite, or always 0"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=check.__doc__)
+    made.add_argument("--variant", choices=["quickstart", *STEPS], required=True)
+    return made
+
+
+if __name__ == "__main__":
+    run_check(check, parser())

@@ -1,0 +1,215 @@
+"""The battery of GPU checks, as far as a CPU goes: its order, its books, and the checks that have a small form."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import gpu_battery
+from scripts.gpu_checks.catalogue import CHECKS, PARTS, Check
+from scripts.gpu_checks.device import model_flops, peak_bf16_flops
+from scripts.gpu_checks.runners import difference
+from tests.integration.helpers import gone
+from torchtitan_rl.config.model import Qwen3Shape
+
+ROOT = Path(__file__).parents[2]
+WHOLE = frozenset(module for part in PARTS.values() for module in part)
+CPU = gpu_battery.Machine(num_gpus=0, device="cpu", modules=WHOLE)
+ONE_GPU = gpu_battery.Machine(num_gpus=1, device="NVIDIA H100 80GB HBM3", modules=WHOLE)
+TWO_GPUS = gpu_battery.Machine(num_gpus=2, device="NVIDIA H100 80GB HBM3", modules=WHOLE)
+
+PASSES = """
+import json, sys
+open(sys.argv[sys.argv.index("--result") + 1], "w").write(
+    json.dumps({"status": "passed", "values": {"answer": 42, "steps": [{"s": 1}, {"s": 2}]}, "problems": []}))
+"""
+
+
+def made_up(name: str, code: str, **fields) -> Check:
+    return Check(
+        **{
+            "name": name,
+            "teaches": name,
+            "needs": "nothing",
+            "num_gpus": 0,
+            "tiny": True,
+            "time_limit_s": 60,
+            **fields,
+        },
+        command=("-c", code),
+    )
+
+
+def test_the_first_six_take_at_most_25_minutes_and_none_more_than_ten():
+    assert sum(check.time_limit_s for check in CHECKS[:6]) <= 25 * 60
+    assert all(check.time_limit_s <= 600 for check in CHECKS)
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    assert [check.name for check in CHECKS[:6]] == [
+        "environment",
+        "attention-kernels",
+        "tests-gpu",
+        "quickstart",
+        "steps-colocated-eager",
+        "steps-colocated-graphs",
+    ]
+
+
+def test_the_command_lists_every_check_and_validates_its_config():
+    environment = os.environ | {"TORCHTITAN_RL_PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_battery.sh"), "--dry-run"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in lines] == [check.name for check in CHECKS]
+    for line, check in zip(lines, CHECKS):
+        assert f" {check.time_limit_s} s," in line and check.teaches in line
+        assert ("config valid" in line) == (check.config is not None)
+
+
+def test_a_config_that_a_run_would_refuse_ends_the_dry_run():
+    def broken():
+        config = CHECKS[4].config()
+        config.generator.max_model_len = 8
+        return config
+
+    with pytest.raises(ValueError, match="generator.max_model_len=8"):
+        gpu_battery.dry_run([made_up("broken", "", config=broken)], CPU)
+
+
+@pytest.mark.parametrize(
+    "machine, tiny, left_out",
+    [
+        (ONE_GPU, False, {"tests-two-gpus": "needs 2 GPUs, there is 1"}),
+        (TWO_GPUS, False, {}),
+        (CPU, True, {check.name: "no GPU" for check in CHECKS if not check.tiny}),
+        (ONE_GPU, True, {check.name: "no small form" for check in CHECKS if not check.tiny}),
+    ],
+)
+def test_what_is_left_out_depends_on_the_gpus(machine, tiny, left_out):
+    reasons = {check.name: gpu_battery.left_out(check, machine, tiny) for check in CHECKS}
+    assert {name: reason for name, reason in reasons.items() if reason} == left_out
+
+
+@pytest.mark.parametrize(
+    "modules, parts, missing",
+    [
+        ({"torch", "torchtitan"}, {"nothing", "trainer"}, "vllm"),
+        ({"torch", "torchtitan", "vllm"}, {"nothing", "trainer", "generator"}, "monarch"),
+        ({"torch", "vllm"}, {"nothing"}, "torchtitan"),
+    ],
+)
+def test_parts_of_the_stack_run_what_they_can(modules, parts, missing):
+    machine = gpu_battery.Machine(num_gpus=2, device="GPU", modules=frozenset(modules))
+    reasons = {check.name: gpu_battery.left_out(check, machine, False) for check in CHECKS}
+    assert {name for name, reason in reasons.items() if not reason} == {c.name for c in CHECKS if c.needs in parts}
+    assert all(missing in reason and "not installed" in reason for reason in reasons.values() if reason)
+
+
+def test_a_failure_a_hang_and_a_crash_do_not_stop_the_next(tmp_path):
+    fails = PASSES.replace('"passed"', '"failed"').replace('"problems": []', '"problems": ["it is wrong"]')
+    checks = [
+        made_up("fails", fails + "sys.exit(1)"),
+        made_up("hangs", PASSES.replace('"passed"', '"running"') + "import time; time.sleep(60)", time_limit_s=3),
+        made_up("crashes", "import os; print('last words', flush=True); os.abort()"),
+        made_up("passes", PASSES),
+        made_up("needs a GPU", PASSES, num_gpus=1, tiny=False),
+    ]
+    results = gpu_battery.run(checks, CPU, tmp_path, say=lambda line: None)
+    assert [results[check.name]["status"] for check in checks] == [
+        "failed",
+        "timed out",
+        "crashed",
+        "passed",
+        "skipped",
+    ]
+    assert results["fails"]["problems"] == ["it is wrong"]
+    assert results["hangs"]["values"]["answer"] == 42  # what a check found before it hung is kept
+    assert 3 <= results["hangs"]["seconds"] < 30
+    assert "last words" in (tmp_path / "log" / "crashes.log").read_text()
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    table = (tmp_path / "table.md").read_text()
+    assert "| fails | cpu, small shapes | failed; it is wrong |" in table
+    assert "| hangs | cpu, small shapes | timed out; time_limit_s=3: it had not ended by then" in table
+    assert "| needs a GPU | cpu, small shapes | skipped; no GPU | 0.0 |" in table
+    assert "- answer: 42" in table and "| s |\n|---|\n| 1 |\n| 2 |" in table
+
+
+def test_a_suite_of_tests_is_a_check(tmp_path):
+    file = tmp_path / "test_made_up.py"
+    file.write_text(
+        "import pytest\ndef test_right(): pass\ndef test_wrong(): assert 1 == 2\n"
+        "@pytest.mark.skip\ndef test_later(): pass\n"
+    )
+    suite = made_up("suite", "")
+    suite = dataclasses.replace(suite, command=("-m", "scripts.gpu_checks.suite", str(file)))
+    result = gpu_battery.run([suite], CPU, tmp_path / "out", say=lambda line: None)["suite"]
+    assert result["status"] == "failed" and result["values"]["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
+    (problem,) = result["problems"]
+    assert "test_made_up.py::test_wrong (call): " in problem and "assert 1 == 2" in problem
+
+
+def test_a_process_that_a_check_leaves_behind_ends_with_it(tmp_path):
+    child = f"import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True)\n{PASSES}"
+    gpu_battery.run([made_up("starts", child)], CPU, tmp_path, say=lambda line: None)
+    asyncio.run(gone(int((tmp_path / "log" / "starts.log").read_text())))
+
+
+def test_a_second_start_goes_on_where_the_first_ended(tmp_path):
+    counter = f"open({str(tmp_path / 'ran')!r}, 'a').write('x')\n{PASSES}"
+    checks = [made_up("counts", counter), made_up("crashes", "raise SystemExit(3)")]
+
+    def ran(machine=CPU, **how) -> int:
+        gpu_battery.run(checks, machine, tmp_path / "out", say=lambda line: None, **how)
+        return len((tmp_path / "ran").read_text())
+
+    assert ran() == 1 and ran() == 1  # the crashed one ran twice, the passed one once
+    assert ran(again=True) == 2
+    assert ran(ONE_GPU) == 3  # what passed with small shapes says nothing of a GPU
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["counts"]["device"] == ONE_GPU.device
+
+
+def test_a_check_that_does_not_exist_is_refused_with_the_nearest(capsys):
+    assert gpu_battery.main(["--only", "quickstrat", "--dry-run"]) == 2
+    assert "--only=quickstrat: there is no such check; did you mean quickstart?" in capsys.readouterr().err
+
+
+def test_checks_with_a_small_form_run_on_a_cpu(tmp_path):
+    names = ("environment", "attention-kernels", "logprob-chunk")
+    checks = [check for check in CHECKS if check.name in names]
+    results = gpu_battery.run(checks, CPU, tmp_path, say=lambda line: None)
+    assert {name: (r["status"], r["problems"]) for name, r in results.items()} == dict.fromkeys(names, ("passed", []))
+    found = results["environment"]["values"]
+    assert found["torch"].startswith("2.13.0") and found["vllm_runner"].endswith("CPUModelRunner")
+    errors = results["attention-kernels"]["values"]["sdpa, float32, head size 128"]
+    assert errors.keys() == {"output", "query gradient", "key gradient", "value gradient"}
+    assert all(0 < error < 1e-5 for error in errors.values())
+    assert results["logprob-chunk"]["values"]["1 MiB"]["seconds"] > 0
+
+
+def test_two_runners_are_compared_up_to_the_first_token_that_differs():
+    one = {"tokens": [[5, 6, 7], [8, 9]], "logprobs": [[-1.0, -2.0, -3.0], [-1.0, -1.0]]}
+    other = {"tokens": [[5, 6, 4], [8, 9]], "logprobs": [[-1.0, -2.5, -9.0], [-1.25, -1.0]]}
+    assert difference(one, other) == (0.5, 0.5)  # the third token's log-probabilities are of different tokens
+    assert difference(one, one) == (1.0, 0.0)
+
+
+def test_flops_by_hand():
+    # 2 layers: attention 8*4*(2*2 + 2*1) + 2*4 = 200, feed-forward 3*8*16 = 384, norms 16: 600 each; embedding
+    # 10*8 = 80 and the last norm 8: 1288 parameters. Context (3 + 1) / 2 = 2: 12 * 2 * 2 * 4 * 2 = 384.
+    shape = Qwen3Shape(vocab_size=10, dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, hidden_dim=16)
+    assert shape.num_parameters == 1288
+    assert model_flops(shape, num_tokens=5, mean_length=3) == 5 * (6 * 1288 + 384)
+    shape.tie_embeddings = False  # a second matrix, of which one only looks up
+    assert model_flops(shape, num_tokens=5, mean_length=3) == 5 * (6 * 1288 + 384)
+    assert peak_bf16_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_bf16_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_bf16_flops("Radeon") is None

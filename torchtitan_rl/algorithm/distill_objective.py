@@ -1,0 +1,65 @@
+"""What learning from a teacher's distributions adds to an objective."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, reverse_kl
+from torchtitan_rl.algorithm.mismatch import mismatch
+from torchtitan_rl.config.algorithm import DistillConfig
+from torchtitan_rl.types import LossFunction, LossInputs
+
+__all__ = ["distilled", "nothing", "sampled_logprobs"]
+
+
+def nothing(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a policy that learns from its teacher alone."""
+    return inputs.policy_logprobs.new_zeros(()), {}
+
+
+def sampled_logprobs(inputs: LossInputs) -> torch.Tensor:
+    """The policy's log-probabilities of the sampled tokens, (T,): of data with soft targets the first target's."""
+    return inputs.policy_logprobs[:, 0] if "soft_weights" in inputs.tensors else inputs.policy_logprobs
+
+
+def distilled(
+    inputs: LossInputs, *, loss_fn: LossFunction, distill: DistillConfig | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`loss_fn` on the sampled tokens, a cross-entropy on soft targets, and the divergence that `distill` asks for.
+
+    Data with `soft_weights` have targets (T, 1 + K): the sampled token, which is `loss_fn`'s, and the soft ones.
+    """
+    soft, sums = None, {}
+    if "soft_weights" in inputs.tensors:
+        soft = dataclasses.replace(
+            inputs,
+            policy_logprobs=inputs.policy_logprobs[:, 1:],
+            tensors={**inputs.tensors, "weights": inputs.soft_weights},
+        )
+        inputs = dataclasses.replace(inputs, policy_logprobs=sampled_logprobs(inputs))
+        if "sampling_logprobs" in inputs.tensors:
+            with torch.no_grad():
+                sums = mismatch(inputs.policy_logprobs, inputs)
+    loss, metrics = loss_fn(inputs)
+    metrics = {**sums, **metrics}
+    if "teacher_logprobs" in inputs.tensors:  # k1 of the reverse KL, from what the policy sampled
+        away_T = masked_difference(inputs, inputs.policy_logprobs.detach(), inputs.teacher_logprobs)
+        metrics = {**metrics, "distill/kl": away_T.sum()}
+    if soft is not None:
+        loss, metrics = loss + cross_entropy(soft)[0], {**metrics, **_soft_metrics(soft)}
+    if distill is not None and distill.divergence == "full":
+        divergence, divergence_metrics = reverse_kl(inputs)
+        loss, metrics = loss + distill.coef * divergence, {**metrics, **divergence_metrics}
+    return loss, metrics
+
+
+def _soft_metrics(soft: LossInputs) -> dict[str, torch.Tensor]:
+    """Sums over tokens: of KL(soft targets, policy), weights taken for shares of 1, and of those that have targets."""
+    with torch.no_grad():
+        total_T1 = soft.weights.sum(1, keepdim=True)
+        shares_TK = torch.where(total_T1 > 0, soft.weights / total_T1, 0.0)
+        cross_TK = torch.where(shares_TK > 0, shares_TK * soft.policy_logprobs, 0.0)
+        divergence = (torch.special.xlogy(shares_TK, shares_TK) - cross_TK).sum()
+        return {"distill/kl": divergence, "distill/target_frac": (total_T1 > 0).sum()}
