@@ -126,6 +126,8 @@ class Rollout:
     """Of the whole attempt; None: what its last turn earned, see `algorithm.grouping.fill_rewards`."""
     text: str = ""
     """What the policy said, decoded, for records and people; of several turns, observations too."""
+    group: str = ""
+    """The id of the group that it was rolled out in, which names its draw; a rollout of a hook's own may have none."""
     role: str = "policy"
     """Who the policy played; rollouts of different roles are not compared with each other."""
     masked: bool = False

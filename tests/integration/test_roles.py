@@ -184,7 +184,7 @@ def test_ratios_are_against_the_policy_as_the_batch_or_the_minibatch_starts(
     before = {name: getattr(algorithm, name) for name in changes}
 
     async def train():
-        return await controller.train_on(await controller.rollouts(controller.source.next(4)))
+        return await controller.train_on(await controller.rollouts(controller.draws.next(4)))
 
     try:
         for name, value in changes.items():
@@ -392,7 +392,7 @@ def test_rejected_tokens_leave_the_denominator_where_that_is_asked_for(loop, apa
 
     async def total_weight(denominator):
         algorithm.correction_denominator = denominator
-        line = await controller.train_on(await controller.rollouts(controller.source.next(4)))
+        line = await controller.train_on(await controller.rollouts(controller.draws.next(4)))
         return line["weight/sum"] * line["tokens/trained"]
 
     try:

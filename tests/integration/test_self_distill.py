@@ -75,7 +75,7 @@ def test_evaluations_score_nothing_and_demonstrations_neither(loop, running):
     controller, scored = running
     before = len(scored)
     loop.run_until_complete(controller.evaluate("validation", num_tasks=4, pass_at_k=2))
-    loop.run_until_complete(controller.player.demonstrations(controller.source.next(2), controller.family))
+    loop.run_until_complete(controller.player.demonstrations(controller.draws.source.next(2), controller.family))
     assert len(scored) == before
 
 
@@ -83,7 +83,7 @@ def test_a_turn_has_the_scores_of_the_hinted_prompt_as_advantages_and_trains_wit
     controller, _ = running
 
     async def run():
-        groups = await controller.rollouts(controller.source.next(2))
+        groups = await controller.rollouts(controller.draws.next(2))
         rollout = groups[0].rollouts[0]
         hint = controller.tokenizer.encode(answer_as_hint(rollout), add_special_tokens=False)
         said = rollout.turns[0].completion
@@ -104,7 +104,7 @@ def test_a_checkpoint_holds_the_teacher_and_its_number(loop, running):
 
     async def run():
         teacher = await controller.trainer.parameters()
-        await controller.train_on(await controller.rollouts(controller.source.next(4)))
+        await controller.train_on(await controller.rollouts(controller.draws.next(4)))
         await controller.publish()
         return await controller.save_checkpoint(), teacher, await controller.trainer.parameters()
 
@@ -123,7 +123,7 @@ def test_data_that_carry_what_a_teacher_said_are_not_trained_on_as_if_they_did_n
     controller, _ = running
 
     async def run():
-        data = await scored_by(controller, await controller.rollouts(controller.source.next(1)))
+        data = await scored_by(controller, await controller.rollouts(controller.draws.next(1)))
         soft = [(torch.zeros(len(datum), 2, dtype=torch.long), torch.zeros(len(datum), 2)) for datum in data]
         with pytest.raises(
             ValueError, match=r"'soft_tokens': holds token ids, .* with algorithm.soft_targets.appended"
@@ -150,7 +150,7 @@ def test_siblings_that_did_better_teach_with_their_likeliest_tokens(loop, runnin
     algorithm.workflow, algorithm.after_rewards = None, distill_group(prompt=best_sibling_as_hint, top_k=3)
 
     async def run():
-        groups = await controller.rollouts(controller.source.next(4))
+        groups = await controller.rollouts(controller.draws.next(4))
         return groups, await controller.train_on(groups)
 
     try:

@@ -65,7 +65,7 @@ def test_after_a_pull_the_generator_holds_what_the_trainer_published_byte_for_by
 
 def test_generator_and_trainer_agree_on_log_probabilities(loop, controller):
     async def run():
-        groups = await controller.rollouts(controller.source.next(4))
+        groups = await controller.rollouts(controller.draws.next(4))
         from torchtitan_rl.algorithm.datums import to_datums
 
         data = to_datums(groups, controller.config.algorithm)

@@ -76,10 +76,10 @@ def test_steps_bring_the_policy_nearer_to_the_teacher(loop, running, distill):
     async def train():
         await controller.trainer.init_model(first)
         await controller.publish()
-        held_out = await controller.rollouts(controller.source.next(4))
+        held_out = await controller.rollouts(controller.draws.next(4))
         before, lines = await full_kl(controller, held_out), []
         for _ in range(8):
-            groups = await controller.rollouts(controller.source.next(8))
+            groups = await controller.rollouts(controller.draws.next(8))
             lines.append(await controller.train_on(groups))
             await controller.publish()
         return before, await full_kl(controller, held_out), lines, groups

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from torchtitan_rl import metrics
+from torchtitan_rl.run import intervals, lines
 from torchtitan_rl.run.lines import StepMetrics
 from torchtitan_rl.types import ForwardBackwardOutput, OptimStepOutput
 
@@ -17,39 +18,39 @@ def test_reinforcement_has_what_supervised_has_and_no_name_twice():
 
 
 def test_mean_std_divides_by_n():
-    assert metrics.mean_std([0, 0, 1, 1]) == (0.5, 0.5)
-    assert metrics.mean_std([2.0, 4.0, 9.0]) == (5.0, math.sqrt(26 / 3))  # squares 9 + 1 + 16
-    assert metrics.mean_std(iter([0.1])) == (0.1, 0.0)
+    assert lines.mean_std([0, 0, 1, 1]) == (0.5, 0.5)
+    assert lines.mean_std([2.0, 4.0, 9.0]) == (5.0, math.sqrt(26 / 3))  # squares 9 + 1 + 16
+    assert lines.mean_std(iter([0.1])) == (0.1, 0.0)
 
 
 def test_mean_std_shows_what_is_not_finite():
-    assert all(math.isnan(value) for value in metrics.mean_std([1.0, math.nan]))
+    assert all(math.isnan(value) for value in lines.mean_std([1.0, math.nan]))
 
 
 def test_mean_std_of_nothing():
     with pytest.raises(ValueError, match=r"values=\[\]: have no mean"):
-        metrics.mean_std([])
+        lines.mean_std([])
 
 
 def test_mean_interval_is_of_the_mean_over_tasks():
     # s^2 = 8 * 0.25 / 7, so 1.96 * sqrt(s^2 / 8) = 1.96 * 0.188982
-    assert metrics.mean_interval([0, 1] * 4) == pytest.approx((0.5 - 0.370405, 0.5 + 0.370405), abs=1e-6)
-    assert metrics.mean_interval([0.25, 0.75], z=1.0) == pytest.approx((0.25, 0.75))  # s = 0.3536, s / sqrt(2) = 0.25
+    assert intervals.mean_interval([0, 1] * 4) == pytest.approx((0.5 - 0.370405, 0.5 + 0.370405), abs=1e-6)
+    assert intervals.mean_interval([0.25, 0.75], z=1.0) == pytest.approx((0.25, 0.75))  # s = 0.3536, s / sqrt(2) = 0.25
 
 
 def test_mean_interval_is_cut_off_at_0_and_1_and_needs_two_tasks():
-    assert metrics.mean_interval([0, 1]) == (0.0, 1.0)
-    assert metrics.mean_interval([1, 1, 1]) == (1.0, 1.0)
-    assert metrics.mean_interval([0.5]) is None
+    assert intervals.mean_interval([0, 1]) == (0.0, 1.0)
+    assert intervals.mean_interval([1, 1, 1]) == (1.0, 1.0)
+    assert intervals.mean_interval([0.5]) is None
     with pytest.raises(ValueError, match=r"values=\[\]: have no mean"):
-        metrics.mean_interval([])
+        intervals.mean_interval([])
 
 
 def test_about_95_of_100_intervals_hold_the_true_mean():
     rng = random.Random(0)
     held = 0
     for _ in range(2000):
-        low, high = metrics.mean_interval([rng.random() < 0.6 for _ in range(200)])
+        low, high = intervals.mean_interval([rng.random() < 0.6 for _ in range(200)])
         held += low <= 0.6 <= high
     assert 0.93 < held / 2000 < 0.97
 
@@ -66,7 +67,7 @@ def test_about_95_of_100_intervals_hold_the_true_mean():
     ],
 )
 def test_pass_at_k(n, c, k, expected):
-    assert metrics.pass_at_k(n, c, k) == expected
+    assert intervals.pass_at_k(n, c, k) == expected
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_pass_at_k(n, c, k, expected):
 )
 def test_pass_at_k_refuses_impossible_counts(n, c, k, message):
     with pytest.raises(ValueError, match=message):
-        metrics.pass_at_k(n, c, k)
+        intervals.pass_at_k(n, c, k)
 
 
 def output(num_tokens, loss=0.5, **sums):

@@ -3,22 +3,23 @@
 `(rewards_G) -> advantages_G`, both float64 of shape (G,). One that needs the whole batch is marked with
 `@batch_estimator` and maps a list of groups' rewards to a list of their advantages. A group of one and a group whose
 rewards are all equal get 0 from every estimator here that has a baseline: there is nothing to compare. Estimators that
-divide by a standard deviation take rewards for equal that differ by rounding only (`metrics.all_equal`).
+divide by a standard deviation take rewards for equal that differ by rounding only (`all_equal`).
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.metrics import all_equal
 from torchtitan_rl.types import RolloutGroup
 
 __all__ = [
+    "all_equal",
     "batch_estimator",
     "estimate_advantages",
     "estimator_for",
@@ -30,7 +31,22 @@ __all__ = [
 ]
 
 
+NO_SPREAD = 1e-6
+"""Of the largest absolute reward: a spread within it is rounding."""
+
 _STDS = ("none", "population", "unbiased")
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by no more than rounding: largest minus smallest at most 1e-6 of the largest absolute one.
+
+    Rewards that are sums, such as .1 + .2 beside .3, differ in their last bits; divided by their own standard deviation
+    that noise would be advantages of full size. Equal rewards, and a single one, have no spread at all;
+    a reward that is not finite differs from all. Raises ValueError on no rewards.
+    """
+    if not all(map(math.isfinite, rewards)):
+        return False
+    return max(rewards) - min(rewards) <= NO_SPREAD * max(map(abs, rewards))
 
 
 def batch_estimator(function: Callable) -> Callable:
@@ -111,7 +127,8 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
     for group in groups:
         by_role.setdefault(group.rollouts[0].role, []).append(group)
     for role, of_role in by_role.items():
-        advantage_fn = estimator_for(config, role)
+        chosen = config.advantage_fn
+        advantage_fn = estimator_for(config, role) if isinstance(chosen, dict) else chosen
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
         if _sees_batch(advantage_fn):
             given = list(advantage_fn(rewards))

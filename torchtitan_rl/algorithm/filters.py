@@ -6,8 +6,8 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from torchtitan_rl.algorithm.advantages import all_equal
 from torchtitan_rl.algorithm.precomputed import Verdict, scan
-from torchtitan_rl.metrics import all_equal
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.algorithm import AlgorithmConfig

@@ -49,12 +49,15 @@ def form_groups(
 
 
 def by_task_and_role(rollouts: list[Rollout]) -> list[RolloutGroup]:
-    """One group per task and role, in the order of their first rollouts; named after the first rollout's id."""
+    """One group per task and role, in the order of their first rollouts, named after its draw.
+
+    A task that was drawn twice in a batch makes two groups.
+    """
     groups: dict[tuple[str, str], RolloutGroup] = {}
     for rollout in rollouts:
-        key = rollout.task.id, rollout.role
+        key = rollout.group or rollout.task.id, rollout.role
         if key not in groups:
-            name = rollout.id.rsplit("/", 1)[0]
+            name = rollout.group or rollout.id.rsplit("/", 1)[0]
             groups[key] = RolloutGroup(id=name if rollout.role == "policy" else f"{name}/{rollout.role}", rollouts=[])
         groups[key].rollouts.append(rollout)
     return list(groups.values())

@@ -33,8 +33,8 @@ class FilterConfig:
     overlong_buffer=64)`."""
 
     zero_variance: bool = False
-    """Leave out groups whose rewards are all equal, up to rounding (`metrics.all_equal`): an estimator that compares
-    siblings learns nothing from them."""
+    """Leave out groups whose rewards are all equal, up to rounding (`algorithm.advantages.all_equal`): an estimator
+    that compares siblings learns nothing from them."""
     overlong: Literal["keep", "drop", "mask", "penalty"] = "keep"
     """What becomes of rollouts that a token limit cut off: a completion that reached `sampling.max_tokens` or the room
     that was left for it, or an environment that had no room for another turn (`end_reason="tokens"`). `drop` leaves
@@ -48,11 +48,6 @@ class FilterConfig:
     """How many more times other tasks are rolled out in place of those left out, until the batch is full."""
     max_stalled_rounds: int = 10
     """Rounds of rollouts in a row with nothing left to train on before the run ends."""
-
-    @property
-    def active(self) -> bool:
-        """Whether any filter is on."""
-        return self.zero_variance or self.overlong != "keep"
 
     @property
     def drops(self) -> bool:

@@ -15,10 +15,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.observability.recorder import Listener
+
 if TYPE_CHECKING:
     from torchtitan_rl.types import Rollout, RolloutGroup
 
-__all__ = ["RunDir"]
+__all__ = ["RunDir", "JsonLines"]
 
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_@]*")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -116,6 +118,19 @@ class RunDir:
                 for index, rollout in enumerate(group.rollouts)
             ],
         )
+
+
+class JsonLines(Listener):
+    """Writes metrics and rollouts to a run's directory, a line each."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+
+    def fact(self, kind: str, what: dict[str, Any]) -> None:
+        if kind == "metrics":
+            self.run_dir.log_metrics(what["line"])
+        elif kind == "rollouts":
+            self.run_dir.log_rollouts(what["step"], "reinforcement", what["groups"])
 
 
 def _rollout_record(rollout: Rollout) -> dict[str, Any]:

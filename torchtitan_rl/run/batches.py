@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.run.batch import Batch
+from torchtitan_rl.run.draws import Draw, Draws
 from torchtitan_rl.run.resampling import fill_batch
 from torchtitan_rl.types import RolloutGroup
 
@@ -15,26 +15,30 @@ __all__ = ["Batches"]
 
 
 class Batches:
-    """Rolls out the tasks of `source`, as many for each batch as the config says."""
+    """Rolls out slots in order, as many for each batch as the config says.
+
+    Which rollouts a batch consists of depends on the seed and on what filters decided, not on the step that trains it.
+    """
 
     def __init__(
         self,
         config: AlgorithmConfig,
-        roll_out: Callable[..., Awaitable[list[RolloutGroup]]],
-        source: Any,
+        play: Callable[[list[Draw], Counter], Awaitable[list[RolloutGroup]]],
+        draws: Draws,
         *,
         max_tokens: int,
     ) -> None:
-        """`roll_out` is `Controller.rollouts`; `max_tokens` the limit of a completion."""
-        self._config, self._roll_out, self._source, self._max_tokens = config, roll_out, source, max_tokens
+        """`play` is `Rollouts.play`; `max_tokens` the limit of a completion."""
+        self._config, self._play, self._draws, self._max_tokens = config, play, draws, max_tokens
 
     async def next_batch(self) -> Batch:
-        """Rollouts of the next tasks; where filters are on, of those that pass. Raises NothingToTrainOn."""
-        counts: Counter = Counter()
-        groups = await self._play(self._config.tasks_per_step, 0, counts)
-        if groups and not self._config.filters.active:
+        """Rollouts of the next slots; where filters are on, those that pass, and replacements. Raises
+        NothingToTrainOn."""
+        filters, counts = self._config.filters, Counter()
+        draws = self._draws.next(self._config.tasks_per_step)
+        groups = await self._play(draws, counts)
+        if groups and not filters.zero_variance and filters.overlong == "keep":
             return Batch(groups=groups, sampled=groups, metrics=dict(counts))
-        return await fill_batch(self._play, groups, self._config, counts, max_tokens=self._max_tokens)
-
-    async def _play(self, num_tasks: int, first: int, counts: Counter) -> list[RolloutGroup]:
-        return await self._roll_out(self._source.next(num_tasks), first=first, counts=counts)
+        return await fill_batch(
+            self._play, self._draws.replace, draws, groups, self._config, counts, max_tokens=self._max_tokens
+        )

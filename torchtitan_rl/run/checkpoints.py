@@ -32,8 +32,8 @@ class RunState:
     """The version that was published last. This and the next two are filled in as a checkpoint is written."""
     teacher_version: int | None = None
     """The version that scores for self-distillation; None: no version does."""
-    source: dict = field(default_factory=dict)
-    """Where the source of tasks stands."""
+    draws: dict = field(default_factory=dict)
+    """Where the draws and their source of tasks stand."""
 
     def count(self, steps: dict[str, OptimStepOutput], max_skipped: int) -> None:
         """Counts one optimizer step, by the role's answer each. Raises RuntimeError after `max_skipped` skips in a

@@ -19,20 +19,21 @@ from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
 from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for
+from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.sinks import Display, JsonLines
+from torchtitan_rl.observability.run_dir import JsonLines, RunDir
 from torchtitan_rl.run import checkpoints, lines, training
 from torchtitan_rl.run.batch import NothingToTrainOn
 from torchtitan_rl.run.batches import Batches
 from torchtitan_rl.run.checkpoints import RunState
+from torchtitan_rl.run.draws import Draw, Draws
 from torchtitan_rl.run.evaluation import Evaluation, Evaluations
 from torchtitan_rl.run.policy_weights import PolicyWeights, passed
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, output_path, read_inputs, start
 from torchtitan_rl.run.supervised import supervise
-from torchtitan_rl.types import RolloutGroup, Task
+from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.validation.run import missing_weights, validate
 
 __all__ = ["Controller"]
@@ -47,7 +48,7 @@ class Controller(AbstractAsyncContextManager):
 
     def __init__(self, config: RunConfig, inputs: Inputs, run_dir: RunDir, recorder: Recorder, stack: Stack) -> None:
         self.config, self.run_dir, self.recorder = config, run_dir, recorder
-        self.tokenizer, self.family, self.source = inputs.tokenizer, inputs.family, inputs.source
+        self.tokenizer, self.family, self.draws = inputs.tokenizer, inputs.family, Draws(inputs.source)
         self.supervised_family = inputs.supervised_family
         self.launcher, self.roles, self.generator = stack.launcher, stack.roles, stack.generator
         self.versions, self.placement = stack.versions, stack.placement
@@ -56,7 +57,7 @@ class Controller(AbstractAsyncContextManager):
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
         self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights)
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
-        self.batches = Batches(config.algorithm, self.rollouts, self.source, max_tokens=config.sampling.max_tokens)
+        self.batches = Batches(config.algorithm, self.player.play, self.draws, max_tokens=config.sampling.max_tokens)
 
     # Starting and stopping.
 
@@ -84,7 +85,7 @@ class Controller(AbstractAsyncContextManager):
         inputs = read_inputs(config)
         run_dir = RunDir.create(output_path(config, absolute=hosts is not None and hosts.attached))
         run_dir.write_config(resolved(config))
-        recorder = Recorder([JsonLines(run_dir), Display(progress or Progress(quiet=True))])
+        recorder = Recorder([JsonLines(run_dir), *([Display(progress)] if progress is not None else [])])
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"))
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
@@ -187,13 +188,13 @@ class Controller(AbstractAsyncContextManager):
 
     # Parts of a step, for the notebook and for loops of your own.
 
-    async def rollouts(self, tasks: list[Task], *, first: int = 0, counts: Counter | None = None) -> list[RolloutGroup]:
-        """`group_size` rollouts of each task, with rewards, from the newest policy, grouped as the algorithm says.
+    async def rollouts(self, draws: list[Draw]) -> list[RolloutGroup]:
+        """`group_size` rollouts of each draw's task, with rewards, from the newest policy, grouped as the algorithm
+        says.
 
-        `first` numbers the tasks of one step from there on; `counts` is given what grouping leaves out.
+        Draws come from `controller.draws.next(n)`; the same draw of the same policy gives the same rollouts.
         """
-        ids = [f"{self.state.step}/{i}" for i in range(first, first + len(tasks))]
-        return await self.player.play(tasks, ids, Counter() if counts is None else counts)
+        return await self.player.play(draws, Counter())
 
     async def publish(self) -> int:
         """Sends the trainer's weights to every generator. Returns the policy version they now sample from."""
@@ -211,7 +212,7 @@ class Controller(AbstractAsyncContextManager):
         """Everything a later run needs, marker last. Returns its directory."""
         path = self.run_dir.checkpoint_path(self.state.step)
         state = self.state
-        state.source, state.policy_version = self.source.state_dict(), self.policy_version
+        state.draws, state.policy_version = self.draws.state_dict(), self.policy_version
         state.teacher_version = self.weights.teacher_version
         with self.recorder.span(f"saving {path.name}", shown=True):
             lora = self.config.trainer.lora is not None

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import mean
 
-from torchtitan_rl import metrics
 from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
 from torchtitan_rl.observability.recorder import Recorder
+from torchtitan_rl.run.intervals import mean_interval
+from torchtitan_rl.run.intervals import pass_at_k as chance_of_one
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
@@ -126,17 +127,17 @@ async def evaluate(
 
     greedy = await num_correct(1, 0.0)
     result = Evaluation(name=name, split=split, num_tasks=len(tasks), accuracy=mean(greedy))
-    result.intervals["accuracy"] = metrics.mean_interval(greedy)
+    result.intervals["accuracy"] = mean_interval(greedy)
     counts, n = greedy, 1
     if num_samples:
         counts, n = await num_correct(num_samples, eval_set.temperature), num_samples
         averages = [count / n for count in counts]
         result.num_samples, result.avg_at_n = n, mean(averages)
-        result.intervals[f"avg_at_{n}"] = metrics.mean_interval(averages)
+        result.intervals[f"avg_at_{n}"] = mean_interval(averages)
     if pass_at_k:
-        chances = [metrics.pass_at_k(n, count, pass_at_k) for count in counts]
+        chances = [chance_of_one(n, count, pass_at_k) for count in counts]
         result.k, result.pass_at_k = pass_at_k, mean(chances)
-        result.intervals[f"pass_at_{pass_at_k}"] = metrics.mean_interval(chances)
+        result.intervals[f"pass_at_{pass_at_k}"] = mean_interval(chances)
     result.pass_rates = [
         PassRate(split=split, index=i, num_samples=n, num_correct=count, prompt_hash=prompt_hash(task))
         for i, (task, count) in enumerate(zip(tasks, counts, strict=True))

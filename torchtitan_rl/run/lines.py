@@ -3,12 +3,14 @@ words."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from statistics import mean
 
-from torchtitan_rl.metrics import all_equal, mean_std
-from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.algorithm.advantages import all_equal
+from torchtitan_rl.types import Rollout, RolloutGroup
 
-__all__ = ["StepMetrics", "of_batch", "of_times", "summary"]
+__all__ = ["StepMetrics", "of_batch", "of_times", "summary", "mean_std"]
 
 
 class StepMetrics:
@@ -70,17 +72,24 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
         "completion/truncated_frac": mean(c.truncated for c in completions),
         "tokens/generated": sum(len(c.tokens) for c in completions),
     }
-    by_role = {}
-    for rollout in (rollout for group in groups for rollout in group.rollouts):
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if any(rollout.role != "policy" or rollout.end_reason for rollout in rollouts):
+        line |= _of_roles_and_environments(rollouts)
+    if len(health) > 1:
+        line["generator/healthy_replicas"] = list(health.values()).count("healthy")
+    return line
+
+
+def _of_roles_and_environments(rollouts: list[Rollout]) -> dict[str, float]:
+    line, by_role = {}, {}
+    for rollout in rollouts:
         by_role.setdefault(rollout.role, []).append(rollout.reward)
     if len(by_role) > 1:
         line |= {f"reward/{role}_mean": mean(of_role) for role, of_role in by_role.items()}
-    played = [rollout for group in groups for rollout in group.rollouts if rollout.end_reason]
+    played = [rollout for rollout in rollouts if rollout.end_reason]
     if played:
         line["rollout/turns_mean"] = mean(len(rollout.turns) for rollout in played)
         line["rollout/limit_frac"] = mean(rollout.end_reason != "done" for rollout in played)
-    if len(health) > 1:
-        line["generator/healthy_replicas"] = list(health.values()).count("healthy")
     return line
 
 
@@ -102,3 +111,12 @@ def summary(line: dict, num_steps: int) -> str:
         f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
         f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
     )
+
+
+def mean_std(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and population standard deviation (divided by n, so one value has 0). Raises ValueError on no values."""
+    values = [float(value) for value in values]
+    if not values:
+        raise ValueError("values=[]: have no mean; give at least one")
+    average = math.fsum(values) / len(values)
+    return average, math.sqrt(math.fsum((value - average) ** 2 for value in values) / len(values))

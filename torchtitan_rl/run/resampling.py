@@ -8,39 +8,43 @@ from collections.abc import Awaitable, Callable
 from torchtitan_rl.algorithm.filters import filtered
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.run.batch import Batch, NothingToTrainOn
+from torchtitan_rl.run.draws import Draw
 from torchtitan_rl.types import RolloutGroup
 
 __all__ = ["fill_batch"]
 
 
 async def fill_batch(
-    roll_out: Callable[[int, int, Counter], Awaitable[list[RolloutGroup]]],
+    play: Callable[[list[Draw], Counter], Awaitable[list[RolloutGroup]]],
+    replace: Callable[[list[Draw]], list[Draw]],
+    draws: list[Draw],
     groups: list[RolloutGroup],
     config: AlgorithmConfig,
     counts: Counter,
     *,
     max_tokens: int,
 ) -> Batch:
-    """Groups of `config.tasks_per_step` tasks that pass `config.filters`, or of as many as its limits allow.
+    """Groups of `config.tasks_per_step` slots that pass `config.filters`, or of as many as its limits allow.
 
-    `groups` are those of the first round, and `counts` what grouping left out of it. `roll_out(n, first, counts)` rolls
-    out the next n tasks, after `first` others for this batch, and groups them. Each round makes up for the tasks that
-    none of the groups so far is of (dynamic sampling of DAPO, arXiv:2503.14476, with as many rollouts as are missing
-    rather than a whole batch). Raises NothingToTrainOn when no group is left.
+    `groups` are the rollouts of `draws`, the first round, and `counts` what grouping left out of them. Each further
+    round plays what `replace` gives for the slots that have no group yet (dynamic sampling of DAPO, arXiv:2503.14476,
+    with as many rollouts as are missing rather than a whole batch). Raises NothingToTrainOn when no group is left.
     """
     filters, batch = config.filters, Batch()
-    rounds, tried = 1, config.tasks_per_step
+    rounds, tried = 1, len(draws)
     while True:
         batch.sampled += groups
         kept, left_out = filtered(groups, config, max_tokens=max_tokens, counts=counts)
         batch.groups += kept
         batch.left_out += left_out
-        missing = config.tasks_per_step - len({rollout.task.id for group in batch.groups for rollout in group.rollouts})
+        draws = _without_a_group(draws, kept)
         limit = filters.max_resamples if batch.groups else max(filters.max_resamples, filters.max_stalled_rounds - 1)
-        if missing <= 0 or rounds > limit:
+        if not draws or rounds > limit:
             break
-        groups = await roll_out(missing, tried, counts)
-        rounds, tried = rounds + 1, tried + missing
+        draws = replace(draws)
+        groups = await play(draws, counts)
+        rounds, tried = rounds + 1, tried + len(draws)
+    missing = len(draws)
     rollouts = sum(len(group.rollouts) for group in batch.sampled)
     penalties = counts.pop("filter/overlong_penalty_sum", 0.0)
     batch.metrics = dict(counts)
@@ -51,6 +55,13 @@ async def fill_batch(
     if not batch.groups:
         raise NothingToTrainOn(_explanation(batch, config, rounds), batch.left_out)
     return batch
+
+
+def _without_a_group(draws: list[Draw], kept: list[RolloutGroup]) -> list[Draw]:
+    """Draws of which no rollout is in a group; a rollout that a hook has made counts for every draw of its task."""
+    rollouts = [rollout for group in kept for rollout in group.rollouts]
+    filled = {rollout.group for rollout in rollouts} | {r.task.id for r in rollouts if not r.group}
+    return [draw for draw in draws if draw.id not in filled and draw.task.id not in filled]
 
 
 def _explanation(batch: Batch, config: AlgorithmConfig, rounds: int) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.run.draws import Draw
 from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.types import RolloutGroup, Task
@@ -29,32 +30,33 @@ class Rollouts:
         self.config, self.family, self.tokenizer = config, family, tokenizer
         self.generator, self.weights = generator, weights
 
-    async def play(self, tasks: list[Task], ids: list[str], counts: Counter) -> list[RolloutGroup]:
-        """`group_size` rollouts of each task, with rewards, grouped as the algorithm says.
+    async def play(self, draws: list[Draw], counts: Counter) -> list[RolloutGroup]:
+        """`group_size` rollouts of each draw's task, with rewards, grouped as the algorithm says.
 
-        `ids` names the groups and their sampling streams; `counts` is given what grouping leaves out.
+        `counts` is given what grouping leaves out.
         """
         config = self.config.algorithm
         policy, workflow = self.policy(config.temperature), self.workflow(self.family)
         policy.for_training = True
-        if config.asks_teacher:
+        extended = config.workflow is not None or config.after_rewards is not None
+        if extended and config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
         played = await asyncio.gather(
             *(
                 run_group(
                     workflow,
-                    task,
+                    draw.task,
                     policy,
                     config.group_size,
-                    group_id=group_id,
+                    group_id=draw.id,
                     seed=self.config.seed,
                     reward=self.family,
                     reward_timeout_s=self.config.controller.reward_timeout_s,
                 )
-                for task, group_id in zip(tasks, ids, strict=True)
+                for draw in draws
             )
         )
-        for hook in config.hooks:
+        for hook in config.hooks if extended else ():
             await asyncio.gather(*(hook(group, policy) for group in played))
         rollouts = [rollout for group in played for rollout in group.rollouts]
         return form_groups(rollouts, config, counts, policy_version=self.generator.policy_version)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torchtitan_rl.types import Task
 
-__all__ = ["SPLITS", "TaskFamily", "TaskSource", "source_of", "check_index", "check_split", "stable_hash"]
+__all__ = ["SPLITS", "TaskFamily", "TaskSource", "source_of", "check_index", "check_split", "stream", "stable_hash"]
 
 SPLITS = ("train", "validation", "test")
 
@@ -61,6 +61,14 @@ class TaskSource:
     def next(self, n: int) -> list[Task]:
         """The next `n` tasks; goes on into the next epoch when this one runs out."""
         return [self.family.task(self.split, self._next_index()) for _ in range(n)]
+
+    def replacement(self, slot: int, round: int) -> Task:
+        """The task that takes the place of slot `slot`'s in its `round`-th replacement: a function of the seed and
+        these two. It may be one that the run has seen, or will see."""
+        drawn = stable_hash(self.seed, self.split, "replacement", slot, round)
+        if self.num_tasks is None:  # the second half of what this seed has to itself
+            return self.family.task(self.split, self.seed * 2**32 + 2**31 + drawn % 2**31)
+        return self.family.task(self.split, drawn % self.num_tasks)
 
     def state_dict(self) -> dict[str, int]:
         """Where the source stands; the rest follows from its arguments."""
@@ -114,6 +122,11 @@ def check_index(family: TaskFamily, split: str, index: int) -> None:
     if index < 0 or (num_tasks is not None and index >= num_tasks):
         size = "no end" if num_tasks is None else f"{num_tasks} tasks"
         raise IndexError(f"index={index}: {family.name} has {size} in {split}, counted from 0; use an index within")
+
+
+def stream(*parts: Any) -> int:
+    """The seed, 63 bits, of the sampling stream that these parts name."""
+    return stable_hash(*parts) >> 1
 
 
 def stable_hash(*parts: Any) -> int:

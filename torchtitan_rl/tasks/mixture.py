@@ -119,6 +119,11 @@ class MixtureSource:
         """The next `n` tasks."""
         return [self._next() for _ in range(n)]
 
+    def replacement(self, slot: int, round: int) -> Task:
+        """See `TaskSource.replacement`; the family follows from the seed, the slot and the round as well."""
+        name = self._family(slot, round)
+        return self.mixture.named(name, self.sources[name].replacement(slot, round))
+
     def state_dict(self) -> dict[str, Any]:
         """Where the source and those of its families stand."""
         return {"cursor": self.cursor, "sources": {name: source.state_dict() for name, source in self.sources.items()}}
@@ -135,8 +140,11 @@ class MixtureSource:
             source.load_state_dict(state["sources"][name])
 
     def _next(self) -> Task:
-        rng = random.Random(stable_hash(self.seed, "mixture", self.split, self.cursor))
-        (name,) = rng.choices(list(self.sources), list(self.mixture.weights.values()))
+        name = self._family(self.cursor)
         self.cursor += 1
         (task,) = self.sources[name].next(1)
         return self.mixture.named(name, task)
+
+    def _family(self, *draw: int) -> str:
+        rng = random.Random(stable_hash(self.seed, "mixture", self.split, *draw))
+        return rng.choices(list(self.sources), list(self.mixture.weights.values()))[0]

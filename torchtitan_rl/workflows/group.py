@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from torchtitan_rl.tasks.family import TaskFamily, stable_hash
+from torchtitan_rl.tasks.family import TaskFamily, stream
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
@@ -14,6 +14,9 @@ from torchtitan_rl.workflows.policy import Policy
 from torchtitan_rl.workflows.single_turn import single_turn
 
 __all__ = ["run_group", "rollouts_of", "workflow_of"]
+
+
+_RETRY = 0  # an attempt that fails ends the run: nothing is attempted again
 
 
 def workflow_of(family: TaskFamily, limits: Limits) -> Callable:
@@ -45,13 +48,13 @@ async def run_group(
     """The rollouts of `n` attempts at one task with their rewards. `reward` is a family or a function, see
     `tasks.family.judge`; it judges those that neither the workflow nor an environment has rewarded.
 
-    Attempt i samples from stream (seed, group_id, i), whatever else is running. Where an attempt is several rollouts,
-    `first_only` leaves the others out, as evaluations do. Raises RuntimeError for what `rollouts_of` refuses, and when
-    two rollouts have one id.
+    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. Where an attempt is
+    several rollouts, `first_only` leaves the others out, as evaluations do. Raises RuntimeError for what `rollouts_of`
+    refuses, and when two rollouts have one id.
     """
     attempts = await asyncio.gather(
         *(
-            workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stable_hash(seed, group_id, i) >> 1)
+            workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, _RETRY))
             for i in range(n)
         )
     )
@@ -71,6 +74,8 @@ async def run_group(
         rewards = await judge(reward, task, [rollout.text for rollout in unjudged], reward_timeout_s)
         for rollout, value in zip(unjudged, rewards, strict=True):
             rollout.reward = value
+    for rollout in rollouts:
+        rollout.group = group_id
     return RolloutGroup(id=group_id, rollouts=rollouts)
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_rl.tasks.env import Env
-from torchtitan_rl.tasks.family import stable_hash
+from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Rollout, Task, Turn
 from torchtitan_rl.workflows.chat import Dialogue
 from torchtitan_rl.workflows.episode import Episode
@@ -65,7 +65,7 @@ async def _play(rollout: Rollout, episode: Episode, policy: Policy, seed: int, l
             return "tokens"
         completion = await policy.complete(
             dialogue.tokens,
-            seed=stable_hash(seed, turn) >> 1,
+            seed=stream(seed, turn),
             max_tokens=min(policy.max_tokens, room),
             stop=env.stop,
             stop_token_ids=dialogue.stop_token_ids,

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.algorithm import made, reference
-from torchtitan_rl import metrics
+from torchtitan_rl.algorithm import advantages as estimators
 from torchtitan_rl.algorithm.advantages import (
     batch_estimator,
     estimate_advantages,
@@ -78,9 +78,13 @@ def test_rewards_that_differ_by_rounding_are_equal_to_estimators_filter_and_metr
 @pytest.mark.parametrize("scale", [1e-9, 1.0, -1e9])
 def test_a_small_spread_that_is_not_rounding_is_a_spread(scale):
     """The bound is relative, 1e-6 of the largest absolute reward."""
-    assert metrics.all_equal([scale, scale * (1 + 0.9e-6)]) and not metrics.all_equal([scale, scale * (1 + 1.1e-6)])
-    assert metrics.all_equal([0.0, 0.0]) and metrics.all_equal([scale]) and not metrics.all_equal([scale, -scale])
-    assert not any(metrics.all_equal([1.0, other]) for other in (math.nan, math.inf, -math.inf))
+    assert estimators.all_equal([scale, scale * (1 + 0.9e-6)]) and not estimators.all_equal(
+        [scale, scale * (1 + 1.1e-6)]
+    )
+    assert (
+        estimators.all_equal([0.0, 0.0]) and estimators.all_equal([scale]) and not estimators.all_equal([scale, -scale])
+    )
+    assert not any(estimators.all_equal([1.0, other]) for other in (math.nan, math.inf, -math.inf))
     assert advantages(grpo, scale, scale * (1 + 2e-6)) == pytest.approx([-np.sign(scale), np.sign(scale)])
 
 

@@ -1,6 +1,7 @@
 """What does not train, how a batch is filled, and when a run gives up."""
 
 import asyncio
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -15,6 +16,8 @@ from torchtitan_rl.algorithm.reductions import sequence_mean
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
 from torchtitan_rl.run.batch import NothingToTrainOn
 from torchtitan_rl.run.batches import Batches
+from torchtitan_rl.run.draws import Draws
+from torchtitan_rl.types import Task
 
 
 def config(tasks_per_step=2, precomputed_advantages="auto", **filters):
@@ -149,28 +152,28 @@ class Tasks:
     """Rolls out tasks whose rewards are listed, one entry per task, and remembers what it was asked for."""
 
     def __init__(self, *rewards):
-        self.rewards, self.asked = rewards, []
+        self.rewards, self.asked, self.played = rewards, [], 0
 
-    async def roll_out(self, num_tasks, first, counts):
-        self.asked.append((num_tasks, first))
-        rewards = [self.rewards[i % len(self.rewards)] for i in range(first, first + num_tasks)]
-        return form_groups(
-            [each for i, of_task in enumerate(rewards, start=first) for each in attempts(i, of_task)],
-            AlgorithmConfig(),
-            counts,
-        )
+    async def play(self, draws, counts):
+        self.asked.append((len(draws), self.played))
+        rollouts = []
+        for i, draw in enumerate(draws, start=self.played):
+            for attempt in attempts(i, self.rewards[i % len(self.rewards)]):
+                rollouts.append(dataclasses.replace(attempt, group=draw.id))
+        self.played += len(draws)
+        return form_groups(rollouts, AlgorithmConfig(), counts)
 
 
 class Source:
     def next(self, num_tasks):
-        return [None] * num_tasks
+        return [Task(id="t", prompt="")] * num_tasks
+
+    def replacement(self, slot, round):
+        return Task(id="t", prompt="")
 
 
-def filled(roll_out, config):
-    def of_tasks(tasks, *, first, counts):
-        return roll_out(len(tasks), first, counts)
-
-    return asyncio.run(Batches(config, of_tasks, Source(), max_tokens=8).next_batch())
+def filled(play, config):
+    return asyncio.run(Batches(config, play, Draws(Source()), max_tokens=8).next_batch())
 
 
 MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
@@ -178,45 +181,45 @@ MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
 
 def test_without_filters_there_is_one_round_and_no_metric():
     tasks = Tasks(MIXED, EQUAL)
-    batch = filled(tasks.roll_out, config())
-    assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["0/0", "0/1"]
+    batch = filled(tasks.play, config())
+    assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["0/0", "1/0"]
     assert batch.metrics == {} and batch.left_out == [] and batch.sampled == batch.groups
 
 
 def test_a_batch_is_filled_with_as_many_tasks_as_are_missing():
     tasks = Tasks(MIXED, EQUAL, EQUAL, EQUAL, MIXED, MIXED)
-    batch = filled(tasks.roll_out, config(tasks_per_step=3, zero_variance=True, max_resamples=5))
-    assert tasks.asked == [(3, 0), (2, 3), (1, 5)] and [group.id for group in batch.groups] == ["0/0", "0/4", "0/5"]
+    batch = filled(tasks.play, config(tasks_per_step=3, zero_variance=True, max_resamples=5))
+    assert tasks.asked == [(3, 0), (2, 3), (1, 5)] and [group.id for group in batch.groups] == ["0/0", "2/1", "1/2"]
     assert batch.metrics == {"filter/zero_variance_groups": 3, "filter/resampled_tasks": 3, "filter/missing_tasks": 0}
 
 
 def test_the_limit_leaves_a_smaller_batch():
     tasks = Tasks(MIXED, EQUAL)
-    batch = filled(tasks.roll_out, config(tasks_per_step=4, zero_variance=True, max_resamples=1))
-    assert tasks.asked == [(4, 0), (2, 4)] and [group.id for group in batch.groups] == ["0/0", "0/2", "0/4"]
-    assert [group.id for group in batch.left_out] == ["0/1", "0/3", "0/5"]
-    assert [group.id for group in batch.sampled] == [f"0/{i}" for i in range(6)]
+    batch = filled(tasks.play, config(tasks_per_step=4, zero_variance=True, max_resamples=1))
+    assert tasks.asked == [(4, 0), (2, 4)] and [group.id for group in batch.groups] == ["0/0", "2/0", "1/1"]
+    assert [group.id for group in batch.left_out] == ["1/0", "3/0", "3/1"]
+    assert [group.id for group in batch.sampled] == ["0/0", "1/0", "2/0", "3/0", "1/1", "3/1"]
     assert batch.metrics == {"filter/zero_variance_groups": 3, "filter/resampled_tasks": 2, "filter/missing_tasks": 1}
 
 
 def test_without_resampling_what_passes_is_the_batch():
     tasks = Tasks(EQUAL, MIXED)
-    batch = filled(tasks.roll_out, config(zero_variance=True))
-    assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["0/1"]
+    batch = filled(tasks.play, config(zero_variance=True))
+    assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["1/0"]
     assert batch.metrics["filter/missing_tasks"] == 1
 
 
 def test_an_empty_batch_is_tried_again_until_something_passes():
     tasks = Tasks(EQUAL, EQUAL, EQUAL, EQUAL, EQUAL, MIXED)
-    batch = filled(tasks.roll_out, config(zero_variance=True))
-    assert tasks.asked == [(2, 0), (2, 2), (2, 4)] and [group.id for group in batch.groups] == ["0/5"]
+    batch = filled(tasks.play, config(zero_variance=True))
+    assert tasks.asked == [(2, 0), (2, 2), (2, 4)] and [group.id for group in batch.groups] == ["1/2"]
     assert batch.metrics["filter/resampled_tasks"] == 4
 
 
 def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
     tasks = Tasks(EQUAL, [0.5, 0.5])
     with pytest.raises(NothingToTrainOn) as stall:
-        filled(tasks.roll_out, config(zero_variance=True, max_stalled_rounds=3))
+        filled(tasks.play, config(zero_variance=True, max_stalled_rounds=3))
     assert len(tasks.asked) == 3 and len(stall.value.left_out) == 6
     assert str(stall.value) == (
         "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on "
@@ -229,13 +232,13 @@ def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
 def test_resampling_longer_than_the_guard_is_not_cut_short():
     tasks = Tasks(EQUAL)
     with pytest.raises(NothingToTrainOn):
-        filled(tasks.roll_out, config(zero_variance=True, max_stalled_rounds=2, max_resamples=4))
+        filled(tasks.play, config(zero_variance=True, max_stalled_rounds=2, max_resamples=4))
     assert len(tasks.asked) == 5
 
 
 def test_a_workflow_that_never_plays_a_turn_stalls_the_run():
-    async def roll_out(num_tasks, first, counts):
-        return form_groups([rollout(f"0/{i}/0") for i in range(first, first + num_tasks)], AlgorithmConfig(), counts)
+    async def roll_out(draws, counts):
+        return form_groups([rollout(f"{draw.id}/0") for draw in draws], AlgorithmConfig(), counts)
 
     with pytest.raises(NothingToTrainOn) as stall:
         filled(roll_out, config(max_stalled_rounds=2))
@@ -246,7 +249,7 @@ def test_a_workflow_that_never_plays_a_turn_stalls_the_run():
 
 
 def test_what_overlong_filters_did_is_counted():
-    async def roll_out(num_tasks, first, counts):
+    async def roll_out(draws, counts):
         return [group(sized(2, 1.0), sized(8, 0.0, i=1, truncated=True))]
 
     def metrics(**filters):

@@ -10,8 +10,7 @@ from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.launch.stack import Stack
 from torchtitan_rl.observability.recorder import Recorder
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.sinks import JsonLines
+from torchtitan_rl.observability.run_dir import JsonLines, RunDir
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.start import read_inputs
 from torchtitan_rl.tasks.letter_sort import LetterSort
@@ -92,8 +91,8 @@ def test_a_measured_family_can_be_filtered_and_mixed_in_the_next_run(config, tmp
     hard = PassRateFilter.Config(task=words, pass_rates=str(tmp_path / "rates"), min_pass_rate=0.0, max_pass_rate=0.0)
     config.task = Mixture.Config(tasks={"hard": hard, "long": LetterSort.Config(min_letters=6, max_letters=6)})
     second = controller_of(config, tmp_path / "second")
-    assert isinstance(second.source, MixtureSource)
-    lengths = {(task.id.split("/")[0], len(task.answer)) for task in second.source.next(60)}
+    assert isinstance(second.draws.source, MixtureSource)
+    lengths = {(task.id.split("/")[0], len(task.answer)) for task in second.draws.source.next(60)}
     assert lengths == {("hard", 5), ("long", 6)}  # words of four letters were passed
     assert 0.2 < measured.accuracy < 0.8
 

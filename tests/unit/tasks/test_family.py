@@ -274,3 +274,16 @@ def test_a_reward_cannot_change_the_completions():
 
     assert asyncio.run(judge(drops_one, TASK, completions, 5.0)) == [2.0, 1.0]
     assert completions == ["a", "b"]
+
+
+@pytest.mark.parametrize("num_tasks", [3, None])
+def test_a_replacement_is_a_function_of_seed_slot_and_round(num_tasks):
+    def drawn(seed, slot, round):
+        return TaskSource(Finite(num_tasks), "train", seed).replacement(slot, round).answer
+
+    source = TaskSource(Finite(num_tasks), "train", 5)
+    source.next(2)
+    assert source.replacement(7, 1).answer == drawn(5, 7, 1)  # whatever was handed out before
+    assert len({drawn(seed, slot, round) for seed in (0, 1) for slot in range(8) for round in (1, 2)}) >= 3
+    if num_tasks is None:  # never one of the first 2^31 slots' own
+        assert all(drawn(5, slot, 1) >= 5 * 2**32 + 2**31 for slot in range(20))

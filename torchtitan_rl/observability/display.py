@@ -1,4 +1,4 @@
-"""The first listeners of a run: its directory, and the display of whoever started it."""
+"""What a recorder is told, as the progress display of whoever started the run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,8 @@ from typing import Any
 
 from torchtitan_rl.observability.progress import Bar, Progress
 from torchtitan_rl.observability.recorder import Listener, Span
-from torchtitan_rl.observability.run_dir import RunDir
 
-__all__ = ["JsonLines", "Display"]
-
-
-class JsonLines(Listener):
-    """Writes metrics and rollouts to a run's directory, a line each."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self.run_dir = run_dir
-
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "metrics":
-            self.run_dir.log_metrics(what["line"])
-        elif kind == "rollouts":
-            self.run_dir.log_rollouts(what["step"], "reinforcement", what["groups"])
+__all__ = ["Display"]
 
 
 class Display(Listener):
