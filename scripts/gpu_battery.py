@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from scripts.gpu_checks.catalogue import CHECKS, PARTS, Check
 from scripts.gpu_checks.device import gpus
@@ -92,7 +93,7 @@ def execute(check: Check, out: Path, tiny: bool) -> dict:
             code = None
         finally:
             _end(process)
-    said = {"status": "running", "values": {}, "problems": []}
+    said: dict[str, Any] = {"status": "running", "values": {}, "problems": []}
     if result_file.exists():
         said = json.loads(result_file.read_text())
     if code is None:

@@ -23,7 +23,7 @@ from torchtitan_rl.config.model import ModelConfig, Qwen3Shape  # noqa: E402
 
 DOC = ROOT / "docs" / "numerics.md"
 BEGIN, END = "<!-- written by scripts/numerics_table.py: begin -->", "<!-- end -->"
-LAYOUTS = {
+LAYOUTS: dict[str, dict] = {
     "one rank": {},
     "FSDP 2": dict(dp=2),
     "TP 2": dict(tp=2),
@@ -77,7 +77,7 @@ def state_dict_table() -> list[str]:
     spec = training_spec(
         build_spec(ModelConfig(flavor="debugmodel_non_fused_qkv")),
         SimpleNamespace(parallelism=config.parallelism),
-        attention=platform.attention_backend(),
+        attention=platform.attention_backend("float32"),
         chunk_bytes=2**27,
     )
     dims = ParallelDims.from_config(config.parallelism, 1)

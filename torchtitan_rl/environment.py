@@ -40,8 +40,8 @@ def default_environment() -> dict[str, str]:
 
 
 def prepare_environment() -> None:
-    """Sets what the user has not set, for this process and its children; and OMP_DYNAMIC, whatever the user has set: with
-    it libgomp starts fewer threads on a busy host, and one seed would not give the same bytes."""
+    """Sets what the user has not set, for this process and its children; and OMP_DYNAMIC, whatever the user has set:
+    with it libgomp starts fewer threads on a busy host, and one seed would not give the same bytes."""
     for name, value in default_environment().items():
         os.environ.setdefault(name, value)
     os.environ["OMP_DYNAMIC"] = "false"

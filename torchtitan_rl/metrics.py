@@ -41,11 +41,12 @@ REINFORCEMENT = (
 
 More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `correction/weight_mean` (of an
 off-policy correction's factors), `correction/changed_frac` (tokens it truncated or masked), `distill/kl` (nats per
-token, see docs/distillation.md: reverse KL to a teacher, k1 of it where only sampled tokens are compared, forward KL on its
-likeliest tokens), `distill/target_frac` (tokens with such targets), `critic/loss`, `critic/squared_error`, `critic/value_mean`,
-`critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of the batch, `time/score_s` (forward passes
-that only score), `filter/...` where filters are on (docs/grouping.md). In environments `rollout/turns_mean` and
-`rollout/limit_frac` (ended by a limit of turns, tokens or time). With several roles `reward/ROLE_mean` of each.
+token, see docs/distillation.md: reverse KL to a teacher, k1 of it where only sampled tokens are compared, forward KL on
+its likeliest tokens), `distill/target_frac` (tokens with such targets), `critic/loss`, `critic/squared_error`,
+`critic/value_mean`, `critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of the batch,
+`time/score_s` (forward passes that only score), `filter/...` where filters are on (docs/grouping.md). In environments
+`rollout/turns_mean` and `rollout/limit_frac` (ended by a limit of turns, tokens or time). With several roles
+`reward/ROLE_mean` of each.
 """
 
 EVALUATION = (

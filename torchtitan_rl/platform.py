@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -151,9 +151,9 @@ def prepare_vllm(*, eager: bool) -> None:
 def adapt_torchtitan() -> None:
     """Call before importing anything else of torchtitan: without a GPU it would settle on `"cuda"`.
 
-    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see docs/architecture.md);
-    leaves attention to torch's own FlashAttention where the one torchtitan wants is not installed; and gives torch the
-    name by which torchtitan sets time limits of process groups.
+    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see
+    docs/architecture.md); leaves attention to torch's own FlashAttention where the one torchtitan wants is not
+    installed; and gives torch the name by which torchtitan sets time limits of process groups.
     """
     import torch.distributed as dist
     import torchtitan.tools.utils as titan_utils
@@ -161,11 +161,12 @@ def adapt_torchtitan() -> None:
     if not hasattr(titan_utils.get_cuda_flash_attention_impl, "__wrapped__"):
         titan_utils.get_cuda_flash_attention_impl = _if_installed(titan_utils.get_cuda_flash_attention_impl)
     if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it so; torch 2.13 has it under its private name only
-        dist.set_timeout = dist.distributed_c10d._set_pg_timeout
+        dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 
     if device_type() == "cpu":
         # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.
-        for name, module in list(sys.modules.items()):
+        modules: list[tuple[str, Any]] = list(sys.modules.items())
+        for name, module in modules:
             if name.startswith("torchtitan.") and getattr(module, "device_type", "cpu") != "cpu":
                 module.device_type = "cpu"
                 if hasattr(module, "device_module"):

@@ -61,11 +61,11 @@ def errors(kind: str, dtype: torch.dtype, head_dim: int, lengths: list[int], dev
         torch.randn(sum(lengths), n, head_dim).to(device, dtype).requires_grad_() for n in (heads, kv_heads, kv_heads)
     ]
     upstream = torch.randn(sum(lengths), heads, head_dim).to(device, dtype)
-    got = packed_attention(kind, *inputs, lengths)
-    got = (got, *torch.autograd.grad(got, inputs, upstream.to(got.dtype)))
+    output = packed_attention(kind, inputs[0], inputs[1], inputs[2], lengths)
+    got = (output, *torch.autograd.grad(output, inputs, upstream.to(output.dtype)))
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = plain_attention(*exact, lengths)
-    expected = (expected, *torch.autograd.grad(expected, exact, upstream.double()))
+    output = plain_attention(exact[0], exact[1], exact[2], lengths)
+    expected = (output, *torch.autograd.grad(output, exact, upstream.double()))
     names = ("output", "query gradient", "key gradient", "value gradient")
     with torch.no_grad():
         return {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, got, expected, strict=True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 from torchtitan_rl.config.actors import AdamWConfig, GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -16,7 +17,7 @@ __all__ = ["STEPS", "quickstart", "steps", "sized_model"]
 
 ROOT = Path(__file__).parents[2]
 
-STEPS = {
+STEPS: dict[str, dict] = {
     "colocated-eager": dict(colocation="all", eager=True),
     "colocated-graphs": dict(colocation="all", eager=False),
     "apart-eager": dict(colocation="none", eager=True),
@@ -47,7 +48,7 @@ def chance(task, completions: list[str]) -> list[float]:
 
 
 def steps(
-    *, colocation: str, eager: bool, transport: str = "auto", max_tokens: int = 512, tiny: bool = False
+    *, colocation: Any, eager: bool, transport: Any = "auto", max_tokens: int = 512, tiny: bool = False
 ) -> RunConfig:
     """Three steps of 256 completions. Random weights rarely end a completion: nearly all have `max_tokens` tokens."""
     if tiny:

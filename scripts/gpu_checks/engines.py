@@ -9,7 +9,7 @@ from pathlib import Path
 from torchtitan_rl import platform
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.hosts.inventory import prepare_environment
+from torchtitan_rl.environment import prepare_environment
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 

@@ -6,6 +6,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,8 @@ def measure(chunk_mib: int, batch: Microbatch, tiny: bool) -> dict:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    squares = sum(float(p.grad.full_tensor().double().square().sum()) for p in model.parameters() if p.grad is not None)
+    gradients: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+    squares = sum(float(gradient.full_tensor().double().square().sum()) for gradient in gradients)
     found = {"seconds": round(statistics.median(seconds[1:]), 4), "gradient_norm": squares**0.5}
     if device.type == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from scripts.gpu_checks.configs import sized_model
 from scripts.gpu_checks.engines import random_weights, runner_of, started, untrained_dir
@@ -22,7 +23,7 @@ MAX_DIFFERENCE = 0.3  # of a bfloat16 log-probability: the upper end of what doc
 LIMIT_S = 270
 
 
-def generator(model_runner: str, tiny: bool = False) -> GeneratorConfig:
+def generator(model_runner: Any, tiny: bool = False) -> GeneratorConfig:
     """One engine at the Qwen3-0.6B shape, without CUDA graphs."""
     kv_cache_gib = 0.25 if tiny else 8.0
     return GeneratorConfig(max_model_len=512, kv_cache_gib=kv_cache_gib, enforce_eager=True, model_runner=model_runner)
@@ -69,7 +70,7 @@ def check(result: Result, args: argparse.Namespace) -> None:
     if args.model_runner:
         result.note(**sample(generator(args.model_runner, args.tiny), args.tiny))
         return
-    found = {}
+    found: dict[str, dict] = {}
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
         for name in RUNNERS:
             file = Path(directory) / f"{name}.json"
@@ -86,7 +87,9 @@ def check(result: Result, args: argparse.Namespace) -> None:
                 subprocess.run(command + ["--tiny"] * args.tiny, timeout=LIMIT_S)
             except subprocess.TimeoutExpired:
                 result.require(False, f"{name}: had not ended after {LIMIT_S} s")
-            written = json.loads(file.read_text()) if file.exists() else {"problems": ["ended without a result"]}
+            written: dict[str, Any] = {"problems": ["ended without a result"]}
+            if file.exists():
+                written = json.loads(file.read_text())
             for problem in written["problems"]:
                 result.require(False, f"{name}: {problem}")
             if written.get("status") == "passed":

@@ -28,8 +28,8 @@ def model(**changes):
 
 @pytest.fixture(scope="module")
 def clients(loop, tmp_path_factory):
-    """`tied`, `adapted` (LoRA, so its head is frozen), `halved` (it computes in bfloat16) and a wider `teacher`, and what
-    copies heads between them."""
+    """`tied`, `adapted` (LoRA, so its head is frozen), `halved` (it computes in bfloat16) and a wider `teacher`, and
+    what copies heads between them."""
     from torchtitan_rl.launch.local import LocalLauncher
 
     launcher = LocalLauncher(log_dir=str(tmp_path_factory.mktemp("logs")), start_timeout_s=60, call_timeout_s=60)

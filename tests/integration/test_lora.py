@@ -1,4 +1,5 @@
-"""LoRA on the real stack: adapters train and are checkpointed, generators get merged weights, PEFT reads the adapters."""
+"""LoRA on the real stack: adapters train and are checkpointed, generators get merged weights, PEFT reads the
+adapters."""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""What the quickstart promises, by the command a user types. Slow: about four minutes a run (`scripts/acceptance.sh`)."""
+"""What the quickstart promises, by the command a user types. Slow: about four minutes a run
+(`scripts/acceptance.sh`)."""
 
 import json
 import subprocess

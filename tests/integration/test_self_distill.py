@@ -1,4 +1,5 @@
-"""The policy as its own teacher on the real stack: which version scores, what a turn is given, what a checkpoint keeps."""
+"""The policy as its own teacher on the real stack: which version scores, what a turn is given, what a checkpoint
+keeps."""
 
 import json
 

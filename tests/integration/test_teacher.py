@@ -15,7 +15,8 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def running(loop, tmp_path_factory):
-    """In one process: a teacher that has seen some demonstrations, and the directory with the policy's first weights."""
+    """In one process: a teacher that has seen some demonstrations, and the directory with the policy's first
+    weights."""
     from torchtitan_rl.run.controller import Controller
 
     config = small_config(

@@ -56,7 +56,7 @@ class GeneratorRank:
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
                 raise answer
-        return answers
+        return answers  # type: ignore[return-value]  # what may not be returned was raised
 
     async def fetch(self, version: int, verify: bool) -> None:
         """Gets a version from the store and checks that it is what this model takes."""

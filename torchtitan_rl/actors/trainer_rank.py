@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -220,7 +221,8 @@ class TrainerRank:
         manifest, payload = await self.store.fetch(HEAD, verify=True)
         weight = layout.read(payload, manifest)["lm_head.weight"]
         compute_dtype = getattr(torch, self.config.training.mixed_precision_param)  # as the policy's own head is used
-        self.model.lm_head.hold_teacher(weight.to(compute_dtype), self._tensor_parallel_rank, self.parallel_dims.tp)
+        head: Any = self.model.lm_head
+        head.hold_teacher(weight.to(compute_dtype), self._tensor_parallel_rank, self.parallel_dims.tp)
 
     async def _publish(
         self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool, *, only: str | None = None

@@ -51,7 +51,7 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 def batch_estimator(function: Callable) -> Callable:
     """Marks an estimator that sees the whole batch: `(list of rewards_G) -> list of advantages_G`."""
-    function.sees_batch = True
+    function.sees_batch = True  # type: ignore[attr-defined]  # a mark on the user's function
     return function
 
 

@@ -44,9 +44,9 @@ def masked_sequence(
     """prod rho_t of each datum within [low, high]; a datum outside does not train.
 
     verl's `rollout_rs="seq_sum_k1"` with `rollout_is="sequence"` (verl/trainer/ppo/rollout_corr_helper.py) differs in
-    three ways. Its bounds are of 1 / rho, generator over trainer: `low` and `high` here are 1 / its upper and 1 / its lower.
-    What it keeps is truncated as well, at `rollout_is_threshold`. What it rejects leaves the mean's denominator, which
-    is `algorithm.correction_denominator="kept"` here.
+    three ways. Its bounds are of 1 / rho, generator over trainer: `low` and `high` here are 1 / its upper and 1 / its
+    lower. What it keeps is truncated as well, at `rollout_is_threshold`. What it rejects leaves the mean's denominator,
+    which is `algorithm.correction_denominator="kept"` here.
     """
     return _masked(inputs, _sequence_log_weights(inputs), low, high)
 

@@ -21,9 +21,9 @@ __all__ = ["to_datums", "with_inputs", "without_inputs", "minibatches"]
 def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum]:
     """One datum per run of turns that extend each other, in order, weighed by `config.reduction`.
 
-    Fills `group.advantages` on the way: with those the turns carry if they hold up (algorithm/precomputed.py), else with
-    the estimator's. Raises ValueError for a reward that is not finite, or when the estimator gives anything but one
-    finite advantage per rollout.
+    Fills `group.advantages` on the way: with those the turns carry if they hold up (algorithm/precomputed.py), else
+    with the estimator's. Raises ValueError for a reward that is not finite, or when the estimator gives anything but
+    one finite advantage per rollout.
     """
     carried: dict[int, list] = {}
     turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
@@ -145,8 +145,8 @@ class _Sequence:
 def _sequences(rollout: Rollout, advantages: float | list[list[float]]) -> Iterator[_Sequence]:
     """A rollout's sequences; `advantages` is one number, or one for each turn and token.
 
-    A turn whose prompt begins with all tokens so far continues the sequence; any other turn begins a new one. Tokens are
-    those that were sampled, never text encoded again.
+    A turn whose prompt begins with all tokens so far continues the sequence; any other turn begins a new one. Tokens
+    are those that were sampled, never text encoded again.
     """
     sequence = _Sequence()
     for index, turn in enumerate(rollout.turns):
@@ -161,13 +161,13 @@ def _sequences(rollout: Rollout, advantages: float | list[list[float]]) -> Itera
 
 
 def _check_turn(rollout: Rollout, turn: Turn) -> None:
-    """Raises ValueError for a turn that does not fit together, and RuntimeError for NaN: a generator that computes it must
-    not look like one with nothing to learn from."""
+    """Raises ValueError for a turn that does not fit together, and RuntimeError for NaN: a generator that computes it
+    must not look like one with nothing to learn from."""
     logprobs = turn.completion.logprobs
     if len(logprobs) != len(turn.completion.tokens):
         raise ValueError(
-            f"completion.logprobs: {len(logprobs)} for {len(turn.completion.tokens)} sampled tokens in a turn of rollout "
-            f"{rollout.id}; give one log-probability per token"
+            f"completion.logprobs: {len(logprobs)} for {len(turn.completion.tokens)} sampled tokens in a turn of "
+            f"rollout {rollout.id}; give one log-probability per token"
         )
     if turn.completion.filtered:
         raise ValueError(

@@ -37,7 +37,7 @@ def filtered(
                 length = max_tokens if _cut_off(rollout) else _longest(rollout)
                 penalty = overlong_penalty(length, max_tokens, filters.overlong_buffer, filters.overlong_penalty)
                 rollout.reward -= penalty
-                counts["filter/overlong_penalty_sum"] += penalty
+                counts["filter/overlong_penalty_sum"] += penalty  # type: ignore[assignment]  # rewards, no count
         elif filters.overlong == "mask":
             for rollout in overlong:
                 rollout.masked = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def with_gae(
     episodes: dict[int, list[int]] = {}
     for index, datum in enumerate(data):
         episodes.setdefault(datum.rollout, []).append(index)
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = [()] * len(data)
+    pairs: list[Any] = [None] * len(data)
     for members in episodes.values():
         of_episode = gae(
             torch.cat([values[i] for i in members]),

@@ -5,7 +5,8 @@ divides by anything and splitting a batch changes nothing. Metric sums are over 
 name ending in `_max` is a maximum. Hyperparameters are keyword arguments (`algorithm.loss_config`).
 
 The old policy of a ratio is the one that sampled (`sampling_logprobs`), or the trainer's own before the batch or before
-the step (`old_logprobs`, with `recompute_logprobs_per_batch` or `_per_minibatch`). Log-ratios are held within +-20: see docs/algorithms.md.
+the step (`old_logprobs`, with `recompute_logprobs_per_batch` or `_per_minibatch`). Log-ratios are held within +-20: see
+docs/algorithms.md.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> 
     `columns` names the loss inputs of the data, which may bring soft targets or a teacher's log-probabilities that no
     setting announces.
     """
-    objective = partial(config.loss_fn, **config.loss_config)
+    objective: LossFunction = partial(config.loss_fn, **config.loss_config)
     if config.correction_fn is not None:
         correction = partial(config.correction_fn, **config.correction_config)
         objective = partial(_corrected, loss_fn=objective, correction_fn=correction)
@@ -80,9 +80,9 @@ def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
 def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
     """Datums of one optimizer step whose weights are a mean over the tokens that `config.correction_fn` keeps.
 
-    The reduction is applied to masks without rejected tokens, those with a factor of 0, so a rejected token has weight 0
-    in every term of the objective and leaves its mean's denominator. The denominator is of all datums of the step: the
-    data must hold `old_logprobs`, from which the factors follow before the datums are split into microbatches.
+    The reduction is applied to masks without rejected tokens, those with a factor of 0, so a rejected token has weight
+    0 in every term of the objective and leaves its mean's denominator. The denominator is of all datums of the step:
+    the data must hold `old_logprobs`, from which the factors follow before the datums are split into microbatches.
     """
     correction = partial(config.correction_fn, **config.correction_config)
     kept = []

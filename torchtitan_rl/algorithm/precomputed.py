@@ -82,6 +82,7 @@ def scan(group: RolloutGroup) -> Scan:
             result.num_not_finite += kind == "not finite"
     if not result.num_turns:
         return result
+    order: tuple[str, ...]
     if result.num_bad_length:
         result.verdict, order = Verdict.BAD_LENGTH, ("bad length",)
     elif result.num_not_finite:
@@ -110,7 +111,8 @@ def drop_stale(rollouts: list[Rollout], policy_version: int) -> None:
                 turn.advantages = turn.soft_targets = None
     if stale:
         logger.warning(
-            "advantages of %d turns were computed for an older policy version than %d and do not count; the first is %s",
+            "advantages of %d turns were computed for an older policy version than %d and do not count; "
+            "the first is %s",
             len(stale),
             policy_version,
             stale[0],

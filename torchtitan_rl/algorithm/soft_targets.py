@@ -48,8 +48,8 @@ def with_soft_columns(data: list[Datum], soft: list[tuple[torch.Tensor, torch.Te
 
 
 def appended(data: list[Datum]) -> list[Datum]:
-    """Datums with soft targets as the trainer reads them: targets (T, 1 + K), the sampled token first, and `soft_weights`
-    (T, K), each share of the token's weight."""
+    """Datums with soft targets as the trainer reads them: targets (T, 1 + K), the sampled token first, and
+    `soft_weights` (T, K), each share of the token's weight."""
     made = []
     for datum in data:
         inputs = dict(datum.loss_inputs)
@@ -65,10 +65,11 @@ def _check(turn: Turn, rollout: str) -> None:
     for part in turn.soft_targets or ():
         if part.shape != turn.soft_targets[0].shape or len(part) != sampled:
             raise ValueError(
-                f"turn.soft_targets: of shapes {[tuple(p.shape) for p in turn.soft_targets]}, rollout {rollout} sampled "
-                f"{sampled} tokens; give tokens (n, K) and weights (n, K)"
+                f"turn.soft_targets: of shapes {[tuple(p.shape) for p in turn.soft_targets]}, rollout {rollout} "
+                f"sampled {sampled} tokens; give tokens (n, K) and weights (n, K)"
             )
         if not torch.isfinite(part).all():
             raise ValueError(
-                f"turn.soft_targets: of rollout {rollout} are not all finite; the teacher's weights or numerics are broken"
+                f"turn.soft_targets: of rollout {rollout} are not all finite; the teacher's weights or "
+                "numerics are broken"
             )

@@ -1,4 +1,5 @@
-"""What a trainer and a generator are configured by, without importing either (`PolicyTrainer.Config`, `Generator.Config`)."""
+"""What a trainer and a generator are configured by, without importing either (`PolicyTrainer.Config`,
+`Generator.Config`)."""
 
 from __future__ import annotations
 
@@ -141,6 +142,7 @@ class WeightSyncConfig:
     """How weights travel. Their dtype is the generator's; quantised transfer is a non-goal for now."""
 
     transport: Literal["auto", "shared_memory", "store"] = "auto"
-    """Of the payload; TorchStore always owns version, manifest and handle. auto: shared memory if one host has both ends."""
+    """Of the payload; TorchStore always owns version, manifest and handle. auto: shared memory if one host has both
+    ends."""
     verify: bool = True
     """Generators check the payload's checksum before they load it."""

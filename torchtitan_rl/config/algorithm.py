@@ -33,8 +33,8 @@ class FilterConfig:
     overlong_buffer=64)`."""
 
     zero_variance: bool = False
-    """Leave out groups whose rewards are all equal, up to rounding (`algorithm.advantages.all_equal`): an estimator that compares
-    siblings learns nothing from them."""
+    """Leave out groups whose rewards are all equal, up to rounding (`algorithm.advantages.all_equal`): an estimator
+    that compares siblings learns nothing from them."""
     overlong: Literal["keep", "drop", "mask", "penalty"] = "keep"
     """What becomes of rollouts that a token limit cut off: a completion that reached `sampling.max_tokens` or the room
     that was left for it, or an environment that had no room for another turn (`end_reason="tokens"`). `drop` leaves
@@ -138,16 +138,16 @@ class AlgorithmConfig:
     correction_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `correction_fn`, such as `cap`."""
     correction_denominator: Literal["all", "kept"] = "all"
-    """What a mean is over when a correction rejects tokens, by a factor of 0: all trained tokens, or those that are kept,
-    as in verl. See `objective.with_kept_weights`."""
+    """What a mean is over when a correction rejects tokens, by a factor of 0: all trained tokens, or those that are
+    kept, as in verl. See `objective.with_kept_weights`."""
     distill: DistillConfig | None = None
     """Learning from `roles.teacher`; None: a teacher's log-probabilities are there for a loss of your own, no more."""
     refresh_teacher_every: int = 0
-    """Steps after which the policy version that scores for `self_distill` is the newest again; 0: never, it stays the one
-    that reinforcement starts from. Only for workflows that ask for it, see workflows/self_distill.py."""
+    """Steps after which the policy version that scores for `self_distill` is the newest again; 0: never, it stays the
+    one that reinforcement starts from. Only for workflows that ask for it, see workflows/self_distill.py."""
     workflow: Callable | None = None
-    """`async (task, policy, *, rollout_id, seed) -> Rollout` (or a list of them, one for each role), in place of one turn,
-    or of the turns of the family's environments; see workflows/. Evaluations use it too."""
+    """`async (task, policy, *, rollout_id, seed) -> Rollout` (or a list of them, one for each role), in place of one
+    turn, or of the turns of the family's environments; see workflows/. Evaluations use it too."""
     after_rewards: Callable | None = None
     """`async (group, policy) -> None`, given the judged rollouts of each task before they are grouped for training; may
     give turns advantages or soft targets. See workflows/self_distill.py."""

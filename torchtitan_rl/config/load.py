@@ -142,7 +142,8 @@ def _parse(kind: Any, shown: str, text: str) -> Any:
             words = text.split() if _takes_several(kind) else [text]
             if kind is bool:
                 words = [text.capitalize()]
-            return tyro.cli(tyro.conf.Positional[kind], args=["--", *words] if text.startswith("-") else words)
+            args = ["--", *words] if text.startswith("-") else words
+            return tyro.cli(tyro.conf.Positional[kind], args=args)  # type: ignore[misc]  # a type known at run time only
     except (SystemExit, Exception):
         name = getattr(kind, "__name__", None) if not hasattr(kind, "__args__") else str(kind).replace("typing.", "")
         raise ValueError(f"--{shown}={text}: is not of type {name or kind}; give a value of that type") from None

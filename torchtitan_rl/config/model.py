@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Qwen3Shape", "ExpertsShape", "ModelConfig"]
 
@@ -54,7 +55,7 @@ class Qwen3Shape:
         return embeddings + self.n_layers * layer + self.dim
 
     @classmethod
-    def from_hf(cls, config_json: Path) -> "Qwen3Shape":
+    def from_hf(cls, config_json: Path) -> Qwen3Shape:
         """Sizes in a Hugging Face `config.json`. Raises ValueError if it is not a Qwen3."""
         where = f"model.assets={str(config_json.parent)!r}"
         try:
@@ -64,7 +65,7 @@ class Qwen3Shape:
         return cls.from_hf_config(hf, where)
 
     @classmethod
-    def from_hf_config(cls, hf: dict, where: str) -> "Qwen3Shape":
+    def from_hf_config(cls, hf: dict, where: str) -> Qwen3Shape:
         """Sizes in the content of a Hugging Face `config.json`; `where` begins what the ValueErrors say."""
         if hf.get("model_type") not in ("qwen3", "qwen3_moe"):
             raise ValueError(
@@ -121,7 +122,7 @@ class Qwen3Shape:
 
     def to_hf(self, eos_token_id: int, pad_token_id: int) -> dict:
         """The same sizes as the content of a Hugging Face `config.json`."""
-        kind = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+        kind: dict[str, Any] = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
         if self.experts is not None:
             kind = dict(
                 architectures=["Qwen3MoeForCausalLM"],

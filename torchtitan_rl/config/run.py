@@ -16,8 +16,11 @@ __all__ = [
     "SamplingConfig",
     "RoleConfig",
     "RolesConfig",
+    "Split",
     "COLOCATION",
 ]
+
+Split = Literal["train", "validation", "test"]
 
 COLOCATION = {
     "none": (),
@@ -53,7 +56,7 @@ class EvalSetConfig:
 
     task: Any = None
     """A task family's Config; None: the run's own task."""
-    split: Literal["train", "validation", "test"] = "validation"
+    split: Split = "validation"
     num_tasks: int = 256
     """The first so many of the split."""
     num_samples: int = 0

@@ -29,7 +29,8 @@ async def deadline(call, timeout_s: float, what: str) -> Any:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
         raise WorkerLost(
-            f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
+            f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in "
+            "controller.*_timeout_s"
         ) from None
     except ActorError as error:
         raise RuntimeError(f"{what}: {describe(getattr(error, 'exception', None) or error)}") from error

@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 
 import torch
 
@@ -166,8 +167,7 @@ class SamplingClient:
         self._placement = placement or Placement()
         self._router = router = Router([mesh.role for mesh in replicas])
         self._replicas = [
-            _Replica(mesh, versions, verify, lambda index=index: router.loaded(index))
-            for index, mesh in enumerate(replicas)
+            _Replica(mesh, versions, verify, partial(router.loaded, index)) for index, mesh in enumerate(replicas)
         ]
         self._max_model_len, self._timeout_s = max_model_len, timeout_s
         self._pending: dict[int | None, list[tuple[Request, asyncio.Future]]] = defaultdict(list)
@@ -228,8 +228,9 @@ class SamplingClient:
     async def score_top(
         self, tokens: list[int], top_k: int, *, policy_version: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each of T tokens but the first, the `top_k` likeliest tokens in its place, int64 (T - 1, top_k), and their
-        log-probabilities at temperature 1, float32 of the same shape, best first. Raises ValueError for a `top_k` beyond the vocabulary."""
+        """For each of T tokens but the first, the `top_k` likeliest tokens in its place, int64 (T - 1, top_k), and
+        their log-probabilities at temperature 1, float32 of the same shape, best first. Raises ValueError for a `top_k`
+        beyond the vocabulary."""
         if top_k < 1:
             raise ValueError(f"top_k={top_k}: must be at least 1; use score for the tokens that are there")
         return await self._score(Request(list(tokens), None, top_k), policy_version)

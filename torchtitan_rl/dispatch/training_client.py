@@ -51,8 +51,9 @@ class TrainingClient:
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Adds the gradient of `loss_weight` x the summed loss of the data. Gradients accumulate over calls.
 
-        `loss_config` holds keyword arguments of the loss. `temperature` divides the logits and is the run's sampling temperature unless given. Raises ValueError
-        for an empty list, a datum longer than the trainer's context, or loss inputs or numbers of targets that differ.
+        `loss_config` holds keyword arguments of the loss. `temperature` divides the logits and is the run's sampling
+        temperature unless given. Raises ValueError for an empty list, a datum longer than the trainer's context, or
+        loss inputs or numbers of targets that differ.
         """
         if loss_config:
             loss_fn = partial(loss_fn, **loss_config)

@@ -86,7 +86,8 @@ class PolicyVersions:
             await self._trainer.discard_weights(version)
 
     async def save(self, version: int, file: Path) -> None:
-        """Writes a published version's parameters, by torchtitan's names and in the generators' dtype, as safetensors."""
+        """Writes a published version's parameters, by torchtitan's names and in the generators' dtype, as
+        safetensors."""
         manifest, payload = await self._store.fetch(version, verify=self._config.verify)
         save_file({name: tensor.contiguous() for name, tensor in layout.read(payload, manifest).items()}, str(file))
 

@@ -16,7 +16,8 @@ from torchtitan_rl.hosts.inventory import Host, address_towards, local_host
 
 __all__ = ["Hosts", "this_host", "attach"]
 
-# Of a process or host that went silent. Monarch's default is 30 s and more, and now and then it hears of a death no other way.
+# Of a process or host that went silent. Monarch's default is 30 s and more, and now and then it hears of a death no
+# other way.
 configure(get_actor_state_max_idle="8s", get_proc_state_max_idle="8s")
 
 _CONNECT_S = 3.0

@@ -1,4 +1,5 @@
-"""A host's Monarch worker: `python -m torchtitan_rl.hosts.worker tcp://HOST:PORT` serves a controller until it is ended.
+"""A host's Monarch worker: `python -m torchtitan_rl.hosts.worker tcp://HOST:PORT` serves a controller until it is
+ended.
 
 Whoever can connect to that port can run code here: there is no authentication. Bind it to a private interface.
 """

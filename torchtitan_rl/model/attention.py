@@ -32,7 +32,7 @@ class PackedDocuments(NamedTuple):
     """(documents, padded length) of each bucket; the products add up to P."""
 
     @classmethod
-    def build(cls, lengths: list[int], device: torch.device | str = "cpu") -> "PackedDocuments":
+    def build(cls, lengths: list[int], device: torch.device | str = "cpu") -> PackedDocuments:
         """`lengths`: tokens of each document, in packed order."""
         starts, total = [], 0
         for length in lengths:

@@ -1,4 +1,5 @@
-"""The files of a configured model: its tokenizer, its sizes, its weights. Reading them needs no torchtitan and no vLLM."""
+"""The files of a configured model: its tokenizer, its sizes, its weights. Reading them needs no torchtitan and no
+vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What runs in a generator rank's model where torchtitan's own would: vLLM's attention, all-reduces, a rank's weights."""
+"""What runs in a generator rank's model where torchtitan's own would: vLLM's attention, all-reduces, a rank's
+weights."""
 
 from __future__ import annotations
 

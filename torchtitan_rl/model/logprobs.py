@@ -180,6 +180,7 @@ class LogprobHead(Linear):
             rows = -(-self.out_features // group.size())
             weight = weight.to_local()
             assert len(weight) == num_rows > 0, "not DTensor's cut of the vocabulary"
+            assert isinstance(input, DTensor), "a sharded head is given what its plan made of the input"
             input = input.to_local(grad_placements=[Partial()])
         chunk_tokens = max(1, self.chunk_bytes // (4 * rows))  # the same on every rank: chunks hold collectives
         said = score(input.flatten(0, 1), weight, chunk_tokens=chunk_tokens, vocab_start=vocab_start, group=group)

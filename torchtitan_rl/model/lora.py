@@ -153,5 +153,5 @@ def base_fingerprint(state: dict[str, torch.Tensor]) -> str:
     digest = xxhash.xxh3_64()
     for name, tensor in sorted(base_state(state).items()):
         digest.update(name.encode())
-        digest.update(whole(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(whole(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

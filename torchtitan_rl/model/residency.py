@@ -2,7 +2,8 @@
 
 A tensor keeps its identity, shape and views; only its storage is emptied and filled again. FSDP's flat
 parameters, an optimizer's state and accumulated gradients can thus leave the device and come back without
-anyone noticing. On a CPU the bytes go from one place in memory to another, which proves the mechanism and frees nothing.
+anyone noticing. On a CPU the bytes go from one place in memory to another, which proves the mechanism and frees
+nothing.
 """
 
 from __future__ import annotations

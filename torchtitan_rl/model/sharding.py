@@ -10,7 +10,8 @@ __all__ = ["whole", "vocabulary_cut"]
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The unsharded tensor; a collective call when it is sharded."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:

@@ -121,11 +121,8 @@ def accumulate_gradients(
                 (loss * loss_weight).backward()
                 result.loss += loss.item()
                 for name, value in metrics.items():
-                    value = float(value)
-                    old = result.sums.get(name)
-                    result.sums[name] = (
-                        value if old is None else max(old, value) if name.endswith("_max") else old + value
-                    )
+                    new, old = float(value), result.sums.get(name)
+                    result.sums[name] = new if old is None else max(old, new) if name.endswith("_max") else old + new
         for name, rows_T in outputs.items():
             if name in _ROWS:
                 rows = rows_T.detach().to(_ROWS[name] or rows_T.dtype).cpu().split(batch.lengths)

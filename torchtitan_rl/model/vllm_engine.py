@@ -14,6 +14,7 @@ import queue
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from vllm import EngineArgs, LLMEngine
@@ -109,7 +110,8 @@ class Engine:
         return future
 
     def sleep(self) -> Future:
-        """Takes weights and KV cache off the device, for a trainer that shares it. Raises RuntimeError when it is busy."""
+        """Takes weights and KV cache off the device, for a trainer that shares it. Raises RuntimeError when it is
+        busy."""
         future: Future = Future()
         self._send(_Command(sleep=True), [future])
         return future
@@ -177,7 +179,8 @@ class Engine:
         args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
         with vllm_internals.private_shared_memory(), vllm_internals.chosen_model_runner(self._config.model_runner):
             engine = LLMEngine.from_engine_args(args)
-        self.model, self.model_runner = vllm_internals.model(engine), vllm_internals.model_runner(engine)
+        self.model: Any = vllm_internals.model(engine)
+        self.model_runner = vllm_internals.model_runner(engine)
         return engine
 
     def _whole_parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

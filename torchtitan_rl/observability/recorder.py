@@ -50,8 +50,8 @@ class Listener:
 class Recorder:
     """Passes on, in order, what it is told.
 
-    Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the same for a person), `rollouts` (`step`, `groups`).
-    Example::
+    Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the same for a person), `rollouts` (`step`,
+    `groups`). Example::
 
         with recorder.span("generate") as span:
             ...

@@ -32,7 +32,8 @@ class Batches:
         self._config, self._play, self._draws, self._max_tokens = config, play, draws, max_tokens
 
     async def next_batch(self) -> Batch:
-        """Rollouts of the next slots; where filters are on, those that pass, and replacements. Raises NothingToTrainOn."""
+        """Rollouts of the next slots; where filters are on, those that pass, and replacements. Raises
+        NothingToTrainOn."""
         filters, counts = self._config.filters, Counter()
         draws = self._draws.next(self._config.tasks_per_step)
         groups = await self._play(draws, counts)

@@ -1,4 +1,5 @@
-"""A run's checkpoint: what every role saves, the exports, and the state of the controller, whose marker is written last."""
+"""A run's checkpoint: what every role saves, the exports, and the state of the controller, whose marker is written
+last."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class RunState:
     """Where the draws and their source of tasks stand."""
 
     def count(self, steps: dict[str, OptimStepOutput], max_skipped: int) -> None:
-        """Counts one optimizer step, by the role's answer each. Raises RuntimeError after `max_skipped` skips in a row."""
+        """Counts one optimizer step, by the role's answer each. Raises RuntimeError after `max_skipped` skips in a
+        row."""
         self.step = self.phase_step = self.step + 1
         self.count_skips(steps, max_skipped)
 
@@ -45,15 +47,17 @@ class RunState:
             skipped = self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if optim.skipped else 0
             if skipped >= max_skipped:
                 raise RuntimeError(
-                    f"optim/grad_norm={optim.grad_norm}: {skipped} optimizer steps of the {role} in a row were skipped; "
-                    "lower the learning rate, or look at the rewards and log-probabilities of the last rollouts"
+                    f"optim/grad_norm={optim.grad_norm}: {skipped} optimizer steps of the {role} in a row were "
+                    "skipped; lower the learning rate, or look at the rewards and log-probabilities of the last "
+                    "rollouts"
                 )
 
 
 async def save(
     path: Path, state: RunState, roles: dict[str, TrainingClient], weights: PolicyWeights, tokenizer, *, lora: bool
 ) -> None:
-    """Writes everything a later run needs, marker last. With `lora` the policy trains adapters, which are exported too."""
+    """Writes everything a later run needs, marker last. With `lora` the policy trains adapters, which are exported
+    too."""
     checkpoint.begin(path)
     await roles["policy"].save_checkpoint(path)
     if "critic" in roles:

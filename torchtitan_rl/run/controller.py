@@ -15,7 +15,7 @@ from typing import Literal
 
 from torchtitan_rl.algorithm.datums import minibatches
 from torchtitan_rl.config.resolve import resolved
-from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
 from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for
@@ -189,7 +189,8 @@ class Controller(AbstractAsyncContextManager):
     # Parts of a step, for the notebook and for loops of your own.
 
     async def rollouts(self, draws: list[Draw]) -> list[RolloutGroup]:
-        """`group_size` rollouts of each draw's task, with rewards, from the newest policy, grouped as the algorithm says.
+        """`group_size` rollouts of each draw's task, with rewards, from the newest policy, grouped as the algorithm
+        says.
 
         Draws come from `controller.draws.next(n)`; the same draw of the same policy gives the same rollouts.
         """
@@ -199,7 +200,7 @@ class Controller(AbstractAsyncContextManager):
         """Sends the trainer's weights to every generator. Returns the policy version they now sample from."""
         return await self.weights.publish()
 
-    async def evaluate(self, split: str, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
+    async def evaluate(self, split: Split, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is right; recorded."""
         return await self.evaluations.own(split, self.state.step, num_tasks=num_tasks, pass_at_k=pass_at_k)
 

@@ -1,4 +1,5 @@
-"""Draws: which task each slot of a run gets. What is drawn depends on the seed and on what filters decided, on nothing else."""
+"""Draws: which task each slot of a run gets. What is drawn depends on the seed and on what filters decided, on nothing
+else."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Draw:
 
 
 class Draws:
-    """Hands out slots in order, each with the next task of `source`, and replacements, which are no slots of their own."""
+    """Hands out slots in order, each with the next task of `source`, and replacements, which are no slots of their
+    own."""
 
     def __init__(self, source: Any) -> None:
         """`source` is of the train split; see `tasks.family.source_of`."""
@@ -49,8 +51,8 @@ class Draws:
         replacement = getattr(self.source, "replacement", None)
         if replacement is None:
             raise ValueError(
-                f"task.source={type(self.source).__name__}: has no replacement(slot, round), which filters need; give it "
-                "one that returns a task, or switch the filters off"
+                f"task.source={type(self.source).__name__}: has no replacement(slot, round), which filters need; give "
+                "it one that returns a task, or switch the filters off"
             )
         return [
             Draw(slot=draw.slot, round=draw.round + 1, task=replacement(draw.slot, draw.round + 1)) for draw in draws

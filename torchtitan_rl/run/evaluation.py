@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from torchtitan_rl.algorithm.grouping import fill_rewards
-from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig
+from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.run.intervals import mean_interval
 from torchtitan_rl.run.intervals import pass_at_k as chance_of_one
@@ -160,8 +160,9 @@ class Evaluations:
         self.config, self.family, self.families = config, family, families
         self.player, self.recorder = player, recorder
 
-    async def own(self, split: str, step: int, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
-        """Greedy accuracy on a split after `step` steps, and with `pass_at_k` the chance that one of k samples is right."""
+    async def own(self, split: Split, step: int, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
+        """Greedy accuracy on a split after `step` steps, and with `pass_at_k` the chance that one of k samples is
+        right."""
         config = self.config.controller
         if num_tasks is None:
             num_tasks = config.test_tasks if split == "test" else config.eval_tasks

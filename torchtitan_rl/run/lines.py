@@ -1,4 +1,5 @@
-"""Lines of metrics: the optimizer steps of a batch gathered into one, what a batch of rollouts was like, a line in words."""
+"""Lines of metrics: the optimizer steps of a batch gathered into one, what a batch of rollouts was like, a line in
+words."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class StepMetrics:
         self._values.setdefault(name, []).append((float(value), weight))
 
     def add(self, output, optim=None) -> None:
-        """What `forward_backward` and, for the policy, `optim_step` returned. `mismatch/*` count on the first step only:
-        later ones have trained on other parts of the batch."""
+        """What `forward_backward` and, for the policy, `optim_step` returned. `mismatch/*` count on the first step
+        only: later ones have trained on other parts of the batch."""
         first = self._steps == 0
         for name, value in output.metrics.items():
             if first or not name.startswith("mismatch/"):
@@ -61,7 +62,7 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
     completions = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
     oldest = min(version for completion in completions for version in completion.policy_versions)
     reward_mean, reward_std = mean_std(rewards)
-    line = {
+    line: dict[str, float | str] = {
         "phase": "reinforcement",
         "reward/mean": reward_mean,
         "reward/std": reward_std,

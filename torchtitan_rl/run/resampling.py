@@ -26,9 +26,9 @@ async def fill_batch(
 ) -> Batch:
     """Groups of `config.tasks_per_step` slots that pass `config.filters`, or of as many as its limits allow.
 
-    `groups` are the rollouts of `draws`, the first round, and `counts` what grouping left out of them. Each further round
-    plays what `replace` gives for the slots that have no group yet (dynamic sampling of DAPO, arXiv:2503.14476, with as
-    many rollouts as are missing rather than a whole batch). Raises NothingToTrainOn when no group is left.
+    `groups` are the rollouts of `draws`, the first round, and `counts` what grouping left out of them. Each further
+    round plays what `replace` gives for the slots that have no group yet (dynamic sampling of DAPO, arXiv:2503.14476,
+    with as many rollouts as are missing rather than a whole batch). Raises NothingToTrainOn when no group is left.
     """
     filters, batch = config.filters, Batch()
     rounds, tried = 1, len(draws)

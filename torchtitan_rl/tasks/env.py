@@ -53,7 +53,7 @@ class Env(ABC):
     def step(self, text: str) -> Step | Awaitable[Step]:
         """Answers a completion, given as text without special tokens."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  Optional: most environments hold nothing
         """Lets go of whatever it holds; called once, however the play ended."""
 
 

@@ -23,8 +23,8 @@ class TaskFamily(Protocol):
     name: str
 
     # More methods are optional: `source(split, seed)` gives an order of its own (see `source_of`), `reward_for(task)` a
-    # reward function for each task (see `judging.reward_function`), and `environment(task)` makes what the task is played
-    # in, over several turns (see `tasks/env.py`; None for a task of one turn). `Mixture` has all of them.
+    # reward function for each task (see `judging.reward_function`), and `environment(task)` makes what the task is
+    # played in, over several turns (see `tasks/env.py`; None for a task of one turn). `Mixture` has all of them.
 
     def num_tasks(self, split: str) -> int | None:
         """Size of a split; None where tasks are made up as they are asked for, without end."""
@@ -63,8 +63,8 @@ class TaskSource:
         return [self.family.task(self.split, self._next_index()) for _ in range(n)]
 
     def replacement(self, slot: int, round: int) -> Task:
-        """The task that takes the place of slot `slot`'s in its `round`-th replacement: a function of the seed and these
-        two. It may be one that the run has seen, or will see."""
+        """The task that takes the place of slot `slot`'s in its `round`-th replacement: a function of the seed and
+        these two. It may be one that the run has seen, or will see."""
         drawn = stable_hash(self.seed, self.split, "replacement", slot, round)
         if self.num_tasks is None:  # the second half of what this seed has to itself
             return self.family.task(self.split, self.seed * 2**32 + 2**31 + drawn % 2**31)

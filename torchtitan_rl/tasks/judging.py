@@ -94,7 +94,7 @@ def _complaint(value: Any, num_completions: int, task: Task) -> str:
     read = [_number(reward) for reward in value]
     position = next(i for i, number in enumerate(read) if not _finite(number))
     reward, number = value[position], read[position]
-    returned = f"{type(reward).__name__} {_short(reward)}" if number is None else number
+    returned = f"{type(reward).__name__} {_short(reward)}" if number is None else str(number)
     return f"returned {returned} at position {position} for task {task.id!r}; {wanted}"
 
 

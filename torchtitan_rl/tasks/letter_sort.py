@@ -34,9 +34,9 @@ class LetterSort:
         """Fraction of the train demonstrations that are right. The others only show the form of an answer: the same
         letters in a random order that is never the right one."""
         hinted_demonstrations: float = 0.0
-        """Fraction of the train tasks whose prompt holds a hint, as in `szyci:yzisc=`, and whose demonstration copies it.
-        The hint is a random order too, so that copying is shown and sorting is not: for a warm start (`supervised.task`)
-        before self-distillation, whose teacher is hinted the answer; see `hinted`."""
+        """Fraction of the train tasks whose prompt holds a hint, as in `szyci:yzisc=`, and whose demonstration copies
+        it. The hint is a random order too, so that copying is shown and sorting is not: for a warm start
+        (`supervised.task`) before self-distillation, whose teacher is hinted the answer; see `hinted`."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512

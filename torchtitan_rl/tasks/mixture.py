@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl.tasks.family import TaskFamily, check_index, check_split, source_of, stable_hash
-from torchtitan_rl.tasks.judging import reward_function
+from torchtitan_rl.tasks.judging import Reward, reward_function
 from torchtitan_rl.types import Task
 
 __all__ = ["Mixture", "MixtureSource"]
@@ -44,7 +43,7 @@ class Mixture:
                         "identifier"
                     )
                 if dataclasses.is_dataclass(task):
-                    dataclasses.replace(task)  # its own checks: overrides may have changed its fields
+                    dataclasses.replace(task)  # type: ignore[type-var]  # its own checks: overrides may have changed its fields
             for name, weight in self.weights.items():
                 if name not in self.tasks:
                     raise ValueError(
@@ -81,7 +80,7 @@ class Mixture:
         """That of the task's own family."""
         return self.reward_for(task)(task, completions)
 
-    def reward_for(self, task: Task) -> Callable[[Task, list[str]], Sequence[float]]:
+    def reward_for(self, task: Task) -> Reward:
         """The reward function itself, so that it runs where it is marked to run and errors name it."""
         return reward_function(*self._family_of(task))
 

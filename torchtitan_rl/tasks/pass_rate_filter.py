@@ -6,13 +6,13 @@ Of a task that is always or never passed a group's rewards are all equal, and no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
-from torchtitan_rl.tasks.judging import reward_function
+from torchtitan_rl.tasks.judging import Reward, reward_function
 from torchtitan_rl.types import Task
 
 __all__ = ["PassRate", "PassRateFilter", "read_pass_rates", "write_pass_rates"]
@@ -63,7 +63,7 @@ class PassRateFilter:
                     "fit; choose 0 <= min_pass_rate <= max_pass_rate <= 1"
                 )
             if is_dataclass(self.task):
-                replace(self.task)  # its own checks: overrides may have changed its fields
+                replace(self.task)  # type: ignore[type-var]  # its own checks: overrides may have changed its fields
 
         def build(self) -> PassRateFilter:
             return PassRateFilter(self)
@@ -103,7 +103,7 @@ class PassRateFilter:
         """The family's."""
         return self.reward_for(task)(task, completions)
 
-    def reward_for(self, task: Task) -> Callable[[Task, list[str]], Sequence[float]]:
+    def reward_for(self, task: Task) -> Reward:
         """The family's reward function itself, so that it runs where it is marked to run and errors name it."""
         return reward_function(self.family, task)
 

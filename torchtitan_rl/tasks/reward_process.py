@@ -47,7 +47,7 @@ def cpu_bound(function: Callable) -> Callable:
         raise ValueError(
             f"cpu_bound={function.__qualname__}: is async, so it waits and does not compute; leave the mark out"
         )
-    function.cpu_bound = True
+    function.cpu_bound = True  # type: ignore[attr-defined]  # a mark on the user's function
     return function
 
 

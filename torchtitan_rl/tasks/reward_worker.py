@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import cloudpickle
 
@@ -35,11 +36,11 @@ def main(parent: int) -> None:
         except EOFError:
             return
         if verb == "load":
-            function, answer = None, _attempt(lambda: pickle.loads(pickled), "could not be loaded by a process: ")
+            function, answer = None, _attempt(partial(pickle.loads, pickled), "could not be loaded by a process: ")
             if not answer[0]:
                 function, answer = answer[1], ("", pickle.dumps(None))
         else:
-            answer = _attempt(lambda: cloudpickle.dumps(_called(function, pickled)), "raised ")
+            answer = _attempt(partial(_called, function, pickled), "raised ")
         pickle.dump(answer, answers)
         answers.flush()
 
@@ -52,9 +53,9 @@ def _end_with_parent(parent: int) -> None:
         sys.exit()
 
 
-def _called(function: Callable, pickled: bytes):
+def _called(function: Callable, pickled: bytes) -> bytes:
     value = function(*pickle.loads(pickled))
-    return value.tolist() if hasattr(value, "tolist") else value  # a tensor or an array
+    return cloudpickle.dumps(value.tolist() if hasattr(value, "tolist") else value)  # a tensor or an array
 
 
 def _attempt(action: Callable, prefix: str) -> tuple:

@@ -48,9 +48,11 @@ class Verifiers:
             raise RuntimeError(
                 f"verifiers: cannot be imported ({error}); install it with bash scripts/setup.sh verifiers"
             ) from error
-        self.config, self.played = config, config.load()
+        self.config = config
+        self.played: Any = config.load()
         kind = type(self.played).__name__
-        if not isinstance(self.played, getattr(verifiers, "MultiTurnEnv", ())):
+        playable: Any = getattr(verifiers, "MultiTurnEnv", ())
+        if not isinstance(self.played, playable):
             raise ValueError(f"verifiers.load: gave a {kind}; give a MultiTurnEnv of verifiers 0.1")
         if self.played.message_type != "chat" or self.played.oai_tools:
             raise ValueError(

@@ -79,8 +79,9 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
             )
         if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
             raise ValueError(
-                f"algorithm.kl_estimator={algorithm.kl_estimator!r}: as a reward its policy gradient is not that of the "
-                "KL, and near the reference it can point away from it; use 'k1' with algorithm.kl_in='reward', or 'loss'"
+                f"algorithm.kl_estimator={algorithm.kl_estimator!r}: as a reward its policy gradient is not that of "
+                "the KL, and near the reference it can point away from it; use 'k1' with "
+                "algorithm.kl_in='reward', or 'loss'"
             )
     _check_correction(algorithm)
     if roles.critic is None:
@@ -111,8 +112,8 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
             )
         if algorithm.correction_fn in (corrections.truncated_token, corrections.truncated_sequence):
             raise ValueError(
-                f"algorithm.correction_denominator='kept': {function_name(algorithm.correction_fn)} rejects no token, so "
-                "nothing would leave the denominator; use masked_token or masked_sequence, or 'all'"
+                f"algorithm.correction_denominator='kept': {function_name(algorithm.correction_fn)} rejects no token, "
+                "so nothing would leave the denominator; use masked_token or masked_sequence, or 'all'"
             )
     recomputed = algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch
     if algorithm.recompute_logprobs_per_batch and algorithm.recompute_logprobs_per_minibatch:
@@ -171,8 +172,8 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         )
         if algorithm.correction_denominator == "kept":  # computed from the data alone, before they are split
             probe_correction(
-                f"algorithm.correction_denominator='kept': {function_name(algorithm.correction_fn)} without the model's "
-                "outputs, which depend on the microbatch",
+                f"algorithm.correction_denominator='kept': {function_name(algorithm.correction_fn)} without the "
+                "model's outputs, which depend on the microbatch",
                 algorithm.correction_fn,
                 algorithm.correction_config,
                 columns,

@@ -21,7 +21,9 @@ def check_distill(algorithm: AlgorithmConfig, roles: RolesConfig, *, vocab_size:
     hook = algorithm.after_rewards
     if hook is not None:
         where = f"algorithm.after_rewards={function_name(hook) if callable(hook) else repr(hook)}"
-        if not callable(hook) or not (inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(hook.__call__)):
+        if not callable(hook) or not (
+            inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(type(hook).__call__)
+        ):
             raise ValueError(f"{where}: is not an async function; give `async (group, policy) -> None`")
         try:
             inspect.signature(hook).bind(None, None)

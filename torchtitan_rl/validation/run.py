@@ -35,7 +35,8 @@ def validate(config: RunConfig) -> None:
     """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
     for part in (config.task, config.supervised.task, config.trainer.lora):
         if dataclasses.is_dataclass(part):
-            dataclasses.replace(part)  # overrides set fields one by one; its own checks look at all of them
+            # Overrides set fields one by one; the part's own checks look at all of them.
+            dataclasses.replace(part)  # type: ignore[type-var]
     shape = resolve_shape(config.model)
     _check_tokenizer(config.model, shape)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
@@ -73,8 +74,8 @@ def check_local(config: RunConfig, *, generators_only: bool = False) -> None:
             where, parallel = "trainer" if role == "policy" else f"roles.{role}.trainer", trainer.parallelism
             raise ValueError(
                 f"{where}.parallelism: replicate x shard x tensor = {parallel.data_parallel_replicate_degree} x "
-                f"{parallel.data_parallel_shard_degree} x {parallel.tensor_parallel_degree} = {trainer.num_ranks} ranks; "
-                "backend='local' has one; set every degree to 1 or use backend='actors'"
+                f"{parallel.data_parallel_shard_degree} x {parallel.tensor_parallel_degree} = {trainer.num_ranks} "
+                "ranks; backend='local' has one; set every degree to 1 or use backend='actors'"
             )
     for name in ("tensor_parallel_degree", "num_replicas"):
         if (value := getattr(config.generator, name)) != 1:
@@ -158,13 +159,13 @@ def _check_numbers(config: RunConfig) -> None:
         ("supervised.batch_size", config.supervised.batch_size),
     ):
         check_positive(where, value)
-    for where, value in (
+    for where, number in (
         ("controller.num_steps", config.controller.num_steps),
         ("supervised.num_steps", config.supervised.num_steps),
         ("supervised.lr", config.supervised.lr),
     ):
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{where}={value}: must not be negative; use 0 or more")
+        if not 0 <= number < float("inf"):
+            raise ValueError(f"{where}={number}: must not be negative; use 0 or more")
 
 
 def _check_own_teacher(config: RunConfig, longest: int) -> None:
@@ -206,7 +207,7 @@ def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
             "use another Python identifier"
         )
     if dataclasses.is_dataclass(eval_set.task):
-        dataclasses.replace(eval_set.task)  # its own checks
+        dataclasses.replace(eval_set.task)  # type: ignore[type-var]  # its own checks
     check_positive(f"{where}.num_tasks", eval_set.num_tasks)
     if eval_set.split not in ("train", "validation", "test"):
         raise ValueError(f"{where}.split={eval_set.split!r}: is not a split; use train, validation or test")

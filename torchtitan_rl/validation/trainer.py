@@ -97,8 +97,9 @@ def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape
             )
         if shards < experts.num_experts and experts.num_experts % shards:
             raise ValueError(
-                f"{where}.parallelism.data_parallel_shard_degree={dp}: a checkpoint's num_experts={experts.num_experts} "
-                f"cannot be read into {shards} equal parts; use a degree that divides them"
+                f"{where}.parallelism.data_parallel_shard_degree={dp}: a checkpoint's "
+                f"num_experts={experts.num_experts} cannot be read into {shards} equal parts; use a degree that "
+                "divides them"
             )
     cuts = parallel.tensor_parallel_degree if degree == 1 else 1  # with expert parallelism TP ranks hold whole experts
     check_experts_kernel(f"{where}.training.mixed_precision_param", trainer.training.mixed_precision_param, cuts, shape)

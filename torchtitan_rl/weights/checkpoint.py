@@ -120,7 +120,8 @@ def require_complete(checkpoint: Path) -> Path:
 
 
 def hf_weights(path: Path) -> Path:
-    """The Hugging Face directory in a complete checkpoint, or `path` itself if it is one. Raises ValueError if neither."""
+    """The Hugging Face directory in a complete checkpoint, or `path` itself if it is one. Raises ValueError if
+    neither."""
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         return path
     return hf_dir(require_complete(path))

@@ -83,7 +83,7 @@ def checksum(buffer: torch.Tensor) -> str:
     On the host whatever the device: both ends have the bytes there, and one core reads some 30 GB/s.
     `torch.hash_tensor` would run on a GPU, but it is an exclusive or, blind to order.
     """
-    return xxhash.xxh3_64_hexdigest(buffer.numpy())
+    return xxhash.xxh3_64_hexdigest(buffer.numpy().data)
 
 
 def explain_difference(published: dict[str, Entry], held: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:

@@ -37,7 +37,8 @@ def _as_async(method):
     async def call(self, *args, **kwargs):
         return method(self, *args, **kwargs)
 
-    call.__name__, call._made_async = method.__name__, True
+    call.__name__ = method.__name__
+    call._made_async = True  # type: ignore[attr-defined]  # a mark, so that no method is wrapped twice
     return call
 
 

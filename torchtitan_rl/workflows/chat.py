@@ -6,6 +6,8 @@ one completion and the beginning of the next. They are cut out of a rendering in
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchtitan_rl.tasks.env import Message, Observation
 from torchtitan_rl.types import Completion
 
@@ -109,16 +111,18 @@ class Dialogue:
     observation was: text, messages or tokens. Raises ValueError when a later one is of another kind."""
 
     def __init__(self, tokenizer, first: Observation, tools: list[dict] | None = None) -> None:
+        # Where a type is ignored below, `kind` has told text, messages and tokens apart.
         self.tokenizer, self.kind = tokenizer, _kind(first)
         self.stop_token_ids: list[int] = []
         """What ends a completion besides the tokenizer's end-of-sequence token: the end of an assistant's turn."""
         if self.kind == "messages":
-            self.messages, self.chat = list(first), Chat(tokenizer, tools)
+            self.messages: list[Any] = list(first)
+            self.chat = Chat(tokenizer, tools)
             end = self.chat.end_of_turn(self.messages)
             self.stop_token_ids = [] if end in (None, tokenizer.eos_token_id) else [end]
             self.tokens = self.chat.prompt(self.messages)
         else:
-            self.tokens = self._plain(first)
+            self.tokens = self._plain(first)  # type: ignore[arg-type]
 
     def extend(self, completion: Completion, observation: Observation) -> None:
         """`tokens` becomes the next prompt."""
@@ -127,11 +131,11 @@ class Dialogue:
                 f"observation={repr(observation)[:80]}: is {kind} where the first was {self.kind}; keep to one kind"
             )
         if self.kind == "messages":
-            self.tokens = self.chat.extend(self.tokens, completion, self.messages, observation)
+            self.tokens = self.chat.extend(self.tokens, completion, self.messages, observation)  # type: ignore[arg-type]
             said = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
             self.messages += [{"role": "assistant", "content": said}, *observation]
         else:
-            self.tokens = [*self.tokens, *completion.tokens, *self._plain(observation)]
+            self.tokens = [*self.tokens, *completion.tokens, *self._plain(observation)]  # type: ignore[arg-type]
 
     def _plain(self, observation: str | list[int]) -> list[int]:
         if isinstance(observation, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from torchtitan_rl.types import Completion, SamplingParams, Task
 from torchtitan_rl.workflows.group import rollouts_of
@@ -24,7 +25,7 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
     if isinstance(task.demonstration, str):
         completion = policy.tokenizer.encode(task.demonstration, add_special_tokens=False)
         return [(policy.prompt_tokens(task), [*completion, policy.tokenizer.eos_token_id])]
-    script = _Script(task, policy.tokenizer)
+    script: Any = _Script(task, policy.tokenizer)  # no Sampler: a demonstration is never scored
     rollouts = rollouts_of(
         await workflow(
             task, dataclasses.replace(policy, sampler=script, stop_token_ids=[]), rollout_id=task.id, seed=0

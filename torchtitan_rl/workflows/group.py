@@ -48,9 +48,9 @@ async def run_group(
     """The rollouts of `n` attempts at one task with their rewards. `reward` is a family or a function, see
     `tasks.family.judge`; it judges those that neither the workflow nor an environment has rewarded.
 
-    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. Where an attempt is several rollouts,
-    `first_only` leaves the others out, as evaluations do. Raises RuntimeError for what `rollouts_of` refuses, and when two
-    rollouts have one id.
+    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. Where an attempt is
+    several rollouts, `first_only` leaves the others out, as evaluations do. Raises RuntimeError for what `rollouts_of`
+    refuses, and when two rollouts have one id.
     """
     attempts = await asyncio.gather(
         *(
@@ -85,6 +85,7 @@ def rollouts_of(attempt: Rollout | list[Rollout], task: Task) -> list[Rollout]:
     if not rollouts or not all(isinstance(rollout, Rollout) for rollout in rollouts):
         what = type(next((r for r in rollouts if not isinstance(r, Rollout)), rollouts)).__name__
         raise RuntimeError(
-            f"algorithm.workflow: returned {what} for task {task.id!r}; return a Rollout, or a list of one for each role"
+            f"algorithm.workflow: returned {what} for task {task.id!r}; return a Rollout, or a list of one for each "
+            "role"
         )
     return rollouts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,7 +36,7 @@ class Policy:
     """A sampler with its tokenizer and sampling settings."""
 
     sampler: Sampler
-    tokenizer: object
+    tokenizer: Any
     """A Hugging Face tokenizer."""
     max_tokens: int
     max_prompt_tokens: int
@@ -46,7 +46,8 @@ class Policy:
     policy_version: int | None = None
     """None samples from the newest version."""
     for_training: bool = False
-    """Whether what is sampled will train; in evaluations and demonstrations it does not, and `self_distill` does nothing."""
+    """Whether what is sampled will train; in evaluations and demonstrations it does not, and `self_distill` does
+    nothing."""
     teacher_version: int | None = None
     """The version that scores what was sampled for training; None: no workflow has asked for one."""
 
@@ -62,7 +63,7 @@ class Policy:
             return self.tokenizer.encode(prompt, add_special_tokens=False)
         if prompt and isinstance(prompt[0], dict):
             return Chat(self.tokenizer).prompt(prompt)
-        return list(prompt)
+        return list(prompt)  # type: ignore[arg-type]  # neither text nor messages: tokens
 
     def check_prompt(self, task: Task, tokens: list[int]) -> None:
         """Raises ValueError when a first prompt is too long."""

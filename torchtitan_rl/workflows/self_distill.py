@@ -1,12 +1,12 @@
 """The policy as its own teacher: what it sampled, scored again under a prompt that knows more.
 
-`self_distill` decorates a workflow and needs no reward; `distill_group` is an `algorithm.after_rewards`, for prompts made
-of what judging has shown: feedback, or a sibling that succeeded. Which version of the policy teaches is the controller's
-to say (`algorithm.refresh_teacher_every`); `Policy.teacher_version` has its number. In evaluations
+`self_distill` decorates a workflow and needs no reward; `distill_group` is an `algorithm.after_rewards`, for prompts
+made of what judging has shown: feedback, or a sibling that succeeded. Which version of the policy teaches is the
+controller's to say (`algorithm.refresh_teacher_every`); `Policy.teacher_version` has its number. In evaluations
 (`Policy.for_training=False`) nothing happens.
 
-On-policy self-distillation: Zhao et al., "Self-Distilled Reasoner", arXiv:2601.18734. With feedback or siblings: Hübotter
-et al., "Reinforcement Learning via Self-Distillation", arXiv:2601.20802.
+On-policy self-distillation: Zhao et al., "Self-Distilled Reasoner", arXiv:2601.18734. With feedback or siblings:
+Hübotter et al., "Reinforcement Learning via Self-Distillation", arXiv:2601.20802.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -49,8 +49,8 @@ class SelfDistill:
         return await self.workflow(task, policy, rollout_id=rollout_id, seed=seed)
 
     async def after_rewards(self, group: RolloutGroup, policy: Policy) -> None:
-        """Asks the teacher about the rollouts of a task. All rollouts of a batch have been played by then: the generators
-        change to the teacher's weights and back once."""
+        """Asks the teacher about the rollouts of a task. All rollouts of a batch have been played by then: the
+        generators change to the teacher's weights and back once."""
         if policy.for_training:
             await asyncio.gather(
                 *(_learn(rollout, self.prompt(rollout), policy, self) for rollout in group.rollouts if rollout.turns)
@@ -72,9 +72,9 @@ def self_distill(
     reads all that follows, observations included, as the policy did. With `top_k` the policy learns the teacher's
     likeliest tokens at each position instead, by cross-entropy, with weights coef x their probabilities.
 
-    Use it as `workflow=self_distill(single_turn, prompt=hint)`, or as `@self_distill(prompt=hint)` over a workflow of your
-    own. Raises ValueError at a temperature other than 1, at which scores are made, and when a turn does not go on from the
-    first prompt.
+    Use it as `workflow=self_distill(single_turn, prompt=hint)`, or as `@self_distill(prompt=hint)` over a workflow of
+    your own. Raises ValueError at a temperature other than 1, at which scores are made, and when a turn does not go on
+    from the first prompt.
     """
 
     def decorate(workflow: Callable) -> SelfDistill:
@@ -136,7 +136,8 @@ class DistillGroup:
         estimated = self.advantage_fn(torch.tensor(group.rewards, dtype=torch.float64)).tolist()
         for rollout, advantage in zip(group.rollouts, estimated, strict=True):
             for turn in rollout.turns:
-                turn.advantages = [advantage + own for own in turn.advantages]
+                own: Any = turn.advantages  # a list, set above
+                turn.advantages = [advantage + of_token for of_token in own]
 
 
 def distill_group(
@@ -193,10 +194,10 @@ async def _learn(rollout: Rollout, prompt: Prompt | None, policy: Policy, settin
         raise ValueError(f"prompt={prompt!r}: of rollout {rollout.id} has no tokens; give some, or None for no teacher")
     sequence, starts = _as_teacher_reads(rollout, tokens)
     if settings.top_k:
-        tokens, logprobs = await policy.sampler.score_top(sequence, settings.top_k, policy_version=version)
+        likeliest, logprobs = await policy.sampler.score_top(sequence, settings.top_k, policy_version=version)
         for turn, start in zip(rollout.turns, starts):
             rows = slice(start - 1, start - 1 + len(turn.completion.tokens))  # row 0 is of the second token
-            turn.soft_targets = tokens[rows], settings.coef * logprobs[rows].exp()
+            turn.soft_targets = likeliest[rows], settings.coef * logprobs[rows].exp()
         return
     scores = await policy.sampler.score(sequence, policy_version=version)
     teacher = [

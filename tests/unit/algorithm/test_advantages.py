@@ -97,8 +97,12 @@ def test_a_small_spread_that_is_not_rounding_is_a_spread(scale):
     ],
 )
 def test_grpo_against_those_who_add_an_epsilon(epsilon, source):
-    """They divide by the unbiased deviation plus epsilon: (std + epsilon) / std times smaller, and noise is small too."""
-    theirs = lambda rewards: (rewards - rewards.mean()) / (rewards.std(ddof=1) + epsilon)
+    """They divide by the unbiased deviation plus epsilon: (std + epsilon) / std times smaller, and noise is small
+    too."""
+
+    def theirs(rewards):
+        return (rewards - rewards.mean()) / (rewards.std(ddof=1) + epsilon)
+
     rng = np.random.default_rng(0)
     for size in (2, 3, 8, 16):
         for rewards in (rng.normal(size=size), rng.integers(0, 2, size).astype(float)):

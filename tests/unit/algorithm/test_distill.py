@@ -1,6 +1,7 @@
 """A teacher's say as advantages, and its distribution as targets, against sums written out in NumPy."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,7 +114,10 @@ def test_in_one_call_all_have_as_many_targets():
 
 
 def test_targets_that_turns_bring_keep_their_places_over_turns_that_extend_each_other():
-    soft = lambda tokens, weights: (torch.tensor(tokens), torch.tensor(weights))
+
+    def soft(tokens, weights):
+        return torch.tensor(tokens), torch.tensor(weights)
+
     first = turn([1], [2, 3], advantages=0.0, soft_targets=soft([[2, 9], [3, 8]], [[0.5, 0.25], [1.0, 0.0]]))
     second = turn([1, 2, 3, 4], [5], advantages=0.0, soft_targets=soft([[6]], [[0.75]]))
     (made,) = to_datums([group(rollout("a", first, second))], AlgorithmConfig())
@@ -147,7 +151,7 @@ def loss_inputs(policy, **tensors):
         "advantages": [0.0, 1.0, -2.0],
         "sampling_logprobs": [0.0, -1.0, -2.0],
     } | tensors
-    double = lambda value: torch.tensor(value, dtype=torch.float64)
+    double = partial(torch.tensor, dtype=torch.float64)
     return LossInputs(
         policy_logprobs=double(policy).requires_grad_(),
         entropy=double([1.0, 1.0, 1.0]),

@@ -115,12 +115,19 @@ def test_the_penalty_is_taken_off_the_reward_by_the_longest_turn():
 def test_a_rollout_cut_by_what_room_was_left_is_overlong_however_short_its_turns_are(cut):
     """Two tokens of a limit of eight: the second turn had room for no more, or a third had room for none."""
     fields = {"end_reason": "tokens"} if "end_reason" in cut else {"end_reason": "done"}
-    made = lambda: group(
-        sized(2, 1.0),
-        rollout(
-            "0/0/1", turn([1], [2] * 3), turn([1], [2] * 2, truncated=cut.get("truncated", False)), reward=1.0, **fields
-        ),
-    )
+
+    def made():
+        return group(
+            sized(2, 1.0),
+            rollout(
+                "0/0/1",
+                turn([1], [2] * 3),
+                turn([1], [2] * 2, truncated=cut.get("truncated", False)),
+                reward=1.0,
+                **fields,
+            ),
+        )
+
     (kept,), (out,) = filtered([made()], config(overlong="drop"), max_tokens=8)
     assert ids([kept, out]) == [["0/0/0"], ["0/0/1"]]
     (kept,), _ = filtered([made()], config(overlong="mask"), max_tokens=8)
@@ -215,10 +222,10 @@ def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
         filled(tasks.play, config(zero_variance=True, max_stalled_rounds=3))
     assert len(tasks.asked) == 3 and len(stall.value.left_out) == 6
     assert str(stall.value) == (
-        "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on (filter/missing_tasks=2, "
-        "filter/resampled_tasks=4, filter/zero_variance_groups=6; rewards from 0.5 to 1); if rewards are as high as they can "
-        "be the task is learned, else make it easier, check the reward, raise group_size or sampling.max_tokens, or switch "
-        "the filter off"
+        "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on "
+        "(filter/missing_tasks=2, filter/resampled_tasks=4, filter/zero_variance_groups=6; rewards from 0.5 to 1); "
+        "if rewards are as high as they can be the task is learned, else make it easier, check the reward, raise "
+        "group_size or sampling.max_tokens, or switch the filter off"
     )
 
 

@@ -43,7 +43,10 @@ def over_ragged_batches(test):
 def batch(ragged, seed, spread, dtype):
     """Sequences for the reference: log-ratios up to `spread`, one sign of advantage per sequence, values of `dtype`."""
     rng = np.random.default_rng(seed)
-    rounded = lambda values: torch.tensor(np.asarray(values), dtype=dtype).double().tolist()
+
+    def rounded(values):
+        return torch.tensor(np.asarray(values), dtype=dtype).double().tolist()
+
     sequences = []
     for mask in ragged:
         policy = np.array(rounded(rng.uniform(-12, -0.01, len(mask))))
@@ -495,7 +498,10 @@ def test_as_a_reward_only_k1_has_the_gradient_of_the_kl():
         )
         values = -rewards_T.numpy() if name == "k1" else np.array([getattr(reference, name)(x) for x in d])
         gradient[name] = (policy * values) @ score
-    cosine = lambda left, other: left @ other / np.linalg.norm(left) / np.linalg.norm(other)
+
+    def cosine(left, other):
+        return left @ other / np.linalg.norm(left) / np.linalg.norm(other)
+
     assert gradient["k1"] == pytest.approx(right, rel=1e-10, abs=1e-15)
     for name in ("k2", "k3"):
         assert cosine(gradient[name], right) < -0.7  # and away from the reference

@@ -51,8 +51,8 @@ def test_it_is_the_discounted_sum_of_temporal_differences(values, reward, gamma,
 
 
 def gae_over_a_mask(rewards, values, mask, gamma, lam):
-    """In float64 as verl/trainer/ppo/core_algos.py, compute_gae_advantage_return, has it before it whitens: what follows
-    a token without a mask is what followed it."""
+    """In float64 as verl/trainer/ppo/core_algos.py, compute_gae_advantage_return, has it before it whitens: what
+    follows a token without a mask is what followed it."""
     next_value = next_advantage = 0.0
     advantages = np.zeros(len(values))
     for t in reversed(range(len(values))):
@@ -78,7 +78,8 @@ def test_it_is_what_verl_computes_before_it_whitens(seed):
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.5, 0.0)])
 def test_a_rollout_of_two_datums_is_one_episode_with_one_reward(gamma, lam):
-    """The second turn does not extend the first: two datums, of 3 and 2 sampled tokens, which GAE sees one after another."""
+    """The second turn does not extend the first: two datums, of 3 and 2 sampled tokens, which GAE sees one after
+    another."""
     two = rollout("0/0/0", turn([1], [2, 3, 4]), turn([9], [5, 6]), reward=2.0)
     other = rollout("0/0/1", turn([1], [7]), reward=-1.0)
     data = to_datums([group(two, other)], AlgorithmConfig())

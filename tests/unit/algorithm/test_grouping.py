@@ -83,8 +83,8 @@ def test_rewards_are_all_of_the_rollouts_or_all_of_their_last_turns(pairs, rewar
 
 def test_a_reward_that_is_nowhere_is_refused():
     assert refusal(rewarded((1.0, 5.0), (None, None))) == (
-        "rollout=0/0/1: its last turn has no reward, and 1 of 2 rollouts of group 0/0 have one of their own; give every "
-        "rollout a reward, or every last turn"
+        "rollout=0/0/1: its last turn has no reward, and 1 of 2 rollouts of group 0/0 have one of their own; give "
+        "every rollout a reward, or every last turn"
     )
 
 

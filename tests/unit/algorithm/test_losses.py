@@ -406,7 +406,8 @@ def test_a_value_loss_is_half_the_squared_error():
 
 
 def test_a_clipped_value_gains_nothing_by_going_further():
-    """The value moved from 0 to 1 towards a return of 2; with a clip of 0.5 the held error is larger, without gradient."""
+    """The value moved from 0 to 1 towards a return of 2; with a clip of 0.5 the held error is larger, without
+    gradient."""
     inputs = value_inputs([1.0], [0.0], [2.0], [1.0])
     loss, _ = value_loss(inputs, clip=0.5)
     assert loss.item() == 0.5 * 0.5 * 1.5**2

@@ -20,10 +20,14 @@ CORRECTIONS = [getattr(corrections, name) for name in corrections.__all__]
 
 
 def random_inputs(seed, *, masked=None, dtype=torch.float32):
-    """Three datums of 5, 1 and 6 tokens, some masked; those hold `masked` in every column and output, or what they drew."""
+    """Three datums of 5, 1 and 6 tokens, some masked; those hold `masked` in every column and output, or what they
+    drew."""
     rng = np.random.default_rng(seed)
     mask = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 1, 1], dtype=dtype)
-    column = lambda low, high: torch.tensor(rng.uniform(low, high, len(mask)), dtype=dtype)
+
+    def column(low, high):
+        return torch.tensor(rng.uniform(low, high, len(mask)), dtype=dtype)
+
     logprobs = column(-3, -0.1)
     drawn = {
         "policy_logprobs": logprobs,
@@ -79,7 +83,9 @@ def test_garbage_under_the_mask_changes_no_bit_of_an_objective(loss_fn, correcti
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_a_clipped_value_loss_reads_no_masked_token(garbage):
-    clipped = lambda inputs: losses.value_loss(inputs, clip=0.2)
+    def clipped(inputs):
+        return losses.value_loss(inputs, clip=0.2)
+
     same(answer(clipped, random_inputs(2, masked=garbage)), answer(clipped, random_inputs(2)))
 
 

@@ -23,7 +23,10 @@ from torchtitan_rl.types import Datum, LossInputs, Microbatch
 
 def inputs():
     """Ratios 2 and 1 to the old policy, rho 3 and 1 of old to generator; the first token is masked."""
-    column = lambda *values: torch.tensor(values, dtype=torch.float64)
+
+    def column(*values):
+        return torch.tensor(values, dtype=torch.float64)
+
     return LossInputs(
         policy_logprobs=column(-9.0, -1.0, -2.0).requires_grad_(),
         entropy=column(math.nan, 0.5, 1.5).requires_grad_(),
@@ -158,7 +161,9 @@ def test_every_term_at_once_does_not_depend_on_how_datums_are_packed():
     model.init_weights()
 
     def microbatch(length):
-        column = lambda: -3 + torch.rand(length)
+        def column():
+            return -3 + torch.rand(length)
+
         mask_T = torch.tensor([0.0] + [1.0] * (length - 1))
         return Microbatch(
             tokens_T=torch.randint(11, (length,)),
@@ -209,7 +214,8 @@ def test_every_term_at_once_does_not_depend_on_how_datums_are_packed():
 
 
 def mismatched(seed, dtype=torch.float64):
-    """Datums of 1 to 6 tokens, generator and trainer up to 0.4 nats apart, old and new policy up to 0.2; some masked."""
+    """Datums of 1 to 6 tokens, generator and trainer up to 0.4 nats apart, old and new policy up to 0.2; some
+    masked."""
     rng = np.random.default_rng(seed)
     data = []
     for index in range(8):
@@ -274,7 +280,8 @@ def of_verl(data, lower, upper, threshold):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_masked_sequence_with_the_kept_denominator_is_verls_seq_sum_k1(seed):
-    """verl's bounds are of generator / trainer, so ours are their reciprocals; its cap does nothing from 1 / lower on."""
+    """verl's bounds are of generator / trainer, so ours are their reciprocals; its cap does nothing from 1 / lower
+    on."""
     lower, upper = 0.8, 1.5
     data = mismatched(seed)
     config = rejecting(correction_config={"low": 1 / upper, "high": 1 / lower})

@@ -99,8 +99,8 @@ def test_none_is_the_ordinary_case_and_says_nothing(caplog):
         (
             pair([0.5] * 3, torch.tensor([math.nan])),
             Verdict.BAD_LENGTH,
-            "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length, 1 are not finite; the first is turn 0 of rollout "
-            "0/0/0: 3 advantages for 2 sampled tokens",
+            "BAD_LENGTH: of 2 turns 2 carry advantages, 1 have a wrong length, 1 are not finite; the first is turn 0 "
+            "of rollout 0/0/0: 3 advantages for 2 sampled tokens",
         ),
     ],
 )
@@ -143,10 +143,10 @@ def reused():
 def test_a_turn_reused_from_an_older_version_is_not_fresh(caplog):
     assert weighed_at(reused(), 3) == ESTIMATED
     assert caplog.messages == [
-        "advantages of 1 turns were computed for an older policy version than 3 and do not count; the first is turn 0 of "
-        "rollout 1/0/0, of version 1",
-        "precomputed advantages of group 3/0: MIXED: of 2 turns 1 carry advantages; the first is turn 0 of rollout 1/0/0: "
-        "carries none; the whole group is weighed by algorithm.advantage_fn instead",
+        "advantages of 1 turns were computed for an older policy version than 3 and do not count; the first is turn 0 "
+        "of rollout 1/0/0, of version 1",
+        "precomputed advantages of group 3/0: MIXED: of 2 turns 1 carry advantages; the first is turn 0 of rollout "
+        "1/0/0: carries none; the whole group is weighed by algorithm.advantage_fn instead",
     ]
     assert weighed_at(reused(), 1) == [[2.0, 2.0], [2.0]]
 
@@ -154,8 +154,8 @@ def test_a_turn_reused_from_an_older_version_is_not_fresh(caplog):
 def test_a_whole_group_from_an_older_version_warns_too(caplog):
     assert weighed_at(pair(2.0, 2.0, version=1), 2) == ESTIMATED
     assert caplog.messages == [
-        "advantages of 2 turns were computed for an older policy version than 2 and do not count; the first is turn 0 of "
-        "rollout 0/0/0, of version 1"
+        "advantages of 2 turns were computed for an older policy version than 2 and do not count; the first is turn 0 "
+        "of rollout 0/0/0, of version 1"
     ]
 
 

@@ -48,7 +48,8 @@ def test_any_other_mode_is_refused_at_once(mode):
 
 
 def refusal(**settings):
-    """The message with which the quickstart is refused with other settings of `algorithm`; `filters__x` sets a filter."""
+    """The message with which the quickstart is refused with other settings of `algorithm`; `filters__x` sets a
+    filter."""
     run = load_config(QUICKSTART)
     for name, value in settings.items():
         target = run.algorithm.filters if name.startswith("filters__") else run.algorithm
@@ -65,8 +66,8 @@ def accepted(**settings):
 
 def test_a_filter_that_nothing_can_pass_is_refused():
     assert refusal(filters__zero_variance=True, group_size=1) == (
-        "algorithm.filters.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward is equal to "
-        "itself; raise group_size or use False"
+        "algorithm.filters.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward is equal "
+        "to itself; raise group_size or use False"
     )
     accepted(filters__zero_variance=True, group_size=2)
     accepted(filters__zero_variance=True, group_size=1, precomputed_advantages="require")

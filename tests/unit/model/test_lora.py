@@ -1,4 +1,5 @@
-"""Adapters on the tiny model: what is frozen, what the merged weights are, and which rows of the fused layer are whose."""
+"""Adapters on the tiny model: what is frozen, what the merged weights are, and which rows of the fused layer are
+whose."""
 
 from types import SimpleNamespace
 

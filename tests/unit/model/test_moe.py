@@ -356,8 +356,8 @@ def test_more_experts_per_token_than_there_are(top_k):
     [
         (
             ["--trainer.parallelism.data-parallel-replicate-degree", "2"],
-            "data_parallel_replicate_degree=2: a checkpoint's experts cannot be read into replicas; use 1, and a larger "
-            "data_parallel_shard_degree",
+            "data_parallel_replicate_degree=2: a checkpoint's experts cannot be read into replicas; use 1, and a "
+            "larger data_parallel_shard_degree",
         ),
         (
             [DP, "4"],

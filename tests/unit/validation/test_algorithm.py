@@ -196,8 +196,8 @@ def test_a_critics_loss_is_probed_too():
         (
             losses.ppo,
             {"clip_hihg": 0.3},
-            "algorithm.loss_config.clip_hihg=0.3: torchtitan_rl.algorithm.losses:ppo has no such argument; did you mean "
-            "clip_high?",
+            "algorithm.loss_config.clip_hihg=0.3: torchtitan_rl.algorithm.losses:ppo has no such argument; did you "
+            "mean clip_high?",
         ),
         (losses.cross_entropy, {"clip_high": 0.3}, "it takes none"),
         (losses.ppo, {"clip_low": -0.5, "clip_high": 0.2}, "algorithm.loss_config.clip_low=-0.5: the bounds"),

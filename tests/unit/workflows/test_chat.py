@@ -209,7 +209,8 @@ def test_a_chatml_template_of_others_that_leaves_the_last_turn_open():
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
-    """A real tokenizer: the sentencepiece model of Mistral's instruction models; vLLM requires a package that has it."""
+    """A real tokenizer: the sentencepiece model of Mistral's instruction models; vLLM requires a package that has
+    it."""
     folder = tmp_path_factory.mktemp("mistral")
     data = Path(importlib.util.find_spec("mistral_common").origin).parent / "data"
     shutil.copy(data / "mistral_instruct_tokenizer_240323.model.v3", folder / "tokenizer.model")

@@ -1,0 +1,99 @@
+"""The pages for people: paths that they name exist, the map of files is complete, layers are those of the contract, the
+README's code runs."""
+
+import configparser
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_rl.types import LossInputs
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def section(page: str, title: str) -> str:
+    """The text under `## title`."""
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return text
+
+
+def first_cells(text: str) -> list[list[str]]:
+    """What is in backticks in the first cell of each row of a section's first table."""
+    table = re.search(r"^\|---.*\n((?:\|.*\n)*)", text, re.MULTILINE)[1]
+    return [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in table.splitlines()]
+
+
+def layers() -> list[list[str]]:
+    """The lines of the contract, top first."""
+    contracts = configparser.ConfigParser()
+    contracts.read(ROOT / ".importlinter")
+    return [line.split(" | ") for line in contracts["importlinter:contract:layers"]["layers"].split("\n") if line]
+
+
+def test_every_module_is_in_one_row_of_the_map_and_every_row_is_a_module():
+    package = ROOT / "torchtitan_rl"
+    modules = {str(path.relative_to(package)) for path in package.rglob("*.py") if path.stat().st_size}
+    named = Counter(path for row in first_cells(section("docs/architecture.md", "The files")) for path in row)
+    assert sorted(named.elements()) == sorted(modules - {"__init__.py"})
+
+
+@pytest.mark.parametrize("page, title", [("docs/architecture.md", "Layers"), ("CONTRIBUTING.md", "Where things go")])
+def test_the_layers_of_a_page_are_those_of_the_contract(page, title):
+    assert first_cells(section(page, title)) == layers()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    assert [link for link in links if not link.startswith("https://") and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_and_configs_that_a_page_names_exist(page):
+    paths = re.findall(r"(?<![\w/.])((?:scripts|configs|tests|torchtitan_rl)/[\w/]+\.(?:py|sh))", page.read_text())
+    assert [path for path in paths if not (ROOT / path).exists() and path != "configs/NAME.py"] == []
+
+
+def test_the_index_names_every_page():
+    linked = set(re.findall(r"\]\(([\w.]+)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert linked >= {path.name for path in ROOT.glob("docs/*") if path.is_file()} - {"README.md"}
+
+
+def test_the_readme_is_three_minutes_long():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def readme_code(beginning: str) -> dict:
+    """What is defined by the README's block that begins so."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if block.startswith(beginning)]
+    scope = {}
+    exec(code, scope)
+    return scope
+
+
+def test_the_readmes_task_has_splits_that_share_no_task():
+    family = readme_code("import random")["Add"].Config().build()
+    prompts = {split: [family.task(split, i).prompt for i in range(family.num_tasks(split))] for split in SIZES}
+    assert {split: len(of_split) for split, of_split in prompts.items()} == SIZES
+    assert len({prompt for of_split in prompts.values() for prompt in of_split}) == 10000
+    task = family.task("test", 0)
+    a, b = map(int, task.prompt.rstrip("=").split("+"))
+    assert family.reward(task, [str(a + b), "x"]) == [1.0, 0.0]
+
+
+SIZES = {"train": 8000, "validation": 1000, "test": 1000}
+
+
+def test_the_readmes_loss_is_the_policy_gradient():
+    # - (0.5 x 2 x log p_0 + 0.25 x -1 x log p_1): gradients -1 and 0.25.
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    tensors = {"weights": torch.tensor([0.5, 0.25]), "advantages": torch.tensor([2.0, -1.0])}
+    inputs = LossInputs(policy_logprobs=logprobs, datum=torch.zeros(2).long(), num_datums=1, tensors=tensors)
+    loss, metrics = readme_code("def reinforce")["reinforce"](inputs)
+    loss.backward()
+    assert loss.item() == 0.5 and metrics == {} and logprobs.grad.tolist() == [-1.0, 0.25]
