@@ -254,6 +254,7 @@ async def _sample(args: argparse.Namespace) -> int:
 
     from torchtitan_rl.config.actors import GeneratorConfig
     from torchtitan_rl.dispatch.sampling_client import SamplingClient
+    from torchtitan_rl.dispatch.versions import OneVersion
     from torchtitan_rl.launch.actors import Launcher
     from torchtitan_rl.types import SamplingParams
     from torchtitan_rl.weights.checkpoint import hf_weights
@@ -272,7 +273,7 @@ async def _sample(args: argparse.Namespace) -> int:
     launcher = Launcher(log_dir=logs.name, start_timeout_s=300, call_timeout_s=600)
     try:
         mesh = await launcher.start_generator(config, weights, role="generator-0", seed=0)
-        client = SamplingClient([mesh], None, max_model_len=config.max_model_len, timeout_s=600)
+        client = SamplingClient([mesh], OneVersion(), max_model_len=config.max_model_len, timeout_s=600)
         await client.load_hf(str(weights))
         completion = await client.sample(tokens, params)
         print(tokenizer.decode(completion.tokens, skip_special_tokens=True))

@@ -1,15 +1,10 @@
-"""CPU or CUDA: every choice that depends on the device, and the only file that adapts torchtitan to a CPU."""
+"""CPU or CUDA: every choice that depends on the device."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import logging
 import os
-import sys
-import warnings
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -25,8 +20,6 @@ __all__ = [
     "missing_grouped_mm",
     "experts_ask_the_host",
     "logprob_chunk_bytes",
-    "prepare_vllm",
-    "adapt_torchtitan",
     "adapt_parallel_model",
     "set_threads",
     "num_cores",
@@ -139,81 +132,6 @@ def set_threads(num_threads: int) -> int:
     num_threads = num_threads or num_cores()
     _set_num_threads(num_threads)
     return num_threads
-
-
-def prepare_vllm(*, eager: bool) -> None:
-    """Call before importing vLLM. On a CPU it would compile a helper of its sampler, which needs a C++ compiler on
-    the machine and seconds at the first request, and does not make it faster."""
-    if device_type() == "cpu" and eager:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
-
-def adapt_torchtitan() -> None:
-    """Call before importing anything else of torchtitan: without a GPU it would settle on `"cuda"`.
-
-    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see
-    docs/architecture.md); leaves attention to torch's own FlashAttention where the one torchtitan wants is not
-    installed; and gives torch the name by which torchtitan sets time limits of process groups.
-    """
-    import torch.distributed as dist
-    import torchtitan.tools.utils as titan_utils
-
-    if not hasattr(titan_utils.get_cuda_flash_attention_impl, "__wrapped__"):
-        titan_utils.get_cuda_flash_attention_impl = _if_installed(titan_utils.get_cuda_flash_attention_impl)
-    if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it so; torch 2.13 has it under its private name only
-        dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
-
-    if device_type() == "cpu":
-        # A converter in the config may have imported modules of torchtitan's, which have copied the names by now.
-        modules: list[tuple[str, Any]] = list(sys.modules.items())
-        for name, module in modules:
-            if name.startswith("torchtitan.") and getattr(module, "device_type", "cpu") != "cpu":
-                module.device_type = "cpu"
-                if hasattr(module, "device_module"):
-                    module.device_module = torch.cpu
-        # Of its router, once per process; ours computes in fp32 without it (model/experts.py).
-        warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
-    from torchtitan.distributed.utils import set_spmd_backend
-
-    set_spmd_backend("partial_dtensor")
-
-
-# What torch imports to activate them (torch/nn/attention/_fa3.py and _fa4.py); neither comes with torch or vLLM.
-_FLASH_ATTENTION_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
-
-
-def _if_installed(choose: Callable[[], str | None]) -> Callable[[], str | None]:
-    """torchtitan's choice of FlashAttention by GPU (3 on Hopper, 4 on Blackwell); None, torch's own FlashAttention 2,
-    where the chosen one's module cannot be found."""
-
-    @functools.wraps(choose)
-    def installed() -> str | None:
-        wanted = choose()
-        if wanted is None:
-            return None
-        module = _FLASH_ATTENTION_MODULES[wanted]
-        found = _can_import(module)
-        _log_once(
-            f"variable-length attention: {wanted} of {module}"
-            if found
-            else f"variable-length attention: torch's own FlashAttention 2 ({wanted} needs the module {module})"
-        )
-        return wanted if found else None
-
-    return installed
-
-
-def _can_import(module: str) -> bool:
-    """Whether a module is there. Its parent packages are imported for it; one that cannot be counts as missing."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.info("%s", message)
 
 
 def adapt_parallel_model(model: torch.nn.Module) -> None:

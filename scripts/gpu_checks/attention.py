@@ -7,9 +7,9 @@ import argparse
 import torch
 
 from scripts.gpu_checks.result import Result, run_check
-from torchtitan_rl import platform
+from torchtitan_rl import adapters, platform
 
-platform.adapt_torchtitan()
+adapters.adapt_torchtitan()
 
 from torchtitan.models.common.attention import VarlenAttention, create_varlen_metadata_for_document  # noqa: E402
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters, platform
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.environment import prepare_environment
@@ -30,7 +30,7 @@ def untrained_dir(directory: Path, model: ModelConfig) -> Path:
 def started(config: GeneratorConfig, model_dir: Path) -> Iterator:
     """A `model.vllm_engine.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state."""
     prepare_environment()
-    platform.prepare_vllm(eager=config.enforce_eager)
+    adapters.prepare_vllm(eager=config.enforce_eager)
     platform.local_device(0)
     from torchtitan_rl.model.vllm_engine import Engine
 

@@ -76,9 +76,9 @@ def cuda(result: Result, devices: list) -> None:
 
 def attention(result: Result) -> None:
     """What a trainer uses for either dtype, and which FlashAttention torchtitan's module comes to."""
-    from torchtitan_rl import platform
+    from torchtitan_rl import adapters, platform
 
-    platform.adapt_torchtitan()
+    adapters.adapt_torchtitan()
     from torch.nn.attention import current_flash_attention_impl
     from torchtitan.models.common.attention import VarlenAttention
 

@@ -136,11 +136,11 @@ def test_roles_share_one_process_and_runs_may_follow_each_other_in_it(loop, tmp_
         async with await Controller.launch(config, backend="local") as controller:
             await controller.supervise()
             await controller.reinforce()
-            moves = list(controller.placement.history)
+            moves = None if controller.placement is None else list(controller.placement.history)
         return [unclocked(line) for line in lines(tmp_path / colocation)], moves
 
     (apart, none), (sharing, moves) = (loop.run_until_complete(train(colocation)) for colocation in ("none", "all"))
-    assert none == [] and ("generator", "offload", "weights") in moves and ("policy", "load", "optimizer") in moves
+    assert none is None and ("generator", "offload", "weights") in moves and ("policy", "load", "optimizer") in moves
     assert apart == sharing and {"critic/loss", "policy/reference_kl"} <= apart[-1].keys()
 
 

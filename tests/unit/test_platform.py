@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import _registry, current_flash_attention_impl, restore_flash_attention_impl
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters, platform
 
-platform.adapt_torchtitan()
+adapters.adapt_torchtitan()
 
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 
@@ -28,7 +28,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
-    platform._log_once.cache_clear()
+    adapters._log_once.cache_clear()
     yield pretend
     restore_flash_attention_impl(_raise_warn=False)
     for name in ("flash_attn", "flash_attn.cute"):
@@ -54,7 +54,7 @@ class Handle:
 @pytest.mark.parametrize("capability, impl, module", GPUS)
 def test_without_the_module_torchs_own_attention_serves(gpu, caplog, attention, capability, impl, module):
     gpu(capability)
-    with caplog.at_level(logging.INFO, logger=platform.__name__):
+    with caplog.at_level(logging.INFO, logger=adapters.__name__):
         for _ in range(2):  # torch's real registration would raise ModuleNotFoundError
             attention(attention.Config())
     assert current_flash_attention_impl() is None
@@ -69,7 +69,7 @@ def test_with_the_module_torch_is_asked_for_it(gpu, monkeypatch, tmp_path, caplo
     monkeypatch.syspath_prepend(tmp_path)
     put_module(tmp_path, module)
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, impl, Handle)
-    with caplog.at_level(logging.INFO, logger=platform.__name__):
+    with caplog.at_level(logging.INFO, logger=adapters.__name__):
         VarlenAttention(VarlenAttention.Config())
     assert current_flash_attention_impl() == impl
     assert [record.message for record in caplog.records] == [f"variable-length attention: {impl} of {module}"]
@@ -93,7 +93,7 @@ def test_an_older_gpu_and_a_cpu_are_asked_nothing(gpu, caplog):
 
 def test_time_limits_of_process_groups_have_torchtitans_name(monkeypatch):
     monkeypatch.delattr(dist, "set_timeout")
-    platform.adapt_torchtitan()
+    adapters.adapt_torchtitan()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.set_timeout(timedelta(seconds=7), None)  # None is the default group, as torchtitan says it
@@ -106,7 +106,7 @@ def test_time_limits_of_process_groups_have_torchtitans_name(monkeypatch):
 def test_a_torch_that_has_the_name_is_left_alone(monkeypatch):
     theirs = object()
     monkeypatch.setattr(dist, "set_timeout", theirs)
-    platform.adapt_torchtitan()
+    adapters.adapt_torchtitan()
     assert dist.set_timeout is theirs
 
 

@@ -7,23 +7,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torchtitan.components.optimizer import default_adamw  # noqa: E402  (platform.adapt_torchtitan ran in model.spec)
-from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
-from torchtitan.models.utils import validate_converter_order  # noqa: E402
-from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
-from torchtitan.tools.utils import set_default_dtype  # noqa: E402
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.utils import validate_converter_order
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.utils import set_default_dtype
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir, has_weights
+from torchtitan_rl.model.sharding import load_whole
 from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
 from torchtitan_rl.weights import hf
 
-__all__ = ["BuiltModel", "build_model", "build_optimizers", "load_whole"]
+__all__ = ["BuiltModel", "build_model", "build_optimizers"]
 
 _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
 
@@ -110,22 +110,6 @@ def build_optimizers(config: TrainerConfig, spec: ModelSpec, model: torch.nn.Mod
         if register is not None:
             register(optimizers, [model], parallel_dims)
     return optimizers
-
-
-def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Each rank keeps its part of whole tensors that every rank has; what `state` does not name stays as it is."""
-    held = model.state_dict()
-    model.load_state_dict(
-        held
-        | {
-            name: distribute_tensor(
-                tensor.to(device), held[name].device_mesh, held[name].placements, src_data_rank=None
-            )
-            if isinstance(held[name], DTensor)
-            else tensor.to(device)
-            for name, tensor in state.items()
-        }
-    )
 
 
 def _draw(base, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

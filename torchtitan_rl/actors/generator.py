@@ -8,7 +8,7 @@ import os
 import torch
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters, platform
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.types import Completion, Request
@@ -43,7 +43,7 @@ class Generator(Actor):
         threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
         platform.local_device(int(os.environ.get("LOCAL_RANK", rank)))
-        platform.prepare_vllm(eager=self.config.enforce_eager)
+        adapters.prepare_vllm(eager=self.config.enforce_eager)
         with heavy_imports():
             from torchtitan_rl.actors.generator_rank import GeneratorRank
             from torchtitan_rl.weights.store import WeightStore
@@ -66,8 +66,8 @@ class Generator(Actor):
         await self.rank.fetch_hf(directory, version)
 
     @concurrent_endpoint
-    async def load(self, version: int) -> int:
-        return await self.rank.load(version)
+    async def load(self, version: int) -> None:
+        await self.rank.load(version)
 
     @concurrent_endpoint
     async def sleep(self) -> None:

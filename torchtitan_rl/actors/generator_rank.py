@@ -14,7 +14,7 @@ from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model.vllm_engine import Engine
 from torchtitan_rl.types import Completion, Request
 from torchtitan_rl.weights import layout
-from torchtitan_rl.weights.store import WeightStore
+from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["GeneratorRank"]
 
@@ -28,7 +28,14 @@ class GeneratorRank:
     """
 
     def __init__(
-        self, config: GeneratorConfig, model_dir: str, seed: int, rank: int, store: WeightStore, *, sleeps: bool = False
+        self,
+        config: GeneratorConfig,
+        model_dir: str,
+        seed: int,
+        rank: int,
+        store: VersionedStore,
+        *,
+        sleeps: bool = False,
     ):
         """`sleeps`: it shares its devices with trainers, and gives them up when told to."""
         self.store = store
@@ -81,9 +88,9 @@ class GeneratorRank:
             raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
         self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
 
-    async def load(self, version: int) -> int:
+    async def load(self, version: int) -> None:
         """Between two iterations, copies the fetched version into the model and resets the prefix cache."""
-        return await asyncio.wrap_future(self.engine.load(version))
+        await asyncio.wrap_future(self.engine.load(version))
 
     async def sleep(self) -> None:
         """Takes weights and KV cache off the device."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from datetime import timedelta
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from monarch.actor import Actor, endpoint
 
@@ -13,7 +14,6 @@ from torchtitan_rl import platform
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.types import OptimParams, OptimStepOutput
 
 __all__ = ["PolicyTrainer"]
 
@@ -57,20 +57,10 @@ class PolicyTrainer(Actor):
         )
 
     @endpoint
-    async def forward(self, batches: list, temperature: float, top_k: int, hidden: bool):
-        return self.rank.forward(batches, temperature, top_k, hidden)
-
-    @endpoint
-    async def forward_backward(self, batches: list, loss_fn, temperature: float, loss_weight: float):
-        return self.rank.forward_backward(batches, loss_fn, temperature, loss_weight)
-
-    @endpoint
-    async def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
-        return self.rank.optim_step(params, grad_scale)
-
-    @endpoint
-    async def reset_optimizer(self) -> None:
-        self.rank.reset_optimizer()
+    async def run(self, operation: str, *args) -> Any:
+        """An operation of `operations.TRAINER_NEEDS`."""
+        answer = self.rank.run(operation, *args)
+        return await answer if inspect.isawaitable(answer) else answer
 
     @endpoint
     async def offload(self, parts: list[str]) -> None:
@@ -83,55 +73,3 @@ class PolicyTrainer(Actor):
     @endpoint
     async def residency(self) -> dict[str, int]:
         return self.rank.residency()
-
-    @endpoint
-    async def init_model(self, path: str) -> None:
-        self.rank.init_model(path)
-
-    @endpoint
-    async def push_copy(self, transport: str) -> None:
-        await self.rank.push_copy(transport)
-
-    @endpoint
-    async def pull_copy(self) -> None:
-        await self.rank.pull_copy()
-
-    @endpoint
-    async def push_head(self, transport: str) -> None:
-        await self.rank.push_head(transport)
-
-    @endpoint
-    async def pull_head(self) -> None:
-        await self.rank.pull_head()
-
-    @endpoint
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
-        return await self.rank.push_weights(dtype, transport, verify)
-
-    @endpoint
-    async def discard_weights(self, version: int | str) -> None:
-        self.rank.discard_weights(version)
-
-    @endpoint
-    async def save_checkpoint(self, path: str) -> None:
-        self.rank.save_checkpoint(path)
-
-    @endpoint
-    async def load_checkpoint(self, path: str, policy_version: int, optimizer: bool) -> None:
-        self.rank.load_checkpoint(path, policy_version, optimizer)
-
-    @endpoint
-    async def save_hf_model(self, path: str, eos: int, pad: int) -> None:
-        self.rank.save_hf_model(path, eos, pad)
-
-    @endpoint
-    async def save_adapter(self, path: str) -> None:
-        self.rank.save_adapter(path)
-
-    @endpoint
-    async def parameters(self) -> dict[str, torch.Tensor]:
-        return self.rank.parameters()
-
-    @endpoint
-    async def gradients(self) -> dict[str, torch.Tensor | None]:
-        return self.rank.gradients()

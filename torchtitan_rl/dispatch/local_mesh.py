@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from torchtitan_rl.actors.operations import entry
 from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe
 
 __all__ = ["LocalMesh"]
@@ -62,7 +63,8 @@ class LocalMesh:
         name = f"{self.role}-0.{endpoint}"
         try:
             async with self._turn:
-                answer = getattr(self._worker, endpoint)(*args)
+                method, first = entry(endpoint)
+                answer = getattr(self._worker, method)(*first, *args)
                 if inspect.isawaitable(answer):
                     answer = await _within(answer, timeout_s, name)
                 return copy.deepcopy(answer)  # in its turn: the next call may change what it refers to

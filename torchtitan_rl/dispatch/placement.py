@@ -12,35 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
+from torchtitan_rl.actors.operations import NEEDS, parts_of
 from torchtitan_rl.config.run import COLOCATION
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
-__all__ = ["Placement", "TRAINER_PARTS", "GENERATOR_PARTS"]
+__all__ = ["Placement"]
 
 logger = logging.getLogger(__name__)
 
-TRAINER_PARTS = ("model", "gradients", "optimizer")
-GENERATOR_PARTS = ("weights", "kv_cache")  # in the order they wake
-_NEEDS = {
-    "forward": ("model",),
-    "forward_backward": ("model", "gradients"),
-    "optim_step": TRAINER_PARTS,
-    "reset_optimizer": ("gradients", "optimizer"),
-    "push_weights": ("model",),
-    "push_copy": ("model",),
-    "pull_copy": ("model",),
-    "push_head": ("model",),
-    "pull_head": ("model",),
-    "save_checkpoint": ("model", "optimizer"),
-    "load_checkpoint": TRAINER_PARTS,
-    "init_model": TRAINER_PARTS,
-    "save_hf_model": ("model",),
-    "save_adapter": ("model",),
-    "parameters": ("model",),
-    "gradients": ("model", "gradients"),
-    "pull": ("weights",),
-    "sample": GENERATOR_PARTS,
-}
 # While generators pull, the publisher's model may stay: it leaves when the KV cache needs the room.
 _MAY_STAY = {"pull": {"policy": ("model",)}}
 
@@ -67,8 +46,9 @@ class Placement:
         """Whether this role takes turns with others."""
         return role in self._sharing
 
-    def add(self, role: str, meshes: list[RoleMesh], parts: tuple[str, ...]) -> None:
+    def add(self, role: str, meshes: list[RoleMesh]) -> None:
         """Registers a role that has just started, all of it on the device."""
+        parts = parts_of(role)
         self._meshes[role], self._parts[role], self.on_device[role] = list(meshes), parts, set(parts)
 
     async def evict(self, role: str) -> None:
@@ -144,7 +124,7 @@ class Placement:
                 await self._offload(other, [part for part in self._parts[other] if part not in stay])
         if operation == "push_weights" and self.shares("generator"):
             await self._offload(role, ["gradients", "optimizer"])  # the generators will wake beside this model
-        await self._load(role, [part for part in self._parts[role] if part in _NEEDS[operation]])
+        await self._load(role, [part for part in self._parts[role] if part in NEEDS[operation]])
 
     async def _offload(self, role: str, parts) -> None:
         gone = [part for part in parts if part in self.on_device[role]]

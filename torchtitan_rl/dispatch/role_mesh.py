@@ -8,6 +8,8 @@ from typing import Any
 
 from monarch.actor import ActorError
 
+from torchtitan_rl.actors.operations import entry
+
 __all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe"]
 
 _WATCH_EVERY_S = 1.0
@@ -42,6 +44,12 @@ async def deadline(call, timeout_s: float, what: str) -> Any:
 
 async def _awaited(call):
     return await call
+
+
+def _send(worker: Any, endpoint: str, *args):
+    """Sends a call to one actor; its answer, to be awaited."""
+    name, first = entry(endpoint)
+    return getattr(worker, name).call_one(*first, *args)
 
 
 def describe(error: BaseException) -> str:
@@ -89,10 +97,7 @@ class RoleMesh:
             raise ValueError(
                 f"{self.role}.{endpoint}: {len(shards)} shards for {self.data_parallel_size} data-parallel ranks"
             )
-        calls = [
-            getattr(worker, endpoint).call_one(shards[rank // self._tp], *args)
-            for rank, worker in enumerate(self._workers)
-        ]
+        calls = [_send(worker, endpoint, shards[rank // self._tp], *args) for rank, worker in enumerate(self._workers)]
 
         async def gather() -> list:
             answers = await self._all(endpoint, range(self.num_ranks), calls)
@@ -102,7 +107,7 @@ class RoleMesh:
 
     def call_each(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
         """Every rank gets the same arguments; all answers, in rank order."""
-        calls = [getattr(worker, endpoint).call_one(*args) for worker in self._workers]
+        calls = [_send(worker, endpoint, *args) for worker in self._workers]
         return asyncio.ensure_future(self._all(endpoint, range(self.num_ranks), calls, timeout_s))
 
     def call_all(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
@@ -119,7 +124,7 @@ class RoleMesh:
 
     def call_rank(self, rank: int, endpoint: str, *args, timeout_s: float | None = None):
         """One rank only."""
-        call = getattr(self._workers[rank], endpoint).call_one(*args)
+        call = _send(self._workers[rank], endpoint, *args)
 
         async def one():
             return (await self._all(endpoint, [rank], [call], timeout_s))[0]

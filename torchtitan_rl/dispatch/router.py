@@ -15,7 +15,7 @@ _STICKY_SHARE = 1.5
 
 
 class Router:
-    """Health, load and sticky prefixes of the replicas, by index.
+    """Load and sticky prefixes of several replicas, by index; `SamplingClient` knows which of them are healthy.
 
     A request goes to the first of these that is healthy and serves its policy version:
 
@@ -24,32 +24,20 @@ class Router:
        1.5 x its share of all of them, and at least 32: then sharing a prefix costs more in waiting than it saves;
     2. the one with the fewest requests, the first of equals. Requests, not tokens: an engine decodes its sequences
        side by side, and how long a completion gets is not known before.
-
-    A lost replica stays lost; whoever starts a new one in its place would make it healthy here (`lost` undone, no load,
-    no prompts) and have it pull.
     """
 
-    def __init__(self, roles: Sequence[str]):
-        self._roles = list(roles)
-        self._lost: dict[int, str] = {}
-        self.loads = [0] * len(self._roles)
+    def __init__(self, num_replicas: int):
+        self.loads = [0] * num_replicas
         """Requests sent to each replica and not answered yet."""
-        self._named = [Counter() for _ in self._roles]
+        self._named = [Counter() for _ in range(num_replicas)]
         """Those of them that name a policy version, by version."""
-        self._num_loads = [0] * len(self._roles)
+        self._num_loads = [0] * num_replicas
         self._homes: OrderedDict[tuple[int, tuple[int, ...]], tuple[int, int]] = OrderedDict()
         """(hash of a prompt's whole blocks, the tokens after them) -> (replica, its number of loads), oldest first."""
         self._endings: Counter[int] = Counter()
         """How many of `_homes` have a hash: most blocks of a prompt end none and need not be looked at closely."""
 
     # What happens to replicas.
-
-    def lose(self, index: int, reason: str) -> bool:
-        """Never routes to a replica again. False when it was lost before; the first reason is kept."""
-        if index in self._lost:
-            return False
-        self._lost[index] = reason
-        return True
 
     def loaded(self, index: int) -> None:
         """Weights were loaded: its caches are empty."""
@@ -63,28 +51,20 @@ class Router:
             if not self._named[index][version]:
                 del self._named[index][version]
 
-    def healthy(self) -> list[int]:
-        """Replicas that are not lost. Raises RuntimeError that names every replica when none is left."""
-        left = [index for index in range(len(self._roles)) if index not in self._lost]
-        if not left:
-            reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
-            raise RuntimeError(f"no generator replica is left ({reasons}); look at their logs and start the run again")
-        return left
-
-    def health(self) -> dict[str, str]:
-        """Role -> `"healthy"` or why it was lost."""
-        return {role: self._lost.get(index, "healthy") for index, role in enumerate(self._roles)}
-
     # Routing.
 
     def route(
-        self, prompts: Sequence[list[int]], version: int | None, *, held: Sequence[int | None], newest: int | None
+        self,
+        prompts: Sequence[list[int]],
+        version: int | None,
+        *,
+        healthy: Sequence[int],
+        held: Sequence[int | None],
+        newest: int | None,
     ) -> list[int]:
-        """A replica for each prompt, in order; counts them as sent. `held` is the version each replica has loaded.
-
-        Raises RuntimeError when no replica is left.
-        """
-        among = self._serving(version, held, newest, len(prompts))
+        """A replica for each prompt, in order; counts them as sent. `healthy` has at least one replica, `held` the
+        version that each has loaded, healthy or not; `newest` is the one that serves requests without a version."""
+        among = self._serving(version, healthy, held, newest, len(prompts))
         share = (sum(self.loads[i] for i in among) + len(prompts)) / len(among)
         limit = max(_STICKY_REQUESTS, math.ceil(_STICKY_SHARE * share))
         chosen, previous, hashes = [], None, []
@@ -105,16 +85,20 @@ class Router:
         return chosen
 
     def _serving(
-        self, version: int | None, held: Sequence[int | None], newest: int | None, num_requests: int
+        self,
+        version: int | None,
+        healthy: Sequence[int],
+        held: Sequence[int | None],
+        newest: int | None,
+        num_requests: int,
     ) -> list[int]:
         """Healthy replicas that serve a version without changing weights, and as many idle ones, which will, as make a
         full engine's worth of the requests worth a change; at least the least loaded one.
 
-        Without a version: those that nobody keeps at another version than the newest, or all.
+        Without a version: those with no request pinned to another version than the newest, or all.
         """
-        healthy = self.healthy()
         if version is None:
-            return [i for i in healthy if all(v == newest for v in self._named[i])] or healthy
+            return [i for i in healthy if all(v == newest for v in self._named[i])] or list(healthy)
         # One that is about to serve it counts: the next requests of that version need not make another one change.
         serving = [i for i in healthy if held[i] == version or version in self._named[i]]
         idle = [i for i in healthy if i not in serving and not self.loads[i]]

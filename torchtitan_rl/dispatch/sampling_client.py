@@ -6,15 +6,16 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
 import torch
 
 from torchtitan_rl.dispatch.placement import Placement
-from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
+from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
+from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
-from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.types import Completion, Request, SamplingParams
 
 __all__ = ["SamplingClient"]
@@ -22,184 +23,80 @@ __all__ = ["SamplingClient"]
 logger = logging.getLogger(__name__)
 
 
-_END_WITHIN_S = 90.0  # Monarch may need a minute to notice
-
-
-class _ReplicaLost(Exception):
-    """The replica itself is at fault, whatever it was asked. The message is the reason."""
-
-
-class _Replica:
-    """One engine and which version it serves.
-
-    A request that names a version has the engine to itself and others of that version until it is done; a
-    request that does not is served by the newest, and a pull may change weights under it (its
-    `policy_versions` then say so).
-    """
-
-    def __init__(self, mesh: RoleMesh, versions: PolicyVersions | None, verify: bool, on_load: Callable[[], None]):
-        self.mesh, self.versions, self.verify, self.on_load = mesh, versions, verify, on_load
-        self.held: int | None = None
-        self.newest: int | None = None
-        self._lost: str | None = None
-        self._naming, self._free = 0, 0
-        self._changed = asyncio.Condition()
-
-    async def sample(self, requests: list[Request], version: int | None, timeout_s: float) -> list:
-        """Answers in order, a ValueError where a request is at fault. Raises _ReplicaLost."""
-        async with self._serving(version):
-            try:
-                return await self.mesh.call_leader("sample", requests, timeout_s=timeout_s)
-            except RuntimeError as error:  # a request's own fault comes as an answer: this is the engine's
-                raise _ReplicaLost(str(error)) from error
-
-    async def pull(self, version: int) -> None:
-        """Loads a version of the store. Raises _ReplicaLost."""
-        async with self._changed:
-            await self._until(lambda: self._naming == 0)
-            self.newest = version
-            await self._load(version)  # even a version it holds: it may have been published again
-
-    async def load_hf(self, directory: str, version: int) -> None:
-        """Loads the weights of a Hugging Face directory. Raises _ReplicaLost."""
-        async with self._changed:
-            await self._until(lambda: self._naming == 0)
-            self.newest = version
-            await self._fetch("fetch_hf", directory, version)
-            await self._activate(version)
-            self.held = version
-
-    async def abandon(self, reason: str) -> None:
-        """Lets go of the version it holds and of everyone who waits for it, and ends what is left of its processes."""
-        self._lost = reason
-        async with self._changed:
-            self._changed.notify_all()
-            held, self.held = self.held, None
-            if self.versions is not None and held is not None:
-                await self.versions.release(held, self.mesh.role)
-        await asyncio.gather(*(self._end(rank) for rank in range(self.mesh.num_ranks)))
-
-    async def _end(self, rank: int) -> None:
-        try:
-            await asyncio.wait_for(self.mesh.call_rank(rank, "abort"), _END_WITHIN_S)
-        except TimeoutError:
-            logger.warning("%s-%d does not end; it keeps its memory until the run ends", self.mesh.role, rank)
-        except WorkerLost:
-            pass  # as it should be
-
-    @asynccontextmanager
-    async def _serving(self, version: int | None):
-        async with self._changed:
-            if version is None:
-                await self._until(lambda: self.held == self.newest or self._naming == 0)
-                if self.held != self.newest:
-                    await self._load(self.newest)
-                self._free += 1
-            else:
-                await self._until(lambda: self.held == version or (self._naming == 0 and self._free == 0))
-                if self.held != version:
-                    await self._load(version)
-                self._naming += 1
-        try:
-            yield
-        finally:
-            async with self._changed:
-                if version is None:
-                    self._free -= 1
-                else:
-                    self._naming -= 1
-                self._changed.notify_all()
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        await self._changed.wait_for(lambda: self._lost is not None or condition())
-        if self._lost is not None:
-            raise _ReplicaLost(self._lost)
-
-    async def _load(self, version: int) -> None:
-        if self.versions is not None:
-            self.versions.pin(version, self.mesh.role)
-        try:
-            await self._fetch("fetch", version, self.verify)
-            await self._activate(version)
-        except BaseException:
-            if self.versions is not None:
-                await self.versions.release(version, self.mesh.role)
-            raise
-        previous, self.held = self.held, version
-        if self.versions is not None and previous is not None:
-            await self.versions.release(previous, self.mesh.role)
-
-    async def _fetch(self, endpoint: str, *args) -> None:
-        try:
-            await self.mesh.call_all(endpoint, *args)
-        except WorkerLost as error:  # only this: weights that are damaged or do not fit would be so anywhere
-            raise _ReplicaLost(str(error)) from error
-
-    async def _activate(self, version: int) -> None:
-        try:
-            await self.mesh.call_leader("load", version)
-        except RuntimeError as error:
-            raise _ReplicaLost(str(error)) from error
-        self.on_load()
-        self._changed.notify_all()  # they look once the lock is free
-
-
 class SamplingClient:
     """`sample`, `score` and `score_top` over all replicas.
 
     Requests made before the event loop comes round again travel together and are admitted in the order they
-    were made, before the engine's next iteration: the same requests give the same tokens. `Router` says which replica
-    gets which. Requests of a replica that is lost (its process or engine died, or a call passed its deadline) are sent
-    to the others, so each goes to a replica at most once; with a seed it gives the same tokens there (on a GPU, where
-    sums depend on what else is in the batch, nearly the same log-probabilities and so not always the same tokens).
+    were made, before the engine's next iteration: the same requests give the same tokens. With several replicas a
+    `Router` says which gets which. Requests of a replica that is lost (its process or engine died, or a call passed its
+    deadline) are sent to the others, so each goes to a replica at most once; with a seed it gives the same tokens there
+    (on a GPU, where sums depend on what else is in the batch, nearly the same log-probabilities and so not always the
+    same tokens).
     """
 
     def __init__(
         self,
         replicas: list[RoleMesh],
-        versions: PolicyVersions | None,
+        versions: PolicyVersions | OneVersion,
         *,
         max_model_len: int,
         timeout_s: float,
         verify: bool = True,
         placement: Placement | None = None,
     ):
-        self._placement = placement or Placement()
-        self._router = router = Router([mesh.role for mesh in replicas])
+        """`placement` says which roles share devices with the generators; None: none."""
+        self._versions, self._placement = versions, placement
+        self._router = router = Router(len(replicas)) if len(replicas) > 1 else None
         self._replicas = [
-            _Replica(mesh, versions, verify, partial(router.loaded, index)) for index, mesh in enumerate(replicas)
+            Replica(mesh, versions, verify, None if router is None else partial(router.loaded, index))
+            for index, mesh in enumerate(replicas)
         ]
         self._max_model_len, self._timeout_s = max_model_len, timeout_s
         self._pending: dict[int | None, list[tuple[Request, asyncio.Future]]] = defaultdict(list)
         self._tasks: set[asyncio.Task] = set()
-        self.policy_version: int | None = None
+
+    @property
+    def policy_version(self) -> int | None:
         """The version that requests without one are served by; None before the first pull."""
+        return self._versions.served
 
     def health(self) -> dict[str, str]:
         """Role of each replica -> `"healthy"` or why it is out of use. A death is noticed when a call meets it."""
-        return self._router.health()
+        return {replica.mesh.role: replica.lost or "healthy" for replica in self._replicas}
 
     async def pull(self, version: int) -> None:
         """Every healthy replica loads a published version and drops its caches. Raises RuntimeError if none is left."""
-        async with self._placement.turn("generator", "pull"):
+        async with self._turn("pull"):
+            self._versions.served = version
             await self._on_all(lambda replica: replica.pull(version))
-        self.policy_version = version
 
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         """Every healthy replica loads a Hugging Face directory; no trainer needed."""
+        self._versions.served = version
         await self._on_all(lambda replica: replica.load_hf(directory, version))
-        self.policy_version = version
 
-    async def _on_all(self, call: Callable[[_Replica], Coroutine]) -> None:
-        indices = self._router.healthy()
+    async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
+        indices = self._healthy()
         results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)
         for index, result in zip(indices, results, strict=True):
-            if isinstance(result, _ReplicaLost):
-                self._lose(index, result)
+            if isinstance(result, ReplicaLost):
+                self._lose(self._replicas[index], result)
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, _ReplicaLost):
+            if isinstance(result, BaseException) and not isinstance(result, ReplicaLost):
                 raise result
-        self._router.healthy()  # raises when none is left
+        self._healthy()  # raises when none is left
+
+    def _healthy(self) -> list[int]:
+        """Replicas that are not lost. Raises RuntimeError that names every replica when none is left."""
+        left = [index for index, replica in enumerate(self._replicas) if replica.lost is None]
+        if not left:
+            reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
+            raise RuntimeError(f"no generator replica is left ({reasons}); look at their logs and start the run again")
+        return left
+
+    def _turn(self, operation: str) -> AbstractAsyncContextManager:
+        """The devices, for as long as the block runs; at once where generators share them with nobody."""
+        return nullcontext() if self._placement is None else self._placement.turn("generator", operation)
 
     def close(self) -> None:
         """Gives up on every call that has not been answered."""
@@ -258,53 +155,60 @@ class SamplingClient:
         self._dispatch(self._pending.pop(version), version)
 
     def _dispatch(self, batch: list, version: int | None) -> None:
-        """Sends every request to the replica the router chooses."""
+        """Sends every request to the one replica, or to the one that the router chooses."""
         try:
-            indices = self._router.route(
-                [request.tokens for request, _ in batch],
-                version,
-                held=[replica.held for replica in self._replicas],
-                newest=self.policy_version,
-            )
+            healthy = self._healthy()
         except RuntimeError as error:
             _fail(batch, error)
             return
-        shares: dict[int, list] = defaultdict(list)
-        for index, call in zip(indices, batch, strict=True):
-            shares[index].append(call)
+        shares = {healthy[0]: batch} if self._router is None else self._routed(batch, version, healthy)
         for index, share in shares.items():
             self._start(self._send(index, share, version))
 
+    def _routed(self, batch: list, version: int | None, healthy: list[int]) -> dict[int, list]:
+        indices = self._router.route(
+            [request.tokens for request, _ in batch],
+            version,
+            healthy=healthy,
+            held=[replica.held for replica in self._replicas],
+            newest=self.policy_version,
+        )
+        shares: dict[int, list] = defaultdict(list)
+        for index, call in zip(indices, batch, strict=True):
+            shares[index].append(call)
+        return shares
+
     async def _send(self, index: int, batch: list, version: int | None) -> None:
-        lost = False
+        replica, lost = self._replicas[index], False
         try:
-            async with self._placement.turn("generator", "sample"):
-                answers = await self._replicas[index].sample(
-                    [request for request, _ in batch], version, self._timeout_s
-                )
+            async with self._turn("sample"):
+                answers = await replica.sample([request for request, _ in batch], version, self._timeout_s)
             for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():
                     (future.set_exception if isinstance(answer, ValueError) else future.set_result)(answer)
-        except _ReplicaLost as error:
+        except ReplicaLost as error:
             lost = True
-            self._lose(index, error)
+            self._lose(replica, error)
         except asyncio.CancelledError:
             _fail(batch, RuntimeError("sampling: the client was closed before the generators answered"))
             raise
         except Exception as error:
             _fail(batch, error)
         finally:
-            self._router.finished(index, len(batch), version)
+            if self._router is not None:
+                self._router.finished(index, len(batch), version)
         if lost:
             self._dispatch([call for call in batch if not call[1].done()], version)
 
-    def _lose(self, index: int, error: _ReplicaLost) -> None:
-        """Takes a replica out of use. Whoever wants a new one in its place would start it here."""
-        if not self._router.lose(index, str(error)):
+    def _lose(self, replica: Replica, error: ReplicaLost) -> None:
+        """Takes a replica out of use; the first reason is kept. Whoever wants a new one in its place would start it
+        here."""
+        if replica.lost is not None:
             return
+        replica.lost = str(error)
         left = list(self.health().values()).count("healthy")
         logger.warning("a generator replica is lost, %d left: %s", left, error)
-        self._start(self._replicas[index].abandon(str(error)))
+        self._start(replica.abandon())
 
     def _start(self, work: Coroutine) -> None:
         task = asyncio.ensure_future(work)

@@ -36,7 +36,7 @@ class TrainingClient:
         placement: Placement | None = None,
     ):
         """`placement` says which roles share devices with this one; None: none."""
-        self._mesh, self._placement = mesh, placement or Placement()
+        self._mesh, self._placement = mesh, placement
         self._max_tokens, self._max_datum_tokens = max_tokens_per_microbatch, max_datum_tokens
         self._temperature, self._vocab_size = temperature, vocab_size
 
@@ -156,7 +156,7 @@ class TrainingClient:
 
     async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
         """Into this layout, whatever the layout that saved it. The learning-rate schedule is the controller's."""
-        await self._call("load_checkpoint", str(path), policy_version, optimizer)
+        await self._call("load_checkpoint" if optimizer else "load_weights", str(path), policy_version)
 
     async def save_hf_model(self, path: Path, *, eos: int, pad: int) -> None:
         """A Hugging Face directory that transformers and vLLM can load; LoRA's adapters are merged in."""
@@ -183,7 +183,7 @@ class TrainingClient:
         return self._run(endpoint, lambda: self._mesh.call_all(endpoint, *args))
 
     def _run(self, operation: str, call) -> asyncio.Future:
-        return self._placement.run(self._mesh.role, operation, call)
+        return call() if self._placement is None else self._placement.run(self._mesh.role, operation, call)
 
 
 def _agreed(answers: list[OptimStepOutput], *, who: str) -> OptimStepOutput:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -12,21 +11,22 @@ from safetensors.torch import save_file
 from torchtitan_rl.config.actors import WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.weights import layout
+from torchtitan_rl.weights.versioned import VersionedStore
 
-if TYPE_CHECKING:
-    from torchtitan_rl.weights.store import WeightStore
-
-__all__ = ["PolicyVersions"]
+__all__ = ["PolicyVersions", "OneVersion"]
 
 
 class PolicyVersions:
-    """Counts who holds which version. `"newest"` holds the last one published; generators hold what they serve;
-    anything else (a frozen teacher, an evaluation) pins by a name of its own."""
+    """Which versions exist, who holds each, and which one serves requests that name none.
+
+    `"newest"` holds the last version published; generators hold what they serve; anything else (a frozen teacher, an
+    evaluation) pins by a name of its own.
+    """
 
     def __init__(
         self,
         trainer: TrainingClient,
-        store: WeightStore,
+        store: VersionedStore,
         config: WeightSyncConfig,
         dtype: torch.dtype,
         *,
@@ -37,12 +37,15 @@ class PolicyVersions:
         if config.transport == "auto":
             self._transport = "shared_memory" if one_host else "store"
         self._holders: dict[int, Counter[str]] = {}
-        self.newest: int | None = None
+        self._published: int | None = None
+        self.served: int | None = None
+        """The version that requests without one are served by, which `SamplingClient.pull` sets; None before the first
+        pull. Whoever else wants to know reads it here."""
 
     async def publish(self) -> int:
         """Publishes the trainer's current version, once. Returns it."""
         version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
-        previous, self.newest = self.newest, version
+        previous, self._published = self._published, version
         self._holders.setdefault(version, Counter())["newest"] += 1
         if previous is not None:
             await self.release(previous, "newest")
@@ -94,3 +97,21 @@ class PolicyVersions:
     def held(self) -> dict[int, list[str]]:
         """Version to the names of its holders."""
         return {version: sorted(+holders) for version, holders in sorted(self._holders.items())}
+
+
+class OneVersion:
+    """`PolicyVersions` of generators that hold the weights of a Hugging Face directory: one, never published."""
+
+    def __init__(self) -> None:
+        self.served: int | None = None
+        """The number that `SamplingClient.load_hf` gave those weights; None before."""
+
+    def pin(self, version: int, holder: str) -> None:
+        """Raises ValueError: a version that a generator does not hold already is nowhere."""
+        raise ValueError(
+            f"policy_version={version}: is not published; these generators hold the weights of a directory, as version "
+            f"{self.served}, and nobody trains; leave policy_version out"
+        )
+
+    async def release(self, version: int, holder: str) -> None:
+        """Nothing is kept for anybody."""

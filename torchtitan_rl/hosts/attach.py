@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import monarch.actor
-from monarch.config import configure
 
-from torchtitan_rl.dispatch.role_mesh import deadline  # noqa: E402
-from torchtitan_rl.hosts.host_probe import HostProbe  # noqa: E402
+from torchtitan_rl import adapters
+from torchtitan_rl.dispatch.role_mesh import deadline
+from torchtitan_rl.hosts.host_probe import HostProbe
 from torchtitan_rl.hosts.inventory import Host, address_towards, local_host
 
 __all__ = ["Hosts", "this_host", "attach"]
 
-# Of a process or host that went silent. Monarch's default is 30 s and more, and now and then it hears of a death no
-# other way.
-configure(get_actor_state_max_idle="8s", get_proc_state_max_idle="8s")
+adapters.configure_monarch()
 
 _CONNECT_S = 3.0
 

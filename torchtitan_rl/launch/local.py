@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters, platform
 from torchtitan_rl.actors.process import heavy_imports, setup_logs
 from torchtitan_rl.config.actors import GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.local_mesh import LocalMesh
-from torchtitan_rl.weights.store import MemoryStore
+from torchtitan_rl.weights.versioned import MemoryStore
 
 __all__ = ["LocalLauncher"]
 
@@ -103,7 +103,7 @@ class LocalLauncher:
         for rank in self._generators:
             await asyncio.to_thread(rank.engine.close)
         for rank in self._trainers:
-            rank.buffers.close()
+            rank.exchange.close()
         await self.store.stop()
         self._generators.clear()
         self._trainers.clear()
@@ -119,7 +119,7 @@ class LocalLauncher:
 def _without_dynamo(*, eager: bool):
     """While vLLM is imported and built. Not longer: it would hold for processes this one may start."""
     before = os.environ.get("TORCHDYNAMO_DISABLE")
-    platform.prepare_vllm(eager=eager)
+    adapters.prepare_vllm(eager=eager)
     try:
         yield
     finally:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.dispatch.placement import GENERATOR_PARTS, TRAINER_PARTS, Placement
+from torchtitan_rl.config.run import COLOCATION, RunConfig
+from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.hosts.inventory import local_host
 from torchtitan_rl.hosts.preflight import check_hosts
@@ -38,12 +38,15 @@ class Stack:
     generator: SamplingClient
     versions: PolicyVersions | None
     """None where generators hold one set of weights that nobody trains."""
-    placement: Placement
+    placement: Placement | None
+    """None where no roles share devices."""
 
 
 async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
     """Starts every mesh: all at once, or one after the other where they share devices."""
-    placement, wanted = Placement(config.roles.colocation), config.trainers()
+    colocation, wanted = config.roles.colocation, config.trainers()
+    placement = None if colocation == "none" else Placement(colocation)
+    sharing = COLOCATION[colocation]
     meshes: dict[str, list] = {}
 
     async def start(role: str) -> None:
@@ -52,13 +55,11 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
             await launcher.start_store()
         elif role == "generator":
             meshes[role] = await asyncio.gather(*_generators(config, launcher, model_dir, share))
-            placement.add(role, meshes[role], GENERATOR_PARTS)
         else:
             trainer, model = wanted[role]
             meshes[role] = [await launcher.start_trainer(trainer, model, role=role, seed=config.seed, share_with=share)]
-            trained = role in ("policy", "critic")
-            placement.add(role, meshes[role], TRAINER_PARTS if trained else ("model",))
-        if placement.shares(role):
+        if role in sharing:
+            placement.add(role, meshes[role])
             await placement.evict(role)
 
     async def in_turn(roles: list[str]) -> None:
@@ -66,9 +67,9 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
             await start(role)
 
     everything = [*wanted, "generator", "store"]
-    shared = [role for role in everything if placement.shares(role)]
+    shared = [role for role in everything if role in sharing]
     starts = [asyncio.ensure_future(in_turn(shared))]
-    starts += [asyncio.ensure_future(start(role)) for role in everything if not placement.shares(role)]
+    starts += [asyncio.ensure_future(start(role)) for role in everything if role not in sharing]
     try:
         await asyncio.gather(*starts)
     finally:
@@ -103,9 +104,9 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
 
 async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
     """Generators alone, which hold no weights yet."""
-    meshes, placement = await asyncio.gather(*_generators(config, launcher, model_dir, None)), Placement()
-    generator = _sampling_client(config, meshes, None, placement)
-    return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=placement)
+    meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
+    generator = _sampling_client(config, meshes, OneVersion(), None)
+    return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
 
 
 def _generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path, share_with: str | None) -> list:
@@ -117,7 +118,7 @@ def _generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir
     ]
 
 
-def _sampling_client(config: RunConfig, meshes, versions, placement: Placement) -> SamplingClient:
+def _sampling_client(config: RunConfig, meshes, versions, placement: Placement | None) -> SamplingClient:
     return SamplingClient(
         list(meshes),
         versions,
@@ -152,6 +153,6 @@ def launcher_for(config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launch
     start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
     if hosts is not None:
         return Launcher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)
-    from torchtitan_rl.launch.local import LocalLauncher  # imports torchstore, which otherwise only actors need at once
+    from torchtitan_rl.launch.local import LocalLauncher
 
     return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s)

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torchtitan.models.common.attention import VarlenAttention
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters, platform
 
 __all__ = ["PackedDocuments", "PackedSDPA"]
+
+adapters.adapt_torchtitan()
 
 _MAX_PADDING = 1.25  # a bucket's longest document may be this much longer than its shortest, plus 8 tokens
 

@@ -16,7 +16,11 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
+from torchtitan_rl import adapters
+
 __all__ = ["Experts", "Gate", "ExpertLayer", "Qwen3Adapter"]
+
+adapters.adapt_torchtitan()
 
 
 class Experts(GroupedExperts):

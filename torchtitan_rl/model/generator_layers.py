@@ -12,7 +12,11 @@ from torchtitan.protocols.module import Module
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention
 
+from torchtitan_rl import adapters
+
 __all__ = ["PagedAttention", "RowParallelLinear", "SlicedExperts", "shard_for_rank"]
+
+adapters.adapt_torchtitan()
 
 
 class PagedAttention(Module):

@@ -21,9 +21,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.linear import Linear
 
+from torchtitan_rl import adapters
 from torchtitan_rl.model.sharding import vocabulary_cut
 
 __all__ = ["LogprobHead", "chunked_gradients", "chunked_logprobs", "scaled_logits", "score_chunk"]
+
+adapters.adapt_torchtitan()
 
 
 def scaled_logits(hidden_tD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -16,11 +16,11 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters
 from torchtitan_rl.config.actors import LoRAConfig
 from torchtitan_rl.model.sharding import whole
 
-platform.adapt_torchtitan()
+adapters.adapt_torchtitan()
 
 from torchtitan.components.lora import LoRAConverter  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402

@@ -20,17 +20,14 @@ class Part:
     """A named set of tensors (model, optimizer, gradients) that is on the device or in host memory as a whole."""
 
     def __init__(self) -> None:
-        self._host: list[tuple[torch.UntypedStorage, torch.Tensor]] | None = None
-
-    @property
-    def on_device(self) -> bool:
-        return self._host is None
+        self.on_device = True
+        self._host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copies the tensors' storages to host memory and empties them. A second time changes nothing."""
         if not self.on_device:
             return
-        self._host = []
+        self.on_device = False
         for storage in _storages(tensors):
             device_bytes_N = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             host_bytes_N = torch.empty_like(device_bytes_N, device="cpu", pin_memory=storage.device.type == "cuda")
@@ -40,10 +37,10 @@ class Part:
 
     def onload(self) -> None:
         """Brings back what `offload` took. A second time changes nothing."""
-        for storage, host_bytes_N in self._host or []:
+        for storage, host_bytes_N in self._host:
             storage.resize_(host_bytes_N.numel())
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host_bytes_N)
-        self._host = None
+        self._host, self.on_device = [], True
 
 
 def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["whole", "vocabulary_cut"]
+__all__ = ["whole", "load_whole", "plain_name", "vocabulary_cut"]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,3 +18,24 @@ def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
     """(first row, number of rows) of a rank's slice, by DTensor's rule: the last rank may have fewer than others."""
     rows = -(-vocab_size // size)
     return rows * rank, min(rows, vocab_size - rows * rank)
+
+
+def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Each rank keeps its part of whole tensors that every rank has; what `state` does not name stays as it is."""
+    held = model.state_dict()
+    model.load_state_dict(
+        held
+        | {
+            name: distribute_tensor(
+                tensor.to(device), held[name].device_mesh, held[name].placements, src_data_rank=None
+            )
+            if isinstance(held[name], DTensor)
+            else tensor.to(device)
+            for name, tensor in state.items()
+        }
+    )
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or buffer's name as state dicts have it, without activation checkpointing's wrapper."""
+    return name.replace("_checkpoint_wrapped_module.", "")

@@ -13,9 +13,9 @@ from functools import partial
 import spmd_types as spmd
 import torch.nn as nn
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters
 
-platform.adapt_torchtitan()
+adapters.adapt_torchtitan()
 
 from torchtitan.components.optimizer import register_moe_load_balancing_hook  # noqa: E402
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear  # noqa: E402

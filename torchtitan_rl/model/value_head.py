@@ -8,7 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear
 
+from torchtitan_rl import adapters
+
 __all__ = ["ValueHead"]
+
+adapters.adapt_torchtitan()
 
 
 class ValueHead(Linear):

@@ -5,30 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from pathlib import Path
+
+from torchtitan_rl.observability.console import Console, worth_the_console
 
 __all__ = ["setup_rank_logging"]
 
-# "root" is what torchtitan logs to.
-_NOISY = (
-    "PIL",
-    "asyncio",
-    "datasets",
-    "filelock",
-    "fsspec",
-    "httpx",
-    "huggingface_hub",
-    "matplotlib",
-    "monarch",
-    "root",
-    "torch",
-    "torchstore",
-    "torchtitan",
-    "transformers",
-    "urllib3",
-    "vllm",
-)
 _OWN_HANDLERS = ("vllm", "transformers")
 
 _log_file: Path | None = None
@@ -54,14 +36,14 @@ def setup_rank_logging(
 
     file_handler = logging.FileHandler(_log_file, encoding="utf-8")
     file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    console = _Console(logging.WARNING)
+    console = Console(logging.WARNING)
     console.setFormatter(logging.Formatter(f"{role}-{rank} %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.setLevel(level)
     for handler in (file_handler, console):
         root.addHandler(handler)
         handler.filters.clear()  # Monarch adds one to each that prefixes the same record again and again
-    console.addFilter(_worth_the_console)
+    console.addFilter(worth_the_console)
     logging.captureWarnings(True)
 
     # Straight to the file: this line must be there at any level.
@@ -78,25 +60,6 @@ def setup_rank_logging(
         )
     )
     return _log_file
-
-
-class _Console(logging.StreamHandler):
-    """Writes to whatever sys.stderr is at that moment: a progress bar redirects it to lines above itself."""
-
-    def __init__(self, level: int) -> None:
-        logging.Handler.__init__(self, level)
-
-    @property
-    def stream(self):
-        return sys.stderr
-
-
-def _worth_the_console(record: logging.LogRecord) -> bool:
-    if record.levelno >= logging.ERROR:
-        return True
-    if record.name == "py.warnings":  # the message starts with the file that is to blame
-        return "/site-packages/" not in record.getMessage().split(": ", 1)[0]
-    return record.name.split(".", 1)[0] not in _NOISY
 
 
 def _adopt_third_parties() -> None:

@@ -6,14 +6,15 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters
 
-platform.prepare_vllm(eager=True)
+adapters.prepare_vllm(eager=True)
 
 from torchtitan_rl.actors.generator_rank import GeneratorRank  # noqa: E402
-from torchtitan_rl.actors.trainer_rank import TrainerRank  # noqa: E402
+from torchtitan_rl.actors.trainer_files import TrainerFiles  # noqa: E402
+from torchtitan_rl.config.actors import TrainerConfig  # noqa: E402
 from torchtitan_rl.weights import layout  # noqa: E402
-from torchtitan_rl.weights.store import SharedBuffers  # noqa: E402
+from torchtitan_rl.weights.exchange import WeightExchange  # noqa: E402
 
 
 class OnDevice:
@@ -39,7 +40,7 @@ def test_a_generators_weights_are_copied_to_host_memory():
 def test_so_are_a_trainers_gradients_and_none_stays_none():
     parameters = {"a": SimpleNamespace(grad=OnDevice([3.0])), "b": SimpleNamespace(grad=None)}
     model = SimpleNamespace(named_parameters=parameters.items)
-    answer = TrainerRank.gradients(SimpleNamespace(model=model))
+    answer = TrainerFiles(SimpleNamespace(model=model)).gradients()
     assert answer["a"].tolist() == [3.0] and answer["b"] is None
 
 
@@ -50,17 +51,18 @@ def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkey
         async def publish(self, manifest, payload, *, handle, verify):
             happened.append(("published", layout.read(payload, manifest)["w"].tolist(), verify))
 
-    rank = SimpleNamespace(
+    exchange = WeightExchange(
+        SimpleNamespace(named_buffers=lambda: [], state_dict=lambda: {"w": torch.tensor([1.0, 2.0])}),
+        role="policy",
+        n_kv_heads=1,
+        config=TrainerConfig(),
         device=SimpleNamespace(type="cuda"),
-        model=SimpleNamespace(named_buffers=lambda: []),
-        buffers=SharedBuffers(),
+        tensor_parallel=(0, 1),
         store=Store(),
-        _require=lambda *names: None,
-        _base_and_adapters=lambda: ({"w": torch.tensor([1.0, 2.0])}, {}),
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    asyncio.run(TrainerRank._publish(rank, 3, torch.bfloat16, "shared_memory", True))
+    asyncio.run(exchange.push(3, torch.bfloat16, "shared_memory", True))
     assert happened == ["waited", ("published", [1.0, 2.0], True)]
-    rank.buffers.close()
+    exchange.close()

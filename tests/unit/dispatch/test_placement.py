@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from torchtitan_rl.dispatch.placement import GENERATOR_PARTS, TRAINER_PARTS, Placement
+from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 
 
@@ -26,13 +26,8 @@ class Mesh:
 
 def placement(colocation, log):
     built = Placement(colocation)
-    for role, parts in {
-        "policy": TRAINER_PARTS,
-        "reference": ("model",),
-        "critic": TRAINER_PARTS,
-        "generator": GENERATOR_PARTS,
-    }.items():
-        built.add(role, [Mesh(role, log)], parts)
+    for role in ("policy", "reference", "critic", "generator"):
+        built.add(role, [Mesh(role, log)])
     return built
 
 
@@ -215,8 +210,8 @@ def test_a_generator_that_died_takes_no_more_turns_and_the_last_one_is_an_error(
         log = []
         built = Placement("all")
         replicas = [Mesh("generator-0", log), Mesh("generator-1", log)]
-        built.add("policy", [Mesh("policy", log)], TRAINER_PARTS)
-        built.add("generator", replicas, GENERATOR_PARTS)
+        built.add("policy", [Mesh("policy", log)])
+        built.add("generator", replicas)
         replicas[0].dead = ("generator-0",)
         await built.evict("generator")
         assert log == [("generator-1", "sleep")]

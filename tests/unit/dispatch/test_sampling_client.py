@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
+from torchtitan_rl.dispatch.replica import ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.types import Completion, SamplingParams
 
 
@@ -27,7 +28,7 @@ class Mesh:
             raise self.broken[endpoint]
         if endpoint == "load":
             self.loaded.append(argument)
-            return argument
+            return None
         self.sampled += [request.tokens for request in argument]
         if self.held_up is not None:
             await self.held_up.wait()
@@ -228,6 +229,57 @@ def test_a_caller_that_gives_up_takes_nobody_with_it():
         meshes[0].held_up.set()
         assert (await asyncio.wait_for(patient, 5)).tokens == [1]
         assert meshes[1].sampled == [[1]]
+
+    asyncio.run(run())
+
+
+def test_of_several_reasons_for_a_loss_the_first_is_kept():
+    async def run():
+        meshes, versions, client = client_of(3)
+        await client.pull(await versions.publish())
+        for reason in ("its process died", "something later"):
+            client._lose(client._replicas[1], ReplicaLost(reason))
+        assert client._healthy() == [0, 2] and client.health()["generator-1"] == "its process died"
+
+    asyncio.run(run())
+
+
+def test_one_replica_needs_no_router_and_none_is_left_once_it_is_lost():
+    async def run():
+        meshes, versions, client = client_of(1)
+        assert client.policy_version is None
+        await client.pull(await versions.publish())
+        assert client._router is None and client.policy_version == versions.served == 1
+        assert [answer.tokens for answer in await sample_all(client, [[2], [1]])] == [[2], [1]]
+        meshes[0].broken["sample"] = died("generator-0", "sample")
+        (answer,) = await sample_all(client, [[1]])
+        assert str(answer) == (
+            "no generator replica is left (generator-0: generator-0-0.sample: its process died (killed); see its log); "
+            "look at their logs and start the run again"
+        )
+
+    asyncio.run(run())
+
+
+def test_weights_of_a_directory_are_one_version_and_another_is_refused():
+    async def run():
+        meshes = [Mesh("generator-0"), Mesh("generator-1")]
+        client = SamplingClient(meshes, OneVersion(), max_model_len=64, timeout_s=5)
+        (early,) = await sample_all(client, [[1]])
+        assert str(early) == "policy_version=None: the generators hold no weights yet; publish and pull first"
+        await client.load_hf("somewhere", version=4)
+        assert client.policy_version == 4 and [mesh.loaded for mesh in meshes] == [[4], [4]]
+        named = await sample_all(client, [[1], [2]], policy_version=4)
+        assert [answer.policy_versions for answer in named] == [[4], [4]]
+        (other,) = await sample_all(client, [[1]], policy_version=3)
+        assert isinstance(other, ValueError)
+        assert str(other).startswith(
+            "policy_version=3: is not published; these generators hold the weights of a directory"
+        )
+        meshes[0].broken["sample"] = died("generator-0", "sample")
+        assert [answer.tokens for answer in await sample_all(client, [[1], [2]])] == [[1], [2]]
+        await settle()
+        assert meshes[0].aborted == [0, 1] and client.health()["generator-1"] == "healthy"
 
     asyncio.run(run())
 

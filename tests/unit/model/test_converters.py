@@ -83,7 +83,7 @@ def test_a_head_that_a_converter_replaced_becomes_ours_without_the_converters_fi
 def test_a_converter_imported_first_does_not_leave_torchtitan_on_a_gpu_that_is_not_there():
     code = (
         "import sys, torch, torchtitan.distributed.parallel_dims as dims; before = dims.device_type\n"
-        "from torchtitan_rl import platform; platform.adapt_torchtitan()\n"
+        "from torchtitan_rl import adapters; adapters.adapt_torchtitan()\n"
         "import torchtitan.distributed.utils as utils\n"
         "print(before, dims.device_type, utils.device_type, utils.device_module is torch.cpu)"
     )

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.spec import build_spec
 
-platform.prepare_vllm(eager=True)
+adapters.prepare_vllm(eager=True)
 
 from vllm import envs  # noqa: E402
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig  # noqa: E402
@@ -22,7 +22,7 @@ from vllm.v1.engine import detokenizer, output_processor  # noqa: E402
 from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 
 from torchtitan_rl.model import vllm_internals  # noqa: E402
-from torchtitan_rl.model.vllm_engine import engine_args  # noqa: E402
+from torchtitan_rl.model.engine_args import engine_args  # noqa: E402
 from torchtitan_rl.model.vllm_model import TorchtitanQwen3ForCausalLM  # noqa: E402
 
 RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}

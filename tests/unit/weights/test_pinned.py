@@ -7,7 +7,8 @@ import torch
 
 from torchtitan_rl import platform
 from torchtitan_rl.weights import layout
-from torchtitan_rl.weights.store import SharedBuffers, SharedPayloads, _host
+from torchtitan_rl.weights.pinned import PinnedPayloads
+from torchtitan_rl.weights.shared_memory import SharedBuffers, host_name, open_shared
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def pinned(monkeypatch):
 
 
 def manifest(handle, nbytes):
-    return layout.Manifest(version=1, entries={}, nbytes=nbytes, handle=handle, host=_host())
+    return layout.Manifest(version=1, entries={}, nbytes=nbytes, handle=handle, host=host_name())
 
 
 def test_a_publishers_segment_is_pinned_once_and_let_go_at_the_end(pinned):
@@ -50,7 +51,7 @@ def test_a_publishers_segment_is_pinned_once_and_let_go_at_the_end(pinned):
 
 
 def test_a_readers_segment_is_mapped_and_pinned_once(pinned):
-    buffers, payloads = SharedBuffers(), SharedPayloads()
+    buffers, payloads = SharedBuffers(), PinnedPayloads()
     handle, published = buffers.take(1, 128)
     published.fill_(7)
     read = payloads.open(manifest(handle, 128))
@@ -64,7 +65,7 @@ def test_a_readers_segment_is_mapped_and_pinned_once(pinned):
 
 
 def test_a_segment_whose_publisher_is_gone_is_let_go(pinned):
-    old, payloads = SharedBuffers(), SharedPayloads()
+    old, payloads = SharedBuffers(), PinnedPayloads()
     handle, published = old.take(1, 128)
     published.fill_(7)
     kept = payloads.open(manifest(handle, 128))
@@ -89,9 +90,9 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(pinned, caplog):
 
 
 def test_a_cpu_pins_nothing_and_keeps_nothing():
-    buffers, payloads = SharedBuffers(), SharedPayloads()
+    buffers = SharedBuffers()
     handle, _ = buffers.take(1, 128)
-    first, second = (payloads.open(manifest(handle, 128)) for _ in range(2))
+    first, second = (open_shared(manifest(handle, 128)) for _ in range(2))
     assert first.data_ptr() != second.data_ptr() and platform._pinned == set()
     buffers.close()
 

@@ -1,0 +1,51 @@
+"""Between our requests and vLLM's: parameters one way, completions and scores the other."""
+
+from types import SimpleNamespace
+
+import torch
+
+from torchtitan_rl import adapters
+from torchtitan_rl.types import Request, SamplingParams
+
+adapters.prepare_vllm(eager=True)
+
+from torchtitan_rl.model.engine_requests import completion, engine_params, scores  # noqa: E402
+
+
+def scored(logprob, rank):
+    return SimpleNamespace(logprob=logprob, rank=rank)
+
+
+def test_each_token_carries_the_version_that_held_when_it_was_drawn():
+    sampled = SimpleNamespace(
+        token_ids=(5, 6, 7, 8),
+        logprobs=[{token: scored(-float(token), 1)} for token in (5, 6, 7, 8)],
+        finish_reason="length",
+    )
+    answer = completion(SimpleNamespace(outputs=[sampled]), [(0, 3), (1, 4), (1, 5), (3, 6)])
+    assert answer.tokens == [5, 6, 7, 8] and answer.logprobs == [-5.0, -6.0, -7.0, -8.0]
+    assert answer.policy_versions == [3, 5, 5, 6] and answer.finish_reason == "length"
+
+
+def test_scores_are_of_every_token_but_the_first():
+    output = SimpleNamespace(
+        prompt_token_ids=[9, 2, 4],
+        prompt_logprobs=[None, {2: scored(-0.5, 1)}, {4: scored(-2.0, 7), 1: scored(-0.1, 1)}],
+    )
+    assert scores(output, 0) == [-0.5, -2.0]
+
+
+def test_the_likeliest_leave_the_prompts_own_token_out_unless_it_is_one_of_them():
+    first = {2: scored(-3.0, 5), 8: scored(-0.5, 1), 6: scored(-0.5, 2)}
+    second = {4: scored(-0.25, 1), 1: scored(-1.5, 2)}
+    tokens, logprobs = scores(SimpleNamespace(prompt_token_ids=[9, 2, 4], prompt_logprobs=[None, first, second]), 2)
+    assert tokens.tolist() == [[6, 8], [4, 1]] and tokens.dtype == torch.int64
+    assert logprobs.tolist() == [[-0.5, -0.5], [-0.25, -1.5]]
+
+
+def test_a_request_without_parameters_scores_its_prompt():
+    scoring = engine_params(Request([1, 2], None, 3))
+    assert (scoring.prompt_logprobs, scoring.max_tokens, scoring.temperature) == (3, 1, 0.0)
+    sampling = engine_params(Request([1, 2], SamplingParams(max_tokens=4, temperature=0.5, seed=7, stop=["x"])))
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed, sampling.stop) == (4, 0.5, 7, ["x"])
+    assert sampling.prompt_logprobs is None and sampling.logprobs == 0 and sampling.detokenize

@@ -1,0 +1,125 @@
+"""What a trainer rank reads from files and writes to them: checkpoints, Hugging Face directories, adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from torchtitan_rl.model import lora
+from torchtitan_rl.model.files import assets_dir, has_weights, write_model_dir
+from torchtitan_rl.model.sharding import plain_name
+from torchtitan_rl.weights import checkpoint, hf, peft
+
+__all__ = ["TrainerFiles"]
+
+
+class TrainerFiles:
+    """One rank's part in reading and writing files; every rank of the mesh makes the same calls."""
+
+    def __init__(self, rank: Any):
+        """`rank` is the `TrainerRank` whose model and optimizer are read and written."""
+        self.rank = rank
+        self._base_fingerprint: str | None = None
+
+    def init_model(self, path: str) -> None:
+        """Replaces the weights by those of a Hugging Face directory or a complete checkpoint; forgets the optimizer."""
+        rank = self.rank
+        if (Path(path) / "config.json").exists():
+            hf.load_hf_weights(rank.model, rank.adapter, Path(path), head=rank.role != "critic")
+            if rank.config.lora is not None:  # what was learned is in those weights, if it was saved from here
+                lora.draw_adapters(rank.model, rank.seed)
+            rank.policy_version, self._base_fingerprint = 0, None
+        else:
+            self.load_weights(path, 0)
+        if rank.optimizers is not None:
+            rank.reset_optimizer()
+
+    def save_checkpoint(self, path: str) -> None:
+        """What trains and its optimizer, through torch's distributed checkpoint."""
+        record, optimizers = self._lora_record(), self.rank.optimizers
+        if dist.get_rank() == 0:
+            checkpoint.write_lora(Path(path), record)
+        state = {"model": self._trained_state()}
+        if optimizers is not None:
+            fresh = not any(optimizer.state for optimizer in optimizers)
+            state["optimizer"] = optimizers.state_dict()
+            if fresh:  # torch has made the state by a step of size zero, which must not count as one
+                for tensor in (s["step"] for optimizer in optimizers for s in optimizer.state.values()):
+                    tensor.zero_()
+        dcp.save(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
+
+    def load_checkpoint(self, path: str, policy_version: int) -> None:
+        """The reverse, into this layout whatever the layout that saved it.
+
+        Raises ValueError for adapters of another kind or of another base model.
+        """
+        self._load(path, policy_version, optimizers=self.rank.optimizers)
+
+    def load_weights(self, path: str, policy_version: int) -> None:
+        """`load_checkpoint` without the optimizer, which stays as it is."""
+        self._load(path, policy_version, optimizers=None)
+
+    def _load(self, path: str, policy_version: int, *, optimizers) -> None:
+        checkpoint.require_lora(Path(path), self._lora_record())
+        state = {"model": self._trained_state()}
+        if optimizers is not None:
+            state["optimizer"] = optimizers.state_dict()
+        dcp.load(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
+        self.rank.model.load_state_dict(state["model"], strict=self.rank.config.lora is None)
+        if optimizers is not None:
+            optimizers.load_state_dict(state["optimizer"])
+        self.rank.policy_version = policy_version
+
+    def save_hf_model(self, path: str, eos: int, pad: int) -> None:
+        """Writes a Hugging Face directory: config, tokenizer, safetensors; adapters are merged in."""
+        rank = self.rank
+        if rank.role == "critic":
+            raise ValueError(
+                "role='critic': has a value head, which Qwen3's Hugging Face form lacks; use save_checkpoint"
+            )
+        state, adapters = rank.exchange.base_and_adapters()
+        state = hf.full_state(state)
+        if dist.get_rank() == 0:
+            state = {name: lora.merge(name, tensor, adapters) for name, tensor in state.items()}
+            write_model_dir(Path(path), rank.shape, assets_dir(rank.model_config), eos=eos, pad=pad)
+            hf.write_hf_dir(state, rank.adapter, Path(path))
+
+    def save_adapter(self, path: str) -> None:
+        """Writes the adapters as a directory that PEFT loads. Raises ValueError without LoRA."""
+        rank, config = self.rank, self.rank.config.lora
+        if config is None:
+            raise ValueError("trainer.lora=None: there are no adapters to save; use save_hf_model")
+        _, adapters = rank.exchange.base_and_adapters()
+        if dist.get_rank() == 0:
+            base = str(assets_dir(rank.model_config)) if has_weights(rank.model_config) else None
+            peft.write_peft_dir(adapters, rank.adapter, config, Path(path), base=base)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Whole parameters, adapters beside their base, for tests and debugging of small models."""
+        return hf.full_state(self.rank.model.state_dict())
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Whole accumulated gradients, in host memory, for tests and debugging of small models."""
+        grads = {plain_name(name): p.grad for name, p in self.rank.model.named_parameters()}
+        whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+        return {n: None if g is None else g.cpu() for n, g in whole.items()}
+
+    def _trained_state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: with LoRA the adapters, else every parameter."""
+        state = self.rank.model.state_dict()
+        return state if self.rank.config.lora is None else lora.adapter_state(state)
+
+    def _lora_record(self) -> dict | None:
+        """What a checkpoint of adapters must agree with; a collective call."""
+        config = self.rank.config.lora
+        if config is None:
+            return None
+        if self._base_fingerprint is None:  # the base is frozen: once is enough
+            self._base_fingerprint = lora.base_fingerprint(self.rank.model.state_dict())
+        return dataclasses.asdict(config) | {"base_xxh3": self._base_fingerprint}

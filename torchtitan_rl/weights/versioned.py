@@ -1,0 +1,118 @@
+"""Versions of weights: what a store promises, over whatever holds keys and values; and a store in one process.
+
+A store has a version's manifest and either its payload or the handle of the payload, which then lies in shared memory.
+The manifest is written last: a version exists when its manifest does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from torchtitan_rl import platform
+from torchtitan_rl.weights.layout import Manifest, checksum
+from torchtitan_rl.weights.pinned import PinnedPayloads
+from torchtitan_rl.weights.shared_memory import host_name, open_shared
+
+__all__ = ["VersionedStore", "MemoryStore"]
+
+
+class VersionedStore(ABC):
+    """Publishes and fetches versions. A kind of store says how keys get their values: `_put`, `_get`, `_exists`,
+    `_delete`, `_keys`."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._pinned = PinnedPayloads()
+
+    async def publish(self, manifest: Manifest, payload: torch.Tensor, *, handle: str, verify: bool) -> None:
+        """Makes a version visible. With a handle the store keeps only that; without, the payload too."""
+        manifest.checksum = checksum(payload) if verify else ""
+        manifest.handle, manifest.host = handle, host_name() if handle else ""
+        if not handle:
+            await self._put(_key(manifest.version, "payload"), payload)
+        await self._put(_key(manifest.version, "manifest"), manifest)
+
+    async def fetch(self, version: int | str, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
+        """(manifest, payload) of a published version. Raises RuntimeError when it is not there or arrives damaged."""
+        if not await self._exists(_key(version, "manifest")):
+            raise RuntimeError(
+                f"policy_version={version}: is not in the store (it holds {await self.versions()}); "
+                "pin a version to keep it, or pull the newest"
+            )
+        manifest: Manifest = await self._get(_key(version, "manifest"))
+        if manifest.handle:
+            on_cpu = platform.device_type() == "cpu"
+            payload = open_shared(manifest) if on_cpu else self._pinned.open(manifest)
+        else:
+            payload = await self._get(_key(version, "payload"))
+        if verify and manifest.checksum and checksum(payload) != manifest.checksum:
+            raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
+        return manifest, payload
+
+    async def discard(self, version: int | str) -> None:
+        """Forgets a version; its manifest goes first."""
+
+        async def delete() -> None:
+            for part in ("manifest", "payload"):
+                if await self._exists(_key(version, part)):
+                    await self._delete(_key(version, part))
+
+        try:
+            await asyncio.wait_for(delete(), self.timeout_s)
+        except TimeoutError:
+            raise RuntimeError(f"store: did not discard version {version} within {self.timeout_s:g} s") from None
+
+    async def versions(self) -> list[int]:
+        """Policy versions whose manifest is there."""
+        names = [key.split("/")[1] for key in await self._keys() if key.endswith("/manifest")]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    @abstractmethod
+    async def _put(self, key: str, value: Any) -> None: ...
+
+    @abstractmethod
+    async def _get(self, key: str) -> Any: ...
+
+    @abstractmethod
+    async def _exists(self, key: str) -> bool: ...
+
+    @abstractmethod
+    async def _delete(self, key: str) -> None: ...
+
+    @abstractmethod
+    async def _keys(self) -> list[str]: ...
+
+
+class MemoryStore(VersionedStore):
+    """The same versions in a dict, for publisher and generator in one process."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout_s=600.0)
+        self._held: dict[str, Any] = {}
+
+    async def stop(self) -> None:
+        self._held.clear()
+        self._pinned.close()
+
+    async def _put(self, key: str, value: Any) -> None:
+        self._held[key] = value
+
+    async def _get(self, key: str) -> Any:
+        return self._held[key]
+
+    async def _exists(self, key: str) -> bool:
+        return key in self._held
+
+    async def _delete(self, key: str) -> None:
+        del self._held[key]
+
+    async def _keys(self) -> list[str]:
+        return list(self._held)
+
+
+def _key(version: int | str, part: str) -> str:
+    return f"weights/{version}/{part}"
