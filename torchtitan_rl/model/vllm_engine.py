@@ -111,7 +111,8 @@ class Engine:
         return self._ask(_Command("load", version))
 
     def sleep(self) -> Future:
-        """Takes weights and KV cache off the device, for a trainer that shares it. Raises RuntimeError when it is busy."""
+        """Takes weights and KV cache off the device, for a trainer that shares it. Raises RuntimeError when the engine
+        is busy."""
         return self._ask(_Command("sleep"))
 
     def wake(self, part: str) -> Future:
