@@ -52,7 +52,6 @@ class Controller(AbstractAsyncContextManager):
         self.supervised_family = inputs.supervised_family
         self.launcher, self.roles, self.generator = stack.launcher, stack.roles, stack.generator
         self.versions, self.placement = stack.versions, stack.placement
-        self.trainer = stack.roles.get("policy")
         self.state = RunState(seed=config.seed)
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
         self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights)
@@ -76,7 +75,7 @@ class Controller(AbstractAsyncContextManager):
         With `hf_weights` only generators start, holding the weights of that Hugging Face directory: enough to
         sample and evaluate. `hosts` are those `attach.attach` has connected to; without them, this machine alone.
         `backend="local"` starts nothing: everything is in this process, on one device, for a debugger.
-        Raises ValueError for what `validate`, `check_fits` and `check_local` refuse, before anything starts.
+        Raises ValueError for what `validate`, `check_hosts` and `check_local` refuse, before anything starts.
         """
         validate(config)
         hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
@@ -106,6 +105,11 @@ class Controller(AbstractAsyncContextManager):
                 f"role={name!r}: is not configured (this run has {', '.join(self.roles)}); set roles.{name}"
             )
         return self.roles[name]
+
+    @property
+    def trainer(self) -> TrainingClient:
+        """The policy's client."""
+        return self.role("policy")
 
     @property
     def policy_version(self) -> int:

@@ -1,0 +1,36 @@
+"""The way through a plain step does not get longer again: what is off is not on it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What it is, and little more. The aim is 38 files, 4,500 and 1,800 lines: lower these numbers when the way gets shorter.
+OFF = tuple(
+    f"{name}.py"
+    for name in (
+        *("algorithm/distill", "algorithm/filters", "algorithm/precomputed", "algorithm/soft_targets"),
+        *("dispatch/placement", "dispatch/router", "model/lora", "run/resampling", "run/scoring"),
+    )
+)
+CEILING = {"files": 49, "file_lines": 6000, "function_lines": 2300}
+
+
+def test_a_plain_step_runs_through_no_more_than_it_did():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "reading_budget.py"), str(ROOT / "configs" / "quickstart.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    *rows, last = done.stdout.splitlines()
+    found = json.loads(last)
+    assert found["files"] == len(rows) > 20
+    assert all(found[name] <= ceiling for name, ceiling in CEILING.items()), (
+        f"{found}, at most {CEILING}\n" + done.stdout
+    )
+    assert not [row for row in rows if row.endswith(OFF)]
