@@ -6,18 +6,21 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import mean
+from typing import TYPE_CHECKING
 
 from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.run.intervals import mean_interval
 from torchtitan_rl.run.intervals import pass_at_k as chance_of_one
-from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
 from torchtitan_rl.workflows.group import run_group
 from torchtitan_rl.workflows.policy import Policy
 from torchtitan_rl.workflows.single_turn import single_turn
+
+if TYPE_CHECKING:  # it imports Monarch, which a dry run does without
+    from torchtitan_rl.run.rollouts import Rollouts
 
 __all__ = ["Evaluation", "Evaluations", "eval_families", "evaluate"]
 
