@@ -21,7 +21,8 @@ def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Each rank keeps its part of whole tensors that every rank has; what `state` does not name stays as it is."""
+    """Loads whole tensors, which every rank has, into a model: each rank keeps its shard. Tensors that `state` does not
+    name stay unchanged."""
     held = model.state_dict()
     model.load_state_dict(
         held
