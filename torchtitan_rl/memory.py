@@ -1,4 +1,4 @@
-"""How much memory a run needs on its devices, by arithmetic.
+"""Memory that a run needs on each device, by arithmetic.
 
 Every term is a formula of shapes, dtypes and settings, except three constants named as allowances.
 tests/unit/test_memory.py compares the terms of parameters, gradients, optimizer and activations with real tensors. No

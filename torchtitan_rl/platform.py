@@ -38,7 +38,7 @@ def device_type() -> Literal["cpu", "cuda"]:
 
 
 def local_device(local_rank: int) -> torch.device:
-    """This process's device; on CUDA it also becomes the current one."""
+    """This process's device; on CUDA also makes the device current."""
     if device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -21,8 +21,8 @@ __all__ = ["PolicyTrainer"]
 class PolicyTrainer(Actor):
     """One rank of the mesh of a role: policy, reference, critic or teacher.
 
-    Endpoints run one at a time in the order they were sent, so `forward_backward` and `optim_step` may be
-    submitted before either is awaited.
+    Calls run one at a time in the order sent, so a caller may submit `forward_backward` and `optim_step` before
+    awaiting either.
     """
 
     Config = TrainerConfig

@@ -16,7 +16,7 @@ _CAPTURE_DECODING = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: bool = False) -> EngineArgs:
-    """vLLM's arguments for one rank. `sleeps`: the engine shares its devices with trainers."""
+    """vLLM's arguments for one rank. `sleeps`: the engine shares devices with trainers."""
     return EngineArgs(
         model=model_dir,
         dtype=config.dtype,

@@ -131,8 +131,8 @@ def chunked_kl(
 ) -> torch.Tensor:
     """KL(policy || teacher) over the whole vocabulary at each token, (T,), at least float32.
 
-    Differentiable in `hidden_TD` and `weight_VD`. The two hidden sizes may differ. Both heads have the same rows of the
-    vocabulary; with `group`, the rows of this rank, and gradients are as in `chunked_logprobs`.
+    Differentiable in `hidden_TD` and `weight_VD`. The two hidden sizes may differ. Both heads have equal rows of
+    the vocabulary. With `group`, heads and gradients are this rank's share, as in `chunked_logprobs`.
     """
     return _ChunkedKL.apply(
         hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group

@@ -124,7 +124,7 @@ def _mixture(shape: Qwen3Shape, experts: ExpertsShape):
 
 
 def build_spec(config: ModelConfig) -> ModelSpec:
-    """torchtitan's spec of the configured model, with its canonical parallel plan and state-dict adapter."""
+    """torchtitan's spec of the configured model, with the canonical parallel plan and state-dict adapter."""
     if config.flavor is not None:
         spec = model_registry(config.flavor, attn_backend="varlen")
         spec = dataclasses.replace(spec, state_dict_adapter=Qwen3Adapter)

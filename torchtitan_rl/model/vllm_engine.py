@@ -34,7 +34,7 @@ __all__ = ["Engine", "engine_args"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
-_IDLE_WAIT_S = 0.5  # an idle rank 0 speaks to its followers this often, well within the collective's time limit
+_IDLE_WAIT_S = 0.5  # an idle rank 0 broadcasts this often, well within the collective's time limit
 
 
 @dataclass(slots=True)

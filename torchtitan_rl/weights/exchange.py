@@ -74,7 +74,7 @@ class WeightExchange:
             raise ValueError("role='critic': has no vocabulary to compare with a teacher's; give it to the policy")
         manifest, payload = await self.store.fetch(_HEAD, verify=True)
         weight = layout.read(payload, manifest)[_HEAD_WEIGHT]
-        compute_dtype = getattr(torch, self._config.training.mixed_precision_param)  # the head computes in it
+        compute_dtype = getattr(torch, self._config.training.mixed_precision_param)  # the head's dtype
         head: Any = self.model.lm_head
         head.hold_teacher(weight.to(compute_dtype), *self._tensor_parallel)
 
