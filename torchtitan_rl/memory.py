@@ -146,7 +146,7 @@ def trainer_parts(
 
 def generator_parts(config: GeneratorConfig, shape: Qwen3Shape) -> dict[str, int]:
     """Bytes of one generator rank: `weights` (embedding and head whole on every rank), `kv_cache`, and `working`: one
-    layer's activations of a step's tokens, and three times the float32 logits of the sampled sequences.
+    layer's activations of an engine step's tokens, and three times the float32 logits of the sampled sequences.
     """
     dtype, tensor_parallel = _BYTES[config.dtype], config.tensor_parallel_degree
     tables = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)

@@ -30,8 +30,8 @@ def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: b
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
-        # vLLM's default on CUDA is True: a step in flight during a load would return after the load, and tokens that
-        # the old weights sampled would be labelled with the new version.
+        # vLLM's default on CUDA is True: an engine step in flight during a load would return after the load, and tokens
+        # that the old weights sampled would be labelled with the new version.
         async_scheduling=False,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
         gpu_memory_utilization=0.1,  # bounds only the memory free at the start: kv_cache_memory_bytes sizes the cache

@@ -50,7 +50,7 @@ class _InFlight:
 
 @dataclass(slots=True)
 class _Command:
-    """An instruction that every rank executes before its next step. Data only: rank 0 sends commands to other ranks."""
+    """An instruction that every rank executes before the next engine step. Data only: rank 0 broadcasts commands."""
 
     kind: Literal["add", "load", "sleep", "wake"] = "add"
     argument: Any = field(default_factory=list)
@@ -90,7 +90,7 @@ class Engine:
     # Methods that the actor calls.
 
     def submit(self, requests: list[Request]) -> list[Future]:
-        """Admits requests together, in order, before the next step; returns a future per request.
+        """Admits requests together, in order, before the next engine step; returns a future per request.
 
         The future of a sampling request gives a Completion. The future of a scoring request gives one log-probability
         per token but the first; with `top_k`, a pair of tensors (T - 1, top_k): tokens and log-probabilities."""
@@ -107,7 +107,7 @@ class Engine:
         self._staged[version] = tensors
 
     def load(self, version: int) -> Future:
-        """Copies a staged version into the model between two steps. Every rank must have staged the version."""
+        """Copies a staged version into the model between two engine steps. Every rank must have staged the version."""
         return self._ask(_Command("load", version))
 
     def sleep(self) -> Future:
