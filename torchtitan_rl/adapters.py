@@ -1,7 +1,7 @@
-"""What other packages are told or given before this one can use them: torchtitan, vLLM, Monarch, TorchStore.
+"""Settings and patches that torchtitan, vLLM, Monarch and TorchStore need before use.
 
-Environment variables, which are read while those packages are imported, are in `environment`. Each function here may be
-called again, and imports its package itself: whoever imports a package for use calls its function there.
+Environment variables, which the packages read at import, are in `environment`. A module that imports one of the
+packages calls the package's function here. Each function imports the package if need be and may be called again.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_vllm(*, eager: bool) -> None:
-    """Call before importing vLLM. On a CPU it would compile a helper of its sampler, which needs a C++ compiler on
-    the machine and seconds at the first request, and does not make it faster."""
+    """Turns torch.compile off for an eager vLLM on a CPU; call before importing vLLM.
+
+    vLLM's sampler would compile a helper: that needs a C++ compiler, takes seconds at the first request, and makes
+    sampling no faster."""
     if platform.device_type() == "cpu" and eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def adapt_torchtitan() -> None:
-    """Without a GPU torchtitan would settle on `"cuda"`: modules of torchtitan's that are imported already, in whatever
-    order, have copied that name and are given the right one.
+    """Corrects torchtitan's device type without a GPU: torchtitan settles on `"cuda"`, and each torchtitan module
+    copies the name at import. The copies in imported modules become `"cpu"`.
 
-    Also selects the `partial_dtensor` SPMD backend, the one that runs on gloo as well as on NCCL (see
-    docs/architecture.md); leaves attention to torch's own FlashAttention where the one torchtitan wants is not
-    installed; and gives torch the name by which torchtitan sets time limits of process groups.
+    Also selects the `partial_dtensor` SPMD backend, which runs on gloo and on NCCL (see docs/architecture.md). Also
+    falls back to torch's own FlashAttention where torchtitan's choice is not installed. Also gives torch the name
+    `set_timeout`, by which torchtitan sets time limits of process groups.
     """
     import torch.distributed as dist
     import torchtitan.tools.utils as titan_utils
 
     if not hasattr(titan_utils.get_cuda_flash_attention_impl, "__wrapped__"):
         titan_utils.get_cuda_flash_attention_impl = _if_installed(titan_utils.get_cuda_flash_attention_impl)
-    if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it so; torch 2.13 has it under its private name only
+    if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls set_timeout; torch 2.13 has the private name only
         dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 
     if platform.device_type() == "cpu":
@@ -54,20 +56,21 @@ def adapt_torchtitan() -> None:
                 module.device_type = "cpu"
                 if hasattr(module, "device_module"):
                     module.device_module = torch.cpu
-        # Of its router, once per process; ours computes in fp32 without it (model/experts.py).
+        # torchtitan's router asks autocast for fp32, and a CPU warns; `model.experts.Gate` computes in fp32 anyway.
         warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
     from torchtitan.distributed.utils import set_spmd_backend
 
     set_spmd_backend("partial_dtensor")
 
 
-# What torch imports to activate them (torch/nn/attention/_fa3.py and _fa4.py); neither comes with torch or vLLM.
+# Modules that torch imports to activate FA3 and FA4 (torch/nn/attention/_fa3.py, _fa4.py); neither torch nor vLLM
+# brings these modules.
 _FLASH_ATTENTION_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
 
 
 def _if_installed(choose: Callable[[], str | None]) -> Callable[[], str | None]:
-    """torchtitan's choice of FlashAttention by GPU (3 on Hopper, 4 on Blackwell); None, torch's own FlashAttention 2,
-    where the chosen one's module cannot be found."""
+    """Wraps torchtitan's choice of FlashAttention by GPU (3 on Hopper, 4 on Blackwell). The wrapped function returns
+    None, torch's own FlashAttention 2, when the module of the chosen version is missing."""
 
     @functools.wraps(choose)
     def installed() -> str | None:
@@ -87,7 +90,7 @@ def _if_installed(choose: Callable[[], str | None]) -> Callable[[], str | None]:
 
 
 def _can_import(module: str) -> bool:
-    """Whether a module is there. Its parent packages are imported for it; one that cannot be counts as missing."""
+    """Whether a module is installed. Imports the module's parent packages; a failing parent counts as missing."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:
@@ -100,8 +103,8 @@ def _log_once(message: str) -> None:
 
 
 def configure_monarch() -> None:
-    """How long a process or host may be silent: 8 s. Monarch's default is 30 s and more, and now and then Monarch hears
-    of a death no other way."""
+    """Declares a process or host dead after 8 s of silence. Monarch's default is 30 s and more, and silence is
+    sometimes the only sign of a death that Monarch gets."""
     from monarch.config import configure
 
     configure(get_actor_state_max_idle="8s", get_proc_state_max_idle="8s")
@@ -123,5 +126,5 @@ def _as_async(method):
         return method(self, *args, **kwargs)
 
     call.__name__ = method.__name__
-    call._made_async = True  # type: ignore[attr-defined]  # a mark, so that no method is wrapped twice
+    call._made_async = True  # type: ignore[attr-defined]  # marks the method, so that no second call wraps it
     return call

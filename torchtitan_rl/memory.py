@@ -1,8 +1,8 @@
-"""How much memory a run needs on its devices, by arithmetic.
+"""Memory that a run needs on each device, by arithmetic.
 
-Every term is a formula of shapes, dtypes and settings, except three that are allowances and named so. Terms of
-parameters, gradients, optimizer and activations are compared with real tensors in tests/unit/test_memory.py; nothing
-here has been compared with a GPU yet.
+Every term is a formula of shapes, dtypes and settings, except three constants named as allowances.
+tests/unit/test_memory.py compares the terms of parameters, gradients, optimizer and activations with real tensors. No
+term has been compared with a GPU yet.
 
 Letters: T tokens of a microbatch, V vocabulary, D hidden size, Q and K sizes of all query heads and of all key heads, F
 inner size of the feed-forward.
@@ -34,13 +34,13 @@ __all__ = [
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 PROCESS_BYTES = 2**30
-"""Allowance for what a process on a GPU holds besides tensors, offloaded or not: CUDA context and kernels, cuBLAS's
-workspaces, NCCL's buffers."""
+"""Allowance for a GPU process's memory besides tensors, which offloading does not free: CUDA context and kernels,
+cuBLAS's workspaces, NCCL's buffers."""
 GRAPHS_BYTES = 2**30
-"""Allowance for a generator's CUDA graphs, which stay when it sleeps."""
+"""Allowance for a generator's CUDA graphs, which stay on the device while the generator sleeps."""
 FRAGMENTATION = 0.05
-"""Allowance for what torch's caching allocator reserves beyond what it has handed out; not of the KV cache, which is
-allocated once."""
+"""Allowance for memory that torch's caching allocator reserves beyond tensors, as a fraction of the tensors' bytes. The
+KV cache is allocated once and left out."""
 
 
 def num_adapter_parameters(lora: LoRAConfig, shape: Qwen3Shape) -> int:
@@ -60,12 +60,16 @@ def num_adapter_parameters(lora: LoRAConfig, shape: Qwen3Shape) -> int:
 def layer_activations(shape: Qwen3Shape, checkpoint: Literal["none", "selective", "full"]) -> int:
     """Numbers per token, in the compute dtype, that one layer keeps from forward to backward.
 
-    full: the layer's input. selective (torchtitan's `SelectiveAC`): the input, attention's output and every second
-    matrix product's: those of query, key and value, of the gate, and of the feed-forward's last; of experts, whose
-    grouped products it recomputes, what an all-to-all brought and took. none: per norm its input, the normalised and
-    the scaled (three D, twice); heads before and after their norm and their rotation (2 Q + 2 K); attention's own dense
-    copies of query, key, value, its output there and packed (3 Q + 2 K); gate, its SiLU, up, and their product (4 F);
-    cosines and sines in float32. Fused norms and variable-length attention of CUDA keep 2 D + Q less.
+    full: the layer's input.
+
+    selective (torchtitan's `SelectiveAC`): the layer's input, attention's output, and the output of every second matrix
+    product: query-key-value, gate, and the feed-forward's last. `SelectiveAC` recomputes the grouped products of
+    experts: instead the layer keeps the rows that all-to-alls bring to the experts and take back (2 D per expert).
+
+    none: for each of two norms the input, the normalised and the scaled states (3 D each); heads before and after
+    norm and rotation (2 Q + 2 K); attention's dense copies of query, key and value, and attention's output dense and
+    packed (3 Q + 2 K); gate, SiLU of the gate, up, and the product of SiLU and up (4 F); cosines and sines in float32.
+    CUDA's fused norms and variable-length attention keep 2 D + Q less.
     """
     dim, ffn = shape.dim, shape.hidden_dim
     heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
@@ -74,7 +78,7 @@ def layer_activations(shape: Qwen3Shape, checkpoint: Literal["none", "selective"
         return dim
     if checkpoint == "selective":
         return dim + 2 * heads + 2 * kv_heads + (dim + ffn if experts is None else 2 * experts.top_k * dim)
-    # Each expert a token goes to takes its own, with the token's copy on the way in and on the way out.
+    # Each of a token's `top_k` experts keeps 4 F, and copies of the token on the way in and on the way out (4 D).
     feed_forward = 4 * ffn if experts is None else experts.top_k * (4 * ffn + 4 * dim)
     return 6 * dim + 5 * heads + 4 * kv_heads + feed_forward + 4 * shape.head_dim
 
@@ -82,20 +86,21 @@ def layer_activations(shape: Qwen3Shape, checkpoint: Literal["none", "selective"
 def trainer_parts(
     config: TrainerConfig, shape: Qwen3Shape, *, trains: bool = True, device: str = "cuda"
 ) -> dict[str, int]:
-    """Bytes of one trainer rank: `parameters`, `gradients`, `optimizer` as their shards stay between operations;
-    `working`, the most that a forward and backward hold besides; `step`, the same of an optimizer step.
+    """Bytes of one trainer rank. `parameters`, `gradients`, `optimizer`: the shards that stay between operations.
+    `working`: the most that a forward and backward hold besides the shards. `step`: the most that an optimizer step
+    holds besides the shards.
 
-    `trains=False`: a role that is only scored. `working` is the largest of three moments, after torch's FSDP2 (all
+    `trains=False`: a role that only scores. `working` is the largest of three moments, after torch's FSDP2 (all
     parameters of a group in the compute dtype, gradients reduced in float32) and `model/logprobs.py`:
 
-    - at the head: all activations, a chunk's logits, their exponentials and the chunk before (three in float32, one in
-      the compute dtype), the head's gradient in float32 and in the compute dtype;
-    - in a layer: all activations, those of one layer again as they are recomputed, as many gradients of them, the
-      layer's gradients before and after they are reduced, the head's gradient;
-    - at the embedding: its gradient and the tied head's, and their sum before and after it is reduced.
+    - at the head: all activations, a chunk's logits, exponentials of logits and the chunk before (three in float32, one
+      in the compute dtype), the head's gradient in float32 and in the compute dtype;
+    - in a layer: all activations, one layer's recomputed activations, the gradients of one layer's activations, the
+      layer's gradients before and after reduction, the head's gradient;
+    - at the embedding: the gradients of embedding and tied head, and the sum of both before and after reduction.
 
-    To each come the gathered parameters of the embedding, the head and two layers. `step` is what AdamW's foreach
-    implementation needs by torch's documentation, the parameters' size; the fused one needs nothing.
+    The gathered parameters of the embedding, the head and two layers add to each moment. `step` is the need of AdamW's
+    foreach implementation by torch's documentation, the parameters' size; the fused implementation needs nothing.
     """
     parallel, training = config.parallelism, config.training
     tensor_parallel = parallel.tensor_parallel_degree
@@ -121,7 +126,7 @@ def trainer_parts(
     kept = shape.n_layers * layer_activations(shape, config.activation_checkpoint) + 3 * shape.dim
     activations = tokens * compute * kept // tensor_parallel
     recomputed = per_layer * (1 if config.activation_checkpoint == "none" else 2)
-    # A frozen base has no gradients of its size.
+    # A frozen base has no gradients.
     head, reduced_layer, reduced_table = (
         (table * (4 + compute), layer * (compute + 8), tables * (2 * compute + 8)) if config.lora is None else (0, 0, 0)
     )
@@ -141,7 +146,7 @@ def trainer_parts(
 
 def generator_parts(config: GeneratorConfig, shape: Qwen3Shape) -> dict[str, int]:
     """Bytes of one generator rank: `weights` (embedding and head whole on every rank), `kv_cache`, and `working`: one
-    layer's activations of an iteration's tokens, and three times the float32 logits of the sequences that are sampled.
+    layer's activations of an engine step's tokens, and three times the float32 logits of the sampled sequences.
     """
     dtype, tensor_parallel = _BYTES[config.dtype], config.tensor_parallel_degree
     tables = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
@@ -159,7 +164,7 @@ def generator_parts(config: GeneratorConfig, shape: Qwen3Shape) -> dict[str, int
 
 
 def run_parts(config: RunConfig, device: str = "cuda") -> dict[str, dict[str, int]]:
-    """The parts of one rank of every role, by role; `generator` is one of a replica's ranks."""
+    """Bytes by role and part, for one rank of every role; `generator` is one rank of one replica."""
     return {
         role: trainer_parts(trainer, resolve_shape(model), trains=role in ("policy", "critic"), device=device)
         for role, (trainer, model) in config.trainers().items()
@@ -167,11 +172,11 @@ def run_parts(config: RunConfig, device: str = "cuda") -> dict[str, dict[str, in
 
 
 def gpu_bytes(config: RunConfig, roles: Iterable[str], parts: dict[str, dict[str, int]] | None = None) -> int:
-    """The most that these meshes (`policy`, `generator-0`, ...), one rank of each, hold on one GPU at the same time.
+    """The most bytes that one rank of each mesh in `roles` (`policy`, `generator-0`, ...) hold at once on one GPU.
 
-    Roles that `roles.colocation` names take turns (`dispatch/placement.py`): the largest of them counts, or the
-    generators' weights beside the policy's parameters as they are pulled. The others are all there at once. Processes,
-    CUDA graphs and fragmentation come on top, at the sizes allowed for them. `parts`: those of `run_parts`.
+    Roles that `roles.colocation` names take turns (`dispatch/placement.py`): the largest turn counts. A pull is a turn
+    too, with the generators' weights beside the policy's parameters. Other roles stay on the GPU all the time. The
+    allowances for processes, CUDA graphs and fragmentation come on top. `parts`: the result of `run_parts`.
     """
     parts, roles = parts or run_parts(config), list(roles)
     sharing = COLOCATION[config.roles.colocation]
@@ -216,8 +221,8 @@ def _trainer_peak(parts: dict[str, int], *, optimizer_away: bool) -> int:
 
 
 def _optimizer_is_away(config: RunConfig) -> bool:
-    """Whether the optimizer is in host memory during every forward and backward of the policy: the generators take the
-    device after each of its steps. A warm start and further minibatches of a batch find it on the device."""
+    """Whether the optimizer is in host memory during every forward and backward of the policy, because the generators
+    take the device after each policy step. A warm start and later minibatches find the optimizer on the device."""
     return (
         config.roles.colocation == "all" and config.algorithm.steps_per_batch == 1 and config.supervised.num_steps == 0
     )

@@ -30,7 +30,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it by a no-op
+_set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces torch.set_num_threads by a no-op
 
 
 def device_type() -> Literal["cpu", "cuda"]:
@@ -38,7 +38,7 @@ def device_type() -> Literal["cpu", "cuda"]:
 
 
 def local_device(local_rank: int) -> torch.device:
-    """This process's device; on CUDA it also becomes the current one."""
+    """This process's device; on CUDA also makes the device current."""
     if device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -51,20 +51,21 @@ def distributed_backend() -> str:
 
 
 def attention_backend(compute_dtype: str) -> Literal["sdpa", "varlen"]:
-    """Training attention over packed documents: FlashAttention's variable-length kernel exists on CUDA only, and
-    torchtitan gives it bfloat16 whatever the model computes in."""
+    """Training attention over packed documents. FlashAttention's variable-length kernel exists on CUDA only, and
+    torchtitan casts the kernel's inputs to bfloat16 whatever the model's compute dtype."""
     return "varlen" if device_type() == "cuda" and compute_dtype == "bfloat16" else "sdpa"
 
 
 def needs_whole_heads(query: torch.Tensor) -> bool:
-    """Whether torch has no fused attention for heads that share keys and values: in float32 on CUDA. FlashAttention is
-    for 16 bits, the memory-efficient kernel wants as many key heads as query heads, and what is left keeps a score for
-    every pair of tokens."""
+    """Whether torch has no fused attention for query heads that share key and value heads: in float32 on CUDA.
+
+    FlashAttention needs 16 bits, the memory-efficient kernel needs as many key heads as query heads, and the remaining
+    kernel keeps a score for every pair of tokens."""
     return query.is_cuda and query.dtype == torch.float32
 
 
 def can_sleep() -> bool:
-    """Whether vLLM can take weights and KV cache off the device; on a CPU it only warns."""
+    """Whether vLLM can free weights and KV cache on the device; on a CPU vLLM only warns."""
     return device_type() == "cuda"
 
 
@@ -76,15 +77,16 @@ def has_float8() -> bool:
 
 
 def grouped_mm_multiple(dtype: str) -> int:
-    """Rows of the experts' matrices must be a multiple of this: the kernel wants strides of 16 bytes."""
+    """The row length of the experts' matrices must be a multiple of this number: the kernel needs strides of 16
+    bytes."""
     return 16 // getattr(torch, dtype).itemsize
 
 
 def missing_grouped_mm(dtype: str) -> str:
-    """Why experts cannot be multiplied on this machine; empty when they can.
+    """Why this machine cannot multiply experts' matrices; empty when the machine can.
 
-    A CPU is asked to do it, forward and backward. A GPU is judged by its compute capability: a kernel would leave
-    memory allocated on it for as long as this process lives, which needs none.
+    On a CPU the check runs a small product, forward and backward. On a GPU the check reads the compute capability: a
+    kernel would keep GPU memory allocated for the life of this process, which otherwise needs none.
     """
     if device_type() == "cuda":
         capability = torch.cuda.get_device_capability()
@@ -111,15 +113,15 @@ def missing_grouped_mm(dtype: str) -> str:
 
 def experts_ask_the_host(dtype: str) -> bool:
     """Whether torch's grouped matrix product reads each expert's number of rows on the host, which no CUDA graph can
-    capture: on CUDA it does unless a kernel of CUTLASS's serves, for bfloat16 on Hopper and Blackwell."""
+    capture. On CUDA only CUTLASS's kernel, for bfloat16 on Hopper and Blackwell, does without the read."""
     if device_type() == "cpu":
         return False
     return dtype != "bfloat16" or torch.cuda.get_device_capability()[0] not in (9, 10)
 
 
 def logprob_chunk_bytes(mib: int, device: str | None = None) -> int:
-    """What a `logprob_chunk_mib` stands for: bytes of float32 logits in one chunk; 0 is the device's own number, this
-    machine's unless another (`"cpu"` or `"cuda"`) is named."""
+    """Bytes of float32 logits in one chunk for a `logprob_chunk_mib`; 0 MiB stands for the default of `device`
+    (`"cpu"` or `"cuda"`; None: this machine's device)."""
     return (mib or (512 if (device or device_type()) == "cuda" else 128)) * 2**20
 
 
@@ -128,15 +130,17 @@ def num_cores() -> int:
 
 
 def set_threads(num_threads: int) -> int:
-    """Threads of this process's CPU operators; 0 means every core it may use. Returns the number set."""
+    """Sets the threads of this process's CPU operators; 0 means every core the process may use. Returns the number."""
     num_threads = num_threads or num_cores()
     _set_num_threads(num_threads)
     return num_threads
 
 
 def adapt_parallel_model(model: torch.nn.Module) -> None:
-    """After `parallelize`: gloo has no pre-multiplied sum, so FSDP must reduce with a plain one. And attention on a CPU
-    depends on how documents fall into buckets: torchtitan's whole-block compile would give up at the ninth pattern."""
+    """Adapts a model to a CPU after `parallelize`.
+
+    gloo has no pre-multiplied sum, so FSDP must reduce with a plain sum. Attention on a CPU compiles once per pattern
+    of buckets, and torchtitan's whole-block compile would give up at the ninth pattern."""
     from torch._dynamo import config as dynamo
     from torch.distributed.fsdp import FSDPModule
 
@@ -148,8 +152,8 @@ def adapt_parallel_model(model: torch.nn.Module) -> None:
 
 
 def pin(buffer: torch.Tensor) -> None:
-    """Fixes the pages under a host buffer for CUDA, so that the device reads and writes them itself, without a copy in
-    between and without waiting; on a CPU nothing. Where CUDA refuses, copies stay right and are slower: a warning."""
+    """Pins the pages of a host buffer for CUDA, so that copies need no intermediate buffer and run asynchronously.
+    Without CUDA does nothing. When CUDA refuses, logs a warning: copies stay correct and are slower."""
     if device_type() == "cpu" or not buffer.numel():
         return
     error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), _PORTABLE))
@@ -164,7 +168,7 @@ def pin(buffer: torch.Tensor) -> None:
 
 
 def unpin(buffer: torch.Tensor) -> None:
-    """Undoes `pin`; to be called before the buffer's memory is given back."""
+    """Undoes `pin`; call before the buffer's memory is freed."""
     if buffer.data_ptr() in _pinned:
         _pinned.remove(buffer.data_ptr())
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
@@ -175,7 +179,7 @@ _pinned: set[int] = set()  # addresses
 
 
 def to_device(tensors, device: torch.device):
-    """Tensors of a nested dict, moved; a no-op on CPU."""
+    """Moves a tensor, or the tensors of a nested dict, to the device; a no-op on CPU."""
     if isinstance(tensors, dict):
         return {name: to_device(value, device) for name, value in tensors.items()}
     return tensors.to(device, non_blocking=True)

@@ -1,8 +1,7 @@
 """The data that flows through a run, from a task to an optimizer step.
 
-Shape letters used in this package: T tokens of one sequence or of one packed microbatch, G rollouts of
-a group, B batch, L sequence length, V vocabulary, D hidden size, N heads, H head size, K targets or likeliest tokens of
-one position.
+Shape letters of this package: T tokens of one sequence or of one packed microbatch, G rollouts of a group, B batch,
+L sequence length, V vocabulary, D hidden size, N heads, H head size, K targets or likeliest tokens of one position.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ __all__ = [
 
 @dataclass(kw_only=True, slots=True)
 class Task:
-    """One problem to be attempted.
+    """One problem to attempt.
 
     Example: `Task(id="sort/train/17", prompt="cab=", answer="abc")`.
     """
 
     id: str
-    """Unique within a run; rollout records refer to it."""
+    """Unique within a run; rollout records refer to tasks by id."""
     prompt: str | list[dict[str, str]]
     """Text, or chat messages for the tokenizer's chat template."""
     answer: Any = None
-    """Whatever the reward needs to judge a completion; never shown to the policy."""
+    """The reward's reference for judging a completion; the policy never sees the answer."""
     demonstration: str | list[str] | None = None
-    """A completion to imitate in the supervised phase; a list is played in the task's environment, a turn each."""
+    """A completion to imitate in the supervised phase; a list has one completion per turn in the task's environment."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,38 +59,38 @@ class SamplingParams:
     top_k: int = 0
     """0 keeps every token."""
     seed: int | None = None
-    """The same seed, prompt and weights give the same tokens; on a GPU only in the same batch, because kernels there
-    round by how many tokens they work on."""
+    """Equal seed, prompt and weights give equal tokens. On a GPU only within equal batches: rounding in GPU kernels
+    depends on the number of tokens in a batch."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Generation ends after one of these (it is kept in the completion); the end-of-sequence token is always one."""
+    """Tokens that end generation, besides the end-of-sequence token; the completion keeps the stop token."""
     stop: list[str] = field(default_factory=list)
-    """Generation ends once the decoded text holds one of these."""
+    """Strings that end generation once the decoded text holds one."""
     ignore_eos: bool = False
 
 
 @dataclass(slots=True)
 class Request:
-    """One prompt to complete, or with `params=None` to score."""
+    """One prompt to complete, or to score when `params` is None."""
 
     tokens: list[int]
     params: SamplingParams | None
     top_k: int = 0
-    """Of a prompt to score: how many of the likeliest tokens to score at each position; 0: the prompt's own."""
+    """For scoring: the number of likeliest tokens to score at each position; 0 scores the prompt's tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """What a generator returned for one prompt; lists have one entry per sampled token."""
+    """The tokens that a generator sampled after one prompt; lists have one entry per sampled token."""
 
     tokens: list[int]
     logprobs: list[float]
-    """Log-probability of each token under the distribution it was sampled from (after temperature)."""
+    """Sampling log-probability of each token: under the sampling distribution, after temperature."""
     policy_versions: list[int]
     """The policy version that sampled each token."""
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
     filtered: bool = False
-    """Sampled with top-k or top-p: from another distribution than the trainer's, so it is refused for training."""
+    """Sampled with top-k or top-p, thus not from the trainer's distribution; training refuses the completion."""
 
     @property
     def truncated(self) -> bool:
@@ -100,19 +99,20 @@ class Completion:
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    """One exchange: the tokens the policy saw and the completion it gave."""
+    """One prompt with its completion."""
 
     prompt_tokens: list[int]
     completion: Completion
     reward: float | None = None
-    """What this turn earned; the last turn's counts for the rollout where the rollout itself has none."""
+    """The turn's reward; the last turn's reward stands in for a missing rollout reward."""
     advantages: float | Sequence[float] | None = None
-    """Precomputed: one number, or one per sampled token (list, tuple, array, tensor); see algorithm/precomputed.py."""
+    """Precomputed advantages: one number, or one per sampled token (list, tuple, array, tensor); see
+    algorithm/precomputed.py."""
     advantages_version: int | None = None
-    """The policy version `advantages` were computed for; None: the newest that sampled this turn."""
+    """The policy version of the precomputed advantages; None: the newest version that sampled a token of the turn."""
     soft_targets: tuple[torch.Tensor, torch.Tensor] | None = None
-    """For each of n sampled tokens, K tokens to learn in its place (n, K) and the weight of each (n, K), such as a
-    teacher's probability; a cross-entropy on them is added to the loss."""
+    """For each of n sampled tokens, K alternative tokens (n, K) and the weight of each alternative (n, K), such as a
+    teacher's probability. The loss gets a cross-entropy on the alternatives."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,29 +123,29 @@ class Rollout:
     task: Task
     turns: list[Turn]
     reward: float | None = None
-    """Of the whole attempt; None: what its last turn earned, see `algorithm.grouping.fill_rewards`."""
+    """Reward of the whole attempt; None takes the last turn's reward, see `algorithm.grouping.fill_rewards`."""
     text: str = ""
-    """What the policy said, decoded, for records and people; of several turns, observations too."""
+    """The decoded completions, for records and people; with several turns, the observations too."""
     group: str = ""
-    """The id of the group that it was rolled out in, which names its draw; a rollout of a hook's own may have none."""
+    """Id of the rollout's group, which names the draw; may be empty for a rollout that a hook made."""
     role: str = "policy"
-    """Who the policy played; rollouts of different roles are not compared with each other."""
+    """The role that the policy played; rollouts of different roles are not compared with each other."""
     masked: bool = False
-    """Its reward counts among its siblings', its tokens do not train."""
+    """The reward of a masked rollout counts among the group's rewards, but the rollout's tokens do not train."""
     end_reason: str = ""
-    """What ended a rollout in an environment: `"done"`, or the limit `"turns"`, `"tokens"` or `"time"`."""
+    """Why a rollout in an environment ended: `"done"`, or the limit `"turns"`, `"tokens"` or `"time"`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutGroup:
-    """Siblings: rollouts whose rewards are compared with each other, of one task and role unless a hook groups them."""
+    """Rollouts whose rewards are compared with each other: of one task and role, unless a grouping hook decides."""
 
     id: str
     rollouts: list[Rollout]
     advantages: list[float] | None = None
-    """One per rollout once an estimator has run; the mean over its tokens where they were precomputed."""
+    """One advantage per rollout, from an estimator; the mean over a rollout's tokens for precomputed advantages."""
     precomputed: bool = False
-    """Whether `advantages` came with the turns and no estimator has run."""
+    """Whether `advantages` are the turns' precomputed advantages, not an estimator's."""
 
     @property
     def rewards(self) -> list[float]:
@@ -157,28 +157,29 @@ class Datum:
     """One training sequence: predict `target_tokens[t]` after reading `tokens[:t+1]`.
 
     Every tensor in `loss_inputs` is float32 with as many rows T as `tokens` has entries: (T,), or (T, n) where a loss
-    reads several numbers of a position. Two keys are universal: `weights` (how much a token counts in the token sum the
-    loss returns; this is where reductions live) and `loss_mask` (T,) (1 where the policy produced the target). Losses
-    of the policy-gradient family also read `advantages` and `sampling_logprobs`.
+    reads several numbers of a position. Two keys are universal: `weights` (how much a token counts in the token sum
+    that a loss returns; a reduction writes `weights`) and `loss_mask` (T,) (1 where the policy sampled the target).
+    Losses of the policy-gradient family also read `advantages` and `sampling_logprobs`.
 
-    Distillation: `target_tokens` may be (T, K), several tokens to score at each position, and `weights` with them; and
-    `teacher_hidden` (T, D), a teacher's hidden states, makes the policy compute its KL to that teacher.
+    Distillation: `target_tokens` may be (T, K), several tokens to score at each position; `weights` may then be (T, K).
+    `teacher_hidden` (T, D), a teacher's hidden states, makes the policy compute the KL to the teacher.
 
     Example::
 
         Datum(tokens=torch.tensor([5, 9, 7]), target_tokens=torch.tensor([9, 7, 2]),
               loss_inputs={"weights": torch.tensor([0., .5, .5]), "loss_mask": torch.tensor([0., 1., 1.])})
 
-    Raises ValueError when lengths differ, when it is empty, when a tensor of it is not finite, or has another shape.
+    Raises ValueError for tensors of different lengths, for no tokens, and for a tensor that is not finite or has
+    another shape.
     """
 
     tokens: torch.Tensor
     target_tokens: torch.Tensor
     loss_inputs: dict[str, torch.Tensor]
     group: int = 0
-    """Which group of the batch it came from: minibatches keep groups whole, and some reductions average over them."""
+    """Index of the datum's group in the batch: minibatches keep groups whole, some reductions average over groups."""
     rollout: int = 0
-    """Which rollout of the batch it came from; one whose turns do not extend each other gives several datums."""
+    """Index of the datum's rollout in the batch; a rollout whose turns do not extend each other has several datums."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -214,20 +215,20 @@ class Datum:
 
 @dataclass(kw_only=True, slots=True)
 class LossInputs:
-    """What a loss function sees of one microbatch; every tensor is (T,) unless it says otherwise. A policy fills the
-    first two, a critic the third, distillation from a whole distribution the fourth."""
+    """A loss function's view of one microbatch; a tensor is (T,) unless the field says otherwise. A policy fills
+    `policy_logprobs` and `entropy`, a critic `predicted_values`, distillation from whole distributions `teacher_kl`."""
 
     policy_logprobs: torch.Tensor | None = None
-    """Log-probability of each target under the policy being trained, (T,) or (T, K) as they are; carries gradient."""
+    """Log-probability of each target under the policy, (T,) or (T, K) in the targets' shape; carries gradient."""
     entropy: torch.Tensor | None = None
     """Entropy of the policy's distribution at each token; carries gradient."""
     predicted_values: torch.Tensor | None = None
-    """The critic's value of each position: the return it expects from here on; carries gradient."""
+    """The critic's value of each position, the expected return from the position on; carries gradient."""
     teacher_kl: torch.Tensor | None = None
-    """KL(policy || teacher) over the whole vocabulary at each position, at the call's temperature, where the data carry
+    """KL(policy || teacher) over the whole vocabulary at each position, at the call's temperature; for data with
     `teacher_hidden`; carries gradient."""
     datum: torch.Tensor
-    """Which datum (0, 1, ...) of the microbatch each token belongs to."""
+    """Index (0, 1, ...) in the microbatch of each token's datum."""
     num_datums: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The datums' `loss_inputs`, packed: (T,) or (T, n)."""
@@ -263,18 +264,18 @@ class Accumulated:
     """One rank's share of a `forward_backward` call."""
 
     rows: dict[str, list[torch.Tensor]]
-    """By what they are (`policy_logprobs`, a critic's `predicted_values`, whatever else was asked for): per datum, in
-    the order of the microbatches."""
+    """By the output's name (`policy_logprobs`, a critic's `predicted_values`, `top_tokens`, ...): one tensor per datum,
+    in the order of the microbatches."""
     loss: float
     sums: dict[str, float]
     """Metric sums over tokens; names ending in `_max` are maxima."""
     interval: tuple[float, float] = (0.0, 0.0)
-    """When this rank began and ended, in seconds since the epoch."""
+    """Start and end on this rank, in seconds since the epoch."""
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimParams:
-    """Optimizer parameters of one step; None keeps what `PolicyTrainer.Config.optimizer` says."""
+    """Optimizer parameters of one step; None takes the trainer config's value."""
 
     lr: float | None = None
     betas: tuple[float, float] | None = None
@@ -285,10 +286,10 @@ class OptimParams:
 
 @dataclass(kw_only=True, slots=True)
 class ForwardBackwardOutput:
-    """What one `forward_backward` call did, in the order of the data it was given."""
+    """The result of one `forward_backward` call; lists follow the order of the call's data."""
 
     policy_logprobs: list[torch.Tensor]
-    """Per datum, float32 (T,) or (T, K) as its targets are: this role's log-probability of every target; empty for a
+    """Per datum, float32 (T,) or (T, K) in the targets' shape: the role's log-probability of every target; empty for a
     critic."""
     values: list[torch.Tensor]
     """Per datum, float32 of length T: a critic's value of every position; empty for other roles."""
@@ -297,21 +298,21 @@ class ForwardBackwardOutput:
     num_tokens: int
     """Targets with a non-zero loss mask."""
     metrics: dict[str, float]
-    """Means and maxima over those tokens, under the names of `metrics.py`."""
+    """Means and maxima over the `num_tokens` targets, under the names of `metrics.py`."""
     interval: tuple[float, float]
-    """When the first rank began and the last one ended, in seconds since the epoch of the workers' clocks."""
+    """First rank's start and last rank's end, in seconds since the epoch of the workers' clocks."""
     top_tokens: list[torch.Tensor] = field(default_factory=list)
-    """Per datum, int64 (T, top_k): the likeliest tokens at each position, best first; empty unless asked for."""
+    """Per datum, int64 (T, top_k): the likeliest tokens at each position, best first; empty without `top_k`."""
     top_logprobs: list[torch.Tensor] = field(default_factory=list)
-    """Per datum, float32 (T, top_k): their log-probabilities over the whole vocabulary; empty unless asked for."""
+    """Per datum, float32 (T, top_k): log-probabilities of `top_tokens` over the whole vocabulary; empty without
+    `top_k`."""
     hidden: list[torch.Tensor] = field(default_factory=list)
-    """Per datum, (T, D) in the role's compute dtype: the states that enter its head, after the last norm; empty unless
-    asked for."""
+    """Per datum, (T, D) in the role's compute dtype: the head's input, after the last norm; empty unless requested."""
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimStepOutput:
-    """What one `optim_step` did."""
+    """The result of one `optim_step`."""
 
     grad_norm: float
     """L2 norm of the accumulated gradient before clipping."""
@@ -319,4 +320,4 @@ class OptimStepOutput:
     policy_version: int
     """Version after the step: one more than before unless `skipped`."""
     skipped: bool
-    """The gradient was not finite: it was dropped and the parameters are unchanged."""
+    """True when the gradient was not finite: the parameters are unchanged and the gradient is dropped."""

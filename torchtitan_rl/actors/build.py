@@ -1,4 +1,4 @@
-"""From a trainer's config to a model that is sharded, initialised, and has an optimizer."""
+"""Builds a sharded, initialised model and an optimizer from a trainer's config."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full":
 
 @dataclass(kw_only=True, slots=True)
 class BuiltModel:
-    """A model on its mesh, and what is needed to speak of it elsewhere."""
+    """A sharded model, and the spec, shape and state-dict adapter that publications and exports need."""
 
     model: torch.nn.Module
     spec: ModelSpec
     shape: Qwen3Shape
     adapter: Any
-    """torchtitan's state-dict adapter: its names and Hugging Face's."""
+    """torchtitan's state-dict adapter, which translates between torchtitan's and Hugging Face's names."""
 
 
 def build_model(
@@ -49,7 +49,7 @@ def build_model(
     device: torch.device,
     dump_dir: str,
 ) -> BuiltModel:
-    """Spec, converters, sharding by torchtitan's canonical plan, weights from files or from the seed."""
+    """Builds spec and converters, shards by torchtitan's canonical plan, takes weights from files or the seed."""
     spec = build_spec(model_config)
     shape = shape_of(spec.model)
     validate_converter_order(config.converters)
@@ -99,7 +99,7 @@ def build_model(
 
 
 def build_optimizers(config: TrainerConfig, spec: ModelSpec, model: torch.nn.Module, parallel_dims):
-    """torchtitan's AdamW container, with what the spec and the config register on it."""
+    """torchtitan's AdamW container, with the hooks that the spec and the config register."""
     optimizer = config.optimizer
     container = default_adamw(
         lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
@@ -115,7 +115,7 @@ def build_optimizers(config: TrainerConfig, spec: ModelSpec, model: torch.nn.Mod
 def _draw(base, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Random weights that do not depend on the layout: each rank draws the whole model.
 
-    `base` is the model's config without adapters: what a seed draws does not depend on them either.
+    `base` is the model's config without adapters, so a seed draws the same base weights with and without LoRA.
     """
     torch.manual_seed(seed)
     with set_default_dtype(dtype):
@@ -125,9 +125,11 @@ def _draw(base, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _stay_tied(model) -> None:
-    """Tensor parallelism replaces parameters module by module, which unties the head from the embedding; torchtitan
-    ties them again when it initialises. By then FSDP would hold two buffers for the one parameter and, where a shard
-    is padded, go on reading the one that the optimizer does not write. So they are tied again in between."""
+    """Ties head and embedding again between tensor parallelism and FSDP.
+
+    Tensor parallelism replaces parameters module by module, which unties the head from the embedding. torchtitan ties
+    both again only at initialisation. By then FSDP would hold two buffers for one parameter and, with a padded shard,
+    go on reading the buffer that the optimizer does not write."""
     cut = model.parallelize
 
     def parallelize(parallel_dims) -> None:

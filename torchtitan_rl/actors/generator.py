@@ -1,4 +1,4 @@
-"""The generator actor: endpoints as doorways to a `GeneratorRank`, which is imported in the actor's process only."""
+"""The generator actor. Endpoints delegate to a `GeneratorRank`, which only the actor's process imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Generator"]
 
 
 class Generator(Actor):
-    """One rank of a replica; see `GeneratorRank`. Calls overlap."""
+    """One rank of a replica; see `GeneratorRank`. Endpoint calls overlap."""
 
     Config = GeneratorConfig
 
@@ -31,14 +31,14 @@ class Generator(Actor):
         store_name: str,
         sleeps: bool = False,
     ):
-        """`sleeps`: it shares its devices with trainers, and gives them up when told to."""
+        """`sleeps`: the generator shares devices with trainers; `sleep` frees the devices."""
         self.sleeps = sleeps
         self.config, self.model_dir, self.role, self.seed = config, model_dir, role, seed
         self.log_dir, self.store_name = log_dir, store_name
 
     @concurrent_endpoint
     async def setup(self) -> None:
-        """Starts the engine; it holds random weights until the first `load`."""
+        """Starts the engine, with random weights until the first `load`."""
         rank, world_size = int(os.environ.get("RANK", 0)), self.config.tensor_parallel_degree
         threads = self.config.num_threads or max(1, platform.num_cores() // world_size)
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
@@ -92,6 +92,6 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def abort(self) -> None:
-        """Ends this process at once, for a replica that is out of use: a rank that waits for a dead one spins."""
+        """Ends this process at once, for a replica out of use: a rank that waits for a dead rank would spin."""
         logging.shutdown()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""What one generator rank holds and does, without actors: an engine, and the weights on their way into it."""
+"""One generator rank without actors: an engine, and the fetching of weights for the engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class GeneratorRank:
-    """A vLLM engine on its thread. Calls overlap: requests of all callers are batched continuously.
+    """A vLLM engine on a thread. Calls overlap: requests of all callers are batched continuously.
 
-    With tensor parallelism only rank 0 is asked to sample or score; `fetch` goes to every rank.
+    With tensor parallelism only rank 0 gets requests to sample or score; every rank gets `fetch`.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class GeneratorRank:
         *,
         sleeps: bool = False,
     ):
-        """`sleeps`: it shares its devices with trainers, and gives them up when told to."""
+        """`sleeps`: the engine shares devices with trainers; `sleep` frees the devices."""
         self.store = store
         self.engine = Engine(config, model_dir, seed, rank, sleeps=sleeps)
 
     async def start(self, num_threads: int) -> None:
-        """Builds the engine; it holds random weights until the first `load`."""
+        """Builds the engine, with random weights until the first `load`."""
         self.engine.start()
         await asyncio.wrap_future(self.engine.ready)
-        platform.set_threads(num_threads)  # vLLM's worker sets its own number
+        platform.set_threads(num_threads)  # vLLM's worker has set another number
         logger.info(
             "engine ready: %s, vLLM's model runner %s, threads %d",
             type(self.engine.model).__name__,
@@ -56,17 +56,17 @@ class GeneratorRank:
     async def sample(self, requests: list[Request]) -> list[Completion | list[float] | tuple | ValueError]:
         """Completions (or log-probabilities, where `params` is None) in the order of the requests.
 
-        A request that is itself at fault gets its ValueError in its place; anything wrong with the engine is raised.
+        An invalid request gets a ValueError in place of an answer. An error of the engine is raised.
         """
         futures = [asyncio.wrap_future(future) for future in self.engine.submit(requests)]
         answers = await asyncio.gather(*futures, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
                 raise answer
-        return answers  # type: ignore[return-value]  # what may not be returned was raised
+        return answers  # type: ignore[return-value]  # the loop raised every other type
 
     async def fetch(self, version: int, verify: bool) -> None:
-        """Gets a version from the store and checks that it is what this model takes."""
+        """Stages a version from the store. Raises RuntimeError for tensors that do not fit this model."""
         manifest, payload = await self.store.fetch(version, verify=verify)
         difference = layout.explain_difference(manifest.entries, self.engine.held())
         if difference:
@@ -74,7 +74,7 @@ class GeneratorRank:
         self.engine.stage(version, layout.read(payload, manifest))
 
     async def fetch_hf(self, directory: str, version: int) -> None:
-        """Stages weights from a Hugging Face directory instead of the store."""
+        """Stages weights from a Hugging Face directory. Raises RuntimeError for tensors that do not fit this model."""
         tensors = {}
         for file in sorted(Path(directory).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:
@@ -89,11 +89,11 @@ class GeneratorRank:
         self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
 
     async def load(self, version: int) -> None:
-        """Between two iterations, copies the fetched version into the model and resets the prefix cache."""
+        """Copies the fetched version into the model between two engine steps and resets the prefix cache."""
         await asyncio.wrap_future(self.engine.load(version))
 
     async def sleep(self) -> None:
-        """Takes weights and KV cache off the device."""
+        """Frees weights and KV cache on the device. Raises RuntimeError while requests run."""
         await asyncio.wrap_future(self.engine.sleep())
 
     async def wake(self, part: str) -> None:

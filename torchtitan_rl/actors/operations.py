@@ -1,8 +1,8 @@
-"""What each operation of a role needs on the device: one table, read by clients, placement, meshes and ranks.
+"""The parts that each operation of a role needs on the device: one table for clients, placement, meshes and ranks.
 
-An operation of a trainer is written in three places: in the client that offers it (`dispatch.training_client`), in
-`TRAINER_NEEDS`, and where it is done (`actors.trainer_rank` and what a rank is composed of). Meshes and the actor pass
-it on by its name.
+A trainer's operation has three places: the client's method (`dispatch.training_client`), the row of `TRAINER_NEEDS`,
+and the implementation (a method of `TrainerRank`, `WeightExchange` or `TrainerFiles`). Meshes and the actor forward an
+operation by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 TRAINER_PARTS = ("model", "gradients", "optimizer")
-GENERATOR_PARTS = ("weights", "kv_cache")  # in the order they wake
+GENERATOR_PARTS = ("weights", "kv_cache")  # in the order in which parts wake
 TRAINED_ROLES = ("policy", "critic")
 
 TRAINER_NEEDS: dict[str, tuple[str, ...]] = {
@@ -45,20 +45,20 @@ TRAINER_NEEDS: dict[str, tuple[str, ...]] = {
     "parameters": ("model",),
     "gradients": ("model", "gradients"),
 }
-"""Parts by operation, in the order in which an error names them. What needs gradients needs a role that trains."""
+"""Parts by operation, in the order of error messages. An operation that needs gradients needs a role that trains."""
 NEEDS = TRAINER_NEEDS | {"pull": ("weights",), "sample": GENERATOR_PARTS}
 
 
 def parts_of(role: str) -> tuple[str, ...]:
-    """What a role holds on its device."""
+    """The parts that a role holds on the device."""
     if role == "generator":
         return GENERATOR_PARTS
     return TRAINER_PARTS if role in TRAINED_ROLES else ("model",)
 
 
 def require(operation: str, role: str, parts: Mapping[str, Any]) -> None:
-    """Raises RuntimeError unless a trainer's parts are on the device (`residency.Part`, by name), ValueError if the
-    role does not train and the operation does."""
+    """Raises RuntimeError unless the device holds the operation's parts (`parts`: a `residency.Part` by name), and
+    ValueError for an operation on gradients of a role that does not train."""
     needed = TRAINER_NEEDS[operation]
     if "gradients" in needed and role not in TRAINED_ROLES:
         raise ValueError(f"role={role!r}: is only scored; {operation} needs one of {', '.join(TRAINED_ROLES)}")
@@ -71,6 +71,6 @@ def require(operation: str, role: str, parts: Mapping[str, Any]) -> None:
 
 
 def entry(name: str) -> tuple[str, tuple[str, ...]]:
-    """How a worker is called: a trainer's operations through its one endpoint `run`, anything else by its own name.
-    Returns the endpoint and the arguments that come first."""
+    """The actor's endpoint for an operation, and the endpoint's first arguments: a trainer's operations go through the
+    endpoint `run`, other calls through the endpoint `name`."""
     return ("run", (name,)) if name in TRAINER_NEEDS else (name, ())

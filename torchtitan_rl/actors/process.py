@@ -1,4 +1,4 @@
-"""What a process that works as a rank does first."""
+"""The start of a rank's process: logs, threads, signals and imports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["prepare_process", "setup_logs", "heavy_imports"]
 
 
 def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log_dir: str | None) -> None:
-    """Logging with a first line that says who this is, threads, and a deaf ear to Ctrl-C: the controller decides."""
-    # Actors do not run on the main thread, where alone signal.signal works.
+    """Sets up logs and threads, and ignores Ctrl-C: the controller ends a run."""
+    # signal.signal works on the main thread only, and actors run on other threads.
     ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGINT), ctypes.c_void_p(int(signal.SIG_IGN)))
     setup_logs(role, rank, world_size, log_dir)
     platform.set_threads(num_threads)
@@ -27,15 +27,15 @@ def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log
 
 
 def setup_logs(role: str, rank: int, world_size: int, log_dir: str | None) -> None:
-    """Logs of a process that works as this rank, at the level the user asks for by environment."""
+    """Sets up a rank's logs, at the level of the environment variable TORCHTITAN_RL_LOG_LEVEL (default INFO)."""
     if log_dir is not None:
         setup_rank_logging(log_dir, role, rank, world_size, os.environ.get("TORCHTITAN_RL_LOG_LEVEL", "INFO"))
-    # Says of torchtitan's own layouts that their collectives could be merged: nothing a user can act on.
+    # torch's logger warns that collectives of torchtitan's layouts could be merged: no user can act on the warning.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def _leave() -> None:
-    """A stopped actor's process ends here: taking the interpreter apart takes long, and packages complain of leaks."""
+    """Ends a stopped actor's process at once: interpreter shutdown is slow, and packages complain of leaks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -43,8 +43,8 @@ def _leave() -> None:
 
 @contextmanager
 def heavy_imports():
-    """Around imports of vLLM and torchtitan: the garbage collector would walk their modules over and over, for
-    nothing and for a third of the time, and what was imported is never garbage."""
+    """Turns the garbage collector off around imports of vLLM and torchtitan. Imported modules are never garbage, and
+    the collector's walks over the modules would take a third of the import time."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The trainer actor: endpoints as doorways to a `TrainerRank`, which is imported in the actor's process only."""
+"""The trainer actor. Endpoints delegate to a `TrainerRank`, which only the actor's process imports."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["PolicyTrainer"]
 
 
 class PolicyTrainer(Actor):
-    """One rank of a mesh that holds a model of some role: policy, reference, critic or teacher.
+    """One rank of the mesh of a role: policy, reference, critic or teacher.
 
-    Endpoints run one at a time in the order they were sent, so `forward_backward` and `optim_step` may be
-    submitted before either is awaited.
+    Calls run one at a time in the order sent, so a caller may submit `forward_backward` and `optim_step` before
+    awaiting either.
     """
 
     Config = TrainerConfig
@@ -40,7 +40,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def setup(self) -> None:
-        """Joins the mesh's process group, builds the model, loads or draws its weights."""
+        """Joins the mesh's process group, builds the model, loads or draws weights."""
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         threads = self.config.num_threads or max(1, platform.num_cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
         prepare_process(self.role, rank, world_size, threads, self.log_dir)
@@ -58,7 +58,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def run(self, operation: str, *args) -> Any:
-        """An operation of `operations.TRAINER_NEEDS`."""
+        """Runs an operation of `operations.TRAINER_NEEDS`."""
         answer = self.rank.run(operation, *args)
         return await answer if inspect.isawaitable(answer) else answer
 

@@ -1,4 +1,4 @@
-"""What a trainer rank reads from files and writes to them: checkpoints, Hugging Face directories, adapters."""
+"""A trainer rank's files: checkpoints, Hugging Face directories, adapters."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class TrainerFiles:
         self._base_fingerprint: str | None = None
 
     def init_model(self, path: str) -> None:
-        """Replaces the weights by those of a Hugging Face directory or a complete checkpoint; forgets the optimizer."""
+        """Loads weights from a Hugging Face directory or a checkpoint, sets the policy version to 0 and resets the
+        optimizer."""
         rank = self.rank
         if (Path(path) / "config.json").exists():
             hf.load_hf_weights(rank.model, rank.adapter, Path(path), head=rank.role != "critic")
-            if rank.config.lora is not None:  # what was learned is in those weights, if it was saved from here
+            if rank.config.lora is not None:  # an export has the old adapters merged in: start with B = 0
                 lora.draw_adapters(rank.model, rank.seed)
             rank.policy_version, self._base_fingerprint = 0, None
         else:
@@ -41,7 +42,7 @@ class TrainerFiles:
             rank.reset_optimizer()
 
     def save_checkpoint(self, path: str) -> None:
-        """What trains and its optimizer, through torch's distributed checkpoint."""
+        """Saves parameters (with LoRA the adapters only) and optimizer as torch's distributed checkpoint."""
         record, optimizers = self._lora_record(), self.rank.optimizers
         if dist.get_rank() == 0:
             checkpoint.write_lora(Path(path), record)
@@ -49,20 +50,20 @@ class TrainerFiles:
         if optimizers is not None:
             fresh = not any(optimizer.state for optimizer in optimizers)
             state["optimizer"] = optimizers.state_dict()
-            if fresh:  # torch has made the state by a step of size zero, which must not count as one
+            if fresh:  # torch's state_dict() created the state by a step of size zero, which must not count
                 for tensor in (s["step"] for optimizer in optimizers for s in optimizer.state.values()):
                     tensor.zero_()
         dcp.save(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
 
     def load_checkpoint(self, path: str, policy_version: int) -> None:
-        """The reverse, into this layout whatever the layout that saved it.
+        """Loads parameters and optimizer of a checkpoint, which another layout may have saved.
 
-        Raises ValueError for adapters of another kind or of another base model.
+        Raises ValueError for adapters of another LoRA config or of another base model.
         """
         self._load(path, policy_version, optimizers=self.rank.optimizers)
 
     def load_weights(self, path: str, policy_version: int) -> None:
-        """`load_checkpoint` without the optimizer, which stays as it is."""
+        """`load_checkpoint` without the optimizer, which stays unchanged."""
         self._load(path, policy_version, optimizers=None)
 
     def _load(self, path: str, policy_version: int, *, optimizers) -> None:
@@ -77,7 +78,8 @@ class TrainerFiles:
         self.rank.policy_version = policy_version
 
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
-        """Writes a Hugging Face directory: config, tokenizer, safetensors; adapters are merged in."""
+        """Writes a Hugging Face directory: config, tokenizer, safetensors, adapters merged in. Raises ValueError for a
+        critic."""
         rank = self.rank
         if rank.role == "critic":
             raise ValueError(
@@ -101,7 +103,7 @@ class TrainerFiles:
             peft.write_peft_dir(adapters, rank.adapter, config, Path(path), base=base)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Whole parameters, adapters beside their base, for tests and debugging of small models."""
+        """Whole parameters, base weights and adapters apart, for tests and debugging of small models."""
         return hf.full_state(self.rank.model.state_dict())
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -111,15 +113,15 @@ class TrainerFiles:
         return {n: None if g is None else g.cpu() for n, g in whole.items()}
 
     def _trained_state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: with LoRA the adapters, else every parameter."""
+        """The tensors of a checkpoint: with LoRA the adapters, else the model's whole state."""
         state = self.rank.model.state_dict()
         return state if self.rank.config.lora is None else lora.adapter_state(state)
 
     def _lora_record(self) -> dict | None:
-        """What a checkpoint of adapters must agree with; a collective call."""
+        """LoRA config and base fingerprint, which `require_lora` compares; None without LoRA. A collective call."""
         config = self.rank.config.lora
         if config is None:
             return None
-        if self._base_fingerprint is None:  # the base is frozen: once is enough
+        if self._base_fingerprint is None:  # the base is frozen: hash once
             self._base_fingerprint = lora.base_fingerprint(self.rank.model.state_dict())
         return dataclasses.asdict(config) | {"base_xxh3": self._base_fingerprint}

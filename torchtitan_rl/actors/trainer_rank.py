@@ -1,4 +1,4 @@
-"""What one trainer rank holds and does, without actors: model, optimizer, what is on the device."""
+"""One trainer rank without actors: model, optimizer, and the parts on the device."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerRank:
-    """A torchtitan model, sharded by its canonical plan, and its optimizer. The process group exists already.
+    """A torchtitan model, sharded by torchtitan's canonical plan, and an optimizer. The process group must exist.
 
-    A `critic` has a value head; `reference` and `teacher` are only scored and have no optimizer. `run` does an
-    operation of `operations.TRAINER_NEEDS`: a method of this class, of `exchange` or of `TrainerFiles`.
+    A `critic` has a value head; `reference` and `teacher` only score and have no optimizer. `run` executes an operation
+    of `operations.TRAINER_NEEDS`: a method of this class, of `WeightExchange` or of `TrainerFiles`.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class TrainerRank:
         logger.info("model: %s, %d parameters, degrees %s", self.shape, self.shape.num_parameters, self.parallel_dims)
 
     def run(self, operation: str, *args) -> Any:
-        """The operation's answer, to be awaited where it talks to the store.
+        """The operation's answer; an awaitable when the operation uses the store.
 
-        Raises RuntimeError unless what it needs is on the device, ValueError if the role cannot do it.
+        Raises RuntimeError when a needed part is offloaded, ValueError for an operation that the role lacks.
         """
         require(operation, self.role, self.parts)
         return self._operations[operation](*args)
@@ -87,16 +87,17 @@ class TrainerRank:
     def forward(
         self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False
     ) -> Accumulated:
-        """Log-probabilities (a critic: values) of this rank's microbatches, in order, and what else is asked for."""
+        """Scores this rank's microbatches, in order: log-probabilities (a critic: values), and with `top_k` the
+        likeliest tokens, with `hidden` the hidden states."""
         result = self._accumulate(batches, None, temperature, top_k=top_k, hidden=hidden)
-        if self._tensor_parallel_rank:  # dispatch hears the first rank only, and hidden states are large
+        if self._tensor_parallel_rank:  # dispatch reads tensor-parallel rank 0 only, and rows are large
             result.rows = {}
         return result
 
     def forward_backward(
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
     ) -> Accumulated:
-        """Adds this rank's microbatches to the gradient, in order."""
+        """Adds the gradient of this rank's microbatches, in order."""
         return self._accumulate(batches, loss_fn, temperature, loss_weight=loss_weight)
 
     def _accumulate(self, batches, loss_fn: LossFunction | None, temperature: float, **changes) -> Accumulated:
@@ -112,7 +113,7 @@ class TrainerRank:
         )
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
-        """Clips, steps, zeroes the gradient. A gradient that is not finite is dropped and the step skipped."""
+        """Clips the gradient, takes a step and zeroes the gradient; a gradient that is not finite skips the step."""
         given = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
         defaults = {"max_grad_norm": self.config.training.max_norm} | {
             name: getattr(self.config.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")
@@ -127,14 +128,14 @@ class TrainerRank:
             expert_parallel=self.parallel_dims.ep_enabled,
         )
         self.policy_version += stepped
-        if not self._train_timeout_set:  # the first step compiles and allocates; later ones get the tighter bound
-            if self.device.type == "cuda":  # gloo's cannot be changed; there the controller's deadline bounds it
+        if not self._train_timeout_set:  # the first step compiles and allocates; later steps get a tighter limit
+            if self.device.type == "cuda":  # gloo's limit cannot change: the controller's deadline bounds a step
                 set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
             self._train_timeout_set = True
         return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.policy_version, skipped=not stepped)
 
     def reset_optimizer(self) -> None:
-        """Forgets moments and step count, for a new phase with another loss."""
+        """Clears moments and step count, for a new phase with another loss."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
@@ -143,22 +144,22 @@ class TrainerRank:
         await self.exchange.push(self.policy_version, dtype, transport, verify)
         return self.policy_version
 
-    # Residency: what is on the device.
+    # Residency: the parts on the device.
 
     def offload(self, parts: list[str]) -> None:
-        """Moves parts (of model, optimizer, gradients) to host memory; what is there already stays."""
+        """Moves parts (names of model, optimizer, gradients) to host memory; an offloaded part stays there."""
         for name in parts:
             self.parts[name].offload(self._tensors(name))
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # so that another process on this device can have what was freed
+            torch.cuda.empty_cache()  # another process on this device can then use the memory
 
     def onload(self, parts: list[str]) -> None:
-        """Brings parts back."""
+        """Moves parts back to the device."""
         for name in parts:
             self.parts[name].onload()
 
     def residency(self) -> dict[str, int]:
-        """Bytes of each part that are on the device."""
+        """Bytes of each part on the device."""
         return {name: device_bytes(self._tensors(name)) for name in self.parts}
 
     def _tensors(self, part: str) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Training attention over packed documents that runs anywhere: one scaled-dot-product call per length bucket.
 
-torchtitan hands whatever `attention_masks` its decoder was called with to each layer's inner attention.
-With this module that is a `PackedDocuments`: how to lay packed tokens out as a few dense, right-padded
-batches. Under a causal mask right padding is invisible to real tokens, so no mask is needed.
+torchtitan's decoder hands its argument `attention_masks` to each layer's inner attention. `PackedSDPA` takes a
+`PackedDocuments` there, the layout of packed tokens in a few dense, right-padded batches. Under a causal mask right
+padding is invisible to real tokens, so no mask is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_PADDING = 1.25  # a bucket's longest document may be this much longer than 
 
 
 class PackedDocuments(NamedTuple):
-    """Where the tokens of packed documents go in dense batches."""
+    """Indices that lay packed documents out in dense batches and back."""
 
     to_dense_P: torch.Tensor
     """For every slot of every bucket, the packed token that fills it (token 0 in padding)."""
@@ -91,7 +91,7 @@ class _ToPacked(torch.autograd.Function):
 
 
 def _without_gqa(x_BLNH: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Key or value heads, each repeated for the query heads that share it."""
+    """Key or value heads, each repeated once per query head that shares the head."""
     return x_BLNH.repeat_interleave(n_heads // x_BLNH.shape[2], 2)
 
 

@@ -1,4 +1,4 @@
-"""The former home of these classes, for config files that name it; new ones import from `torchtitan_rl.config`."""
+"""The former module of these config classes, for old config files; new files import from `torchtitan_rl.config`."""
 
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
 

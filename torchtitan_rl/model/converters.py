@@ -1,4 +1,4 @@
-"""Refusing what a torchtitan model-config converter could not do here, before any process starts."""
+"""Refusing torchtitan model-config converters that cannot run on this machine, before any process starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_converters"]
 def check_converters(converters: list, where: str = "trainer.converters") -> None:
     """Raises ValueError for a converter out of order, for hardware or a package that is missing, and for LoRA's."""
     if not converters:
-        return  # torchtitan's converters take seconds to import; whoever lists one has imported them
+        return  # torchtitan's converters take seconds to import; a config that lists a converter has imported them
     from torchtitan.components.lora import LoRAConverter
     from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter
 

@@ -1,4 +1,4 @@
-"""Requests in vLLM's terms, and vLLM's outputs in ours."""
+"""Requests as vLLM's sampling parameters, and vLLM's outputs as completions and scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["engine_params", "completion", "scores"]
 
 
 def engine_params(request: Request) -> EngineSamplingParams:
-    """vLLM's own; a request without parameters scores its prompt. Raises vLLM's error for values it refuses."""
+    """vLLM's sampling parameters; a request without parameters scores the prompt. Raises vLLM's error for values that
+    vLLM refuses."""
     params: SamplingParams | None = request.params
     if params is None:
         return _scoring_params(request)
@@ -44,7 +45,7 @@ def _scoring_params(request: Request) -> EngineSamplingParams:
 
 
 def completion(output: Any, version_starts: list[tuple[int, int]]) -> Completion:
-    """What vLLM's finished `RequestOutput` sampled. `version_starts`: (number of tokens already sampled, policy version
+    """The completion of a finished `RequestOutput`. `version_starts`: (number of tokens already sampled, policy version
     from there on), the first at 0."""
     sampled = output.outputs[0]
     tokens = list(sampled.token_ids)
@@ -56,8 +57,9 @@ def completion(output: Any, version_starts: list[tuple[int, int]]) -> Completion
 
 
 def scores(output: Any, top_k: int) -> list[float] | tuple[torch.Tensor, torch.Tensor]:
-    """Of vLLM's finished `RequestOutput` of T prompt tokens: the T - 1 log-probabilities of all but the first, or with
-    `top_k` the likeliest tokens in their places, int64 (T - 1, top_k), and their log-probabilities, float32."""
+    """Scores from a finished `RequestOutput` of T prompt tokens: the log-probabilities of all tokens but the first,
+    T - 1 numbers. With `top_k`, the likeliest tokens at the same positions instead, int64 (T - 1, top_k), and their
+    log-probabilities, float32 (T - 1, top_k)."""
     tokens, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
     if not top_k:
         return [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
@@ -69,7 +71,7 @@ def scores(output: Any, top_k: int) -> list[float] | tuple[torch.Tensor, torch.T
 
 
 def _likeliest(entry: dict, top_k: int) -> list[tuple[int, float]]:
-    """The best of one position, of equals the lower id first. vLLM adds the prompt's own token, with its rank, where it
-    is not among them."""
+    """The `top_k` likeliest tokens of one position, best first, the lower id first among equals. vLLM's entry also has
+    the prompt's own token; the token's rank says whether it is among the likeliest."""
     best = [(token, scored.logprob) for token, scored in entry.items() if scored.rank <= top_k]
     return sorted(best, key=lambda pair: (-pair[1], pair[0]))

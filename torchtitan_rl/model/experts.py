@@ -1,8 +1,8 @@
 """Mixture-of-experts parts that compute alike in trainer and generator, in fp32 as in bf16, on a CPU as on a GPU.
 
-torchtitan's experts multiply in bf16 whatever the model's dtype, and its router asks autocast for fp32, which a CPU
-does not give. With `Experts` and `Gate` in their place fp32 is fp32, and both sides choose their experts in fp32.
-Shape letters: R rows routed to the experts held here, D model size, F inner size, E experts.
+torchtitan's experts multiply in bf16 whatever the model's dtype, and torchtitan's router asks autocast for fp32, which
+a CPU does not give. `Experts` multiplies in the dtype of the input, and `Gate` chooses experts in fp32 in trainer and
+generator. Shape letters: R rows routed to this rank's experts, D model size, F inner size, E experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ adapters.adapt_torchtitan()
 
 
 class Experts(GroupedExperts):
-    """All experts held here in three grouped matrix products, in the dtype of their input."""
+    """This rank's experts as three grouped matrix products, in the dtype of the input."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -34,7 +34,7 @@ class Experts(GroupedExperts):
         offsets_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
 
         def multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            if isinstance(weight, DTensor):  # rows differ in number from rank to rank, which a DTensor cannot say
+            if isinstance(weight, DTensor):  # a DTensor cannot express row counts that differ between ranks
                 weight = weight.to_local()
             return self._grouped_mm(A=rows, B_t=weight.to(rows.dtype).transpose(-2, -1), offs=offsets_E)
 
@@ -54,22 +54,22 @@ class Gate(Linear):
 
 
 class ExpertLayer(MoE):
-    """torchtitan's layer: router, experts, and the weighted sum of what they return."""
+    """torchtitan's layer: router, experts, and the weighted sum of the experts' outputs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
         pass
 
     def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
-        # Under sequence parallelism x comes from an all-gather that is still under way. torch 2.13's local_map waits
-        # for it outside of autograd, and the experts' gradient for x would be lost without a word. A copy is complete.
+        # Under sequence parallelism x comes from an all-gather that may not have finished. torch 2.13's local_map waits
+        # for the all-gather outside of autograd, which silently loses the experts' gradient for x. A copy waits before.
         return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)
 
 
 class Qwen3Adapter(Qwen3StateDictAdapter):
     """torchtitan's adapter, and a name for the load-balancing bias, which Hugging Face's Qwen3 does not have.
 
-    The name is DeepSeek-V3's. Other programs ignore the tensor; ours find it again.
+    The name is DeepSeek-V3's. Other programs ignore the tensor; `from_hf` of this class reads the bias back.
     """
 
     def __init__(self, model_config, hf_assets_path: str | None):

@@ -1,5 +1,4 @@
-"""The files of a configured model: its tokenizer, its sizes, its weights. Reading them needs no torchtitan and no
-vLLM."""
+"""The files of a configured model: tokenizer, sizes, weights. This module needs no torchtitan and no vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +41,8 @@ def has_weights(config: ModelConfig) -> bool:
 
 
 def missing_weights(config: ModelConfig, where: str = "model") -> str:
-    """Why a run cannot start although its config is valid, `where` its model's field; empty when it can."""
+    """The error of a pretrained model without weight files; empty when weights are there or the model is not
+    pretrained. `where` is the model's field in the run's config."""
     if not config.pretrained or has_weights(config):
         return ""
     return (
@@ -52,7 +52,7 @@ def missing_weights(config: ModelConfig, where: str = "model") -> str:
 
 
 def read_shape(config: ModelConfig) -> Qwen3Shape:
-    """`config.shape`, or the sizes in the config.json of `config.assets`. Raises ValueError when there is neither."""
+    """`config.shape`, or the sizes in the config.json of `config.assets`. Raises ValueError without either."""
     if config.shape is not None:
         return config.shape
     config_json = assets_dir(config) / "config.json"
@@ -64,7 +64,7 @@ def read_shape(config: ModelConfig) -> Qwen3Shape:
 
 
 def write_model_dir(directory: Path, shape: Qwen3Shape, tokenizer_dir: Path, *, eos: int, pad: int) -> None:
-    """config.json and the tokenizer's files: what vLLM and transformers need besides weights."""
+    """Writes config.json and the tokenizer's files, all that vLLM and transformers need besides weights."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in _TOKENIZER_FILES:
         if (tokenizer_dir / name).exists():
@@ -73,5 +73,5 @@ def write_model_dir(directory: Path, shape: Qwen3Shape, tokenizer_dir: Path, *, 
 
 
 def pad_token_id(tokenizer) -> int:
-    """A tokenizer's padding token; where it has none, its end-of-sequence token."""
+    """A tokenizer's padding token, or the end-of-sequence token of a tokenizer without a padding token."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

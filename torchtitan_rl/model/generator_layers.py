@@ -1,5 +1,5 @@
-"""What runs in a generator rank's model where torchtitan's own would: vLLM's attention, all-reduces, a rank's
-weights."""
+"""Layers of a generator rank's model in place of torchtitan's: vLLM's attention and all-reduces; and the rule that cuts
+whole weights into a rank's weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PagedAttention(Module):
 
 
 class RowParallelLinear(Linear):
-    """A linear layer whose inputs are split over the ranks; their partial outputs are summed."""
+    """A linear layer whose input features are split over the ranks; an all-reduce sums the ranks' outputs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -61,7 +61,7 @@ class RowParallelLinear(Linear):
 
 
 class SlicedExperts(RoutedExperts):
-    """Experts whose inner features are split over the ranks; their partial outputs are summed once per token."""
+    """Experts whose inner features are split over the ranks; one all-reduce sums the ranks' outputs per token."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -72,7 +72,7 @@ class SlicedExperts(RoutedExperts):
 
 
 def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """This rank's part of a whole parameter under its canonical name (`...wq.weight`, `...w2.weight`)."""
+    """This rank's part of an unsharded parameter, by torchtitan's name (`...wq.weight`, `...w2.weight`)."""
     if size == 1:
         return tensor
     layer, last = name.rsplit(".", 2)[-2:]

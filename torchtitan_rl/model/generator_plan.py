@@ -1,9 +1,9 @@
-"""The generator's own parallel plan: the same torchtitan blocks with this rank's share of heads and features.
+"""The generator's parallel plan: torchtitan's blocks with one rank's share of heads and features.
 
-No DTensor and no sequence parallelism, so any number of scheduled tokens works, odd ones included. Column
-weights are cut along dim 0, row weights along dim 1 and followed by vLLM's all-reduce; embedding, head and
-norms are whole on every rank. Every rank has every expert, with its share of the inner features; the router is
-whole, so all ranks send a token to the same experts.
+No DTensor and no sequence parallelism, so any number of scheduled tokens works, odd numbers included. Column
+weights are cut along dim 0; row weights are cut along dim 1 and followed by vLLM's all-reduce. Embedding, head and
+norms are whole on every rank. Every rank has a share of every expert's inner features. The router is whole, so all
+ranks send a token to the same experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["generator_spec"]
 
 
 def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
-    """A new spec for one generator rank; `spec` is left as it was.
+    """A new spec for one generator rank; `spec` stays unchanged.
 
     Raises ValueError unless the degree divides attention heads, KV heads and the feed-forward size.
     """

@@ -1,10 +1,10 @@
 """Log-probabilities and entropy of target tokens straight from hidden states, a chunk of tokens at a time.
 
-`LogprobHead` replaces the language-model head in the model's config, before the model is built. The decoder calls it
-where it would call the head, so FSDP and TP treat it as they treat the head; it returns per-token log-probabilities
-instead of logits. At most `chunk_bytes` of float32 logits exist at once (and a second buffer of
-that size). Under tensor parallelism each rank holds a slice of the vocabulary and the softmax is vocabulary-parallel:
-two all-reduces, of one and of three numbers per token, instead of a gather of the logits.
+`LogprobHead` replaces the language-model head in the model's config, before the model is built. The decoder, FSDP and
+TP treat `LogprobHead` like any head, but `LogprobHead` returns per-token log-probabilities instead of logits. At most
+`chunk_bytes` of float32 logits exist at once (and a second buffer of the same size). Under tensor parallelism each rank
+holds a slice of the vocabulary and the softmax is vocabulary-parallel: two all-reduces, of one and of three numbers per
+token, instead of a gather of the logits.
 
 Shape letters: T tokens, t tokens of a chunk, V rows of the vocabulary that this rank holds, D hidden size, K targets of
 a token (one, unless a distillation asks for several).
@@ -30,7 +30,7 @@ adapters.adapt_torchtitan()
 
 
 def scaled_logits(hidden_tD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits of a chunk, at least float32, divided by the temperature: one of the chunk's two buffers of that size."""
+    """Logits (t, V) of a chunk, at least float32, divided by the temperature: one of the chunk's two buffers."""
     dtype = torch.promote_types(hidden_tD.dtype, torch.float32)
     return (hidden_tD @ weight_VD.T).to(dtype).div_(temperature)
 
@@ -38,8 +38,8 @@ def scaled_logits(hidden_tD: torch.Tensor, weight_VD: torch.Tensor, temperature:
 def score_chunk(
     logits_tV: torch.Tensor, targets_tK: torch.Tensor, vocab_start: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities (t, K), entropies (t,) and logarithms of the softmax's denominator (t,) of a chunk, whose
-    scaled logits are overwritten."""
+    """Log-probabilities (t, K), entropies (t,) and logarithms of the softmax's denominator (t,) of a chunk. Overwrites
+    `logits_tV`, the scaled logits."""
     rows, mine = _rows_of_shard(targets_tK, logits_tV.shape[1], vocab_start)
     peak = logits_tV.amax(-1)
     if group is not None:
@@ -56,7 +56,8 @@ def score_chunk(
 
 
 def _rows_of_shard(targets_tK: torch.Tensor, num_rows: int, vocab_start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target's row of this shard (any row where it has none), and whether the target is in the shard."""
+    """Each target's row of this shard (an arbitrary row for a target of another shard), and whether the target is in
+    this shard."""
     local = targets_tK - vocab_start
     return local.clamp(0, num_rows - 1), (local >= 0) & (local < num_rows)
 
@@ -64,10 +65,10 @@ def _rows_of_shard(targets_tK: torch.Tensor, num_rows: int, vocab_start: int) ->
 def chunked_gradients(ctx, hidden_TD, weight_VD, dtype, grad_logits: Callable[[slice], torch.Tensor]):
     """Gradients of hidden states and head, chunk by chunk; `grad_logits(rows)` is the gradient of the scaled logits.
 
-    `ctx` is an autograd function's, whose first two inputs are hidden states and head; it has `chunk_tokens` and
-    `temperature`. Chunks of the head's gradient are summed in `dtype`.
+    `ctx` is the context of an autograd function whose first two inputs are hidden states and head; `ctx.chunk_tokens`
+    and `ctx.temperature` are set. Chunks of the head's gradient are summed in `dtype`.
     """
-    # A frozen head (LoRA) wants no gradient: it would cost a third of this pass and the size of the head.
+    # A frozen head (LoRA) wants no gradient, which would cost a third of this pass and the memory of the head.
     wants_hidden, wants_weight = ctx.needs_input_grad[:2]
     grad_hidden = torch.empty_like(hidden_TD) if wants_hidden else None
     grad_weight = torch.zeros(weight_VD.shape, dtype=dtype, device=weight_VD.device) if wants_weight else None
@@ -89,7 +90,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     With z = h W^T / temperature, p = softmax(z), H = -sum p log p:
     d logp[y] / dz = onehot(y) - p,  dH / dz = -p (log p + H).
-    Of several targets y_k with gradients g_k: scatter_add(g_k at y_k) - (sum g_k) p.
+    With several targets y_k and gradients g_k, dL / dz = scatter_add(g_k at y_k) - (sum g_k) p.
     """
 
     @staticmethod
@@ -150,7 +151,7 @@ def chunked_logprobs(
 
 
 def target_scores(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets: torch.Tensor, **softmax) -> dict:
-    """What `LogprobHead` says by default."""
+    """`LogprobHead`'s default outputs, by name: `policy_logprobs` and `entropy`."""
     logprobs, entropy_T = chunked_logprobs(hidden_TD, weight_VD, targets, **softmax)
     return {"policy_logprobs": logprobs, "entropy": entropy_T}
 
@@ -170,7 +171,7 @@ class LogprobHead(Linear):
         self._score: Callable[..., dict[str, torch.Tensor]] | None = None
 
     def target(self, targets: torch.Tensor, temperature: float) -> None:
-        """Says what the next call scores, (T,) or (T, K); the decoder's forward has no argument for targets."""
+        """Sets the targets (T,) or (T, K) of the next forward; the decoder's forward has no argument for targets."""
         self._score = partial(target_scores, targets=targets, temperature=temperature)
 
     def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -185,6 +186,6 @@ class LogprobHead(Linear):
             assert len(weight) == num_rows > 0, "not DTensor's cut of the vocabulary"
             assert isinstance(input, DTensor), "a sharded head is given what its plan made of the input"
             input = input.to_local(grad_placements=[Partial()])
-        chunk_tokens = max(1, self.chunk_bytes // (4 * rows))  # the same on every rank: chunks hold collectives
+        chunk_tokens = max(1, self.chunk_bytes // (4 * rows))  # equal on every rank: every chunk has collectives
         said = score(input.flatten(0, 1), weight, chunk_tokens=chunk_tokens, vocab_start=vocab_start, group=group)
         return {name: rows_T[None] for name, rows_T in said.items()}

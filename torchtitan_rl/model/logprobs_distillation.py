@@ -1,7 +1,7 @@
-"""What a distillation asks of the language-model head: likeliest tokens, hidden states, the KL to a whole teacher.
+"""The language-model head for distillation: likeliest tokens, hidden states, KL to a teacher's whole distribution.
 
-`DistillationHead` says all that `LogprobHead` says, and these where a call of `ask` names them. For several targets per
-token `LogprobHead.target` is enough.
+`DistillationHead` returns the outputs of `LogprobHead`, and the outputs that a call of `ask` requests. Several targets
+per token need only `LogprobHead.target`.
 
 Shape letters: T tokens, t tokens of a chunk, V rows of the vocabulary that this rank holds, D hidden size (a teacher's
 may differ), K targets or likeliest tokens of a position.
@@ -36,8 +36,7 @@ def chunked_top_k(
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`chunked_logprobs` without gradient, and the `top_k` likeliest tokens of each distribution: int64 ids and float32
-    log-probabilities, both (T, top_k), best first. Logits are compared in float32; of equal ones the lower id is first.
-    """
+    log-probabilities, both (T, top_k), best first. Logits are compared in float32; the lower id wins a tie."""
     targets_TK = targets.reshape(len(targets), -1)
     chunks = []
     with torch.no_grad():
@@ -52,10 +51,10 @@ def chunked_top_k(
 
 
 def _top_k(logits_tV: torch.Tensor, top_k: int, vocab_start: int, group: dist.ProcessGroup | None):
-    """The `top_k` likeliest tokens and their logits in float32, both (t, top_k), best first, of equals the lower id.
+    """The `top_k` likeliest tokens and their logits in float32, both (t, top_k), best first; the lower id wins a tie.
 
-    One integer per logit holds both, the logit above the id. No two such integers are equal, so their order is all
-    there is to find, and ranks send each other `top_k` integers per token.
+    One int64 key per logit holds the logit in the upper half and the id in the lower half. No two keys are equal, so
+    sorting keys decides every tie. Ranks send each other `top_k` keys per token.
     """
     ids = torch.arange(vocab_start, vocab_start + logits_tV.shape[1], device=logits_tV.device)
     keys = _sortable((logits_tV.float() + 0.0).view(torch.int32)).long()  # + 0.0: -0.0 equals 0.0
@@ -69,14 +68,14 @@ def _top_k(logits_tV: torch.Tensor, top_k: int, vocab_start: int, group: dist.Pr
 
 
 def _sortable(bits_of_floats: torch.Tensor) -> torch.Tensor:
-    """Int32 in the order of the floats that have these bits, and the way back."""
+    """Maps the int32 bits of floats to int32 in the floats' order; the map is its own inverse."""
     return bits_of_floats ^ ((bits_of_floats >> 31) & _MAX_ID)
 
 
 class _ChunkedKL(torch.autograd.Function):
-    """KL(p || q) = sum p (log p - log q) of a policy p to a teacher q, without keeping logits of either.
+    """KL(p || q) = sum p (log p - log q) of a policy p to a teacher q; forward keeps neither's logits.
 
-    With z = h W^T / temperature and p = softmax(z), q likewise from the teacher's hidden states and head:
+    With z = h W^T / temperature and p = softmax(z), and q likewise from the teacher's hidden states and head:
     dKL / dz = p (log p - log q - KL). The teacher gets no gradient.
     """
 
@@ -132,8 +131,8 @@ def chunked_kl(
 ) -> torch.Tensor:
     """KL(policy || teacher) over the whole vocabulary at each token, (T,), at least float32.
 
-    Differentiable in `hidden_TD` and `weight_VD`. The two hidden sizes may differ; the two heads have the same rows of
-    the vocabulary, with `group` this rank's, and gradients are then as in `chunked_logprobs`.
+    Differentiable in `hidden_TD` and `weight_VD`. The two hidden sizes may differ. Both heads have equal rows of
+    the vocabulary. With `group`, heads and gradients are this rank's share, as in `chunked_logprobs`.
     """
     return _ChunkedKL.apply(
         hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group
@@ -141,10 +140,10 @@ def chunked_kl(
 
 
 class DistillationHead(LogprobHead):
-    """A `LogprobHead` that also says `top_tokens` and `top_logprobs`, `hidden` and `teacher_kl` where asked for.
+    """A `LogprobHead` that returns `top_tokens` and `top_logprobs`, `hidden` and `teacher_kl` on request.
 
-    `teacher_weight_VD` is this rank's slice of a teacher's head, no parameter and in no state dict; None: no teacher's
-    head is held.
+    `teacher_weight_VD` is this rank's slice of a teacher's head, neither a parameter nor in a state dict; None before
+    `hold_teacher`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -156,7 +155,7 @@ class DistillationHead(LogprobHead):
         self.teacher_weight_VD: torch.Tensor | None = None
 
     def hold_teacher(self, weight: torch.Tensor, rank: int, size: int) -> None:
-        """Keeps this tensor-parallel rank's slice of a teacher's whole head, (vocabulary, D), in its dtype.
+        """Keeps this tensor-parallel rank's slice of a teacher's whole head, (vocabulary, D), in the head's dtype.
 
         Raises RuntimeError when the vocabularies differ.
         """
@@ -178,11 +177,11 @@ class DistillationHead(LogprobHead):
         hidden: bool = False,
         teacher_hidden_TD: torch.Tensor | None = None,
     ) -> None:
-        """Says what the next call scores, as `target` does, and what else it returns.
+        """Sets the targets of the next forward, as `target` does, and requests further outputs.
 
-        `top_k` (without gradient) asks for the likeliest tokens, `hidden` for the head's own input, `teacher_hidden_TD`
-        for the KL to the teacher whose head `hold_teacher` has brought. Raises RuntimeError unless such a head is held
-        and of the teacher's hidden size.
+        `top_k` (without gradient) requests the likeliest tokens, `hidden` the head's input, `teacher_hidden_TD` the KL
+        to the teacher of `hold_teacher`. Raises RuntimeError when no teacher's head is held, or when the held head has
+        another hidden size than `teacher_hidden_TD`.
         """
         if teacher_hidden_TD is not None:
             held, size = self.teacher_weight_VD, teacher_hidden_TD.shape[-1]
@@ -216,7 +215,7 @@ class DistillationHead(LogprobHead):
         group,
     ) -> dict[str, torch.Tensor]:
         softmax = {"temperature": temperature, "group": group}
-        smaller_chunk = max(1, chunk_tokens // 3)  # likeliest tokens and KL take up to five buffers, not two
+        smaller_chunk = max(1, chunk_tokens // 3)  # top-k and KL take up to five buffers, log-probabilities two
         if top_k:
             names = "policy_logprobs", "entropy", "top_tokens", "top_logprobs"
             scores = chunked_top_k(

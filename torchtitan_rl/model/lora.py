@@ -1,9 +1,8 @@
 """Low-rank adapters (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models") by torchtitan's converter.
 
 A targeted linear layer computes x W^T + (alpha / rank) x A^T B^T with W frozen, A (rank, in) and B (out, rank).
-Everything outside the trainer sees either the merged weight W + (alpha / rank) B A under W's own name, or the adapters
-alone.
-Names and tensors here are those of `model.state_dict()`, which shows the fused query-key-value weight as wq, wk and wv.
+Code outside the trainer sees either the merged weight W + (alpha / rank) B A under W's name, or the adapters alone.
+Functions here take `model.state_dict()`, which shows the fused query-key-value weight as wq, wk and wv.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = [
     "base_fingerprint",
 ]
 
-# What users call a layer, and the names torchtitan gives it (with a fused and with a separate query-key-value layer).
+# Layer names of `LoRAConfig.target_modules`, and torchtitan's names (query-key-value fused or separate).
 _LAYERS = {
     "qkv_proj": ("wqkv", "wq", "wkv"),
     "o_proj": ("wo",),
@@ -49,14 +48,14 @@ _LAYERS = {
 }
 
 Adapters = dict[str, tuple[torch.Tensor, torch.Tensor, float]]
-"""(A, B, alpha / rank) by the name of the weight they change."""
+"""(A, B, alpha / rank) by the name of the weight to which B A is added."""
 
 
 def lora_spec(spec: ModelSpec, lora: LoRAConfig) -> ModelSpec:
     """A new spec with adapters on the targeted layers and everything else frozen.
 
-    Comes after `training_spec`, so that the head it puts in is frozen too. Raises ValueError for a target that the
-    model has no layer for.
+    Call after `training_spec`, so that the head from `training_spec` is frozen too. Raises ValueError for a target
+    without a layer in the model.
     """
     present = {fqn.rsplit(".", 1)[-1] for fqn, *_ in spec.model.traverse(Linear.Config)}
     for target in lora.target_modules:
@@ -80,18 +79,18 @@ def adapter_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def base_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Exactly what the state of the same model without adapters has."""
+    """The frozen tensors: the state dict that the model would have without adapters."""
     return {name: tensor for name, tensor in state.items() if not is_adapter(name)}
 
 
 def require_frozen_base(model: torch.nn.Module) -> None:
-    """Adapters train and nothing else does."""
+    """Asserts that adapters require gradients and no other parameter does."""
     wrong = [name for name, parameter in model.named_parameters() if parameter.requires_grad != is_adapter(name)]
     assert not wrong, f"adapters alone must require gradients; these disagree: {wrong[:3]}"
 
 
 def draw_adapters(model: torch.nn.Module, seed: int) -> None:
-    """Initial adapters by torchtitan's own rule (B is zero), the same in every layout and wherever the base is from."""
+    """Draws initial adapters by torchtitan's rule (B is zero). Only the seed matters, not the layout or the base."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for name, module in model.named_modules():
@@ -109,7 +108,7 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
 def whole_adapters(state: dict[str, torch.Tensor], n_kv_heads: int, lora: LoRAConfig) -> Adapters:
     """Unsharded adapters; a collective call.
 
-    The fused layer's one A serves query, key and value, each with its rows of B.
+    A fused layer has one A, which query, key and value share; B's rows are split between query, key and value.
     """
     adapters: Adapters = {}
     scaling = lora.alpha / lora.rank
@@ -129,7 +128,7 @@ def whole_adapters(state: dict[str, torch.Tensor], n_kv_heads: int, lora: LoRACo
 
 
 def _split_fused(b: torch.Tensor, rows: dict[str, int], n_kv_heads: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rows of a fused layer by part: for each key-value head it holds the query heads, the key head, the value head."""
+    """Rows of a fused layer's B by part: per key-value head the layer stacks query heads, key head, value head."""
     per_head = b.view(n_kv_heads, -1, b.shape[1])
     start = 0
     for part, size in rows.items():
@@ -139,7 +138,7 @@ def _split_fused(b: torch.Tensor, rows: dict[str, int], n_kv_heads: int) -> Iter
 
 
 def merge(name: str, weight: torch.Tensor, adapters: Adapters) -> torch.Tensor:
-    """The unsharded weight with its adapter, if it has one, multiplied in; same shape and dtype."""
+    """W + (alpha / rank) B A of an unsharded weight, W itself without an adapter; same shape and dtype as W."""
     if name not in adapters:
         return weight
     a, b, scaling = adapters[name]

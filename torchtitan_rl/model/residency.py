@@ -1,9 +1,8 @@
-"""Moving tensors between the device and host memory in place: whoever refers to them keeps doing so.
+"""Moving tensors between the device and host memory in place: references to the tensors stay valid.
 
-A tensor keeps its identity, shape and views; only its storage is emptied and filled again. FSDP's flat
-parameters, an optimizer's state and accumulated gradients can thus leave the device and come back without
-anyone noticing. On a CPU the bytes go from one place in memory to another, which proves the mechanism and frees
-nothing.
+A tensor keeps its identity, shape and views; only the storage is emptied and filled again. Thus FSDP and the optimizer
+need no notice when parameters, gradients and optimizer state leave the device and return. On a CPU `offload` copies
+bytes from memory to memory: the mechanism runs and frees nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ __all__ = ["Part", "model_tensors", "gradient_tensors", "optimizer_tensors", "de
 
 
 class Part:
-    """A named set of tensors (model, optimizer, gradients) that is on the device or in host memory as a whole."""
+    """A set of tensors (model, optimizer or gradients) that is on the device or in host memory as a whole."""
 
     def __init__(self) -> None:
         self.on_device = True
         self._host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies the tensors' storages to host memory and empties them. A second time changes nothing."""
+        """Copies the tensors' storages to host memory and empties the storages. A second call changes nothing."""
         if not self.on_device:
             return
         self.on_device = False
@@ -36,7 +35,7 @@ class Part:
             self._host.append((storage, host_bytes_N))
 
     def onload(self) -> None:
-        """Brings back what `offload` took. A second time changes nothing."""
+        """Fills the emptied storages from host memory. A second call changes nothing."""
         for storage, host_bytes_N in self._host:
             storage.resize_(host_bytes_N.numel())
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host_bytes_N)
@@ -44,7 +43,7 @@ class Part:
 
 
 def model_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """A model's (sharded) parameters, and the slice of a teacher's head it may hold; buffers are small and stay."""
+    """A model's (sharded) parameters, and the slice of a teacher's head if one is held; small buffers stay."""
     teacher = getattr(model.lm_head, "teacher_weight_VD", None)  # a critic's head has none
     return [*model.parameters(), *([] if teacher is None else [teacher])]
 
@@ -64,7 +63,7 @@ def optimizer_tensors(optimizers) -> list[torch.Tensor]:
 
 
 def device_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes these tensors' storages hold now; 0 once offloaded."""
+    """Bytes that the tensors' storages hold now; 0 once offloaded."""
     return sum(storage.nbytes() for storage in _storages(tensors))
 
 

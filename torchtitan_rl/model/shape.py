@@ -1,4 +1,4 @@
-"""The sizes of a configured model, wherever they are said."""
+"""The sizes of a configured model, from a shape, a flavour or a config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ __all__ = ["resolve_shape"]
 
 
 def resolve_shape(config: ModelConfig) -> Qwen3Shape:
-    """Sizes of the configured model. Raises ValueError when they are not given, given twice, or cannot be read."""
+    """Sizes of the configured model. Raises ValueError for no sizes, for two sources of sizes, and for a config.json
+    that cannot be read."""
     if config.flavor is None:
         return read_shape(config)
     if config.shape is not None:

@@ -9,19 +9,20 @@ __all__ = ["whole", "load_whole", "plain_name", "vocabulary_cut"]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The unsharded tensor; a collective call when it is sharded."""
+    """The unsharded tensor; a collective call for a DTensor."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
-    """(first row, number of rows) of a rank's slice, by DTensor's rule: the last rank may have fewer than others."""
+    """(first row, number of rows) of a rank's slice, by DTensor's rule: the last rank may have fewer rows."""
     rows = -(-vocab_size // size)
     return rows * rank, min(rows, vocab_size - rows * rank)
 
 
 def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Each rank keeps its part of whole tensors that every rank has; what `state` does not name stays as it is."""
+    """Loads whole tensors, which every rank has, into a model: each rank keeps a shard of each tensor. Tensors that
+    `state` does not name stay unchanged."""
     held = model.state_dict()
     model.load_state_dict(
         held
@@ -37,5 +38,5 @@ def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor], device: t
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or buffer's name as state dicts have it, without activation checkpointing's wrapper."""
+    """A parameter's or buffer's name in state dicts, without activation checkpointing's wrapper."""
     return name.replace("_checkpoint_wrapped_module.", "")

@@ -124,12 +124,12 @@ def _mixture(shape: Qwen3Shape, experts: ExpertsShape):
 
 
 def build_spec(config: ModelConfig) -> ModelSpec:
-    """torchtitan's spec of the configured model, with its canonical parallel plan and state-dict adapter."""
+    """torchtitan's spec of the configured model, with the canonical parallel plan and state-dict adapter."""
     if config.flavor is not None:
         spec = model_registry(config.flavor, attn_backend="varlen")
         spec = dataclasses.replace(spec, state_dict_adapter=Qwen3Adapter)
         for layer in spec.model.layers:
-            if layer.moe is not None:  # a flavour is what Hugging Face calls by its name, which has no such bias
+            if layer.moe is not None:  # Hugging Face's model of that name has no load-balancing bias
                 layer.moe.load_balance_coeff = None
     else:
         spec = ModelSpec(
@@ -188,8 +188,8 @@ def critic_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def _recast(config, config_class, **changes):
-    """The fields of one config in another class that has the same ones; what only the old class has (a float8
-    converter's, for one) is left behind."""
+    """A config of another class with the fields that both classes have. Fields that only the old class has, such as a
+    float8 converter's, are left behind."""
     known = {f.name for f in dataclasses.fields(config_class)}
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name in known}
     return config_class(**fields, **changes)

@@ -1,4 +1,4 @@
-"""Forward, backward and optimizer step as functions of a model: what a trainer rank does, without actors."""
+"""Forward, backward and optimizer step as functions of a model, without actors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROWS = {
     "top_logprobs": torch.float32,
     "hidden": None,
 }
-"""What of a model's outputs goes back to whoever called, and in what dtype; None: its own."""
+"""Model outputs that `Accumulated.rows` returns, and the dtype of each; None keeps the output's dtype."""
 
 
 def forward_logprobs(
@@ -39,11 +39,12 @@ def forward_logprobs(
     hidden: bool = False,
     teacher_kl: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """What `LogprobHead` says of a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets,
-    `entropy`, and what else is asked for; `teacher_kl` reads the loss input `teacher_hidden`.
+    """The head's outputs for a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets, `entropy`,
+    and with `top_k`, `hidden` or `teacher_kl` the outputs of `DistillationHead`. `teacher_kl` reads the loss input
+    `teacher_hidden`.
 
-    `multiple_of`: T is padded to a multiple of it (sequence parallelism needs the TP size) with a document
-    of its own, which is cut off again.
+    One extra document pads T to a multiple of `multiple_of` (sequence parallelism needs the TP size). The outputs
+    leave the padding out.
     """
     padding = -len(batch.tokens_T) % multiple_of
     targets = _pad(batch.target_tokens_T, padding).to(device)
@@ -62,7 +63,7 @@ def forward_values(model, batch: Microbatch, device: torch.device, *, multiple_o
 
 
 def _pad(rows_T: torch.Tensor, padding: int) -> torch.Tensor:
-    """Rows of zeros after those of a tensor (T,) or (T, n)."""
+    """A tensor (T,) or (T, n) with `padding` rows of zeros appended."""
     return F.pad(rows_T, (0, 0) * (rows_T.dim() - 1) + (0, padding))
 
 
@@ -90,10 +91,11 @@ def accumulate_gradients(
     top_k: int = 0,
     hidden: bool = False,
 ) -> Accumulated:
-    """Adds the gradient of `loss_weight` x the summed loss to the parameters; `loss_fn=None` only scores, and can say
-    more of a language model: the `top_k` likeliest tokens, the `hidden` states that enter its head.
+    """Adds the gradient of `loss_weight` x the summed loss to the parameters.
 
-    The loss is a token sum, so the result does not depend on how datums were split into microbatches.
+    `loss_fn=None` scores without a gradient. Scoring a language model can also return the `top_k` likeliest tokens and
+    the `hidden` states that enter the head. The loss is a token sum, so the result does not depend on how datums were
+    split into microbatches.
     """
     began = time.time()
     result = Accumulated(rows={}, loss=0.0, sums={})
@@ -126,9 +128,9 @@ def accumulate_gradients(
         for name, rows_T in outputs.items():
             if name in _ROWS:
                 rows = rows_T.detach().to(_ROWS[name] or rows_T.dtype).cpu().split(batch.lengths)
-                result.rows.setdefault(name, []).extend(row.clone() for row in rows)  # a view would travel as the whole
+                result.rows.setdefault(name, []).extend(row.clone() for row in rows)  # pickling a view sends all rows
     if loss_fn is None:
-        # Without a backward FSDP keeps its last group gathered, and `model.parameters()` would not be the optimizer's.
+        # Without a backward FSDP leaves the last group gathered: `model.parameters()` would not be the optimizer's.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -139,8 +141,8 @@ def accumulate_gradients(
 def sampled_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
     """Metric sums of any loss on sampled data: entropy, and how far trainer and generator disagree.
 
-    A critic, or data without `sampling_logprobs`, give nothing. Several targets of a position are not what was sampled:
-    whoever gives them measures.
+    Empty for a critic and for data without `sampling_logprobs`. With several targets per position only the entropy:
+    the targets are then not the sampled tokens.
     """
     if inputs.policy_logprobs is None or "sampling_logprobs" not in inputs.tensors:
         return {}
@@ -158,9 +160,9 @@ def clip_and_step(
     grad_scale: float,
     expert_parallel: bool = False,
 ) -> tuple[float, bool]:
-    """Scales and clips what has accumulated, steps unless the gradient is not finite, and zeroes it.
+    """Scales and clips the accumulated gradient, steps unless the gradient is not finite, and zeroes the gradient.
 
-    `expert_parallel`: experts lie on a mesh of their own, so norms are taken per mesh and then put together.
+    `expert_parallel`: experts lie on a separate mesh, so norms are taken per mesh and then combined.
 
     Returns (gradient L2 norm before clipping, whether a step was taken).
     """

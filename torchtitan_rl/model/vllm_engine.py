@@ -1,9 +1,8 @@
 """A vLLM engine on a thread of its own, driven by commands.
 
-One thread owns the engine: it drains commands, steps while there is work, sleeps when idle. With tensor
-parallelism every rank runs such a thread; rank 0 decides what the next iteration does and tells the
-others, because ranks that stepped different schedules would wait for each other forever. Whatever kills
-the thread is raised from every call that waits on it.
+One thread owns the engine: the thread drains commands, steps while there is work, and sleeps when idle. With tensor
+parallelism every rank runs such a thread. Rank 0 broadcasts the next command, because ranks that stepped different
+schedules would wait for each other forever. An error that ends the thread is raised from every waiting call.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["Engine", "engine_args"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 60.0
-_IDLE_WAIT_S = 0.5  # an idle rank 0 speaks to its followers this often, well within the collective's time limit
+_IDLE_WAIT_S = 0.5  # an idle rank 0 broadcasts this often, well within the collective's time limit
 
 
 @dataclass(slots=True)
@@ -44,22 +43,22 @@ class _InFlight:
     version_starts: list[tuple[int, int]]
     """(number of tokens already sampled, policy version from there on)."""
     future: Future | None
-    """None on ranks that only follow."""
+    """The caller's future; None on ranks other than 0."""
     top_k: int = 0
-    """Of a request that scores."""
+    """`Request.top_k` of a scoring request."""
 
 
 @dataclass(slots=True)
 class _Command:
-    """What every rank does before its next iteration. Data only: it is sent to the other ranks."""
+    """An instruction that every rank executes before the next engine step. Data only: rank 0 broadcasts commands."""
 
     kind: Literal["add", "load", "sleep", "wake"] = "add"
     argument: Any = field(default_factory=list)
-    """Of `add` a list of (request id, request), of `load` a version, of `wake` a part's name."""
+    """`add`: a list of (request id, request). `load`: a policy version. `wake`: a part's name. `sleep`: unused."""
 
 
 class Engine:
-    """`submit` requests and `load` weights from any thread; both return futures (on the leading rank)."""
+    """`submit` requests and `load` weights from any thread of rank 0's process; both return futures."""
 
     def __init__(self, config: GeneratorConfig, model_dir: str, seed: int, rank: int, *, sleeps: bool = False):
         self._config, self._model_dir, self._seed, self._sleeps = config, model_dir, seed, sleeps
@@ -88,12 +87,13 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    # Called from the actor.
+    # Methods that the actor calls.
 
     def submit(self, requests: list[Request]) -> list[Future]:
-        """Admits requests together, in order, before the next iteration. Each future gives a Completion, or when
-        scoring a list of log-probabilities, one per token but the first, and with `top_k` a pair of tensors with a row
-        for each: tokens, and their log-probabilities."""
+        """Admits requests together, in order, before the next engine step; returns a future per request.
+
+        The future of a sampling request gives a Completion. The future of a scoring request gives one log-probability
+        per token but the first; with `top_k`, a pair of tensors (T - 1, top_k): tokens and log-probabilities."""
         command, futures = _Command(), []
         for request in requests:
             self._counter += 1
@@ -103,16 +103,15 @@ class Engine:
         return futures
 
     def stage(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Hands this rank the tensors of a version, to be loaded when rank 0 says so."""
+        """Keeps the tensors of a version on this rank until rank 0 commands the load."""
         self._staged[version] = tensors
 
     def load(self, version: int) -> Future:
-        """Copies a staged version into the model between two iterations. Every rank must have staged it."""
+        """Copies a staged version into the model between two engine steps. Every rank must have staged the version."""
         return self._ask(_Command("load", version))
 
     def sleep(self) -> Future:
-        """Takes weights and KV cache off the device, for a trainer that shares it. Raises RuntimeError when the engine
-        is busy."""
+        """Frees weights and KV cache on a device shared with a trainer. Raises RuntimeError while requests run."""
         return self._ask(_Command("sleep"))
 
     def wake(self, part: str) -> Future:
@@ -120,19 +119,20 @@ class Engine:
         return self._ask(_Command("wake", part))
 
     def close(self) -> None:
-        """Ends the thread and frees what the engine held, the process groups of this process included. Calls that wait
-        are failed. Raises RuntimeError when the thread does not end."""
+        """Ends the thread and frees the engine's memory and this process's process groups. Waiting calls fail.
+
+        Raises RuntimeError when the thread does not end."""
         self._closing = True
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             raise RuntimeError(f"the engine did not end within {_CLOSE_S:g} s; end this process")
 
     def held(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every whole parameter the model takes, by torchtitan's name."""
+        """Shape and dtype of every unsharded parameter that the model takes, by torchtitan's name."""
         return self._held
 
     def from_hf(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Hugging Face's names to torchtitan's."""
+        """Renames tensors from Hugging Face's names to torchtitan's."""
         return self._spec.state_dict_adapter(self._spec.model, None).from_hf(tensors)
 
     def _ask(self, command: _Command) -> Future:
@@ -144,10 +144,10 @@ class Engine:
         if self._failure is not None:
             raise RuntimeError(f"the engine has stopped: {self._failure!r}")
         self._commands.put((command, futures))
-        if self._failure is not None:  # it died in between and may not have seen this command
+        if self._failure is not None:  # the thread died after the first check and may have missed this command
             self._fail_waiting()
 
-    # On the engine's thread.
+    # Methods that run on the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -158,12 +158,12 @@ class Engine:
             self._failure = RuntimeError("it was closed")
             self._fail_waiting()
             vllm_internals.shut_down(self._engine)
-        except BaseException as error:  # whatever it was, nobody may wait for this thread any more
+        except BaseException as error:  # any error at all: a caller would wait forever for a dead thread
             logger.exception("the engine thread failed")
             self._failure = error
             if not self.ready.done():
                 self.ready.set_exception(error)
-            elif not self._leads:  # rank 0 waits for this rank in a collective; only a dead process is noticed
+            elif not self._leads:  # rank 0 waits for this rank in a collective and notices only a dead process
                 logging.shutdown()
                 os._exit(1)
             self._fail_waiting()
@@ -186,7 +186,7 @@ class Engine:
         return engine
 
     def _iterate(self) -> None:
-        """One round: take a command, then one engine step."""
+        """Executes one command, then takes one engine step if there is work."""
         command, futures = self._next()
         self._current = futures
         self._do[command.kind](command.argument, futures)
@@ -213,7 +213,7 @@ class Engine:
     def _load_staged(self, version: int, futures: list[Future]) -> None:
         assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
         tensors = self._staged.pop(version)
-        if self._config.model_impl == "vllm":  # its own Qwen3 knows Hugging Face's names and repacks its weights
+        if self._config.model_impl == "vllm":  # vLLM's own Qwen3 takes Hugging Face's names and repacks weights
             head = tensors["lm_head.weight"]
             tensors = self._spec.state_dict_adapter(self._spec.model, None).to_hf(tensors) | {"lm_head.weight": head}
             vllm_internals.reload_weights(self._engine, tensors)
@@ -223,7 +223,7 @@ class Engine:
         self.policy_version, self._num_loads = version, self._num_loads + 1
         for request in self._in_flight.values():
             request.version_starts.append((vllm_internals.num_sampled(self._engine, request.engine_id), version))
-        # Requests carry the number of loads as cache salt, so old blocks are never matched; this frees them.
+        # Requests carry the number of loads as cache salt, so old blocks never match; the reset frees old blocks.
         if not self._engine.has_unfinished_requests() and not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset after a pull")
         for future in futures:
@@ -261,10 +261,10 @@ class Engine:
             scores(output, request.top_k) if scored else completion(output, request.version_starts)
         )
 
-    # Giving the device to a trainer and getting it back.
+    # Giving the device to a trainer and taking the device back.
 
     def _sleep_now(self, _: Any, futures: list[Future]) -> None:
-        """Every rank comes to the same answer."""
+        """Sleeps, or answers that requests are in flight; every rank decides alike."""
         if self._engine.has_unfinished_requests():
             error = f"sleep: {len(self._in_flight)} requests are in flight; wait for them first"
             return _answer(futures, error)

@@ -1,21 +1,21 @@
-"""What of vLLM is touched that is not its public interface: here and nowhere else.
+"""Every use of vLLM beyond the public interface, in one module.
 
-Read in vLLM 0.32. It has two model runners, V1 (`vllm/v1/worker/gpu_model_runner.py`, and a subclass for a CPU) and
-V2 (`vllm/v1/worker/gpu/model_runner.py`), and takes V2 where Triton runs, which a GPU means and a CPU does not.
+Checked against vLLM 0.32, which has two model runners: V1 (`vllm/v1/worker/gpu_model_runner.py`, and a subclass for a
+CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton runs: on a GPU, not on a CPU.
 
 | touched | V1 | V2 |
 |---|---|---|
 | `model_executor.driver_worker.worker.model_runner` | the runner | the runner |
 | `runner.get_model()` | the model; `runner.model` may be a wrapper that replays CUDA graphs | `runner.model` |
-| `runner.reload_weights(weights_iterator=...)` | in place, by Hugging Face's names, resets caches | the same |
-| `vllm_config.use_v2_model_runner`, `VLLM_USE_V2_MODEL_RUNNER` | which of them runs | the same |
-| `output_processor.request_states[...].detokenizer.output_token_ids` | tokens so far; above it | the same |
-| `engine_core.shutdown()`, `envs.disable_envs_cache()` | above the runner | the same |
-| `get_tp_group().broadcast_object` | above the runner | the same |
+| `runner.reload_weights(weights_iterator=...)` | in place, by Hugging Face's names, resets caches | as V1 |
+| `vllm_config.use_v2_model_runner`, `VLLM_USE_V2_MODEL_RUNNER` | selects the runner | as V1 |
+| `output_processor.request_states[...].detokenizer.output_token_ids` | tokens so far; above the runner | as V1 |
+| `engine_core.shutdown()`, `envs.disable_envs_cache()` | above the runner | as V1 |
+| `get_tp_group().broadcast_object` | above the runner | as V1 |
 | `_CPUSHMDistributed.make_group_name` | CPU ranks | not used on a GPU |
 
-Both `load_weights` of ours and `reload_weights` copy into the parameters that are there, so a captured CUDA graph,
-which holds their addresses, goes on reading the right ones.
+`vllm_model`'s `load_weights` and vLLM's `reload_weights` copy into the existing parameters. A captured CUDA graph holds
+the addresses of these parameters and thus reads the new weights.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 @contextmanager
 def chosen_model_runner(which: str) -> Iterator[None]:
-    """While an engine is built: `"v1"` or `"v2"` runs its model, with `"auto"` the one vLLM prefers (or that the user
-    has set by environment). The environment is as before afterwards, for other engines of this process."""
-    envs.disable_envs_cache()  # an engine built earlier in this process has frozen what vLLM reads; this one does again
+    """Selects the model runner of an engine built in this context: `"v1"`, `"v2"`, or `"auto"` for vLLM's choice (or
+    the user's environment variable). Restores the environment afterwards, for other engines of this process."""
+    envs.disable_envs_cache()  # an engine built earlier has frozen vLLM's view of the environment; this engine will too
     before = os.environ.get(_CHOICE)
     if which != "auto":
         os.environ[_CHOICE] = {"v1": "0", "v2": "1"}[which]
@@ -68,7 +68,7 @@ def _runner(engine: LLMEngine) -> Any:
 
 
 def model_runner(engine: LLMEngine) -> str:
-    """Which model runner the engine has: `"v1"` or `"v2"`."""
+    """The engine's model runner: `"v1"` or `"v2"`."""
     return "v2" if engine.vllm_config.use_v2_model_runner else "v1"
 
 
@@ -78,7 +78,7 @@ def model(engine: LLMEngine) -> torch.nn.Module:
 
 
 def reload_weights(engine: LLMEngine, tensors: dict[str, torch.Tensor]) -> None:
-    """Replaces the weights of one of vLLM's own models; whole tensors under Hugging Face's names."""
+    """Replaces the weights of vLLM's own Qwen3; `tensors` are unsharded, under Hugging Face's names."""
     _runner(engine).reload_weights(weights_iterator=iter(tensors.items()))
 
 
@@ -95,16 +95,17 @@ def from_leader(command: Any) -> Any:
 
 
 def shut_down(engine: LLMEngine) -> None:
-    """Frees what the engine holds, the process groups of this process included."""
+    """Frees the engine's memory and this process's process groups."""
     engine.engine_core.shutdown()
 
 
 @contextmanager
 def private_shared_memory() -> Iterator[None]:
-    """Shared memory of vLLM's CPU ranks: a name no other engine on the host has, gone as soon as all ranks hold it.
+    """Names the shared memory of vLLM's CPU ranks uniquely on the host, and unlinks the name once all ranks have opened
+    the segment.
 
-    With `external_launcher` vLLM gives every engine the same name and leaves it behind when killed. The mesh's
-    rendezvous port tells engines apart, and a segment that is open needs no name.
+    With `external_launcher` vLLM gives every engine the same name, and a killed engine leaves the name behind. The
+    mesh's rendezvous port tells engines apart, and an open segment needs no name.
     """
     if platform.device_type() != "cpu" or "MASTER_PORT" not in os.environ:
         yield

@@ -21,7 +21,7 @@ ARCHITECTURE = "TorchtitanQwen3ForCausalLM"
 
 
 class TorchtitanQwen3ForCausalLM(nn.Module):
-    """What vLLM asks of a model, answered by torchtitan's decoder built from the generator's spec."""
+    """vLLM's model interface over torchtitan's decoder, built from the generator's spec."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()

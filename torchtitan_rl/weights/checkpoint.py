@@ -1,12 +1,12 @@
-"""Checkpoints: a directory per step, complete once its marker is there.
+"""Checkpoints: a directory per step, complete once the marker is written.
 
-step-80/model/       torch's distributed checkpoint of parameters and optimizer: any layout can load it
-step-80/hf/          the same parameters as a Hugging Face directory
-step-80/lora.json    with LoRA, when model/ holds adapters only: their kind, and a fingerprint of the base
+step-80/model/       torch's distributed checkpoint of parameters and optimizer, loadable in any layout
+step-80/hf/          the weights as a Hugging Face directory
+step-80/lora.json    with LoRA, when model/ holds adapters only: the LoRA config, and a fingerprint of the base
 step-80/adapter/     with LoRA: the adapters as a PEFT directory
-step-80/teacher.safetensors  with self-distillation: the policy version that teaches, as generators hold it
-step-80/state.json   what the controller needs: step, phase, policy and teacher version, data cursor, seed
-step-80/COMPLETE     written last
+step-80/teacher.safetensors  with self-distillation: the snapshot that teaches, in the generators' dtype
+step-80/state.json   the controller's state: step, phase, policy and teacher version, data cursor, seed
+step-80/COMPLETE     the marker, written last
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def teacher_file(checkpoint: Path) -> Path:
 
 
 def write_lora(checkpoint: Path, record: dict | None) -> None:
-    """Records what the adapters in this checkpoint belong to; None says that it holds whole parameters."""
+    """Writes the LoRA config and base fingerprint of a checkpoint of adapters; None marks one of all weights."""
     file = checkpoint / _LORA
     if record is None:
         file.unlink(missing_ok=True)
@@ -60,7 +60,7 @@ def write_lora(checkpoint: Path, record: dict | None) -> None:
 
 
 def require_lora(checkpoint: Path, record: dict | None) -> None:
-    """Raises ValueError unless the checkpoint's adapters, or lack of them, are those of the model that loads it."""
+    """Raises ValueError unless the checkpoint has `record`'s LoRA config and base; None expects all weights."""
     where, file = f"checkpoint={str(checkpoint)!r}:", checkpoint / _LORA
     saved = json.loads(file.read_text()) if file.exists() else None
     if saved is None and record is None:
@@ -89,7 +89,7 @@ def require_lora(checkpoint: Path, record: dict | None) -> None:
 
 
 def begin(checkpoint: Path) -> None:
-    """Makes the directory; one that was complete no longer is."""
+    """Makes the directory; a complete checkpoint there becomes incomplete."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / _MARKER).unlink(missing_ok=True)
 
@@ -108,7 +108,7 @@ def read_state(checkpoint: Path) -> dict:
 
 
 def require_complete(checkpoint: Path) -> Path:
-    """The checkpoint, if it can be loaded. Raises ValueError when it is missing or half-written."""
+    """Returns `checkpoint`. Raises ValueError for a missing or half-written checkpoint."""
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={str(checkpoint)!r}: there is no such directory; give a run's checkpoints/step-N")
     if not (checkpoint / _MARKER).exists():
@@ -120,8 +120,8 @@ def require_complete(checkpoint: Path) -> Path:
 
 
 def hf_weights(path: Path) -> Path:
-    """The Hugging Face directory in a complete checkpoint, or `path` itself if it is one. Raises ValueError if
-    neither."""
+    """`path` if `path` is a Hugging Face directory, else the Hugging Face directory of the complete checkpoint `path`.
+    Raises ValueError if `path` is neither."""
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         return path
     return hf_dir(require_complete(path))

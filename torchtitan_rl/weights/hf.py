@@ -16,9 +16,9 @@ __all__ = ["load_hf_weights", "full_state", "write_hf_dir"]
 
 
 def load_hf_weights(model, adapter, directory: Path, *, head: bool = True) -> None:
-    """Reads safetensors into a (possibly sharded) model; each rank reads only its part. Adapters stay as they are.
+    """Reads safetensors into a (possibly sharded) model; each rank reads only its part. Adapters stay unchanged.
 
-    Without `head` the model's own head stays: a critic has another one than the checkpoint.
+    `head=False` leaves the model's head unchanged: a critic's value head is not in the directory.
     """
     held = model.state_dict()
     state = adapter.to_hf(lora.base_state(held))
@@ -34,6 +34,6 @@ def full_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_hf_dir(state: dict[str, torch.Tensor], adapter, directory: Path) -> None:
-    """Adds `model.safetensors` in Hugging Face's names to a directory made by `write_model_dir`."""
+    """Adds `model.safetensors` with Hugging Face's names to a directory made by `write_model_dir`."""
     tensors = {name: tensor.contiguous().clone() for name, tensor in adapter.to_hf(state).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

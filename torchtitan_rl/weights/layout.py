@@ -1,4 +1,4 @@
-"""Weights as one flat byte buffer and a manifest that says what lies where."""
+"""Weights as one flat byte buffer, and a manifest with each tensor's shape, dtype and offset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xxhash
 
 __all__ = ["Entry", "Manifest", "plan", "write", "read", "checksum", "explain_difference"]
 
-_ALIGNMENT = 64  # bytes; every tensor can then be viewed in place
+_ALIGNMENT = 64  # bytes; an aligned tensor can be viewed in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +28,25 @@ class Entry:
 
 @dataclass(kw_only=True, slots=True)
 class Manifest:
-    """Everything about one published version except its bytes."""
+    """Everything about one published version except the bytes of the weights."""
 
     version: int | str
-    """A policy version; a name for weights on their way between two trainer roles."""
+    """A policy version; for weights that one trainer role sends to another, a name."""
     entries: dict[str, Entry]
     nbytes: int
     checksum: str = ""
     handle: str = ""
-    """Where the payload is: a shared-memory file, or empty when the store itself holds it."""
+    """The path of the payload's shared-memory file; empty when the store holds the payload."""
     host: str = ""
-    """The host that shared-memory file is on."""
+    """The host of the shared-memory file; empty when the store holds the payload."""
 
 
 def plan(
     version: int | str, tensors: Iterable[tuple[str, torch.Size, torch.dtype, bool]], dtype: torch.dtype | None
 ) -> Manifest:
-    """Lays tensors out one after another. Each is (name, shape, dtype, is a parameter).
+    """Lays tensors out one after another; `tensors` gives (name, shape, dtype, whether a parameter) of each.
 
-    Parameters are sent in `dtype`, the generator's, or with None as they are; buffers keep the dtype they are
-    registered with.
+    Parameters are sent in `dtype`, or in the parameter's dtype when `dtype` is None. Buffers keep the registered dtype.
     """
     entries, offset = {}, 0
     for name, shape, own_dtype, is_parameter in tensors:
@@ -63,8 +62,8 @@ def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def write(buffer: torch.Tensor, manifest: Manifest, name: str, tensor: torch.Tensor) -> None:
-    """Casts and copies one tensor into its place. A tensor on CUDA is cast there, which may halve what travels, and may
-    still be on its way afterwards: wait for the device before anyone reads the buffer."""
+    """Casts one tensor and copies the tensor into the buffer. CUDA tensors are cast on the device, which may halve the
+    bytes copied, and are copied asynchronously: synchronise the device before a read of the buffer."""
     place = view(buffer, manifest.entries[name])
     if tensor.is_cuda:
         place.copy_(tensor.to(place.dtype), non_blocking=True)
@@ -80,14 +79,15 @@ def read(buffer: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
 def checksum(buffer: torch.Tensor) -> str:
     """xxh3 of the whole buffer, padding included (buffers start out zeroed).
 
-    On the host whatever the device: both ends have the bytes there, and one core reads some 30 GB/s.
-    `torch.hash_tensor` would run on a GPU, but it is an exclusive or, blind to order.
+    Computed on the host for every device: publisher and reader have the bytes in host memory, and one core reads some
+    30 GB/s. `torch.hash_tensor` would run on a GPU, but is an exclusive or, blind to order.
     """
     return xxhash.xxh3_64_hexdigest(buffer.numpy().data)
 
 
 def explain_difference(published: dict[str, Entry], held: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """What differs between a manifest and what a generator holds (name -> shape, dtype); empty if nothing does."""
+    """The differences between a manifest's entries and the tensors a model holds (name -> shape, dtype); empty if
+    none."""
     problems = [f"{name} is published but not held" for name in published.keys() - held.keys()]
     problems += [f"{name} is held but not published" for name in held.keys() - published.keys()]
     for name in sorted(published.keys() & held.keys()):

@@ -14,10 +14,10 @@ __all__ = ["write_peft_dir"]
 
 
 def write_peft_dir(adapters: Adapters, hf_adapter, lora: LoRAConfig, directory: Path, *, base: str | None) -> None:
-    """Writes unsharded adapters by Hugging Face's names.
+    """Writes unsharded adapters under Hugging Face's names.
 
-    `hf_adapter` is torchtitan's state-dict adapter of the model, `base` the directory of the weights that the adapters
-    change (None: PEFT's user has to know). PEFT too scales by alpha / rank.
+    `hf_adapter` is torchtitan's state-dict adapter of the model, `base` the directory of the base weights (None: PEFT's
+    user has to name the directory). PEFT too scales by alpha / rank.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}

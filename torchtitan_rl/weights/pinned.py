@@ -1,4 +1,4 @@
-"""Shared memory as a GPU reads it: mapped once, pinned, kept."""
+"""Shared memory pinned for reads by a GPU; each segment stays mapped between versions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["PinnedPayloads"]
 class PinnedPayloads:
     """A reader's view of publishers' segments, for CUDA.
 
-    To pin a segment takes longer than to copy from it, so it is mapped once and kept for as long as its publisher has
-    it; writable, because CUDA does not pin read-only pages on every system.
+    Pinning a segment takes longer than copying from the segment. So a segment is mapped once and kept as long as the
+    publisher keeps the segment. The mapping is writable: CUDA does not pin read-only pages on every system.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[int, torch.Tensor]] = {}
-        """By handle: the segment's inode, which tells it from a later one with the same handle, and its bytes."""
+        """By handle: the segment's inode and bytes. The inode tells apart successive segments with an equal handle."""
 
     def open(self, manifest: Manifest) -> torch.Tensor:
-        """The payload's bytes. Raises RuntimeError when this process cannot have them."""
+        """The payload's bytes. Raises RuntimeError when this process cannot open the segment."""
         for handle, (inode, buffer) in list(self._held.items()):
             if _inode(handle) != inode:
                 platform.unpin(buffer)
@@ -37,14 +37,14 @@ class PinnedPayloads:
         return self._held[manifest.handle][1]
 
     def close(self) -> None:
-        """Gives all segments back, for a reader whose process lives on."""
+        """Unpins and drops all segments, for a reader whose process lives on."""
         for _, buffer in self._held.values():
             platform.unpin(buffer)
         self._held.clear()
 
 
 def _inode(handle: str) -> int | None:
-    """Of a segment, or None when its publisher is gone."""
+    """The inode of a segment; None when the publisher is gone."""
     try:
         return os.stat(handle).st_ino
     except OSError:

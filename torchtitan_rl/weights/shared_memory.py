@@ -1,4 +1,4 @@
-"""Payloads of weights in anonymous shared memory: a memfd, which the kernel frees with the last process that holds it,
+"""Payloads of weights in anonymous shared memory. The kernel frees a memfd with the last process that holds the memfd,
 so a killed run leaves nothing behind."""
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ __all__ = ["SharedBuffers", "open_shared", "host_name"]
 
 
 def host_name() -> str:
-    """This machine and this boot of it: two containers with one host name do not look alike."""
+    """Host name and boot id: the boot id tells apart two machines with equal host names."""
     with open("/proc/sys/kernel/random/boot_id") as f:
         return f"{socket.gethostname()}/{f.read().strip()}"
 
 
 class SharedBuffers:
-    """A publisher's payload segments, one per live version, reused once a version is discarded."""
+    """A publisher's payload segments, one per live version; a discarded version's segment is reused."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, torch.Tensor]] = []
         self._used: dict[int | str, tuple[int, torch.Tensor]] = {}
 
     def take(self, version: int | str, nbytes: int) -> tuple[str, torch.Tensor]:
-        """(handle, uint8 buffer) for a version's payload; a segment's first use is slower than later ones."""
-        self.release(version)  # published again: the new bytes replace the old ones
+        """(handle, uint8 buffer) for a version's payload; a segment's first use is slower than later uses."""
+        self.release(version)  # a version published again replaces the old bytes
         slot = next((s for s in self._free if s[1].numel() == nbytes), None)
         if slot is not None:
             self._free.remove(slot)
@@ -49,7 +49,7 @@ class SharedBuffers:
             self._free.append(slot)
 
     def close(self) -> None:
-        """Gives all segments back, for a publisher whose process lives on."""
+        """Unpins and closes all segments, for a publisher whose process lives on."""
         for fd, buffer in [*self._free, *self._used.values()]:
             platform.unpin(buffer)
             os.close(fd)
@@ -58,7 +58,10 @@ class SharedBuffers:
 
 
 def open_shared(manifest: Manifest, *, write: bool = False) -> torch.Tensor:
-    """The bytes of a version that a process of this host has published. Raises RuntimeError when they cannot be had."""
+    """The bytes of a version that a process of this host published.
+
+    Raises RuntimeError for a publisher on another host and for a segment that cannot be opened.
+    """
     if manifest.host != host_name():
         raise RuntimeError(
             f"weight_sync.transport='shared_memory': version {manifest.version} was published on "
@@ -78,7 +81,7 @@ def open_shared(manifest: Manifest, *, write: bool = False) -> torch.Tensor:
 
 
 def _map(fd: int, nbytes: int, *, write: bool = True) -> torch.Tensor:
-    """A uint8 tensor over a file's pages."""
+    """A uint8 tensor that maps a file's pages."""
     mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if write else 0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a read-only mapping is not writable; nobody writes

@@ -1,4 +1,4 @@
-"""Versioned weights in TorchStore, which carries payloads between hosts; on one host they lie in shared memory."""
+"""Versioned weights in TorchStore, which carries payloads between hosts; on one host payloads lie in shared memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ adapters.adapt_torchstore()
 
 
 class WeightStore(VersionedStore):
-    """Versioned weights in the TorchStore instance of this name, from whichever process holds the object."""
+    """Versioned weights in the TorchStore instance `name`; any process of a run may hold a `WeightStore`."""
 
     def __init__(self, name: str, timeout_s: float = 600.0):
         super().__init__(timeout_s)
         self.name = name
 
     async def start(self, procs) -> None:
-        """The store's volume on a process mesh of one; its controller gets a process of its own."""
+        """Starts the store's volume on `procs`, a mesh of one process; TorchStore's controller gets another process."""
         await torchstore.initialize(mesh=procs, store_name=self.name)
 
     async def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""Versions of weights: what a store promises, over whatever holds keys and values; and a store in one process.
+"""Versions of weights over any store of keys and values, and a store in one process.
 
-A store has a version's manifest and either its payload or the handle of the payload, which then lies in shared memory.
-The manifest is written last: a version exists when its manifest does.
+A store has a version's manifest and either the version's payload or the handle of a payload in shared memory. The
+manifest is written last: a version exists when its manifest does.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["VersionedStore", "MemoryStore"]
 
 
 class VersionedStore(ABC):
-    """Publishes and fetches versions. A kind of store says how keys get their values: `_put`, `_get`, `_exists`,
-    `_delete`, `_keys`."""
+    """Publishes and fetches versions. A subclass stores values under keys: `_put`, `_get`, `_exists`, `_delete`,
+    `_keys`."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self._pinned = PinnedPayloads()
 
     async def publish(self, manifest: Manifest, payload: torch.Tensor, *, handle: str, verify: bool) -> None:
-        """Makes a version visible. With a handle the store keeps only that; without, the payload too."""
+        """Makes a version visible. With an empty `handle` the store keeps the payload, else only the handle."""
         manifest.checksum = checksum(payload) if verify else ""
         manifest.handle, manifest.host = handle, host_name() if handle else ""
         if not handle:
@@ -37,7 +37,7 @@ class VersionedStore(ABC):
         await self._put(_key(manifest.version, "manifest"), manifest)
 
     async def fetch(self, version: int | str, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
-        """(manifest, payload) of a published version. Raises RuntimeError when it is not there or arrives damaged."""
+        """(manifest, payload) of a version. Raises RuntimeError for a missing version and for a wrong checksum."""
         if not await self._exists(_key(version, "manifest")):
             raise RuntimeError(
                 f"policy_version={version}: is not in the store (it holds {await self.versions()}); "
@@ -54,7 +54,7 @@ class VersionedStore(ABC):
         return manifest, payload
 
     async def discard(self, version: int | str) -> None:
-        """Forgets a version; its manifest goes first."""
+        """Deletes a version, the manifest first. Raises RuntimeError after `timeout_s`."""
 
         async def delete() -> None:
             for part in ("manifest", "payload"):
@@ -67,7 +67,7 @@ class VersionedStore(ABC):
             raise RuntimeError(f"store: did not discard version {version} within {self.timeout_s:g} s") from None
 
     async def versions(self) -> list[int]:
-        """Policy versions whose manifest is there."""
+        """Policy versions in the store, sorted."""
         names = [key.split("/")[1] for key in await self._keys() if key.endswith("/manifest")]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -88,7 +88,7 @@ class VersionedStore(ABC):
 
 
 class MemoryStore(VersionedStore):
-    """The same versions in a dict, for publisher and generator in one process."""
+    """Versioned weights in a dict, for publisher and generator in one process."""
 
     def __init__(self) -> None:
         super().__init__(timeout_s=600.0)
