@@ -37,8 +37,8 @@ class Router:
         """(hash of a prompt's whole blocks, the tokens after the last whole block) -> (replica, the replica's number of
         loads when the prompt was sent), oldest first."""
         self._endings: Counter[int] = Counter()
-        """Hash -> how many keys of `_homes` have it. Most block hashes of a prompt are in no key: a count of 0 saves the
-        lookups."""
+        """Hash -> number of keys of `_homes` with the hash. Most block hashes of a prompt are in no key: a count of 0
+        saves the lookups."""
 
     # Events of replicas.
 

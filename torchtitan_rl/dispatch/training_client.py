@@ -124,7 +124,7 @@ class TrainingClient:
         return self._call("reset_optimizer")
 
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
-        """Pushes the current policy version and returns it. `dispatch.versions.PolicyVersions.publish` is the caller."""
+        """Pushes the current policy version and returns it. `dispatch.versions.PolicyVersions.publish` calls this."""
         return await self._call("push_weights", dtype, transport, verify)
 
     async def discard_weights(self, version: int | str) -> None:

@@ -81,8 +81,8 @@ class PolicyVersions:
         self._holders[version][holder] += 1
 
     async def release(self, version: int, holder: str) -> None:
-        """Ends one `pin` of a version by `holder`; the last holder's release deletes the version. Raises ValueError when
-        `holder` does not hold it."""
+        """Ends one `pin` of a version by `holder`; the last holder's release deletes the version. Raises ValueError
+        when `holder` does not hold the version."""
         holders = self._holders.get(version, Counter())
         if not holders[holder]:
             raise ValueError(f"policy_version={version}: is not held by {holder!r} (holders: {sorted(+holders)})")
