@@ -74,11 +74,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one verb. Mistakes and failures end in a message on stderr and exit status 1, Ctrl-C in 130."""
+    """Runs one verb. A mistake or failure prints a message on stderr and gives exit status 1; Ctrl-C gives 130."""
     args, overrides = _parser().parse_known_args(argv)
     if args.verb in ("doctor", "sample") and overrides:
         return _fail(f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help")
-    # Of settings in the user's config; Python shows deprecations of __main__ only.
+    # Show deprecated settings of the user's config: by default Python shows deprecations of __main__ only.
     warnings.filterwarnings("default", category=DeprecationWarning, module="torchtitan_rl")
     try:
         return _run(args, overrides)
@@ -127,14 +127,14 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
         from torchtitan_rl.hosts.preflight import busy_problem, host_problem, memory_problem
         from torchtitan_rl.run.evaluation import eval_families
 
-        # Of other hosts nothing is known without a visit: taken to be like this one.
+        # A dry run connects to no other host: it takes each host to be like this machine.
         hosts = [local_host(worker) for worker in args.hosts] or [local_host()]
         check_fits(config, hosts)
         if problem := memory_problem(config, hosts):
             raise ValueError(problem)
         eval_families(config, config.task.build())
         print(f"{args.config}: valid; nothing was started")
-        # What is wrong with this machine now, and not with the config.
+        # Problems of this machine now, not of the config: a dry run only reports them.
         for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts)):
             if missing:
                 print(f"still needed: {missing}")
@@ -143,21 +143,22 @@ def _run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def asyncio_run(main_coroutine, verb: str) -> int:
-    """Runs to the end; on Ctrl-C ends this process and its children at once."""
+    """Runs a coroutine to its end; Ctrl-C gives exit status 130. Ends this process at once."""
     try:
         code = asyncio.run(main_coroutine)
     except KeyboardInterrupt:
         code = 130
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of the runtime (or of a reward that hangs) must not keep a finished run alive.
+    # Threads of Monarch, or of a reward that hangs, must not keep a finished run alive.
     os._exit(code)
 
 
 async def _guarded(args, start, body) -> int:
-    """Starts a controller on the hosts it was given, runs `body(controller)`, and always leaves with no process behind.
+    """Starts a controller on `args.hosts`, runs `body(controller)`, and leaves no process behind. Returns an exit
+    status.
 
-    `start(hosts, backend)` is `Controller.launch` but for these two.
+    `start` is `Controller.launch` with all arguments bound but `hosts` and `backend`.
     """
     controller = None
     try:
@@ -186,7 +187,7 @@ async def _guarded(args, start, body) -> int:
         if controller and args.hosts:
             await controller.close()  # other hosts' processes cannot be killed from here
         elif controller:
-            controller.launcher.kill()  # the orderly way takes seconds, and nothing is left to be kept
+            controller.launcher.kill()  # `close` would take seconds; all files are written
 
 
 async def _train(args: argparse.Namespace, config) -> int:
@@ -249,7 +250,7 @@ async def _evaluate(args: argparse.Namespace, config) -> int:
 
 
 async def _sample(args: argparse.Namespace) -> int:
-    """A generator alone: the checkpoint's Hugging Face directory says everything else."""
+    """Starts one generator with the weights and tokenizer of the checkpoint's Hugging Face directory."""
     from transformers import AutoTokenizer
 
     from torchtitan_rl.config.actors import GeneratorConfig

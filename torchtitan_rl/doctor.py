@@ -1,4 +1,4 @@
-"""What this machine offers a run, and what is missing."""
+"""Prints the versions and devices of this machine, and what a run still needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _EXPECTED = {"torch": "2.13.0", "torchtitan": "0.3.0", "torchmonarch": "0.7.0", 
 
 
 def report() -> int:
-    """Prints versions, devices, cores, shared memory and backends. Returns 1 when a run could not start."""
+    """Prints versions, devices, cores, shared memory, backends and problems. Returns 1 when there is a problem, else
+    0."""
     import torch
 
     from torchtitan_rl import platform

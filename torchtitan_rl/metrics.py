@@ -1,7 +1,7 @@
 """The names of metrics, `area/what[_unit]`.
 
-One line of `metrics.jsonl` per step holds `step`, `phase` (`"supervised"`, `"reinforcement"` or `"evaluation"`) and at
-least the names of that phase.
+A line of `metrics.jsonl` holds `step`, `phase` (`"supervised"`, `"reinforcement"` or `"evaluation"`) and at least the
+names of its phase.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SUPERVISED = (
     "time/forward_backward_s",
     "time/optim_s",
 )
-"""Of every optimizer step."""
+"""In the line of every optimizer step of the supervised phase."""
 
 REINFORCEMENT = (
     *SUPERVISED,
@@ -37,16 +37,21 @@ REINFORCEMENT = (
     "time/generate_s",
     "time/sync_s",  # push and pull of weights
 )
-"""Of every batch of the reinforcement phase; `step` is the number of optimizer steps after it.
+"""In the line of every batch of the reinforcement phase; `step` is the number of optimizer steps after the batch.
 
-More where they exist: `policy/reference_kl` (k3 from a reference role, nats per token), `correction/weight_mean` (of an
-off-policy correction's factors), `correction/changed_frac` (tokens it truncated or masked), `distill/kl` (nats per
-token, see docs/distillation.md: reverse KL to a teacher, k1 of it where only sampled tokens are compared, forward KL on
-its likeliest tokens), `distill/target_frac` (tokens with such targets), `critic/loss`, `critic/squared_error`,
-`critic/value_mean`, `critic/grad_norm`, `critic/skipped`, `optim/num_steps` and `optim/skipped` of the batch,
-`time/score_s` (forward passes that only score), `filter/...` where filters are on (docs/grouping.md). In environments
-`rollout/turns_mean` and `rollout/limit_frac` (ended by a limit of turns, tokens or time). With several roles
-`reward/ROLE_mean` of each.
+Every line also has `optim/num_steps` and `optim/skipped` of the batch, and `time/score_s` (forward passes that only
+score). By feature:
+
+- A reference: `policy/reference_kl` (k3, nats per token).
+- An off-policy correction: `correction/weight_mean` (mean factor), `correction/changed_frac` (tokens whose factor was
+  truncated or masked).
+- Distillation (docs/distillation.md): `distill/kl` (nats per token: reverse KL to the teacher, its k1 estimate where
+  only sampled tokens are compared, or forward KL on the teacher's likeliest tokens), `distill/target_frac` (tokens with
+  such targets).
+- A critic: `critic/loss`, `critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `critic/skipped`.
+- Filters (docs/grouping.md): `filter/...`.
+- Environments: `rollout/turns_mean`, `rollout/limit_frac` (ended by a limit of turns, tokens or time).
+- Several roles in a workflow: `reward/ROLE_mean` of each role.
 """
 
 EVALUATION = (
@@ -54,9 +59,9 @@ EVALUATION = (
     "eval/split",
     "eval/accuracy",  # fraction of greedy completions that are correct
 )
-"""Of every evaluation. `step` counts the reinforcement phase: 0 is before its first step.
+"""In the line of every evaluation. `step` counts steps of the reinforcement phase: 0 is before the first step.
 
-More where they exist: `eval/num_tasks`; with n samples of each task `eval/avg_at_N` (fraction that is correct) and
-`eval/pass_at_K`. Of each of them and of the accuracy, with two tasks or more, NAME_ci95_low and NAME_ci95_high: see
-`run.intervals.mean_interval`.
+Every line also has `eval/num_tasks`. With N samples per task: `eval/avg_at_N` (fraction of samples that are correct)
+and `eval/pass_at_K`. With two tasks or more: `eval/NAME_ci95_low` and `eval/NAME_ci95_high` of the accuracy, of
+avg_at_N and of pass_at_K (`run.intervals.mean_interval`).
 """

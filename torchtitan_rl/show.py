@@ -1,4 +1,4 @@
-"""What a config resolves to, and roughly how much memory each process and each GPU of the run will need."""
+"""Prints a resolved config, and an estimate of the memory that each process and each GPU of the run will need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["show"]
 
 
 def show(config: RunConfig) -> None:
-    """Prints every field as the flag that would set it, then the memory estimate."""
+    """Prints every field as the flag that sets the field, then the memory estimate."""
     for path, value in flat(config):
         text = function_name(value) if callable(value) else repr(value) if isinstance(value, str) else str(value)
         if isinstance(value, (tuple, list)):
@@ -37,8 +37,9 @@ def show(config: RunConfig) -> None:
 
 
 def _groups(config: RunConfig) -> list[list[str]]:
-    """Meshes that may be on one GPU: all of them where each has one rank, else those that take turns, and each other
-    by itself. Of equal replicas the first stands for all, where they do not meet."""
+    """Groups of meshes that may share one GPU. When every mesh has one rank and there is one replica: one group of all
+    meshes, as on a host with one GPU. Otherwise: one group per set of roles that share devices, and a group of its own
+    for every other mesh. generator-0 stands for all replicas."""
     all_meshes = [mesh for mesh in meshes(config) if mesh.role == "generator-0" or not mesh.replica]
     if all(mesh.num_ranks == 1 for mesh in meshes(config)) and config.generator.num_replicas == 1:
         return [[mesh.role for mesh in all_meshes]]

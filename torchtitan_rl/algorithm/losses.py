@@ -27,6 +27,7 @@ __all__ = [
     "masked_sum",
     "ppo",
     "reverse_kl",
+    "trained_before",
     "value_loss",
 ]
 
@@ -172,6 +173,17 @@ def masked_sum(inputs: LossInputs, terms_T: torch.Tensor) -> torch.Tensor:
 def datum_sums(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
     """Sum over each datum's tokens, (num_datums,). A datum is never split over microbatches, so this is all of it."""
     return values_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, values_T)
+
+
+def trained_before(inputs: LossInputs) -> torch.Tensor:
+    """How many trained tokens of its datum stand before each token, int64 (T,).
+
+    In a rollout of one turn whose tokens all train, that is the position in the completion, counted from 0.
+    """
+    mask_T = (inputs.loss_mask > 0).long()
+    before_T = mask_T.cumsum(0) - mask_T
+    per_datum = mask_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, mask_T)
+    return before_T - (per_datum.cumsum(0) - per_datum)[inputs.datum]
 
 
 def _one_per_token(inputs: LossInputs, *columns: torch.Tensor) -> None:

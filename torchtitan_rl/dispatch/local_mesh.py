@@ -18,10 +18,11 @@ _TICK_S = 1.0
 
 
 class LocalMesh:
-    """One rank without an actor. Methods of `worker` are its endpoints; they run on the event loop's thread.
+    """One rank without an actor. The methods of `worker` are the endpoints and run on the event loop's thread.
 
-    `in_order`: calls run one at a time in the order they were made, as a trainer's do; a generator's overlap. Answers
-    are copies, as if they had travelled. A plain function runs to its end, so its deadline is the user's Ctrl-C.
+    `in_order`: calls run one at a time, in the order they were made, as a trainer's calls do. Calls of a generator
+    overlap. Answers are copies, as answers of another process would be. A method that is no coroutine runs to its end:
+    no deadline ends the call, only the user's Ctrl-C.
     """
 
     num_ranks = data_parallel_size = 1
@@ -32,13 +33,14 @@ class LocalMesh:
         self._turn = asyncio.Lock() if in_order else nullcontext()
 
     def call_split(self, endpoint: str, shards: Sequence[Any], *args) -> asyncio.Future:
-        """Shards of the one data-parallel rank; answers in a list. Raises ValueError for another number of shards."""
+        """Calls the one data-parallel rank with the one shard; the answer in a list. Raises ValueError for another
+        number of shards."""
         if len(shards) != 1:
             raise ValueError(f"{self.role}.{endpoint}: {len(shards)} shards for 1 data-parallel ranks")
         return self.call_each(endpoint, shards[0], *args)
 
     def call_each(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
-        """The one answer, in a list."""
+        """Calls the one rank; the answer in a list."""
         call = self.call_all(endpoint, *args, timeout_s=timeout_s)
 
         async def listed() -> list:
@@ -47,16 +49,16 @@ class LocalMesh:
         return asyncio.ensure_future(listed())
 
     def call_all(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
-        """The one answer. The call takes its place in the order of calls before this returns."""
+        """Calls the one rank; the answer. The call takes its place in the order of calls before `call_all` returns."""
         return asyncio.ensure_future(self._call(endpoint, args, timeout_s or self.timeout_s))
 
     def call_rank(self, rank: int, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
-        """`call_all`, of rank 0."""
+        """The same as `call_all`: rank 0 is the one rank."""
         assert rank == 0, f"a local mesh has one rank, not {rank}"
         return self.call_all(endpoint, *args, timeout_s=timeout_s)
 
     def call_leader(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
-        """`call_all`: the one rank leads."""
+        """The same as `call_all`: the one rank leads."""
         return self.call_all(endpoint, *args, timeout_s=timeout_s)
 
     async def _call(self, endpoint: str, args: tuple, timeout_s: float) -> Any:
@@ -67,7 +69,7 @@ class LocalMesh:
                 answer = getattr(self._worker, method)(*first, *args)
                 if inspect.isawaitable(answer):
                     answer = await _within(answer, timeout_s, name)
-                return copy.deepcopy(answer)  # in its turn: the next call may change what it refers to
+                return copy.deepcopy(answer)  # before the next call, which may change the worker's tensors
         except WorkerLost:
             raise
         except Exception as error:
@@ -75,12 +77,13 @@ class LocalMesh:
 
 
 async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
-    """The result of a call, or WorkerLost. The clock runs while the event loop does: a breakpoint stops both.
+    """The result of a call. Raises WorkerLost once `timeout_s` have passed. A breakpoint stops the event loop, and with
+    the event loop the clock of the deadline.
 
-    A call that is given up on is not cancelled: the engine's thread would answer it all the same.
+    A call past its deadline is not cancelled: the engine's thread would answer all the same.
     """
     task, left = asyncio.ensure_future(call), timeout_s
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: asyncio need not report it
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, so that asyncio does not warn
     while left > 0:
         done, _ = await asyncio.wait([task], timeout=min(_TICK_S, left))
         if done:

@@ -24,8 +24,8 @@ class Plan:
 def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> Plan:
     """Balances datums over ranks by tokens, then cuts each rank's share into microbatches of at most `max_tokens`.
 
-    The cap is soft: a longer datum gets a microbatch of its own. Longest-first (LPT) balancing; within a rank
-    datums go into the fullest microbatch that still has room (best fit), which wastes little of the budget.
+    The cap is soft: a longer datum gets a microbatch of its own. Balancing over ranks is longest first (LPT). Within a
+    rank a datum goes into the fullest microbatch that still has room (best fit), which wastes few tokens of the cap.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -56,7 +56,8 @@ def _best_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[lis
 
 
 def check_alike(data: list[Datum], where: str = "data") -> None:
-    """Raises ValueError, naming the datum, unless all have the same loss inputs and as many numbers per token."""
+    """Raises ValueError, naming the datum, unless all datums have the same loss inputs, each with the same number of
+    values per token."""
     names, sizes = data[0].loss_inputs.keys(), _row_shapes(data[0])
     for index, datum in enumerate(data):
         if datum.loss_inputs.keys() != names:
@@ -81,7 +82,7 @@ def _shape(row: torch.Size) -> str:
 
 
 def pack(data: list[Datum]) -> Microbatch:
-    """Datums end to end. Raises ValueError when they carry different loss inputs, or rows of different sizes."""
+    """Datums end to end. Raises ValueError when datums carry different loss inputs, or rows of different sizes."""
     check_alike(data)
     names = data[0].loss_inputs.keys()
     return Microbatch(
@@ -93,7 +94,8 @@ def pack(data: list[Datum]) -> Microbatch:
 
 
 def _sent(name: str, rows: torch.Tensor) -> torch.Tensor:
-    """Numbers as float32; bfloat16 ones, which may be many, as they are. Raises ValueError for token ids."""
+    """A loss input as float32. A bfloat16 loss input stays bfloat16, since hidden states are large. Raises ValueError
+    for token ids (int64)."""
     if rows.dtype == torch.int64:
         raise ValueError(
             f"loss input {name!r}: holds token ids, which no loss reads; make targets of them with "

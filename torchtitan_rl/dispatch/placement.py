@@ -1,7 +1,8 @@
-"""Which roles share devices, and what of each is on them now.
+"""Which roles share devices, and which parts of each role are on the devices now.
 
-Roles that share devices take turns. Before an operation, everything of the others leaves the device, then what
-the operation needs and is not there yet is brought in; nothing else moves. Roles that share nothing never wait here.
+Roles that share devices take turns. Before an operation, all parts of the other roles leave the devices. Then the parts
+that the operation needs are loaded, where they are missing. Nothing else moves. A role that shares no device never
+waits here.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ __all__ = ["Placement"]
 
 logger = logging.getLogger(__name__)
 
-# While generators pull, the publisher's model may stay: it leaves when the KV cache needs the room.
+# While generators pull, the policy's model may stay on the devices: it leaves when the KV cache needs the memory.
 _MAY_STAY = {"pull": {"policy": ("model",)}}
 
 
 class Placement:
-    """Residency of every role. `on_device[role]` is what is there; `history` the last moves, oldest first."""
+    """Residency of every role. `on_device[role]` names the role's parts on the devices; `history` lists the last 1000
+    moves, oldest first."""
 
     def __init__(self, colocation: str = "none"):
         if colocation not in COLOCATION:
@@ -38,26 +40,27 @@ class Placement:
         """(role, "load" or "offload", part)."""
         self._queue: deque[object] = deque()
         self._active: list[str] = []
-        """Roles with an operation under way; more than one only of the generator."""
+        """Roles with an operation under way, once per operation. Only the generator's operations overlap."""
         self._changed = asyncio.Condition()
         self._moving = asyncio.Lock()
 
     def shares(self, role: str) -> bool:
-        """Whether this role takes turns with others."""
+        """Whether `role` takes turns with other roles."""
         return role in self._sharing
 
     def add(self, role: str, meshes: list[RoleMesh]) -> None:
-        """Registers a role that has just started, all of it on the device."""
+        """Registers a role that has just started, with all its parts on the devices."""
         parts = parts_of(role)
         self._meshes[role], self._parts[role], self.on_device[role] = list(meshes), parts, set(parts)
 
     async def evict(self, role: str) -> None:
-        """Takes everything of a role off the device, to make room for the next one to start."""
+        """Offloads all parts of a role, to make room for the next role to start."""
         async with self._moving:
             await self._offload(role, self._parts[role])
 
     def run(self, role: str, operation: str, call: Callable[[], asyncio.Future]) -> asyncio.Future:
-        """Makes a call that returns a future, in the order of the calls to `run`; at once where nothing is shared."""
+        """Makes `call` when the role's turn comes; turns follow the order of calls to `run` and `turn`. A role that
+        shares no device calls at once."""
         if not self.shares(role):
             return call()
         ticket = self._enqueue()
@@ -72,7 +75,7 @@ class Placement:
 
     @asynccontextmanager
     async def turn(self, role: str, operation: str):
-        """The devices, holding what `operation` needs, for as long as the block runs."""
+        """Runs the block in the role's turn, with the parts that `operation` needs on the devices."""
         if not self.shares(role):
             yield
             return
@@ -85,7 +88,7 @@ class Placement:
         return ticket
 
     def _withdraw(self, ticket: object) -> None:
-        """For a call that was cancelled before it began to wait."""
+        """Takes the ticket of a cancelled call out of the queue, if the call had not begun to wait."""
         if ticket in self._queue:
             self._queue.remove(ticket)
             asyncio.ensure_future(self._notify())
@@ -107,7 +110,7 @@ class Placement:
             async with self._moving:
                 await self._prepare(role, operation)
             yield
-        finally:  # nothing here may wait before the books are right: a cancellation would leave them wrong
+        finally:  # no await before `_active` and `_queue` are right: a cancellation would leave them wrong
             if admitted:
                 self._active.remove(role)
             else:
@@ -152,7 +155,8 @@ class Placement:
         self.on_device[role] |= set(missing)
 
     async def _on_generators(self, endpoint: str, *args) -> None:
-        """On every replica; one whose process has died holds nothing any more. Raises WorkerLost when none is left."""
+        """Calls every replica. A replica whose process has died holds no memory and takes no more turns. Raises
+        WorkerLost when no replica is left."""
         for mesh in list(self._meshes["generator"]):
             try:
                 await mesh.call_leader(endpoint, *args)

@@ -1,4 +1,4 @@
-"""One replica of the generator: which version its engine holds, and who may use it meanwhile."""
+"""One replica of the generator: the policy version that its engine holds, and when that version may change."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Replica", "ReplicaLost"]
 
 logger = logging.getLogger(__name__)
 
-_END_WITHIN_S = 90.0  # Monarch may need a minute to notice
+_END_WITHIN_S = 90.0  # Monarch may need a minute to notice that a process has ended
 
 
 class ReplicaLost(Exception):
-    """The replica itself is at fault, whatever it was asked. The message is the reason."""
+    """The replica is at fault, not the call. The message is the reason."""
 
 
 class Replica:
-    """One engine and which version it serves.
+    """One engine and the policy version that it serves.
 
-    A request that names a version has the engine to itself and others of that version until it is done; a
-    request that does not is served by `versions.served`, and a pull may change weights under it (its
-    `policy_versions` then say so).
+    While a pinned request is in the engine, no pull changes the weights, and every other pinned request there names the
+    same version. The version `versions.served` serves unpinned requests. A pull may change the weights under an
+    unpinned request; the completion's `policy_versions` say which version sampled each token.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Replica:
         verify: bool,
         on_load: Callable[[], None] | None = None,
     ):
-        """`on_load` is called after each load of weights, which empties the engine's caches."""
+        """`on_load` is called after each load of weights. A load empties the engine's caches."""
         self.mesh, self.versions, self.verify, self.on_load = mesh, versions, verify, on_load
         self.held: int | None = None
         self.lost: str | None = None
@@ -46,21 +46,21 @@ class Replica:
         self._changed = asyncio.Condition()
 
     async def sample(self, requests: list[Request], version: int | None, timeout_s: float) -> list:
-        """Answers in order, a ValueError where a request is at fault. Raises ReplicaLost."""
+        """One answer per request, in order; a ValueError is the answer to a request at fault. Raises ReplicaLost."""
         async with self._serving(version):
             try:
                 return await self.mesh.call_leader("sample", requests, timeout_s=timeout_s)
-            except RuntimeError as error:  # a request's own fault comes as an answer: this is the engine's
+            except RuntimeError as error:  # a fault of the request would be an answer: the engine is at fault
                 raise ReplicaLost(str(error)) from error
 
     async def pull(self, version: int) -> None:
-        """Loads a version of the store. Raises ReplicaLost."""
+        """Loads a version out of the store, after all pinned requests have ended. Raises ReplicaLost."""
         async with self._changed:
             await self._until(lambda: self._naming == 0)
-            await self._load(version)  # even a version it holds: it may have been published again
+            await self._load(version)  # even the version that is held: the trainer may have published it again
 
     async def load_hf(self, directory: str, version: int) -> None:
-        """Loads the weights of a Hugging Face directory. Raises ReplicaLost."""
+        """Loads the weights of a Hugging Face directory, after all pinned requests have ended. Raises ReplicaLost."""
         async with self._changed:
             await self._until(lambda: self._naming == 0)
             await self._fetch("fetch_hf", directory, version)
@@ -68,8 +68,8 @@ class Replica:
             self.held = version
 
     async def abandon(self) -> None:
-        """Once `lost` is set: releases the version it holds, wakes everyone who waits for it, and ends what is left of
-        its processes."""
+        """Releases the version that the replica holds, wakes every call that waits for the replica, and ends the
+        replica's processes. Call after `lost` is set."""
         async with self._changed:
             self._changed.notify_all()
             held, self.held = self.held, None
@@ -83,7 +83,7 @@ class Replica:
         except TimeoutError:
             logger.warning("%s-%d does not end; it keeps its memory until the run ends", self.mesh.role, rank)
         except WorkerLost:
-            pass  # as it should be
+            pass  # the process has ended
 
     @asynccontextmanager
     async def _serving(self, version: int | None):
@@ -128,7 +128,7 @@ class Replica:
     async def _fetch(self, endpoint: str, *args) -> None:
         try:
             await self.mesh.call_all(endpoint, *args)
-        except WorkerLost as error:  # only this: weights that are damaged or do not fit would be so anywhere
+        except WorkerLost as error:  # no other error: damaged or misfit weights would fail on any replica
             raise ReplicaLost(str(error)) from error
 
     async def _activate(self, version: int) -> None:
@@ -138,4 +138,4 @@ class Replica:
             raise ReplicaLost(str(error)) from error
         if self.on_load is not None:
             self.on_load()
-        self._changed.notify_all()  # they look once the lock is free
+        self._changed.notify_all()  # requests that wait for a version look again once the lock is free

@@ -1,4 +1,4 @@
-"""A mesh of workers of one role, and the two ways to call it: split over data-parallel ranks, or broadcast."""
+"""A mesh of workers of one role. A call gives every data-parallel rank a shard of its own, or every rank the same."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from torchtitan_rl.actors.operations import entry
 __all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe"]
 
 _WATCH_EVERY_S = 1.0
-# A rank that dies takes others down with it, and they may be heard first. Monarch notices a death within a second.
+# When a rank dies, collectives fail on other ranks, and their errors may arrive first. Monarch notices a death within a
+# second.
 _BLAME_S = 3.0
 
 
 class WorkerLost(RuntimeError):
-    """A call got no answer: its process died, or the deadline passed."""
+    """A call got no answer: the worker's process died, or the deadline passed."""
 
 
 class ProcessDied(WorkerLost):
-    """The process behind a call is gone."""
+    """The worker's process died before the call was answered."""
 
 
 async def deadline(call, timeout_s: float, what: str) -> Any:
-    """The result of an awaitable call. Raises RuntimeError naming `what` if it fails, WorkerLost if nobody answers."""
+    """The result of an awaitable call. Raises RuntimeError naming `what` when the call fails, WorkerLost when no answer
+    comes within `timeout_s`, ProcessDied when the worker's process has died."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
@@ -47,27 +49,29 @@ async def _awaited(call):
 
 
 def _send(worker: Any, endpoint: str, *args):
-    """Sends a call to one actor; its answer, to be awaited."""
+    """Sends a call to one actor. Returns the answer as an awaitable."""
     name, first = entry(endpoint)
     return getattr(worker, name).call_one(*first, *args)
 
 
 def describe(error: BaseException) -> str:
-    """A worker's exception in one line; its traceback stays in the cause."""
+    """A worker's exception in one line. The traceback stays in the `__cause__` of the error that quotes the line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:500] if text else type(error).__name__}"
 
 
 def _reason(error: BaseException) -> str:
-    """The last line of Monarch's report; those before it name actors by their addresses."""
+    """The last line of Monarch's report. The lines before it name actors by their addresses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:500] if lines else type(error).__name__
 
 
 class RoleMesh:
-    """Workers of one role (`policy`, later `reference`, `critic`, `teacher`), ranks ordered data-parallel major.
+    """Workers of one role (`policy`, `reference`, `critic`, `teacher` or one generator replica), ranks ordered
+    data-parallel major.
 
-    On several hosts, `hosts` has each rank's address, for errors, and `lost_hosts` says which hosts do not answer.
+    On several hosts, `hosts` holds the address of each rank's host, for errors, and `lost_hosts` returns the hosts that
+    do not answer.
     """
 
     def __init__(
@@ -88,10 +92,11 @@ class RoleMesh:
         self._workers = [actors.flatten("rank").slice(rank=rank) for rank in range(num_ranks)]
 
     def call_split(self, endpoint: str, shards: Sequence[Any], *args) -> asyncio.Future:
-        """Each data-parallel rank gets its shard (all its TP ranks the same); answers come in shard order.
+        """Each data-parallel rank gets its shard, and so does every tensor-parallel rank in it. Answers are in shard
+        order.
 
-        The messages are sent before this returns, so that calls reach the workers in the order they are made.
-        Raises ValueError when shards and ranks do not match.
+        `call_split` sends the messages before it returns, so calls reach the workers in the order they are made.
+        Raises ValueError when the number of shards is not `data_parallel_size`.
         """
         if len(shards) != self.data_parallel_size:
             raise ValueError(
@@ -106,12 +111,12 @@ class RoleMesh:
         return asyncio.ensure_future(gather())
 
     def call_each(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
-        """Every rank gets the same arguments; all answers, in rank order."""
+        """Every rank gets the same arguments. Returns all answers, in rank order."""
         calls = [_send(worker, endpoint, *args) for worker in self._workers]
         return asyncio.ensure_future(self._all(endpoint, range(self.num_ranks), calls, timeout_s))
 
     def call_all(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
-        """Every rank gets the same arguments and must give the same answer, which is returned once."""
+        """Every rank gets the same arguments. Returns the one answer; raises RuntimeError when ranks disagree."""
         each = self.call_each(endpoint, *args, timeout_s=timeout_s)
 
         async def gather():
@@ -123,7 +128,7 @@ class RoleMesh:
         return asyncio.ensure_future(gather())
 
     def call_rank(self, rank: int, endpoint: str, *args, timeout_s: float | None = None):
-        """One rank only."""
+        """Calls one rank. Returns its answer as an awaitable."""
         call = _send(self._workers[rank], endpoint, *args)
 
         async def one():
@@ -132,7 +137,8 @@ class RoleMesh:
         return one()
 
     async def call_leader(self, endpoint: str, *args, timeout_s: float | None = None):
-        """Rank 0 answers for all. Raises WorkerLost when any rank has died: rank 0 would wait for it forever."""
+        """Calls rank 0, which answers for the mesh. Raises WorkerLost when any rank has died: rank 0 would wait forever
+        for the dead rank."""
         calls = [asyncio.ensure_future(self.call_rank(0, endpoint, *args, timeout_s=timeout_s))]
         calls += [asyncio.ensure_future(self._watch(rank)) for rank in range(1, self.num_ranks)]
         try:
@@ -141,10 +147,10 @@ class RoleMesh:
         finally:
             for call in calls:
                 if not call.cancel() and not call.cancelled():
-                    call.exception()  # seen: asyncio need not report it
+                    call.exception()  # read, so that asyncio does not warn
 
     async def _watch(self, rank: int) -> None:
-        """Does not return; raises WorkerLost soon after a rank's process has died."""
+        """Never returns. Raises WorkerLost soon after the rank's process has died."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             await self.call_rank(rank, "where")
@@ -163,20 +169,21 @@ class RoleMesh:
         finally:
             for wait in waits:
                 if not wait.cancel() and not wait.cancelled():
-                    wait.exception()  # seen: asyncio would warn of those that are not
+                    wait.exception()  # read, so that asyncio does not warn
 
     def _name(self, rank: int, endpoint: str) -> str:
         return f"{self.role}-{rank}.{endpoint}" + (f" on {self.hosts[rank]}" if self.hosts else "")
 
     async def _culprit(self, endpoint: str, first: BaseException) -> BaseException:
-        """What to raise for a failed call: a host that is gone, else a process that died, else what came first."""
+        """The error to raise for a failed call: a lost host if there is one, else a dead process, else `first`."""
         if self._lost_hosts is not None and (lost := await self._lost_hosts()):
             return ProcessDied(
                 f"{self.role}.{endpoint}: host {', '.join(lost)} is gone: its worker does not answer ({first})"
             )
         if isinstance(first, ProcessDied):
             return first
-        # Whoever died may have answered this call before. Ranks that are busy, or wait for it, do not answer in time.
+        # The rank that died may have answered the call first, so ask every rank. A rank that is busy, or waits for the
+        # dead rank, does not answer within _BLAME_S, which blames nobody.
         asked = await asyncio.gather(
             *(
                 deadline(worker.where.call_one(), _BLAME_S, self._name(rank, endpoint))

@@ -1,4 +1,4 @@
-"""Which replica serves which request. Bookkeeping only: it calls nobody, and the same history routes the same way."""
+"""Which replica serves which request. A router calls nothing: equal histories of calls give equal routes."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ from collections.abc import Sequence
 
 __all__ = ["Router"]
 
-_BLOCK_TOKENS = 16  # hashed at once
-_MAX_PROMPTS = 16384  # remembered, over all replicas
-_STICKY_REQUESTS = 32  # one engine decodes so many together at little more than the price of one
+_BLOCK_TOKENS = 16  # tokens per hash
+_MAX_PROMPTS = 16384  # prompts remembered, over all replicas
+_STICKY_REQUESTS = 32  # an engine decodes 32 requests together in little more time than one
 _STICKY_SHARE = 1.5
 
 
 class Router:
-    """Load and sticky prefixes of several replicas, by index; `SamplingClient` knows which of them are healthy.
+    """Load and sticky prefixes of several replicas, by index. `SamplingClient` says which replicas are healthy.
 
-    A request goes to the first of these that is healthy and serves its policy version:
+    Candidates are the healthy replicas that `_serving` chooses for the request's policy version. Two rules, in order:
 
-    1. the replica that was last sent its prompt, or failing that the longest prompt which it extends (a group, the next
-       turn), since it loaded weights: its prefix cache holds them. But not once that replica has as many requests as
-       1.5 x its share of all of them, and at least 32: then sharing a prefix costs more in waiting than it saves;
-    2. the one with the fewest requests, the first of equals. Requests, not tokens: an engine decodes its sequences
-       side by side, and how long a completion gets is not known before.
+    1. The replica whose prefix cache holds the prompt: since that replica last loaded weights, the prompt (another
+       rollout of a group) or the longest prompt that it extends (the turn before) was sent there. The rule does not
+       apply to a replica with at least 32 unanswered requests and at least 1.5 x the candidates' mean, counting the
+       requests to route: waiting there costs more than a shared prefix saves.
+    2. The replica with the fewest unanswered requests; of equals, the lowest index. Requests are counted, not tokens:
+       an engine decodes sequences side by side, and the length of a completion is not known in advance.
     """
 
     def __init__(self, num_replicas: int):
         self.loads = [0] * num_replicas
-        """Requests sent to each replica and not answered yet."""
+        """Per replica, the requests sent and not answered yet."""
         self._named = [Counter() for _ in range(num_replicas)]
-        """Those of them that name a policy version, by version."""
+        """Per replica, the unanswered pinned requests by policy version."""
         self._num_loads = [0] * num_replicas
         self._homes: OrderedDict[tuple[int, tuple[int, ...]], tuple[int, int]] = OrderedDict()
-        """(hash of a prompt's whole blocks, the tokens after them) -> (replica, its number of loads), oldest first."""
+        """(hash of a prompt's whole blocks, the tokens after the last whole block) -> (replica, the replica's number of
+        loads when the prompt was sent), oldest first."""
         self._endings: Counter[int] = Counter()
-        """How many of `_homes` have a hash: most blocks of a prompt end none and need not be looked at closely."""
+        """Hash -> number of keys of `_homes` with the hash. Most block hashes of a prompt are in no key: a count of 0
+        saves the lookups."""
 
-    # What happens to replicas.
+    # Events of replicas.
 
     def loaded(self, index: int) -> None:
-        """Weights were loaded: its caches are empty."""
+        """The replica has loaded weights, so its caches are empty."""
         self._num_loads[index] += 1
 
     def finished(self, index: int, num_requests: int, version: int | None) -> None:
-        """Requests that were routed there have been answered, or never will be."""
+        """Requests that were routed to the replica have been answered, or never will be."""
         self.loads[index] -= num_requests
         if version is not None:
             self._named[index][version] -= num_requests
@@ -62,8 +65,9 @@ class Router:
         held: Sequence[int | None],
         newest: int | None,
     ) -> list[int]:
-        """A replica for each prompt, in order; counts them as sent. `healthy` has at least one replica, `held` the
-        version that each has loaded, healthy or not; `newest` is the one that serves requests without a version."""
+        """A replica for each prompt, in order; counts each prompt as sent. `version` is the version that the requests
+        are pinned to, None for unpinned requests. `healthy` lists at least one replica. `held` has the loaded version
+        of every replica, healthy or not. `newest` is the version that serves unpinned requests."""
         among = self._serving(version, healthy, held, newest, len(prompts))
         share = (sum(self.loads[i] for i in among) + len(prompts)) / len(among)
         limit = max(_STICKY_REQUESTS, math.ceil(_STICKY_SHARE * share))
@@ -72,7 +76,7 @@ class Router:
             if len(among) == 1:
                 index = among[0]
             else:
-                if prompt != previous:  # a group's prompts follow each other: hash them once
+                if prompt != previous:  # equal prompts of a group are adjacent: hash once
                     previous, hashes = prompt, _block_hashes(prompt)
                 index = self._home(prompt, hashes)
                 if index not in among or self.loads[index] >= limit:
@@ -92,21 +96,25 @@ class Router:
         newest: int | None,
         num_requests: int,
     ) -> list[int]:
-        """Healthy replicas that serve a version without changing weights, and as many idle ones, which will, as make a
-        full engine's worth of the requests worth a change; at least the least loaded one.
+        """The candidates for requests of a version; at least one, by index.
 
-        Without a version: those with no request pinned to another version than the newest, or all.
+        Pinned requests: healthy replicas that hold the version or have requests of it, then idle replicas, which load
+        it, until there is one replica per 32 requests. When both are none: the healthy replica with the fewest
+        requests. Unpinned requests: healthy replicas with no request pinned to an older version, or all healthy
+        replicas when there are none.
         """
         if version is None:
             return [i for i in healthy if all(v == newest for v in self._named[i])] or list(healthy)
-        # One that is about to serve it counts: the next requests of that version need not make another one change.
+        # A replica that is about to load the version counts as serving: more requests of the version must not make
+        # another replica load it too.
         serving = [i for i in healthy if held[i] == version or version in self._named[i]]
         idle = [i for i in healthy if i not in serving and not self.loads[i]]
         serving += idle[: max(0, num_requests // _STICKY_REQUESTS - len(serving))]
         return sorted(serving) or [min(healthy, key=lambda i: (self.loads[i], i))]
 
     def _home(self, prompt: list[int], hashes: list[int]) -> int | None:
-        """The replica that holds the longest remembered prompt which this one equals or extends."""
+        """The replica that was last sent the longest remembered prompt that `prompt` equals or extends; None when there
+        is no such prompt. A prompt sent before the replica's last load does not count."""
         for num_blocks in reversed(range(len(hashes))):
             if not self._endings[hashes[num_blocks]]:
                 continue
@@ -131,7 +139,7 @@ class Router:
 
 
 def _block_hashes(prompt: list[int]) -> list[int]:
-    """Hash of the first 0, 1, 2, ... whole blocks, each computed from the one before."""
+    """Hashes of the first 0, 1, 2, ... whole blocks; each hash is computed from the one before and the next block."""
     hashes = [0]
     for start in range(0, len(prompt) - _BLOCK_TOKENS + 1, _BLOCK_TOKENS):
         hashes.append(hash((hashes[-1], *prompt[start : start + _BLOCK_TOKENS])))

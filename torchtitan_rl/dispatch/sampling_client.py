@@ -26,12 +26,14 @@ logger = logging.getLogger(__name__)
 class SamplingClient:
     """`sample`, `score` and `score_top` over all replicas.
 
-    Requests made before the event loop comes round again travel together and are admitted in the order they
-    were made, before the engine's next iteration: the same requests give the same tokens. With several replicas a
-    `Router` says which gets which. Requests of a replica that is lost (its process or engine died, or a call passed its
-    deadline) are sent to the others, so each goes to a replica at most once; with a seed it gives the same tokens there
-    (on a GPU, where sums depend on what else is in the batch, nearly the same log-probabilities and so not always the
-    same tokens).
+    Requests made in one iteration of the event loop travel together. The engine admits them in the order they were
+    made, before its next iteration: the same requests give the same tokens. With several replicas a `Router` chooses a
+    replica for each request.
+
+    A replica is lost when its process or engine dies or a call passes its deadline. Its unanswered requests go to the
+    healthy replicas; no replica gets a request twice. A request with a seed gets the same tokens from any replica on a
+    CPU. On a GPU sums depend on the other sequences in the batch: log-probabilities are nearly equal, and tokens not
+    always the same.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class SamplingClient:
         verify: bool = True,
         placement: Placement | None = None,
     ):
-        """`placement` says which roles share devices with the generators; None: none."""
+        """`placement` gives generators their turns on shared devices; None: no role shares devices."""
         self._versions, self._placement = versions, placement
         self._router = router = Router(len(replicas)) if len(replicas) > 1 else None
         self._replicas = [
@@ -57,21 +59,24 @@ class SamplingClient:
 
     @property
     def policy_version(self) -> int | None:
-        """The version that requests without one are served by; None before the first pull."""
+        """The version that serves unpinned requests; None before the first pull."""
         return self._versions.served
 
     def health(self) -> dict[str, str]:
-        """Role of each replica -> `"healthy"` or why it is out of use. A death is noticed when a call meets it."""
+        """Role of each replica -> `"healthy"`, or why the replica is out of use. A death shows once a call to the
+        replica has failed."""
         return {replica.mesh.role: replica.lost or "healthy" for replica in self._replicas}
 
     async def pull(self, version: int) -> None:
-        """Every healthy replica loads a published version and drops its caches. Raises RuntimeError if none is left."""
+        """Every healthy replica loads a published version and drops its caches. Raises RuntimeError when no replica is
+        left."""
         async with self._turn("pull"):
             self._versions.served = version
             await self._on_all(lambda replica: replica.pull(version))
 
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
-        """Every healthy replica loads a Hugging Face directory; no trainer needed."""
+        """Every healthy replica loads the weights of a Hugging Face directory and calls them `version`. No trainer is
+        needed. Raises RuntimeError when no replica is left."""
         self._versions.served = version
         await self._on_all(lambda replica: replica.load_hf(directory, version))
 
@@ -87,7 +92,7 @@ class SamplingClient:
         self._healthy()  # raises when none is left
 
     def _healthy(self) -> list[int]:
-        """Replicas that are not lost. Raises RuntimeError that names every replica when none is left."""
+        """Indices of the replicas that are not lost. Raises RuntimeError, naming every replica, when all are lost."""
         left = [index for index, replica in enumerate(self._replicas) if replica.lost is None]
         if not left:
             reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
@@ -95,18 +100,18 @@ class SamplingClient:
         return left
 
     def _turn(self, operation: str) -> AbstractAsyncContextManager:
-        """The devices, for as long as the block runs; at once where generators share them with nobody."""
+        """The generators' turn on the devices for as long as the block runs; no wait where no role shares devices."""
         return nullcontext() if self._placement is None else self._placement.turn("generator", operation)
 
     def close(self) -> None:
-        """Gives up on every call that has not been answered."""
+        """Cancels every unanswered call. Its caller gets a RuntimeError."""
         for task in self._tasks:
             task.cancel()
 
     async def sample(
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
     ) -> Completion:
-        """One completion. Raises ValueError when prompt and completion do not fit the context."""
+        """One completion. Raises ValueError for an empty prompt, and when prompt and completion exceed the context."""
         if len(tokens) + params.max_tokens > self._max_model_len:
             raise ValueError(
                 f"prompt of {len(tokens)} tokens + max_tokens={params.max_tokens}: exceed "
@@ -119,15 +124,16 @@ class SamplingClient:
         return completion
 
     async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]:
-        """Log-probability of every token but the first, at temperature 1."""
+        """Log-probability of every token but the first, at temperature 1. Raises ValueError for fewer than 2 tokens, or
+        for as many as the context or more."""
         return await self._score(Request(list(tokens), None), policy_version)
 
     async def score_top(
         self, tokens: list[int], top_k: int, *, policy_version: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each of T tokens but the first, the `top_k` likeliest tokens in its place, int64 (T - 1, top_k), and
-        their log-probabilities at temperature 1, float32 of the same shape, best first. Raises ValueError for a `top_k`
-        beyond the vocabulary."""
+        """The `top_k` likeliest tokens at the position of each of T tokens but the first, best first: token ids, int64
+        (T - 1, top_k), and log-probabilities at temperature 1, float32 (T - 1, top_k). Raises ValueError for a `top_k`
+        below 1 or beyond the vocabulary, and as `score` does."""
         if top_k < 1:
             raise ValueError(f"top_k={top_k}: must be at least 1; use score for the tokens that are there")
         return await self._score(Request(list(tokens), None, top_k), policy_version)
@@ -146,7 +152,7 @@ class SamplingClient:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         if not self._pending[version]:
-            # Two rounds: tasks that tasks of this round have just started still get in.
+            # Two iterations of the event loop: requests of asyncio tasks that started in this iteration travel too.
             loop.call_soon(loop.call_soon, self._flush, version)
         self._pending[version].append((request, future))
         return await future
@@ -155,7 +161,7 @@ class SamplingClient:
         self._dispatch(self._pending.pop(version), version)
 
     def _dispatch(self, batch: list, version: int | None) -> None:
-        """Sends every request to the one replica, or to the one that the router chooses."""
+        """Sends each request to the replica that the router chooses. Without a router there is one replica."""
         try:
             healthy = self._healthy()
         except RuntimeError as error:
@@ -201,8 +207,7 @@ class SamplingClient:
             self._dispatch([call for call in batch if not call[1].done()], version)
 
     def _lose(self, replica: Replica, error: ReplicaLost) -> None:
-        """Takes a replica out of use; the first reason is kept. Whoever wants a new one in its place would start it
-        here."""
+        """Takes a replica out of use, keeps the first reason and ends the replica's processes."""
         if replica.lost is not None:
             return
         replica.lost = str(error)

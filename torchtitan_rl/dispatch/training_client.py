@@ -1,4 +1,4 @@
-"""The four verbs of training. Nobody above sees a rank, a data-parallel size, a microbatch or a filler row."""
+"""Calls to a trainer role. Layers above see no rank, no data-parallel size, no microbatch and no filler row."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["TrainingClient"]
 class TrainingClient:
     """Scores and trains one model that lives on a mesh: the policy, or a reference, critic or teacher.
 
-    `forward_backward` and `optim_step` send their messages at once and return something to await, so both
-    may be submitted before either is awaited; they run in the order they were submitted.
+    `forward_backward`, `forward` and `optim_step` send their messages at once and return a future, so a caller may
+    submit several before the first is awaited. Calls run in the order they were submitted.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TrainingClient:
         vocab_size: int,
         placement: Placement | None = None,
     ):
-        """`placement` says which roles share devices with this one; None: none."""
+        """`placement` gives the role its turns on shared devices; None: no role shares devices."""
         self._mesh, self._placement = mesh, placement
         self._max_tokens, self._max_datum_tokens = max_tokens_per_microbatch, max_datum_tokens
         self._temperature, self._vocab_size = temperature, vocab_size
@@ -51,9 +51,9 @@ class TrainingClient:
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Adds the gradient of `loss_weight` x the summed loss of the data. Gradients accumulate over calls.
 
-        `loss_config` holds keyword arguments of the loss. `temperature` divides the logits and is the run's sampling
-        temperature unless given. Raises ValueError for an empty list, a datum longer than the trainer's context, or
-        loss inputs or numbers of targets that differ.
+        `loss_config` holds keyword arguments of the loss. `temperature` divides the logits; its default is the run's
+        sampling temperature. Raises ValueError for an empty list, for a datum longer than the trainer's context, and
+        for datums that differ in their loss inputs or in their number of targets per token.
         """
         if loss_config:
             loss_fn = partial(loss_fn, **loss_config)
@@ -65,9 +65,9 @@ class TrainingClient:
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Log-probabilities of the data's targets, or a critic's values; no gradient.
 
-        `top_k` adds the likeliest tokens of each position, of equals the lower id first; `hidden` the states that enter
-        the head. Raises ValueError as `forward_backward` does, for a `top_k` beyond the vocabulary, and where a critic
-        is asked for either.
+        `top_k` adds the likeliest tokens of each position; of equally likely tokens the lower id comes first. `hidden`
+        adds the states that enter the head. Raises ValueError as `forward_backward` does, for a `top_k` beyond the
+        vocabulary, and for `top_k` or `hidden` of a critic.
         """
         if not 0 <= top_k <= self._vocab_size:
             raise ValueError(
@@ -93,7 +93,7 @@ class TrainingClient:
         check_alike(data, f"{endpoint}.data")
         plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
         sent = data
-        if endpoint == "forward":  # it reads no loss inputs, and hidden states are large
+        if endpoint == "forward":  # `forward` reads no loss inputs, and hidden states are large
             sent = [dataclasses.replace(datum, loss_inputs={}) for datum in data]
         shards = [
             [pack([sent[i] for i in members]) if members else filler(sent[0]) for members in microbatches]
@@ -109,7 +109,7 @@ class TrainingClient:
     def optim_step(
         self, params: OptimParams | None = None, *, grad_scale: float = 1.0
     ) -> asyncio.Future[OptimStepOutput]:
-        """Clips `grad_scale` x the accumulated gradient, takes one optimizer step, zeroes the gradient."""
+        """Clips `grad_scale` x the accumulated gradient, takes one optimizer step and zeroes the gradient."""
         answers = self._run(
             "optim_step", lambda: self._mesh.call_each("optim_step", params or OptimParams(), grad_scale)
         )
@@ -124,46 +124,48 @@ class TrainingClient:
         return self._call("reset_optimizer")
 
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
-        """Publishes the current policy version; see `dispatch.versions.PolicyVersions`, which calls this."""
+        """Pushes the current policy version and returns it. `dispatch.versions.PolicyVersions.publish` calls this."""
         return await self._call("push_weights", dtype, transport, verify)
 
     async def discard_weights(self, version: int | str) -> None:
         await self._mesh.call_all("discard_weights", version)
 
     async def push_copy(self, transport: str) -> None:
-        """Publishes the weights as they are, for another role's `pull_copy`."""
+        """Pushes the weights in the trainer's own dtype, for another role's `pull_copy`."""
         await self._call("push_copy", transport)
 
     async def pull_copy(self) -> None:
-        """Takes over what another role has published by `push_copy`."""
+        """Replaces the weights by the ones that another role's `push_copy` has pushed."""
         await self._call("pull_copy")
 
     async def push_head(self, transport: str) -> None:
-        """Publishes the head alone, as it is, for another role's `pull_head`."""
+        """Pushes the head alone, in the trainer's own dtype, for another role's `pull_head`."""
         await self._call("push_head", transport)
 
     async def pull_head(self) -> None:
-        """Holds what another role has published by `push_head` as its teacher's head."""
+        """Keeps the head that another role's `push_head` has pushed, as the head of the teacher."""
         await self._call("pull_head")
 
     async def init_model(self, path: Path) -> None:
-        """Replaces the weights by those of a Hugging Face directory or a complete checkpoint; forgets the optimizer."""
+        """Loads the weights of a Hugging Face directory or a complete checkpoint, and forgets the optimizer's state."""
         await self._call("init_model", str(path))
 
     async def save_checkpoint(self, path: Path) -> None:
-        """What trains (with LoRA: the adapters) and its optimizer state, shards in parallel."""
+        """Writes the parameters that train (with LoRA: the adapters) and their optimizer state, one shard per rank, in
+        parallel."""
         await self._call("save_checkpoint", str(path))
 
     async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
-        """Into this layout, whatever the layout that saved it. The learning-rate schedule is the controller's."""
+        """Loads a checkpoint of any layout into the role's layout; with `optimizer=False` the weights alone. The
+        controller owns the learning-rate schedule."""
         await self._call("load_checkpoint" if optimizer else "load_weights", str(path), policy_version)
 
     async def save_hf_model(self, path: Path, *, eos: int, pad: int) -> None:
-        """A Hugging Face directory that transformers and vLLM can load; LoRA's adapters are merged in."""
+        """Writes a Hugging Face directory that transformers and vLLM can load, with LoRA's adapters merged in."""
         await self._call("save_hf_model", str(path), eos, pad)
 
     async def save_adapter(self, path: Path) -> None:
-        """LoRA's adapters alone, as a directory that PEFT can load. Raises RuntimeError without LoRA."""
+        """Writes LoRA's adapters alone, as a directory that PEFT can load. Raises RuntimeError without LoRA."""
         await self._call("save_adapter", str(path))
 
     async def parameters(self) -> dict[str, torch.Tensor]:
@@ -175,11 +177,11 @@ class TrainingClient:
         return (await self._run("gradients", lambda: self._mesh.call_each("gradients")))[0]
 
     async def residency(self) -> list[dict[str, int]]:
-        """Per rank, the bytes of model, optimizer and gradients that are on the device now; moves nothing."""
+        """Per rank, the bytes of model, optimizer and gradients on the device now. Moves nothing."""
         return await self._mesh.call_each("residency")
 
     def _call(self, endpoint: str, *args) -> asyncio.Future:
-        """On every rank, which must agree on the answer."""
+        """Calls every rank. Returns the one answer; raises RuntimeError when ranks disagree."""
         return self._run(endpoint, lambda: self._mesh.call_all(endpoint, *args))
 
     def _run(self, operation: str, call) -> asyncio.Future:
@@ -187,9 +189,10 @@ class TrainingClient:
 
 
 def _agreed(answers: list[OptimStepOutput], *, who: str) -> OptimStepOutput:
-    """The first rank's answer. The norm is summed in another order on other ranks, so its last bits may differ.
+    """The first rank's answer. Other ranks sum the gradient norm in another order, so its last bits may differ.
 
-    Raises RuntimeError when anything else differs: the ranks no longer hold one model.
+    Raises RuntimeError when norms differ by more than 1e-4, relatively, or any other field differs: the ranks no longer
+    hold one model.
     """
     first = answers[0]
     for answer in answers[1:]:
@@ -202,9 +205,9 @@ def _agreed(answers: list[OptimStepOutput], *, who: str) -> OptimStepOutput:
 def _merge(
     answers: list[Accumulated], ranks: list[list[list[int]]], data: list[Datum], *, who: str
 ) -> ForwardBackwardOutput:
-    """Rank shards back into input order; sums become means over the tokens that train.
+    """Puts the rows of all ranks back into input order; sums become means over the tokens that train.
 
-    Raises RuntimeError when a rank answers with another number of rows than it was given.
+    Raises RuntimeError when a rank answers with another number of rows than its shard has.
     """
     rows: dict[str, list[torch.Tensor | None]] = {}
     sums: dict[str, float] = {}

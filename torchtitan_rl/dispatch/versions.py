@@ -1,4 +1,4 @@
-"""Policy versions in the store: published by the trainer, kept while somebody holds them, then deleted."""
+"""Policy versions in the store: the trainer publishes a version, holders keep it, the last release deletes it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ __all__ = ["PolicyVersions", "OneVersion"]
 
 
 class PolicyVersions:
-    """Which versions exist, who holds each, and which one serves requests that name none.
+    """Which versions exist, who holds each version, and which version serves unpinned requests.
 
-    `"newest"` holds the last version published; generators hold what they serve; anything else (a frozen teacher, an
-    evaluation) pins by a name of its own.
+    The holder `"newest"` holds the version published last. Each generator replica holds the version that it serves,
+    under the name of its role. Any other holder (an evaluation, a snapshot that scores) calls `pin` with a name of its
+    own.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class PolicyVersions:
         self._holders: dict[int, Counter[str]] = {}
         self._published: int | None = None
         self.served: int | None = None
-        """The version that requests without one are served by, which `SamplingClient.pull` sets; None before the first
-        pull. Whoever else wants to know reads it here."""
+        """The version that serves unpinned requests; None before the first pull. `SamplingClient` sets `served`,
+        everybody else reads it."""
 
     async def publish(self) -> int:
-        """Publishes the trainer's current version, once. Returns it."""
+        """Pushes the trainer's current version into the store, then releases the version published before. Returns the
+        version."""
         version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
         previous, self._published = self._published, version
         self._holders.setdefault(version, Counter())["newest"] += 1
@@ -52,7 +54,8 @@ class PolicyVersions:
         return version
 
     async def copy(self, source: TrainingClient, target: TrainingClient) -> None:
-        """One trainer role takes over another's weights, exactly as they are and whatever the two layouts."""
+        """`target` takes over the weights of `source`, bit for bit; a critic keeps its own head. The two layouts may
+        differ."""
         await source.push_copy(self._transport)
         try:
             await target.pull_copy()
@@ -61,8 +64,8 @@ class PolicyVersions:
             await source.discard_weights("copy")
 
     async def copy_head(self, source: TrainingClient, target: TrainingClient) -> None:
-        """The source's head becomes the teacher's head that the target holds, in the source's dtype, whatever the two
-        layouts and hidden sizes; it is no part of the target's weights or checkpoints. Needed again once the source has
+        """`target` keeps the head of `source` as the head of the teacher, in the source's dtype. Layouts and hidden
+        sizes may differ. The copy is no part of the target's weights or checkpoints. Copy again after the source has
         changed. Raises RuntimeError when the vocabularies differ."""
         await source.push_head(self._transport)
         try:
@@ -72,13 +75,14 @@ class PolicyVersions:
             await source.discard_weights("head")
 
     def pin(self, version: int, holder: str) -> None:
-        """Keeps a version until `release`. Raises ValueError when it is gone or never was."""
+        """Keeps a version until `release`. Raises ValueError for a version that was deleted or never published."""
         if version not in self._holders:
             raise ValueError(f"policy_version={version}: is not published; the store holds {sorted(self._holders)}")
         self._holders[version][holder] += 1
 
     async def release(self, version: int, holder: str) -> None:
-        """Lets go; the last holder's release deletes the version."""
+        """Ends one `pin` of a version by `holder`; the last holder's release deletes the version. Raises ValueError
+        when `holder` does not hold the version."""
         holders = self._holders.get(version, Counter())
         if not holders[holder]:
             raise ValueError(f"policy_version={version}: is not held by {holder!r} (holders: {sorted(+holders)})")
@@ -89,8 +93,8 @@ class PolicyVersions:
             await self._trainer.discard_weights(version)
 
     async def save(self, version: int, file: Path) -> None:
-        """Writes a published version's parameters, by torchtitan's names and in the generators' dtype, as
-        safetensors."""
+        """Writes the parameters of a published version as safetensors, by torchtitan's names, in the generators'
+        dtype."""
         manifest, payload = await self._store.fetch(version, verify=self._config.verify)
         save_file({name: tensor.contiguous() for name, tensor in layout.read(payload, manifest).items()}, str(file))
 
@@ -100,18 +104,18 @@ class PolicyVersions:
 
 
 class OneVersion:
-    """`PolicyVersions` of generators that hold the weights of a Hugging Face directory: one, never published."""
+    """Stands in for `PolicyVersions` where generators hold one version: the weights of a Hugging Face directory."""
 
     def __init__(self) -> None:
         self.served: int | None = None
-        """The number that `SamplingClient.load_hf` gave those weights; None before."""
+        """The version that `SamplingClient.load_hf` gave the weights; None before that call."""
 
     def pin(self, version: int, holder: str) -> None:
-        """Raises ValueError: a version that a generator does not hold already is nowhere."""
+        """Raises ValueError: without a store, no version but the one that generators hold exists."""
         raise ValueError(
             f"policy_version={version}: is not published; these generators hold the weights of a directory, as version "
             f"{self.served}, and nobody trains; leave policy_version out"
         )
 
     async def release(self, version: int, holder: str) -> None:
-        """Nothing is kept for anybody."""
+        """Does nothing: no version is ever pinned."""

@@ -1,4 +1,4 @@
-"""Connecting to the Monarch workers of other hosts. Nothing authenticates anybody: use private interfaces."""
+"""Connecting to the Monarch workers of other hosts. There is no authentication: use private interfaces."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _CONNECT_S = 3.0
 
 @dataclass(kw_only=True)
 class Hosts:
-    """The machines of a run, as Monarch's mesh and as what each of them offers."""
+    """The machines of a run: Monarch's mesh of hosts, and the cores and GPUs of each host."""
 
     mesh: Any
     hosts: list[Host]
     attached: bool = False
-    """Whether processes belong to workers of their hosts, and not to this process."""
+    """Whether the run's processes belong to the Monarch workers of their hosts, and not to this process."""
 
     async def lost(self) -> list[str]:
-        """Addresses of the hosts whose worker does not answer."""
+        """Addresses of the hosts whose worker does not answer; [] unless `attached`."""
         if not self.attached:
             return []
         errors = await asyncio.gather(*(_unreachable(f"tcp://{host.address}") for host in self.hosts))
@@ -44,10 +44,11 @@ def this_host() -> Hosts:
 
 
 async def attach(workers: list[str], *, timeout_s: float) -> Hosts:
-    """The hosts whose workers listen at these addresses, tcp://HOST:PORT; `["job"]`: those of the job that this is part
-    of (see `torchtitan_rl.hosts.jobs`). Call before anything else uses Monarch.
+    """Connects to the workers that listen at these addresses, tcp://HOST:PORT. `["job"]` means the workers of the job
+    that this process belongs to (`torchtitan_rl.hosts.jobs`). Call before anything else uses Monarch.
 
-    Raises ValueError for an address of another form, RuntimeError naming a worker that cannot be reached in time.
+    Raises ValueError for an address of another form, RuntimeError naming a worker that cannot be reached within
+    `timeout_s`.
     """
     if workers == ["job"]:
         mesh, addresses = await deadline(asyncio.to_thread(_job_mesh), timeout_s, "hosts=job: attach"), None
@@ -78,7 +79,7 @@ async def _attached(workers: list[str], timeout_s: float) -> Any:
 
 
 async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float) -> list[Host]:
-    """What each host offers; hosts without an address say what they are called."""
+    """The cores and GPUs of each host. Without `addresses`, each host answers with its own name."""
     procs = mesh.spawn_procs(per_host={"gpus": 1}, name="probe")
     actors = procs.spawn("probe", HostProbe)
     hosts = await asyncio.gather(
@@ -96,7 +97,7 @@ async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float) -> li
 
 
 async def _listening(worker: str, timeout_s: float) -> None:
-    """Waits until a worker accepts connections; it may still be starting."""
+    """Waits until a worker, which may still be starting, accepts connections. Raises RuntimeError after `timeout_s`."""
     end = asyncio.get_running_loop().time() + timeout_s
     while error := await _unreachable(worker):
         if asyncio.get_running_loop().time() > end:
@@ -108,7 +109,7 @@ async def _listening(worker: str, timeout_s: float) -> None:
 
 
 async def _unreachable(worker: str) -> str:
-    """Why a worker cannot be connected to; empty when it can."""
+    """Why no connection to a worker can be made; "" when one can."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(*_split(worker)), _CONNECT_S)
     except (OSError, TimeoutError) as error:

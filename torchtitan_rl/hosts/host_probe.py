@@ -1,4 +1,4 @@
-"""Asks a host what it offers."""
+"""An actor that reports the cores and GPUs of its host."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["HostProbe"]
 
 
 class HostProbe(Actor):
-    """One process on a host, gone as soon as it has answered."""
+    """One process on a host; `hosts.attach` stops it after the answer."""
 
     @endpoint
     async def host(self, address: str | None) -> Host:
-        """Cores and GPUs of the host this runs on, which without an address is called by name and worker's port."""
+        """Cores and GPUs of this host. Without an `address`, the host's name and the worker's port are the address."""
         return local_host(address or f"{socket.getfqdn()}:{_worker_port()}")
 
 
 def _worker_port() -> str:
-    """Where Monarch's jobs let a worker listen: a pod is told, Slurm's workers use the default."""
+    """The port that a worker of a Monarch job listens on: MONARCH_PORT in a pod, Monarch's default under Slurm."""
     return os.environ.get("MONARCH_PORT", "22222")

@@ -1,4 +1,4 @@
-"""The hosts of a run: what each of them offers, which GPUs are taken, and whether a config fits."""
+"""The hosts of a run: the cores and GPUs of each host, which GPUs are in use, and whether a config fits."""
 
 from __future__ import annotations
 
@@ -39,26 +39,27 @@ class Host:
     """One machine of a run: `Host(address="10.0.0.5", num_cores=64, devices=["0", "1"])`."""
 
     address: str
-    """What errors call it."""
+    """The name of the host in errors."""
     num_cores: int
     devices: list[str] = field(default_factory=list)
-    """Its GPUs, as CUDA_VISIBLE_DEVICES names them; none on a CPU host."""
+    """The host's GPUs, as CUDA_VISIBLE_DEVICES names them; empty on a CPU host."""
     cuda: Cuda | None = None
-    """What `hosts/preflight.py` judges its driver and GPUs by; None on a CPU host and where nobody has looked."""
+    """Driver and GPUs, which `hosts/preflight.py` checks; None on a CPU host and for a host that was not examined."""
 
 
 def local_host(address: str = "this host") -> Host:
-    """The machine this process runs on; a user's CUDA_VISIBLE_DEVICES is respected."""
+    """The machine of this process, with the GPUs that the user's CUDA_VISIBLE_DEVICES shows."""
     cuda = look()
     devices = [gpu.device for gpu in cuda.gpus] if cuda is not None else []
-    if cuda is None and platform.device_type() == "cuda":  # AMD, of which NVML says nothing
+    if cuda is None and platform.device_type() == "cuda":  # an AMD GPU, which NVML does not list
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     return Host(address=address, num_cores=platform.num_cores(), devices=devices, cuda=cuda)
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the interface that leads to `host`; sends nothing."""
+    """This machine's address on the interface that leads to `host`. Sends nothing. Raises ValueError for a `host` that
+    cannot be resolved or routed to."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:
@@ -72,11 +73,12 @@ def address_towards(host: str, port: int) -> str:
 
 
 def use_interface_of(host: str) -> None:
-    """Makes gloo and NCCL of this process and its children talk over the interface that has this address of ours: left
-    alone, gloo takes what the host's name resolves to, often the loopback. What the user has set stays."""
+    """Makes gloo and NCCL of this process and its children use the interface that has the address `host` of this
+    machine. By default gloo uses the address that the host's name resolves to, often the loopback. Keeps the user's
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."""
     own = ipaddress.ip_address(socket.gethostbyname(host))
     for name, addresses in psutil.net_if_addrs().items():
-        # 127.0.0.2 is ours too, though no interface lists it.
+        # All of 127.0.0.0/8 belongs to the loopback interface, which lists 127.0.0.1 alone.
         if any(
             a.family == socket.AF_INET and (a.address == str(own) or own.is_loopback and a.address == "127.0.0.1")
             for a in addresses
@@ -88,16 +90,16 @@ def use_interface_of(host: str) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class MeshSize:
-    """What one mesh asks for."""
+    """The ranks, hosts and GPUs that one mesh asks for."""
 
     role: str
     num_ranks: int
     num_hosts: int = 1
-    """Hosts it spans; its ranks are divided evenly."""
+    """Number of hosts that the mesh spans, with the same number of ranks on each."""
     replica: bool = False
-    """One of several equal meshes, to be spread over the hosts."""
+    """Whether the mesh is a generator replica. Replicas go round the hosts."""
     share_with: str | None = None
-    """The role whose GPUs it uses; none: GPUs of its own."""
+    """The role whose GPUs the mesh uses; None: GPUs of its own."""
 
 
 def meshes(config: RunConfig) -> list[MeshSize]:
@@ -122,15 +124,16 @@ def meshes(config: RunConfig) -> list[MeshSize]:
 
 @dataclass(kw_only=True, slots=True)
 class Place:
-    """Where a mesh goes: indices of hosts, and for each the CUDA_VISIBLE_DEVICES of its ranks (empty on a CPU)."""
+    """Where a mesh goes: indices of hosts, and for each host the CUDA_VISIBLE_DEVICES of the mesh's ranks there, empty
+    on a CPU host."""
 
     hosts: list[int]
     devices: list[str]
 
 
 class Devices:
-    """Who uses which GPU. Meshes take them in the order they start; a GPU has one user unless sharing is asked for,
-    or a host has exactly one, which all its meshes then share."""
+    """Which meshes use which GPU. Meshes take GPUs in the order they start. A GPU has one user, with two exceptions:
+    meshes that ask to share, and a host with exactly one GPU, which all meshes of that host share."""
 
     def __init__(self, hosts: list[Host]) -> None:
         self.hosts = hosts
@@ -140,14 +143,14 @@ class Devices:
         self._next_replica = 0
 
     def take(self, mesh: MeshSize) -> Place:
-        """A place for a mesh. Raises ValueError, with the numbers, where there is none."""
+        """A place for a mesh. Raises ValueError, with the numbers, when no hosts have room."""
         size = self._ranks_per_host(mesh)
         order = list(range(len(self.hosts)))
         if mesh.replica:  # round robin
             order = order[self._next_replica :] + order[: self._next_replica]
         offers = {index: self._offer(index, mesh) for index in order}
         fitting = [index for index in order if offers[index] is None or len(offers[index]) >= size]
-        # Neighbours, because Monarch slices a mesh of hosts by ranges.
+        # Hosts of one mesh have adjacent indices: Monarch slices a mesh of hosts by ranges.
         windows = [range(index, index + mesh.num_hosts) for index in fitting]
         chosen = next((list(window) for window in windows if set(window) <= set(fitting)), None)
         if chosen is None:
@@ -174,7 +177,7 @@ class Devices:
         return mesh.num_ranks // mesh.num_hosts
 
     def _offer(self, index: int, mesh: MeshSize) -> list[str] | None:
-        """The GPUs of a host that a mesh may use, least used first; None where it needs none."""
+        """The GPUs of a host that a mesh may use, fewest users first; None on a CPU host."""
         users = self._users[index]
         if not users:
             return None
@@ -199,7 +202,8 @@ class Devices:
         )
 
     def _check_cores(self, index: int, mesh: MeshSize, size: int) -> None:
-        """On a CPU the cores are the devices. Trainers and generators take turns, so each kind is counted by itself."""
+        """Raises ValueError for more than 2 ranks per core on a CPU host. Trainers and generators compute one after the
+        other, so generator ranks and each trainer role's ranks are counted separately."""
         host = self.hosts[index]
         ranks = size + (self._replica_ranks[index] if mesh.replica else 0)
         if not host.devices and ranks > _RANKS_PER_CORE * host.num_cores:
@@ -220,7 +224,7 @@ class Devices:
 
 
 def places(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> dict[str, Place]:
-    """Where every mesh of a run goes, by its role. Raises ValueError, with the numbers, where there is no place."""
+    """Where every mesh of a run goes, by role. Raises ValueError, with the numbers, when a mesh has no place."""
     devices = Devices(hosts)
     return {
         mesh.role: devices.take(dataclasses.replace(mesh, share_with=None) if generators_only else mesh)
@@ -230,8 +234,8 @@ def places(config: RunConfig, hosts: list[Host], *, generators_only: bool = Fals
 
 
 def check_fits(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> None:
-    """Places every mesh of a run, on paper. Raises ValueError, with the numbers, for a config that these hosts cannot
-    carry: too few hosts, GPUs or cores, ranks that hosts do not divide, more threads than cores, hosts left idle."""
+    """Checks that every mesh of a run has a place on `hosts`; starts nothing. Raises ValueError, with the numbers, for
+    too few hosts, GPUs or cores, ranks that do not divide over hosts, more threads than cores, and idle hosts."""
     used = {index for place in places(config, hosts, generators_only=generators_only).values() for index in place.hosts}
     if idle := [host for index, host in enumerate(hosts) if index not in used]:
         raise ValueError(

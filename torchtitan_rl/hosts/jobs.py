@@ -1,7 +1,7 @@
 """A run as a Slurm or Kubernetes job, through monarch.job (see scripts/train_job.sh).
 
-Validated by --dry-run only: what would be submitted was looked at, no scheduler has ever been given it. The dry run
-hands the job to a stand-in for the scheduler, so that what it prints is what Monarch would have sent.
+Validated by --dry-run only: no scheduler has been given such a job yet. A dry run hands the job to a stand-in for the
+scheduler and prints what Monarch sends to the stand-in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WARNING = "validated by --dry-run only: no scheduler has been given such a job 
 
 
 def main(argv: list[str]) -> int:
-    """Submits a job, or with --dry-run prints it. Returns an exit status."""
+    """Submits a job, or with --dry-run prints the job. Returns an exit status."""
     args, overrides = _parser().parse_known_args(argv)
     from torchtitan_rl.config.load import apply_overrides, load_config
     from torchtitan_rl.validation.run import validate
@@ -70,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _node(args: argparse.Namespace, index: int) -> Host:
-    """What a node is taken to offer; the run looks again once it has it."""
+    """An assumed node: as many cores as this machine, and `--gpus-per-host` GPUs. The run examines the real nodes when
+    it attaches."""
     return Host(
         address=f"host {index}",
         num_cores=local_host().num_cores,
@@ -79,7 +80,7 @@ def _node(args: argparse.Namespace, index: int) -> Host:
 
 
 def _slurm(args: argparse.Namespace, train: list[str]) -> int:
-    """One allocation runs the workers and, on its first node, the controller."""
+    """Submits one Slurm allocation, which runs the workers and, on its first node, the controller."""
     from monarch.job import SlurmJob
 
     job = SlurmJob(
@@ -102,13 +103,14 @@ def _slurm(args: argparse.Namespace, train: list[str]) -> int:
 
 
 def _say_nothing(logger: str) -> None:
-    """Of a submission, which a dry run is not."""
+    """Silences Monarch's messages about a submission: a dry run submits nothing."""
     logging.getLogger(logger).setLevel(logging.WARNING)
 
 
 @contextmanager
 def _stand_in_sbatch():
-    """An sbatch that keeps what it is given. Monarch's state file goes to a directory that is removed."""
+    """Puts an sbatch on PATH that writes its input to a file; yields the path of that file. Monarch's state file goes
+    to the same temporary directory."""
     path, here = os.environ["PATH"], os.getcwd()
     with tempfile.TemporaryDirectory() as directory:
         submitted, sbatch = Path(directory) / "submitted", Path(directory) / "sbatch"
@@ -124,7 +126,7 @@ def _stand_in_sbatch():
 
 
 def _kubernetes(args: argparse.Namespace, train: list[str]) -> int:
-    """Pods run the workers; the controller runs here, which must be inside the cluster."""
+    """Pods run the workers. The controller runs on this machine, which must be inside the cluster."""
     try:
         from monarch.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
     except RuntimeError:
@@ -162,7 +164,7 @@ def _kubernetes(args: argparse.Namespace, train: list[str]) -> int:
 
 @contextmanager
 def _stand_in_api_server():
-    """An API server that has nothing and keeps what it is sent."""
+    """A Kubernetes API server that holds no objects. Yields its address and the list of bodies that it has received."""
     received = []
 
     class Handler(BaseHTTPRequestHandler):

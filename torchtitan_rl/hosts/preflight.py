@@ -1,4 +1,4 @@
-"""What would stop or starve a run on these hosts' GPUs, found before anything starts: driver, compiler, memory."""
+"""Checks of the hosts' GPUs before anything starts: driver, compiler, memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["check_hosts", "host_problem", "memory_problem", "busy_problem", "MEMORY_CHECK"]
 
 MEMORY_CHECK = "TORCHTITAN_RL_MEMORY_CHECK"
-"""Environment variable; "0" starts a run although the estimate says that it does not fit."""
+"""Environment variable; "0" starts a run although by estimate the run does not fit."""
 
 _DRIVERS = {"12": "525", "13": "580"}
 """The oldest driver for a major version of CUDA: NVIDIA's CUDA Toolkit Release Notes, "CUDA Toolkit and Minimum
@@ -25,9 +25,9 @@ Required Driver Version for CUDA Minor Version Compatibility"."""
 
 def check_hosts(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> None:
     """Raises ValueError, with the numbers, for a run that these hosts cannot carry now: a driver that is missing or too
-    old, no C compiler, what `check_fits` refuses, too little memory by estimate, a GPU that others use.
+    old, no C compiler, a config that `check_fits` refuses, too little GPU memory by estimate, or too little free.
 
-    Hosts without CUDA are asked nothing but `check_fits`.
+    For hosts without CUDA `check_fits` is the only check.
     """
     for host in hosts:
         if problem := host_problem(host):
@@ -39,7 +39,7 @@ def check_hosts(config: RunConfig, hosts: list[Host], *, generators_only: bool =
 
 
 def host_problem(host: Host) -> str:
-    """Why nothing runs on this host's GPUs, whatever the config; empty when something would, or on a CPU host."""
+    """Why no config can run on this host's GPUs; "" when one can, and on a CPU host."""
     cuda = host.cuda
     if cuda is None:
         return ""
@@ -75,7 +75,7 @@ def host_problem(host: Host) -> str:
 
 
 def memory_problem(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> str:
-    """Why a GPU is too small for what is placed on it, by estimate; empty when none is."""
+    """Why a GPU is too small for the meshes placed on it, by estimate; "" when every GPU is large enough."""
     for host, gpu, roles, needed, parts in _loads(config, hosts, generators_only):
         if needed > gpu.total_bytes:
             each = ", ".join(f"{role} {_gib(sum(part.values()))}" for role, part in parts.items() if _any(role, roles))
@@ -90,7 +90,7 @@ def memory_problem(config: RunConfig, hosts: list[Host], *, generators_only: boo
 
 
 def busy_problem(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> str:
-    """Why a GPU that is large enough has too little free memory now; empty when none has."""
+    """Why a GPU has too little free memory now, by estimate; "" when every GPU has enough."""
     for host, gpu, roles, needed, _ in _loads(config, hosts, generators_only):
         if needed > gpu.free_bytes:
             return (
@@ -104,7 +104,8 @@ def busy_problem(config: RunConfig, hosts: list[Host], *, generators_only: bool 
 def _loads(
     config: RunConfig, hosts: list[Host], generators_only: bool
 ) -> Iterator[tuple[Host, Gpu, list[str], int, dict[str, dict[str, int]]]]:
-    """(host, GPU, the meshes on it, bytes they need, parts by role) for every GPU that a run would use."""
+    """(host, GPU, the meshes on the GPU, the bytes that they need, parts by role) for every GPU that a run would
+    use."""
     if all(host.cuda is None for host in hosts) or os.environ.get(MEMORY_CHECK) == "0":
         return
     placed, parts = places(config, hosts, generators_only=generators_only), run_parts(config)
@@ -124,7 +125,7 @@ def _any(role: str, meshes: list[str]) -> bool:
 
 
 def _users(gpu: Gpu) -> str:
-    """Who holds memory of a GPU: the three that hold most."""
+    """The three processes that hold most memory of a GPU, in words."""
     if not gpu.users:
         return "NVML names no process that holds the rest (another container's, perhaps)"
     shown = [

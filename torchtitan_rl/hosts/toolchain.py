@@ -1,4 +1,4 @@
-"""What Triton needs to compile its launchers, in C, while a run samples: a compiler and Python's headers."""
+"""A C compiler and Python's headers: Triton compiles C launchers at run time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _COMPILE_S = 30.0
 
 
 def c_compiler() -> str | None:
-    """The C compiler that Triton would take: CC (a program, without arguments), else gcc, else clang; None: none."""
+    """The C compiler that Triton would use: CC (a program, without arguments), else gcc, else clang; None when there is
+    none."""
     given = os.environ.get("CC")
     return shutil.which(given) if given else shutil.which("gcc") or shutil.which("clang")
 
 
 def missing() -> str:
-    """What is missing and what to install, as a sentence; empty when C that includes Python.h compiles here."""
+    """An error that names the missing part and what to install; "" when C that includes Python.h compiles here."""
     compiler = c_compiler()
     if compiler is None:
         given = os.environ.get("CC")
         absent = f"CC={given!r} is not a program" if given else "neither gcc nor clang is on PATH"
         return f"C compiler: {absent}, and Triton compiles C at run time; apt install gcc python3-dev, or set CC"
-    # As Triton does: Debian's own scheme is not where the headers are.
+    # As Triton does: in Debian's scheme posix_local the path of the headers is wrong.
     scheme = sysconfig.get_default_scheme()
     headers = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     done = subprocess.run(

@@ -1,8 +1,9 @@
-"""A run on several hosts under torchrun, which starts this once on each (see scripts/train_torchrun.sh).
+"""A run on several hosts under torchrun, which starts this module once on each host (scripts/train_torchrun.sh).
 
-Each process starts its host's Monarch worker; rank 0 also starts the controller (`torchtitan-rl train CONFIG --hosts
-...`) once all workers' addresses have arrived through torchrun's store. Then all watch: their own children, and each
-other by heartbeats in the store. The first that ends, or falls silent, ends the run everywhere.
+Each process starts the Monarch worker of its host. Rank 0 also starts the controller (`torchtitan-rl train CONFIG
+--hosts ...`), once the addresses of all workers are in torchrun's store. From then on each process watches its own
+children, rank 0 watches the heartbeats of all other ranks in the store, and they watch the heartbeat of rank 0. A
+process that ends, or sends no heartbeat for 10 s, ends the run on all hosts.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import torch.distributed as dist
 __all__ = ["main"]
 
 _JOIN_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
-"""For all hosts to be there."""
+"""Seconds for all hosts to join."""
 _BEAT_S = 0.5
 _SILENT_S = 10.0
-"""A host not heard of for so long is lost."""
+"""Seconds without a heartbeat after which a host is lost."""
 _LAST_WORDS_S = 10.0
-"""For the controller to say what went wrong, and for the others to hear that the run is over."""
+"""Seconds for the controller to report an error, and for the other ranks to read that the run has ended."""
 _PR_SET_PDEATHSIG = 1
 _TORCHRUN = {
     "RANK",
@@ -46,7 +47,7 @@ _TORCHRUN = {
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the run's exit status on rank 0; elsewhere 0, or 1 when the run failed."""
+    """Returns the run's exit status on rank 0. Other ranks return 0, or 1 when the run failed."""
     _end_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
@@ -62,7 +63,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Interrupted(BaseException):
-    """A signal to end; raised wherever the main thread is."""
+    """SIGTERM or SIGINT, raised as an exception in the main thread."""
 
 
 def _interrupt(number: int, _frame) -> None:
@@ -98,7 +99,8 @@ def _join() -> tuple[dist.Store, int, int]:
 
 
 def _gather(store: dist.Store, size: int) -> list[str]:
-    """Every host's worker, by rank. Raises RuntimeError naming the ranks that have not come in time."""
+    """The address of every host's worker, by rank. Raises RuntimeError naming the ranks that have not joined in
+    time."""
     end = time.monotonic() + _JOIN_S
     while missing := [rank for rank in range(size) if not store.check([f"worker/{rank}"])]:
         if time.monotonic() > end:
@@ -111,7 +113,7 @@ def _gather(store: dist.Store, size: int) -> list[str]:
 
 
 def _own_address() -> str:
-    """The address to bind: the one given, or the one that leads to the first host."""
+    """The address to bind: TORCHTITAN_RL_HOST_ADDRESS, or the address of the interface that leads to rank 0's host."""
     from torchtitan_rl.hosts.inventory import address_towards
 
     return os.environ.get("TORCHTITAN_RL_HOST_ADDRESS") or address_towards(
@@ -132,18 +134,19 @@ def _free_port(address: str) -> int:
 
 
 class _Watch(threading.Thread):
-    """Beats for this host and listens to the others: rank 0 to all, the rest to rank 0. Only this thread uses the
-    store, so that whatever holds it up cannot hold up the main thread, which then sees that nothing was heard."""
+    """Writes this host's heartbeat into the store and reads other heartbeats: rank 0 reads all, other ranks read rank
+    0's. No other thread uses the store from here on: a store that blocks does not block the main thread, which then
+    sees that no heartbeat has arrived."""
 
     def __init__(self, store: dist.Store, rank: int, workers: list[str]):
         super().__init__(daemon=True)
         self.rank, self.workers = rank, workers
         self.outcome: str | None = None
-        """What rank 0 announced as the run's exit status."""
+        """The run's exit status, as rank 0 announced it; None before."""
         self.failures: dict[int, str] = {}
-        """What other hosts announced as the end of them."""
+        """Rank -> the failure that the rank announced."""
         self.gone: set[int] = set()
-        """Hosts that have heard the outcome."""
+        """Ranks that have read the outcome."""
         self._store, self._announcements = store, {}
         self._lock = threading.Lock()
         self._heard = {peer: (b"", time.monotonic()) for peer in (range(1, len(workers)) if rank == 0 else [0])}
@@ -153,7 +156,7 @@ class _Watch(threading.Thread):
             try:
                 self._exchange(beat)
             except (RuntimeError, ValueError):
-                return  # the store is gone, and with it rank 0's host: soon silent
+                return  # the store is gone, so rank 0 is gone: `trouble` will report missing heartbeats
             time.sleep(_BEAT_S)
 
     def _exchange(self, beat: int) -> None:
@@ -173,7 +176,7 @@ class _Watch(threading.Thread):
             self.outcome = self._store.get("outcome").decode()
 
     def address(self, rank: int) -> str:
-        """What errors call a host."""
+        """The name of a rank's host in errors."""
         return self.workers[rank].removeprefix("tcp://")
 
     def announce(self, name: str, text: str) -> None:
@@ -182,7 +185,7 @@ class _Watch(threading.Thread):
             self._announcements[name] = text
 
     def trouble(self) -> str | None:
-        """What is wrong with another host, if anything is."""
+        """A failure that another host has announced, or a missing heartbeat; None when all is well."""
         for peer, failure in self.failures.items():
             return f"host {self.address(peer)}: {failure}"
         for peer, (_, at) in self._heard.items():
@@ -192,7 +195,8 @@ class _Watch(threading.Thread):
 
 
 def _lead(watch: _Watch, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
-    """Rank 0: waits for the controller; a host that fails gives it a moment to say so itself, and ends it."""
+    """Rank 0: waits for the controller to end and announces its exit status. After a host has failed, the controller
+    has 10 s to report the failure before the run ends."""
     deadline = None
     while (status := controller.poll()) is None:
         trouble = watch.trouble() or _ended(worker, watch.address(0))
@@ -217,11 +221,11 @@ def _lead(watch: _Watch, worker: subprocess.Popen, controller: subprocess.Popen)
 
 
 def _follow(watch: _Watch, worker: subprocess.Popen) -> int:
-    """Other ranks: wait until rank 0 says how the run ended."""
+    """Other ranks: wait until rank 0 announces how the run ended."""
     while watch.outcome is None:
         if failure := _ended(worker, watch.address(watch.rank)):
             watch.announce(f"failed/{watch.rank}", failure.split(": ", 1)[1])
-            time.sleep(4 * _BEAT_S)  # to be heard
+            time.sleep(4 * _BEAT_S)  # until the announcement is in the store and read
             return _fail(failure)
         if trouble := watch.trouble():
             return _fail(f"{trouble}; it leads the run, which ends here too")
@@ -242,7 +246,7 @@ def _ended(worker: subprocess.Popen, address: str) -> str | None:
 
 
 def _start(module: str, *arguments: str) -> subprocess.Popen:
-    # Without torchrun's settings: a trainer mesh that inherited them would look for its process group at torchrun.
+    # A trainer mesh that inherited torchrun's settings would join torchrun's process group.
     env = {
         name: value
         for name, value in os.environ.items()
@@ -252,12 +256,13 @@ def _start(module: str, *arguments: str) -> subprocess.Popen:
 
 
 def _end_with_parent() -> None:
-    """Whoever is left without a parent, by whatever death, is ended by the kernel."""
+    """Makes the kernel kill this process when its parent dies, whatever the parent dies of."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _interrupted(interrupt: _Interrupted, children: list[subprocess.Popen]) -> int:
-    """A terminal's Ctrl-C has reached the controller too: it says where the run was."""
+    """128 + the signal's number. A terminal's Ctrl-C reaches the controller too, which has 5 s to print where the run
+    was."""
     if len(children) == 2:
         try:
             children[1].wait(_LAST_WORDS_S / 2)
@@ -267,13 +272,13 @@ def _interrupted(interrupt: _Interrupted, children: list[subprocess.Popen]) -> i
 
 
 def _end(children: list[subprocess.Popen]) -> None:
-    """Kills what is left, actors and all, and waits until it is gone."""
+    """Kills the children and all their descendants, and waits until they have ended."""
     processes = []
     for child in children:
         try:
             processes += [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
         except psutil.NoSuchProcess:
-            pass  # its own children ended with it
+            pass  # the child has ended, and its own children with it
     for process in processes:
         try:
             process.kill()
@@ -290,4 +295,4 @@ def _fail(message: str) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(code)  # the watching thread may be waiting for a store that is gone
+    os._exit(code)  # `_Watch` may be waiting for a store that is gone

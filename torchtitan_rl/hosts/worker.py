@@ -1,7 +1,8 @@
-"""A host's Monarch worker: `python -m torchtitan_rl.hosts.worker tcp://HOST:PORT` serves a controller until it is
-ended.
+"""A host's Monarch worker: `python -m torchtitan_rl.hosts.worker tcp://HOST:PORT` serves a controller until the
+process is ended.
 
-Whoever can connect to that port can run code here: there is no authentication. Bind it to a private interface.
+There is no authentication: anybody who can connect to the port can run code on the host. Bind the port to a private
+interface.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["main"]
 
 
 def main(address: str) -> None:
-    """Runs until the process is ended. Actors it starts inherit its environment, and end with it."""
+    """Runs until the process is ended. Actors of the worker inherit its environment and end with the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller to answer
     use_interface_of(address.removeprefix("tcp://").rpartition(":")[0])
     run_worker_loop_forever(ca="trust_all_connections", address=address)

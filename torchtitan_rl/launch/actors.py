@@ -1,4 +1,4 @@
-"""Starting and stopping the processes of a run: meshes of actors on the hosts it has."""
+"""Starting and stopping the processes of a run: meshes of actors on the run's hosts."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Launcher:
-    """Spawns role meshes and remembers them, so that `stop` leaves nothing behind."""
+    """Spawns the meshes of a run and remembers every mesh, so that `stop` leaves no process behind."""
 
     log_dir: str | None
     start_timeout_s: float
     call_timeout_s: float
     hosts: Hosts = field(default_factory=this_host)
-    """Where meshes may go; this machine alone, unless `attach.attach` has connected to others."""
+    """Hosts for the meshes: this machine alone, unless `attach.attach` has connected to other hosts."""
     failures: list[str] = field(default_factory=list)
-    """What died without being asked to, as Monarch reported it; also logged as it comes in."""
+    """Monarch's reports of processes that died without `stop`; each report is also logged on arrival."""
     pids: list[int] = field(default_factory=list)
-    """Processes of roles on this machine, where no worker of a host owns them."""
+    """Processes of roles on this machine; empty where Monarch workers own the processes (`attached`)."""
     store_name: str = field(default_factory=lambda: f"weights-{uuid.uuid4().hex[:8]}")
-    """Of this run's TorchStore; a process may hold several runs."""
+    """The name of this run's TorchStore; a process may hold several runs."""
     store: Any = None
     _meshes: list[Any] = field(default_factory=list)
     _hosts_used: set[int] = field(default_factory=set)
@@ -53,23 +53,24 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self._devices = Devices(self.hosts.hosts)
-        # Unset, a failure nobody awaits would end this process; here the calls that wait on it raise instead.
+        # Monarch's default hook would end this process at a failure that nobody awaits. With this hook, calls to the
+        # failed actors raise instead.
         monarch.actor.unhandled_fault_hook = self._note_failure
 
     @property
     def one_host(self) -> bool:
-        """Whether all role meshes are on one host, so that weights may travel through its shared memory."""
+        """Whether all role meshes are on one host: weights may then travel through shared memory."""
         return len(self._hosts_used) <= 1
 
     @property
     def attached(self) -> bool:
-        """Whether processes belong to workers of their hosts, where `kill` has no say."""
+        """Whether the run's processes belong to the Monarch workers of their hosts; `kill` cannot end them then."""
         return self.hosts.attached
 
     async def start_trainer(
         self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
     ) -> RoleMesh:
-        """A trainer mesh whose ranks hold their models, on GPUs of its own or on those of the role `share_with`."""
+        """A trainer mesh whose ranks hold their models, on GPUs of its own or on the GPUs of the role `share_with`."""
         place = self._devices.take(
             MeshSize(role=role, num_ranks=config.num_ranks, num_hosts=config.num_hosts, share_with=share_with)
         )
@@ -87,7 +88,7 @@ class Launcher:
     async def start_generator(
         self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None
     ) -> RoleMesh:
-        """One generator replica whose engine is ready; it holds no weights yet. Replicas go round the hosts."""
+        """One generator replica, whose engine is ready and holds no weights yet. Replicas go round the hosts."""
         ranks = config.tensor_parallel_degree
         place = self._devices.take(MeshSize(role=role, num_ranks=ranks, replica=True, share_with=share_with))
         procs = await self._spawn(role, ranks, place)
@@ -99,7 +100,7 @@ class Launcher:
         return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)
 
     async def start_store(self) -> None:
-        """TorchStore: its volume and its controller, each a process of its own, the volume on the first host."""
+        """Starts TorchStore: its volume on the first host and its controller, each in a process of its own."""
         from torchtitan_rl.weights.store import WeightStore
 
         store = WeightStore(self.store_name, timeout_s=self.call_timeout_s)
@@ -107,7 +108,7 @@ class Launcher:
         self.store = store
 
     async def _spawn(self, role: str, num_ranks: int, place: Place):
-        # A worker's environment need not be ours; without one, processes inherit what we have.
+        # Processes of a Monarch worker have the worker's environment, all others inherit the environment of this one.
         needed = self.hosts.attached or any(place.devices)
         bootstrap = partial(claim_devices, place.devices, default_environment()) if needed else None
         mesh = self.hosts.mesh
@@ -125,10 +126,10 @@ class Launcher:
         return deadline(call, self.start_timeout_s, what)
 
     async def _rendezvous(self, procs, place: Place) -> None:
-        """RANK, WORLD_SIZE, MASTER_ADDR and the like in every process of a mesh."""
+        """Sets RANK, WORLD_SIZE, MASTER_ADDR and the like in every process of a mesh."""
         if not self.hosts.attached:
             return await setup_torch_elastic_env_async(procs)
-        # A host's name may resolve to its loopback; its address is what the others reach it by.
+        # A host's name may resolve to its loopback, so MASTER_ADDR is the address that other hosts use.
         actors = procs.spawn("rendezvous", SPMDActor)
         _, port = await actors.flatten("rank").slice(rank=0).get_host_port.call_one(None)
         await actors.setup_env.call(self.hosts.hosts[place.hosts[0]].address.rpartition(":")[0], port)
@@ -157,12 +158,12 @@ class Launcher:
     def _note_failure(self, failure) -> None:
         report = " ".join(str(failure.report()).split())
         self.failures.append(report)
-        # Every process has an actor that forwards its logs, which dies too and is not worth a line.
+        # Every process has an actor that forwards logs. It dies with the process and needs no line of its own.
         if not self._stopping and not failure.mesh_name.startswith("logger-"):
             logger.warning("Monarch reports: %s", report[:500])
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Stops every mesh; what does not stop in time, or cannot be stopped any more, is killed."""
+        """Stops every mesh, then kills the processes that are left after `timeout_s` or cannot be stopped."""
         self._stopping = True
 
         async def stop_all() -> None:
@@ -171,9 +172,9 @@ class Launcher:
             results += await asyncio.gather(
                 *(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True
             )
-            if self.hosts.attached:  # their workers stay, free for the next run
+            if self.hosts.attached:  # the hosts' workers stay, free for the next run
                 results += await asyncio.gather(_awaited(self.hosts.mesh.stop()), return_exceptions=True)
-            for error in results:  # a mesh that has failed, or never quite started, cannot be stopped in order
+            for error in results:  # a mesh that has failed, or has not finished starting, cannot be stopped in order
                 if isinstance(error, Exception):
                     logger.warning("did not stop in order (%s: %s); killing it", type(error).__name__, error)
 
@@ -189,7 +190,8 @@ class Launcher:
         self.kill()
 
     def kill(self) -> None:
-        """The abrupt way, for an interrupted run. Processes on attached hosts belong to their workers."""
+        """Sends SIGKILL to the run's processes on this machine, for an interrupted run. Processes that belong to
+        Monarch workers (`attached`) live on."""
         self._stopping = True
         for pid in self.pids:
             try:

@@ -1,7 +1,7 @@
-"""A run in one process on one device: the parts that `launch.Launcher` starts as actors, made here instead.
+"""A run in one process on one device: trainers and generators as plain objects instead of actors.
 
-For debugging: trainer code, losses and rewards run on the thread that called, where `breakpoint()` works; vLLM's engine
-keeps its thread. Nothing is started, so nothing is left behind.
+For debugging: trainer code, losses and rewards run on the calling thread, where `breakpoint()` works. vLLM's engine has
+a thread of its own. No process is started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LocalLauncher:
-    """`launch.Launcher`'s interface. Layouts of more than one rank have been refused (`validation.check_local`)."""
+    """The interface of `launch.actors.Launcher`. `validation.run.check_local` has refused layouts of several ranks."""
 
     log_dir: str
     start_timeout_s: float
@@ -41,14 +41,14 @@ class LocalLauncher:
     _generators: list = field(default_factory=list)
     _joined: bool = False
     _num_threads: int = 0
-    """Of this thread, which the trainers compute on."""
+    """torch's number of threads for the trainers, which compute on the calling thread."""
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One part starts at a time: they seed and draw from the process's random state."""
+    """Roles start one at a time: each seeds and draws from the random state of the process."""
 
     async def start_trainer(
         self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
     ) -> LocalMesh:
-        """A rank that holds its model; all roles are in the one process group."""
+        """A trainer rank that holds its model. All roles share one process group."""
         async with self._starting:
             self._join(config.num_threads)
             with heavy_imports():
@@ -61,7 +61,7 @@ class LocalLauncher:
     async def start_generator(
         self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None
     ) -> LocalMesh:
-        """An engine, ready, on a thread of its own; it holds no weights yet."""
+        """A generator whose engine is ready, on a thread of its own, and holds no weights yet."""
         async with self._starting:
             self._join(config.num_threads)
             platform.local_device(0)
@@ -72,7 +72,7 @@ class LocalLauncher:
 
                 class Replica(GeneratorRank):
                     async def abort(self) -> None:
-                        """Nothing of a lost replica can be ended here: its thread has ended, or hangs."""
+                        """Does nothing: the engine's thread has ended, or hangs and cannot be ended."""
 
                 rank = Replica(config, str(model_dir), seed, 0, self.store, sleeps=share_with is not None)
                 self._generators.append(rank)
@@ -82,10 +82,10 @@ class LocalLauncher:
         return mesh
 
     async def start_store(self) -> None:
-        """It is there already."""
+        """Does nothing: `store` exists from the beginning."""
 
     def _join(self, num_threads: int) -> None:
-        """Once: logs, threads, and a process group of one, which vLLM takes over as it finds it."""
+        """Sets up logs, threads and a process group of one rank, on the first call. vLLM uses the group too."""
         if self._joined:
             return
         if dist.is_initialized():
@@ -99,7 +99,7 @@ class LocalLauncher:
         self._joined = True
 
     async def stop(self) -> None:
-        """Ends the engine's thread and leaves the process group, so that another run may follow in this process."""
+        """Ends the engines' threads and destroys the process group, so that another run may follow in this process."""
         for rank in self._generators:
             await asyncio.to_thread(rank.engine.close)
         for rank in self._trainers:
@@ -107,17 +107,18 @@ class LocalLauncher:
         await self.store.stop()
         self._generators.clear()
         self._trainers.clear()
-        if self._joined and dist.is_initialized():  # vLLM's engine destroys it as it ends
+        if self._joined and dist.is_initialized():  # vLLM's engine may have destroyed the group
             dist.destroy_process_group()
         self._joined = False
 
     def kill(self) -> None:
-        """There is no process to kill; whoever was interrupted ends this one."""
+        """Does nothing: the run has no process but this one."""
 
 
 @contextmanager
 def _without_dynamo(*, eager: bool):
-    """While vLLM is imported and built. Not longer: it would hold for processes this one may start."""
+    """Sets TORCHDYNAMO_DISABLE while vLLM is imported and built, then restores it: processes that this process starts
+    would inherit the variable."""
     before = os.environ.get("TORCHDYNAMO_DISABLE")
     adapters.prepare_vllm(eager=eager)
     try:

@@ -1,4 +1,4 @@
-"""The running parts of a run as the clients that drive them: training roles, generators, versions of weights."""
+"""Starts the meshes of a run and returns their clients: training roles, generators, policy versions."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ __all__ = ["Stack", "start_stack", "start_generators", "hosts_for", "launcher_fo
 
 @dataclass(kw_only=True, slots=True)
 class Stack:
-    """What a controller drives."""
+    """The clients that a controller drives, and the launcher that stops their processes."""
 
     launcher: Launcher | LocalLauncher
     roles: dict[str, TrainingClient]
-    """`policy`, and those of `reference`, `critic`, `teacher` that are configured."""
+    """`policy`, and each of `reference`, `critic` and `teacher` that the config has; empty with generators alone."""
     generator: SamplingClient
     versions: PolicyVersions | None
-    """None where generators hold one set of weights that nobody trains."""
+    """None with generators alone: their weights are never trained or replaced."""
     placement: Placement | None
     """None where no roles share devices."""
 
 
 async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
-    """Starts every mesh: all at once, or one after the other where they share devices."""
+    """Starts every mesh and the store. Roles that share devices start one after the other, everything else at once."""
     colocation, wanted = config.roles.colocation, config.trainers()
     placement = None if colocation == "none" else Placement(colocation)
     sharing = COLOCATION[colocation]
@@ -73,7 +73,7 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
     try:
         await asyncio.gather(*starts)
     finally:
-        for pending in starts:  # one failed: the others must not go on starting
+        for pending in starts:  # after a failure, the other meshes must not go on starting
             pending.cancel()
     roles = {
         role: TrainingClient(
@@ -103,7 +103,7 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
 
 
 async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
-    """Generators alone, which hold no weights yet."""
+    """Starts generators alone, which hold no weights yet."""
     meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
     generator = _sampling_client(config, meshes, OneVersion(), None)
     return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
@@ -130,7 +130,8 @@ def _sampling_client(config: RunConfig, meshes, versions, placement: Placement |
 
 
 def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generators_only: bool) -> Hosts | None:
-    """Where the actors go; None for the local backend. Raises ValueError for a config that does not fit there."""
+    """The hosts of the actors; None for the local backend. Raises ValueError for a config that does not fit, and for
+    hosts given with the local backend."""
     if backend == "actors":
         hosts = hosts or this_host()
         check_hosts(config, hosts.hosts, generators_only=generators_only)
@@ -149,7 +150,7 @@ def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generator
 
 
 def launcher_for(config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher | LocalLauncher:
-    """What starts the meshes: actors on these hosts, or without hosts everything in this process."""
+    """The launcher that starts the meshes: as actors on `hosts`, or without hosts all in this process."""
     start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
     if hosts is not None:
         return Launcher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)

@@ -1,4 +1,4 @@
-"""Which log records a person sees, and where."""
+"""Which log records reach the console."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 __all__ = ["Console", "worth_the_console"]
 
-# "root" is what torchtitan logs to.
+# torchtitan logs to "root".
 _NOISY = (
     "PIL",
     "asyncio",
@@ -29,7 +29,8 @@ _NOISY = (
 
 
 class Console(logging.StreamHandler):
-    """Writes to whatever sys.stderr is at that moment: a progress bar redirects it to lines above itself."""
+    """Writes to the current `sys.stderr`: while a progress bar is shown, the bar replaces `sys.stderr` and prints lines
+    above itself."""
 
     def __init__(self, level: int) -> None:
         logging.Handler.__init__(self, level)
@@ -40,9 +41,10 @@ class Console(logging.StreamHandler):
 
 
 def worth_the_console(record: logging.LogRecord) -> bool:
-    """Our own warnings and everybody's errors; other packages' warnings are in the log."""
+    """Whether a record is an error, or a warning of this package or the user's code. Warnings of other packages go to
+    the log file alone."""
     if record.levelno >= logging.ERROR:
         return True
-    if record.name == "py.warnings":  # the message starts with the file that is to blame
+    if record.name == "py.warnings":  # the message starts with the file that warns
         return "/site-packages/" not in record.getMessage().split(": ", 1)[0]
     return record.name.split(".", 1)[0] not in _NOISY

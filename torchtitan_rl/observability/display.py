@@ -1,4 +1,4 @@
-"""What a recorder is told, as the progress display of whoever started the run."""
+"""A listener of the recorder that draws a progress display."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Display"]
 
 
 class Display(Listener):
-    """Shows metrics as lines, and spans that consist of pieces or are meant to be seen as bars."""
+    """Shows metrics as lines, and as bars each span that has a `total` or is `shown`."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -38,5 +38,5 @@ class Display(Listener):
     def end(self, span: Span, failed: bool) -> None:
         if id(span) in self._open:
             _, context = self._open.pop(id(span))
-            # A bar whose phase has failed says "stopped" where others say "done".
+            # The line of a failed phase says "stopped" instead of "done".
             context.__exit__(*((RuntimeError, RuntimeError(span.name), None) if failed else (None, None, None)))

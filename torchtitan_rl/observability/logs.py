@@ -1,4 +1,4 @@
-"""Logs of one process: everything in a file of its own, warnings on the console too."""
+"""Logs of one process: all records in a file of its own, warnings on the console too."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def setup_rank_logging(
 ) -> Path:
     """Sends this process's logs to `log_dir/role-rank.log`, and warnings to stderr. Returns the file.
 
-    The first line says who writes. Python warnings are captured. Third-party packages reach the console only with
-    errors. A process has one identity: a second call changes nothing but adopts packages imported in between.
-    Raises ValueError for a level that logging does not know.
+    The first line names role, rank, pid, host and device. Python warnings are captured. Other packages reach the
+    console only with errors. A process has one log file: a second call returns that file and only redirects the
+    handlers of packages imported since. Raises ValueError for a level that `logging` does not know.
     """
     global _log_file
     if level not in logging.getLevelNamesMapping():
@@ -42,11 +42,11 @@ def setup_rank_logging(
     root.setLevel(level)
     for handler in (file_handler, console):
         root.addHandler(handler)
-        handler.filters.clear()  # Monarch adds one to each that prefixes the same record again and again
+        handler.filters.clear()  # Monarch adds a filter to every handler; each would prefix the same record again
     console.addFilter(worth_the_console)
     logging.captureWarnings(True)
 
-    # Straight to the file: this line must be there at any level.
+    # Not through a logger: the line must be in the file at any level.
     file_handler.handle(
         logging.LogRecord(
             __name__,
@@ -63,7 +63,8 @@ def setup_rank_logging(
 
 
 def _adopt_third_parties() -> None:
-    """Makes packages that bring their own handlers log like everyone else."""
+    """Removes the handlers that other packages have installed, so that their records reach the root logger's handlers
+    alone."""
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # read when vLLM is imported, which may be later
     for name in _OWN_HANDLERS:
         logger = logging.getLogger(name)
@@ -72,7 +73,7 @@ def _adopt_third_parties() -> None:
         logger.propagate = True
     root = logging.getLogger()
     for handler in list(root.handlers):
-        # Exactly this class: torchstore adds one to the root logger, while subclasses write to files or to tests.
+        # No subclasses: torchstore adds a StreamHandler to the root logger, subclasses write to files or to tests.
         if type(handler) is logging.StreamHandler:
             root.removeHandler(handler)
 

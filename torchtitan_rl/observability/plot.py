@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_curve"]
 
-# Okabe and Ito's palette: told apart with every common form of colour blindness. Shapes differ as well.
+# Okabe and Ito's palette, which people with any common form of colour blindness can tell apart. Shapes differ as well.
 _SUPERVISED_COLOR = "#E69F00"
 _REWARD_COLOR = "#009E73"
 _SPLIT_COLORS = ("#0072B2", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
@@ -22,9 +22,9 @@ _SIZE_INCHES, _DPI = (8.0, 6.0), 120
 def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
     """Writes a PNG of 960 x 720 pixels. `metrics` are the lines of metrics.jsonl. Returns the path.
 
-    Above: `eval/accuracy` per split; below: `reward/mean`. x is the step within the reinforcement phase; the value at 0
-    is the state after the supervised phase, which is the shaded band before it. Where several evaluations share split
-    and step the last one counts. Raises ValueError when there is neither an accuracy nor a reward.
+    Above: `eval/accuracy` per split; below: `reward/mean`. x is the step of the reinforcement phase. The shaded band
+    left of 0 is the supervised phase; the accuracy at 0 follows it. Of several evaluations with the same split and step
+    the last counts. Raises ValueError when there is neither an accuracy nor a reward.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -58,14 +58,14 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower right")
     below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    # The band has no steps of this axis, so it gets no ticks.
+    # No ticks in the supervised band: x counts steps of the reinforcement phase.
     below.set_xticks([tick for tick in below.get_xticks() if 0 <= tick <= last])
     figure.savefig(path, format="png")
     return Path(path)
 
 
 def _accuracies(metrics: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Label -> step -> accuracy. The label is the split, with the evaluation's name where there are several."""
+    """Label -> step -> accuracy. The label is the split, preceded by the evaluation's name when names differ."""
     lines = [line for line in metrics if "eval/accuracy" in line]
     several = len({line.get("eval/name") for line in lines}) > 1
     curves: dict[str, dict[int, float]] = defaultdict(dict)
@@ -104,7 +104,7 @@ def _draw_accuracies(axes: Axes, accuracies: dict[str, dict[int, float]], at_zer
 
 
 def _draw_phases(axes: Axes, num_supervised: int, last: int) -> None:
-    """A shaded band left of 0 for the supervised phase, if there was one, and a line where reinforcement starts."""
+    """Draws a shaded band left of 0 for the supervised phase, if there was one, and a line at 0."""
     width = 0.08 * last
     axes.set_xlim(-width if num_supervised else -0.02 * last, 1.02 * last)
     if num_supervised:

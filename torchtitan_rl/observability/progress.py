@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: bars with time left on a terminal, plain lines elsewhere."""
+"""The progress display of a run: bars with time left on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAIN_WIDTH = 200
 
 
 class Bar:
-    """One phase: how far it is, since when, and a short text with its current numbers."""
+    """The bar of one phase: pieces done, elapsed time, and a short text with current numbers."""
 
     def __init__(
         self, name: str, total: float, clock: Callable[[], float], changed: Callable[[Bar], None], counts: bool = True
@@ -34,7 +34,7 @@ class Bar:
         self._start = self._last = clock()
 
     def advance(self, num: int = 1, text: str | None = None) -> None:
-        """`num` more are done; `text` replaces the current numbers."""
+        """`num` more pieces are done; `text` replaces the current numbers."""
         self.num_done += num
         self._last = self._clock()
         self.update(self.text if text is None else text)
@@ -50,7 +50,7 @@ class Bar:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left at the pace so far, or of the expected time; None when nobody can tell."""
+        """Seconds left, by the pace so far or by the expected time; None when neither is known."""
         if not self.counts:
             return max(0.0, self.total - self.elapsed_s) if self.total else None
         if not self.num_done:
@@ -71,8 +71,8 @@ class Bar:
 class Progress:
     """Progress of a run on `file` (stdout unless given).
 
-    On a terminal: bars, erased when their phase ends and replaced by one line. Elsewhere: a line per bar at most every
-    5 s and one at the end, without control codes. `quiet` prints nothing at all except `error`.
+    On a terminal: a bar per phase, replaced by one line when the phase ends. Elsewhere: a line at most every 5 s and
+    one at the end of a phase, without control codes. `quiet` prints nothing except `error`.
 
     Example::
 
@@ -97,11 +97,11 @@ class Progress:
         self._open: list[tuple[Bar, TaskID | None]] = []
 
     def phase(self, name: str, total: int):
-        """A context manager around `total` equal pieces of work; its Bar's `advance` says one is done."""
+        """A context manager around `total` equal pieces of work. Yields a Bar; call `advance` after each piece."""
         return self._bar(name, total, counts=True)
 
     def waiting(self, name: str, expected_s: float | None = None):
-        """A context manager around something that cannot be counted; with `expected_s` it shows the time left."""
+        """A context manager around work without pieces. With `expected_s` the bar shows the time left."""
         return self._bar(name, expected_s or 0, counts=False)
 
     def line(self, text: str) -> None:
@@ -174,7 +174,7 @@ class Progress:
         if self._quiet or not self._plain or self._clock() - self._last_plain < _PLAIN_EVERY_S:
             return
         if bar.counts and bar.num_done >= bar.total:
-            return  # its last line is about to come
+            return  # the line at the end of the phase follows at once
         self._last_plain = self._clock()
         self._print(", ".join(filter(None, [f"{bar.name} {bar.count}".rstrip(), _times(bar), bar.text])))
 

@@ -1,4 +1,4 @@
-"""What happens in a run, told once. The loop tells a `Recorder` facts and spans; whoever wants to know listens."""
+"""Events of a run. The loop tells a `Recorder` facts and spans; listeners write, draw or count them."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ __all__ = ["Recorder", "Listener", "Span"]
 
 @dataclass(kw_only=True, slots=True)
 class Span:
-    """Something that takes time. A span with a `total` consists of that many equal pieces."""
+    """A stretch of a run, with its time. A span with a `total` consists of that many equal pieces."""
 
     name: str
     total: int = 0
     expected_s: float = 0.0
-    """How long it usually takes; 0: nobody knows."""
+    """The usual duration; 0: unknown."""
     shown: bool = False
-    """Whether a person should see that the run is busy with it."""
+    """Whether a display shows the span although it has no `total`."""
     began: float = field(default_factory=time.perf_counter)
-    """By `time.perf_counter`, as is `ended`."""
+    """`time.perf_counter()` at the beginning; `ended` is the same at the end."""
     ended: float | None = None
 
     @property
     def seconds(self) -> float:
-        """How long it took, or has taken so far."""
+        """Duration of the span; until now if the span has not ended."""
         return (time.perf_counter() if self.ended is None else self.ended) - self.began
 
 
 class Listener:
-    """Hears what a recorder is told. The methods do nothing; a listener has those that it cares about."""
+    """Receives the events of a recorder. The methods do nothing; a subclass overrides the methods that it needs."""
 
     def fact(self, kind: str, what: dict[str, Any]) -> None:
-        """Something that is so: `kind` says what, as `Recorder.fact` was called."""
+        """`kind` and `what` are the arguments of `Recorder.fact`."""
 
     def begin(self, span: Span) -> None:
         """A span has begun."""
 
     def advance(self, span: Span, pieces: int, text: str) -> None:
-        """So many more pieces of a span are done; `text` has its current numbers."""
+        """`pieces` more pieces of a span are done; `text` has current numbers."""
 
     def end(self, span: Span, failed: bool) -> None:
-        """A span has ended, by an exception if it `failed`."""
+        """A span has ended; `failed`: by an exception."""
 
 
 class Recorder:
-    """Passes on, in order, what it is told.
+    """Passes facts and spans on to every listener, in order.
 
-    Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the same for a person), `rollouts` (`step`,
-    `groups`). Example::
+    Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `rollouts` (`step`, `groups`).
+    Example::
 
         with recorder.span("generate") as span:
             ...
@@ -71,7 +71,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, *, total: int = 0, expected_s: float = 0.0, shown: bool = False) -> Iterator[Span]:
-        """A context manager around something that takes time; yields its `Span`."""
+        """A context manager that times its block; yields the `Span`."""
         span = Span(name=name, total=total, expected_s=expected_s, shown=shown)
         for listener in self.listeners:
             listener.begin(span)

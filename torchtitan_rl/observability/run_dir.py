@@ -1,4 +1,4 @@
-"""A run's directory: plain files that outlive the process and need no program to be read.
+"""A run's directory: plain files that any program can read.
 
 config.json            what ran
 metrics.jsonl          one line per step or evaluation
@@ -27,7 +27,7 @@ _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 class RunDir:
-    """The files of one run below `path`. `RunDir.create` starts a new one; `RunDir(path)` opens what is there."""
+    """The files of one run below `path`. `RunDir.create` starts a new run; `RunDir(path)` opens an existing run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -39,12 +39,13 @@ class RunDir:
 
     @classmethod
     def create(cls, path: str | Path) -> RunDir:
-        """A laid-out directory without a run. Raises ValueError when it cannot be written or already holds a run."""
+        """Makes the directories of a new run. Raises ValueError when `path` cannot be written or already holds a
+        run."""
         run_dir = cls(path)
         try:
             for directory in (run_dir.path, run_dir.logs, run_dir.rollouts, run_dir.checkpoints):
                 directory.mkdir(parents=True, exist_ok=True)
-                # Permissions alone do not tell: file systems can be read-only or full.
+                # Write a file: permissions do not show that a file system is read-only or full.
                 probe = directory / ".probe"
                 probe.write_text("probe")
                 probe.unlink()
@@ -62,15 +63,15 @@ class RunDir:
         return run_dir
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint after `step` steps belongs; makes nothing."""
+        """The path of the checkpoint after `step` steps. Makes no directory."""
         return self.checkpoints / f"step-{step}"
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Plain data, such as `config.resolved` returns."""
+        """Writes config.json. `config` is plain data, such as `config.resolve.resolved` returns."""
         self.config_file.write_text(json.dumps(_encode(config), indent=2) + "\n", encoding="utf-8")
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
-        """Appends one line, which is on its way to disk on return. Floats keep every bit.
+        """Appends one line to metrics.jsonl. On return the operating system has the line. Floats keep every bit.
 
         Example: `log_metrics({"step": 3, "phase": "reinforcement", "reward/mean": 0.25})`.
         Raises ValueError for a missing step or phase, a name that is not `area/what`, or a value that is not plain.
@@ -88,7 +89,7 @@ class RunDir:
         _append(self.metrics_file, [metrics])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every complete line, in order; [] before the first. A last line cut off by a crash is left out.
+        """Every complete line, in order; [] before the first line. A last line that a crash cut off is left out.
 
         Raises RuntimeError when a line is not JSON.
         """
@@ -121,7 +122,7 @@ class RunDir:
 
 
 class JsonLines(Listener):
-    """Writes metrics and rollouts to a run's directory, a line each."""
+    """Writes metrics and rollouts to a run's directory, one line per step or evaluation and one per rollout."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
@@ -158,7 +159,7 @@ def _append(file: Path, records: list[dict[str, Any]]) -> None:
 
 
 def _encode(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become text that float() understands."""
+    """JSON has no NaN and no infinity: both become text that `float()` parses."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):

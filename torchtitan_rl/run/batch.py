@@ -1,4 +1,4 @@
-"""What was rolled out for one batch."""
+"""One batch: the groups to train on, and the groups that filters left out."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["Batch", "NothingToTrainOn"]
 
 @dataclass(kw_only=True, slots=True)
 class Batch:
-    """What was rolled out for one batch."""
+    """The groups that were rolled out for one batch."""
 
     groups: list[RolloutGroup] = field(default_factory=list)
-    """To train on."""
+    """The groups to train on."""
     left_out: list[RolloutGroup] = field(default_factory=list)
-    """By the filters; for records."""
+    """The groups and rollouts that filters left out, for records."""
     sampled: list[RolloutGroup] = field(default_factory=list)
-    """All of them as they were before the filters; for metrics."""
+    """All groups, as they were before the filters, for metrics."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """`filter/...`, those of filters that are on."""
+    """`filter/...` of the filters that are on."""
 
 
 class NothingToTrainOn(RuntimeError):
-    """Rollouts were made, and the filters left nothing of them; `left_out` has them."""
+    """The filters left no group to train on. `left_out` holds the groups that filters left out."""
 
     def __init__(self, message: str, left_out: list[RolloutGroup]) -> None:
         super().__init__(message)

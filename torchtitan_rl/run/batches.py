@@ -15,9 +15,9 @@ __all__ = ["Batches"]
 
 
 class Batches:
-    """Rolls out slots in order, as many for each batch as the config says.
+    """Rolls out slots in order, `tasks_per_step` slots for each batch.
 
-    Which rollouts a batch consists of depends on the seed and on what filters decided, not on the step that trains it.
+    The tasks of a batch depend on the seed and on the filters' decisions, not on the step that trains on the batch.
     """
 
     def __init__(
@@ -28,12 +28,12 @@ class Batches:
         *,
         max_tokens: int,
     ) -> None:
-        """`play` is `Rollouts.play`; `max_tokens` the limit of a completion."""
+        """`play` is `Rollouts.play`; `max_tokens` is the limit of a completion."""
         self._config, self._play, self._draws, self._max_tokens = config, play, draws, max_tokens
 
     async def next_batch(self) -> Batch:
-        """Rollouts of the next slots; where filters are on, those that pass, and replacements. Raises
-        NothingToTrainOn."""
+        """Rollouts of the next slots. With filters on: the groups that pass, and replacements for slots whose group did
+        not. Raises NothingToTrainOn."""
         filters, counts = self._config.filters, Counter()
         draws = self._draws.next(self._config.tasks_per_step)
         groups = await self._play(draws, counts)

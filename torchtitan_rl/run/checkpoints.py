@@ -1,4 +1,4 @@
-"""A run's checkpoint: what every role saves, the exports, and the state of the controller, whose marker is written
+"""A run's checkpoint: the roles that train, the exports, and the state of the controller. The marker is written
 last."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["RunState", "save"]
 
 @dataclass(kw_only=True, slots=True)
 class RunState:
-    """What a controller must know to go on where it was, besides what its meshes save themselves."""
+    """The state of a controller in a checkpoint; the trainer roles save weights and optimizer state themselves."""
 
     seed: int
     step: int = 0
@@ -27,22 +27,23 @@ class RunState:
     phase_step: int = 0
     """Optimizer steps of the current phase."""
     skipped_in_a_row: dict[str, int] = field(default_factory=lambda: {"policy": 0, "critic": 0})
-    """Optimizer steps of each role that were skipped since the last that was not."""
+    """Per role, the optimizer steps skipped since the last one that was taken."""
     policy_version: int = 0
-    """The version that was published last. This and the next two are filled in as a checkpoint is written."""
+    """The version published last. `policy_version`, `teacher_version` and `draws` are set as a checkpoint is
+    written."""
     teacher_version: int | None = None
-    """The version that scores for self-distillation; None: no version does."""
+    """The version of the snapshot that scores for self-distillation; None without a snapshot."""
     draws: dict = field(default_factory=dict)
-    """Where the draws and their source of tasks stand."""
+    """`Draws.state_dict()`: the next slot, and the state of the source of tasks."""
 
     def count(self, steps: dict[str, OptimStepOutput], max_skipped: int) -> None:
-        """Counts one optimizer step, by the role's answer each. Raises RuntimeError after `max_skipped` skips in a
-        row."""
+        """Counts one optimizer step of the policy; `steps` has the answer of each role that trained. Raises
+        RuntimeError after `max_skipped` skips in a row."""
         self.step = self.phase_step = self.step + 1
         self.count_skips(steps, max_skipped)
 
     def count_skips(self, steps: dict[str, OptimStepOutput], max_skipped: int) -> None:
-        """Counts skipped steps in a row; too many mean that the run has diverged."""
+        """Counts skipped steps in a row, by role. Raises RuntimeError after `max_skipped`: the run has diverged."""
         for role, optim in steps.items():
             skipped = self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if optim.skipped else 0
             if skipped >= max_skipped:
@@ -56,8 +57,7 @@ class RunState:
 async def save(
     path: Path, state: RunState, roles: dict[str, TrainingClient], weights: PolicyWeights, tokenizer, *, lora: bool
 ) -> None:
-    """Writes everything a later run needs, marker last. With `lora` the policy trains adapters, which are exported
-    too."""
+    """Writes a checkpoint, marker last. With `lora` the policy trains adapters, and the adapters are exported too."""
     checkpoint.begin(path)
     await roles["policy"].save_checkpoint(path)
     if "critic" in roles:

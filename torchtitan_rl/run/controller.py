@@ -1,6 +1,6 @@
 """One controller drives a run: it starts the meshes, owns every loop and cadence, and shuts down.
 
-The same object is what a script, the command line and the notebook hold::
+Scripts, the command line and the notebook drive the same object::
 
     async with await Controller.launch(config) as controller:
         await controller.train()
@@ -40,10 +40,10 @@ __all__ = ["Controller"]
 
 
 class Controller(AbstractAsyncContextManager):
-    """A running policy: `trainer` and `generator` are its clients, `weights` sends one's weights to the other.
+    """A running policy, made by `launch`. `trainer` and `generator` are the clients; `weights` sends the trainer's
+    weights to the generators.
 
-    Made by `launch`. `state.step` counts optimizer steps of the reinforcement phase; `policy_version` those of all
-    phases.
+    `state.step` counts the optimizer steps of the reinforcement phase; `policy_version` counts the steps of all phases.
     """
 
     def __init__(self, config: RunConfig, inputs: Inputs, run_dir: RunDir, recorder: Recorder, stack: Stack) -> None:
@@ -72,10 +72,10 @@ class Controller(AbstractAsyncContextManager):
     ) -> Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
-        With `hf_weights` only generators start, holding the weights of that Hugging Face directory: enough to
-        sample and evaluate. `hosts` are those `attach.attach` has connected to; without them, this machine alone.
-        `backend="local"` starts nothing: everything is in this process, on one device, for a debugger.
-        Raises ValueError for what `validate`, `check_hosts` and `check_local` refuse, before anything starts.
+        With `hf_weights` only generators start and load the weights of that Hugging Face directory: enough to sample
+        and evaluate. `hosts` come from `attach.attach`; None means this machine alone. `backend="local"` starts no
+        process: the whole run is in this process, on one device, for a debugger. Raises ValueError, before anything
+        starts, for a config that `validate`, `check_hosts` or `check_local` refuses.
         """
         validate(config)
         hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
@@ -92,14 +92,14 @@ class Controller(AbstractAsyncContextManager):
 
     async def close(self) -> None:
         """Stops every process of the run."""
-        self.generator.close()  # or calls in flight would take the end of their generators for a loss
+        self.generator.close()  # first: a call in flight would report its generator as lost
         await self.launcher.stop()
 
     async def __aexit__(self, *exc_info) -> None:
         await self.close()
 
     def role(self, name: str) -> TrainingClient:
-        """The client of a role. Raises ValueError when the run has none."""
+        """The client of a role. Raises ValueError for a role that the run does not have."""
         if name not in self.roles:
             raise ValueError(
                 f"role={name!r}: is not configured (this run has {', '.join(self.roles)}); set roles.{name}"
@@ -113,13 +113,13 @@ class Controller(AbstractAsyncContextManager):
 
     @property
     def policy_version(self) -> int:
-        """The version that generators sample from unless a request names another; it counts optimizer steps."""
+        """The version that serves unpinned requests. A version is a number of optimizer steps."""
         return self.generator.policy_version
 
     # The run.
 
     async def train(self) -> dict[str, Evaluation]:
-        """Warm start, reinforcement, and one look at the test split. Returns the evaluations by name."""
+        """Warm start, reinforcement, and one evaluation on the test split. Returns the evaluations by name."""
         config, report = self.config, {}
         warm = config.supervised.num_steps > 0
         if warm:
@@ -134,13 +134,16 @@ class Controller(AbstractAsyncContextManager):
         return report
 
     async def supervise(self) -> None:
-        """The supervised phase, then its weights to the generators and to the roles that start from them."""
+        """Runs the supervised phase, then gives its weights to the generators and to the roles that start from the
+        policy."""
         await supervise(self.config, self.supervised_family, self.player, self.trainer, self.state, self.recorder)
         await self.publish()
-        if self.weights.teacher_version is not None:  # somebody has rolled out before: reinforcement starts here
+        if (
+            self.weights.teacher_version is not None
+        ):  # chosen before this phase: reinforcement starts from the new weights
             await self.weights.set_teacher(self.policy_version)
         for name, role in self.config.roles.configured().items():
-            if name in ("reference", "critic") and role.model is None:  # reinforcement starts here for them too
+            if name in ("reference", "critic") and role.model is None:  # reference and critic start here too
                 await self.weights.copy_to(name)
 
     async def reinforce(self) -> None:
@@ -153,7 +156,7 @@ class Controller(AbstractAsyncContextManager):
             raise
 
     async def _reinforce(self) -> None:
-        """Generate, train, publish, and now and then look at validation tasks."""
+        """Generates, trains, publishes, and evaluates every `eval_every` steps."""
         config, state, recorder = self.config, self.state, self.recorder
         num_steps, state.phase, state.phase_step = config.controller.num_steps, "reinforcement", state.step
         with recorder.span("reinforcement", total=num_steps) as phase:
@@ -176,9 +179,9 @@ class Controller(AbstractAsyncContextManager):
                     await self.evaluate_sets()
 
     async def train_on(self, groups: list[RolloutGroup]) -> dict:
-        """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns its metrics.
+        """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
 
-        Weights are not published. `mismatch/*` are those of the batch's first minibatch, before its step.
+        Does not publish. `mismatch/*` are computed on the first minibatch, before its step.
         """
         algorithm, line = self.config.algorithm, lines.StepMetrics()
         with self.recorder.span("score") as score:
@@ -201,19 +204,21 @@ class Controller(AbstractAsyncContextManager):
         return await self.player.play(draws, Counter())
 
     async def publish(self) -> int:
-        """Sends the trainer's weights to every generator. Returns the policy version they now sample from."""
+        """Sends the trainer's weights to every generator. Returns the policy version that now serves unpinned
+        requests."""
         return await self.weights.publish()
 
     async def evaluate(self, split: Split, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
-        """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is right; recorded."""
+        """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is correct. The result is
+        recorded."""
         return await self.evaluations.own(split, self.state.step, num_tasks=num_tasks, pass_at_k=pass_at_k)
 
     async def evaluate_sets(self) -> dict[str, Evaluation]:
-        """The evaluations of `controller.eval_sets`, by name; recorded."""
+        """The evaluations of `controller.eval_sets`, by name. The results are recorded."""
         return await self.evaluations.sets(self.state.step)
 
     async def save_checkpoint(self) -> Path:
-        """Everything a later run needs, marker last. Returns its directory."""
+        """Writes a checkpoint, marker last. Returns its directory."""
         path = self.run_dir.checkpoint_path(self.state.step)
         state = self.state
         state.draws, state.policy_version = self.draws.state_dict(), self.policy_version

@@ -1,5 +1,4 @@
-"""Draws: which task each slot of a run gets. What is drawn depends on the seed and on what filters decided, on nothing
-else."""
+"""Draws: which task each slot of a run gets. Draws depend on the seed and on the filters' decisions alone."""
 
 from __future__ import annotations
 
@@ -13,28 +12,28 @@ __all__ = ["Draw", "Draws"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """One task to roll out. Batch b of B tasks consists of the slots b B to (b + 1) B - 1.
+    """One filling of a slot: a task to roll out. Batch b of B tasks consists of the slots b B to (b + 1) B - 1.
 
     Example: `Draw(slot=37, round=0, task=task).id == "37/0"`.
     """
 
     slot: int
     round: int
-    """0 is the slot's own task, r > 0 the r-th replacement of one that was filtered or dropped."""
+    """0 is the task that is due; r > 0 is the slot's r-th replacement, after filters left out the group before."""
     task: Task
 
     @property
     def id(self) -> str:
-        """Names the draw's group of rollouts, and with the run's seed their sampling streams."""
+        """Names the draw's group of rollouts. The sampling streams of the rollouts follow from `id` and the run's
+        seed."""
         return f"{self.slot}/{self.round}"
 
 
 class Draws:
-    """Hands out slots in order, each with the next task of `source`, and replacements, which are no slots of their
-    own."""
+    """Hands out slots in order, each with the next task of `source`. A replacement keeps the slot that it fills."""
 
     def __init__(self, source: Any) -> None:
-        """`source` is of the train split; see `tasks.family.source_of`."""
+        """`source` gives the tasks of the train split; see `tasks.family.source_of`."""
         self.source = source
         self.next_slot = 0
 
@@ -44,9 +43,9 @@ class Draws:
         return [Draw(slot=first + i, round=0, task=task) for i, task in enumerate(self.source.next(n))]
 
     def replace(self, draws: list[Draw]) -> list[Draw]:
-        """The next round of these slots: tasks that follow from seed, slot and round.
+        """The next round of the draws' slots. Seed, slot and round determine the task.
 
-        Raises ValueError for a source that cannot say them.
+        Raises ValueError for a source without `replacement(slot, round)`.
         """
         replacement = getattr(self.source, "replacement", None)
         if replacement is None:
@@ -59,10 +58,10 @@ class Draws:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the draws stand."""
+        """The next slot, and the state of the source."""
         return {"next_slot": self.next_slot, "source": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`. Raises ValueError for one of other data."""
+        """Goes on from a `state_dict()`. The source raises ValueError for a state of other data."""
         self.source.load_state_dict(state["source"])
         self.next_slot = state["next_slot"]

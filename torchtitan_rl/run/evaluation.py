@@ -27,25 +27,25 @@ __all__ = ["Evaluation", "Evaluations", "eval_families", "evaluate"]
 
 @dataclass(kw_only=True, slots=True)
 class Evaluation:
-    """What one evaluation measured."""
+    """The result of one evaluation."""
 
     name: str
-    """Of the task family, or of the evaluation set."""
+    """The name of the task family, or of the evaluation set."""
     split: str
     num_tasks: int
     accuracy: float
     """Share of tasks whose greedy completion is correct."""
     num_samples: int = 0
-    """Per task, besides the greedy one."""
+    """Samples per task, besides the greedy completion."""
     avg_at_n: float | None = None
     """Share of samples that are correct."""
     k: int = 0
     pass_at_k: float | None = None
     """Chance that at least one of k samples is correct."""
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
-    """By the name of a metric, its 95% confidence interval over tasks; None where there is one task only."""
+    """Name of a metric -> its 95% confidence interval over tasks; None with a single task."""
     pass_rates: list[PassRate] = field(default_factory=list)
-    """Of each task: over its samples where there are some, else of the greedy completion."""
+    """The pass rate of each task: over its samples if `num_samples` > 0, else of the greedy completion."""
 
     def metrics(self) -> dict:
         line = {
@@ -71,9 +71,9 @@ class Evaluation:
 
 
 def eval_families(config: RunConfig, family: TaskFamily) -> dict[str, TaskFamily]:
-    """The family of each of `controller.eval_sets`, the run's own where they name none.
+    """The task family of each of `controller.eval_sets`; a set without a `task` uses the run's own family.
 
-    Raises ValueError for an empty split, and for a name that the run's own evaluations have in the metrics.
+    Raises ValueError for an empty split, and for a set with the name of the run's own family.
     """
     families = {}
     for name, eval_set in config.controller.eval_sets.items():
@@ -97,10 +97,10 @@ async def evaluate(
     config: ControllerConfig,
     workflow: Callable = single_turn,
 ) -> Evaluation:
-    """Attempts the set's tasks, which are of `family`, greedily and then `num_samples` times each.
+    """Attempts the tasks of a set greedily, and then `num_samples` times each. The tasks are of `family`.
 
-    `policy(temperature)` gives the policy; `label` tells the sampling streams of one evaluation from another's;
-    `workflow` makes an attempt; where one is several rollouts, the first counts.
+    `policy(temperature)` returns the policy. `label` keeps the sampling streams of evaluations apart. `workflow` makes
+    an attempt; when an attempt is several rollouts, the first counts.
     """
     split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
     size = family.num_tasks(split)
@@ -149,7 +149,7 @@ async def evaluate(
 
 
 class Evaluations:
-    """The evaluations of a run: of its own task family, and of `controller.eval_sets`. Each is recorded."""
+    """The evaluations of a run: on its own task family and on `controller.eval_sets`. Each result is recorded."""
 
     def __init__(
         self,
@@ -159,13 +159,13 @@ class Evaluations:
         player: Rollouts,
         recorder: Recorder,
     ) -> None:
-        """`families` are those of `controller.eval_sets`, by name."""
+        """`families` has the task family of each of `controller.eval_sets`, by name."""
         self.config, self.family, self.families = config, family, families
         self.player, self.recorder = player, recorder
 
     async def own(self, split: Split, step: int, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
-        """Greedy accuracy on a split after `step` steps, and with `pass_at_k` the chance that one of k samples is
-        right."""
+        """Greedy accuracy on a split of the run's family after `step` steps, and with `pass_at_k` the chance that one
+        of k samples is correct."""
         config = self.config.controller
         if num_tasks is None:
             num_tasks = config.test_tasks if split == "test" else config.eval_tasks

@@ -1,5 +1,4 @@
-"""Lines of metrics: the optimizer steps of a batch gathered into one, what a batch of rollouts was like, a line in
-words."""
+"""Lines of metrics: the optimizer steps of a batch in one line, statistics of a batch's rollouts, a line in words."""
 
 from __future__ import annotations
 
@@ -21,12 +20,13 @@ class StepMetrics:
         self._steps = 0
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Takes part in a weighted mean; names ending in `_max` are maxima, those under `time/` and `tokens/` sums."""
+        """Adds a value to a weighted mean. Names that end in `_max` become maxima; names that begin with `time/` or
+        `tokens/`, or end in `/skipped`, become sums."""
         self._values.setdefault(name, []).append((float(value), weight))
 
     def add(self, output, optim=None) -> None:
-        """What `forward_backward` and, for the policy, `optim_step` returned. `mismatch/*` count on the first step
-        only: later ones have trained on other parts of the batch."""
+        """Adds the outputs of `forward_backward` and, for the policy, of `optim_step`. `mismatch/*` count before the
+        policy's first step only: later steps follow training on other parts of the batch."""
         first = self._steps == 0
         for name, value in output.metrics.items():
             if first or not name.startswith("mismatch/"):
@@ -40,7 +40,7 @@ class StepMetrics:
             self._values["optim/lr"] = [(optim.lr, 1.0)]
 
     def line(self) -> dict[str, float]:
-        line = {"policy/clip_frac": 0.0}  # of a loss that clips nothing
+        line = {"policy/clip_frac": 0.0}  # for a loss that does not clip
         for name, values in self._values.items():
             if name.endswith("_max"):
                 line[name] = max(value for value, _ in values)
@@ -57,7 +57,7 @@ class StepMetrics:
 
 
 def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, str]) -> dict[str, float | str]:
-    """What a batch of rollouts is like before version `policy_version` is trained on it."""
+    """Statistics of a batch's rollouts. `policy_version` is the version that training starts from."""
     rewards = [reward for group in groups for reward in group.rewards]
     completions = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
     oldest = min(version for completion in completions for version in completion.policy_versions)
@@ -94,7 +94,8 @@ def _of_roles_and_environments(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def of_times(line: dict, step_s: float, generate_s: float, sync_s: float) -> dict[str, float]:
-    """Seconds of a whole step and of its parts, and tokens per second over them."""
+    """Seconds of a whole step and of its parts; trained tokens per second of the step, generated tokens per second of
+    generation."""
     return {
         "time/step_s": step_s,
         "time/generate_s": generate_s,
@@ -105,7 +106,7 @@ def of_times(line: dict, step_s: float, generate_s: float, sync_s: float) -> dic
 
 
 def summary(line: dict, num_steps: int) -> str:
-    """A step in a line for people."""
+    """A line of metrics as text for the console."""
     return (
         f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
         f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
@@ -114,7 +115,7 @@ def summary(line: dict, num_steps: int) -> str:
 
 
 def mean_std(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and population standard deviation (divided by n, so one value has 0). Raises ValueError on no values."""
+    """Mean and population standard deviation (divided by n: 0 for one value). Raises ValueError on no values."""
     values = [float(value) for value in values]
     if not values:
         raise ValueError("values=[]: have no mean; give at least one")

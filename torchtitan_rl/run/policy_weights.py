@@ -1,4 +1,4 @@
-"""Where the policy's weights go: to the generators, to the roles that start from them, to the version that teaches."""
+"""Where the policy's weights go: to generators, to reference and critic, and to the snapshot of self-distillation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ __all__ = ["PolicyWeights", "passed"]
 
 
 def passed(every: int, since: int, step: int) -> bool:
-    """Whether a cadence of `every` steps fell due after step `since` and by `step`; 0 is never."""
+    """Whether a multiple of `every` lies in (`since`, `step`]; False for `every` = 0."""
     return every > 0 and step // every > since // every
 
 
 class PolicyWeights:
-    """Publishes the policy, copies it to other roles, and keeps the version that scores for self-distillation.
+    """Publishes the policy's weights, copies them to other roles, and pins the snapshot: the version that scores for
+    self-distillation.
 
-    Without `versions` the generators hold one set of weights that nobody trains.
+    `versions` is None with generators alone: their weights are never trained or replaced.
     """
 
     def __init__(
@@ -28,33 +29,36 @@ class PolicyWeights:
     ) -> None:
         self._roles, self._generator, self._versions = roles, generator, versions
         self.teacher_version: int | None = None
-        """The policy version that scores for self-distillation; None before anything asks for it."""
+        """The version of the snapshot; None before the first call of `teacher` or `set_teacher`."""
 
     async def publish(self) -> int:
-        """Sends the trainer's weights to every generator. Returns the policy version they now sample from."""
+        """Sends the trainer's weights to every generator. Returns the policy version that now serves unpinned
+        requests."""
         version = await self._versions.publish()
         await self._generator.pull(version)
         return version
 
     async def copy_to(self, role: str) -> None:
-        """A role takes over the policy's weights, exactly as they are, through the store."""
+        """`role` takes over the policy's weights, bit for bit, through the store."""
         await self._versions.copy(self._roles["policy"], self._roles[role])
 
     async def refresh(self, config: RunConfig, *, since: int, step: int) -> None:
-        """What fell due between two steps: the reference, and the version that teaches, become the newest policy."""
+        """Makes the newest policy the reference, and the snapshot, where a refresh fell due after step `since` and by
+        `step`."""
         if passed(config.roles.refresh_reference_every, since, step):
             await self.copy_to("reference")
         if passed(config.algorithm.refresh_teacher_every, since, step):
             await self.set_teacher(self._generator.policy_version)
 
     async def teacher(self) -> int:
-        """The version that scores for self-distillation; if nobody has said which, the newest from now on."""
+        """The version of the snapshot. The first call makes the newest version the snapshot, unless one is set."""
         if self.teacher_version is None:
             await self.set_teacher(self._generator.policy_version)
         return self.teacher_version
 
     async def set_teacher(self, version: int) -> None:
-        """This policy version scores for self-distillation from now on, and is kept for as long."""
+        """Makes `version` the snapshot, pins it and releases the snapshot before. Raises RuntimeError with generators
+        alone, ValueError for a version that is not published."""
         if self._versions is None:
             raise RuntimeError(
                 "self-distillation: these generators hold one set of weights and no versions; launch without hf_weights"
@@ -65,6 +69,6 @@ class PolicyWeights:
             await self._versions.release(previous, "teacher")
 
     async def save_teacher(self, file: Path) -> None:
-        """Writes the version that scores for self-distillation, if there is one."""
+        """Writes the weights of the snapshot, if there is one."""
         if self.teacher_version is not None:
             await self._versions.save(self.teacher_version, file)

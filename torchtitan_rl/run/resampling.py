@@ -1,4 +1,4 @@
-"""Filling a batch: filter what was rolled out, and roll out other tasks in place of what was left out."""
+"""Filling a batch: filter groups, and roll out replacements for the slots whose group was left out."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ async def fill_batch(
     *,
     max_tokens: int,
 ) -> Batch:
-    """Groups of `config.tasks_per_step` slots that pass `config.filters`, or of as many as its limits allow.
+    """Groups of `config.tasks_per_step` slots that pass `config.filters`; of fewer slots once the filters' limits of
+    rounds are reached.
 
-    `groups` are the rollouts of `draws`, the first round, and `counts` what grouping left out of them. Each further
-    round plays what `replace` gives for the slots that have no group yet (dynamic sampling of DAPO, arXiv:2503.14476,
-    with as many rollouts as are missing rather than a whole batch). Raises NothingToTrainOn when no group is left.
+    `groups` are the rollouts of `draws`, the first round; `counts` counts the rollouts that grouping left out. Each
+    further round plays `replace(draws)` for the slots without a group: dynamic sampling of DAPO (arXiv:2503.14476), but
+    with the missing slots only, not a whole batch. Raises NothingToTrainOn when no group passes.
     """
     filters, batch = config.filters, Batch()
     rounds, tried = 1, len(draws)
@@ -58,7 +59,8 @@ async def fill_batch(
 
 
 def _without_a_group(draws: list[Draw], kept: list[RolloutGroup]) -> list[Draw]:
-    """Draws of which no rollout is in a group; a rollout that a hook has made counts for every draw of its task."""
+    """The draws without a rollout in a kept group. A rollout with no `group`, made by a hook, counts for every draw of
+    its task."""
     rollouts = [rollout for group in kept for rollout in group.rollouts]
     filled = {rollout.group for rollout in rollouts} | {r.task.id for r in rollouts if not r.group}
     return [draw for draw in draws if draw.id not in filled and draw.task.id not in filled]

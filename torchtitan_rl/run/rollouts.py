@@ -1,4 +1,4 @@
-"""From tasks to judged groups of rollouts: the workflow plays each task several times, rewards judge the attempts."""
+"""From draws to judged groups: a workflow plays each draw's task several times, rewards judge the rollouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Rollouts"]
 
 
 class Rollouts:
-    """Plays tasks with the newest policy. `generator` is what samples; `weights` knows its versions."""
+    """Plays tasks with the newest policy. `generator` samples; `weights` has the snapshot for self-distillation."""
 
     def __init__(
         self, config: RunConfig, family: TaskFamily, tokenizer, generator: SamplingClient, weights: PolicyWeights
@@ -33,7 +33,7 @@ class Rollouts:
     async def play(self, draws: list[Draw], counts: Counter) -> list[RolloutGroup]:
         """`group_size` rollouts of each draw's task, with rewards, grouped as the algorithm says.
 
-        `counts` is given what grouping leaves out.
+        Adds to `counts` the rollouts that grouping leaves out.
         """
         config = self.config.algorithm
         policy, workflow = self.policy(config.temperature), self.workflow(self.family)
@@ -62,7 +62,7 @@ class Rollouts:
         return form_groups(rollouts, config, counts, policy_version=self.generator.policy_version)
 
     def policy(self, temperature: float) -> Policy:
-        """The newest policy, with this run's tokenizer and limits."""
+        """The newest policy at a temperature, with the run's tokenizer and limits."""
         sampling = self.config.sampling
         return Policy(
             sampler=self.generator,
@@ -75,7 +75,7 @@ class Rollouts:
         )
 
     def workflow(self, family: TaskFamily) -> Callable:
-        """How a family's tasks are played in this run."""
+        """The workflow that plays the tasks of a family: the config's own, else the default for the family."""
         if self.config.algorithm.workflow is not None:
             return self.config.algorithm.workflow
         sampling = self.config.sampling
@@ -88,7 +88,8 @@ class Rollouts:
         return workflow_of(family, limits)
 
     async def demonstrations(self, tasks: list[Task], family: TaskFamily) -> list[tuple[list[int], list[int]]]:
-        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. ValueError without one."""
+        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError for a task
+        without a demonstration."""
         policy, workflow = self.policy(1.0), self.workflow(family)
         pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
         return [pair for turns in pairs for pair in turns]

@@ -1,4 +1,4 @@
-"""What the roles beside the policy say of a batch, and what they learn from it."""
+"""Scores of a batch by reference, teacher and critic, and the critic's optimizer step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ __all__ = ["with_roles", "with_old_logprobs", "critic_step"]
 async def with_roles(
     data: list[Datum], groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig
 ) -> list[Datum]:
-    """The data with what reference, teacher and critic say of them. Their forwards overlap.
+    """The data with log-probabilities of reference and teacher, and GAE advantages from the critic's values. Forwards
+    of roles on devices of their own overlap.
 
-    With a critic, advantages are its own and per token: the groups then have none, unless they brought theirs. Nor do
-    they where a teacher alone trains.
+    A critic's advantages are per token and stay in the datums: `advantages` of a group becomes None, unless the group
+    has precomputed advantages. With distillation that does not use rewards, `advantages` of every group becomes None.
     """
     waits = {
         role: client.forward(data, **(teacher_request(config.distill) if role == "teacher" else {}))
@@ -55,7 +56,7 @@ async def with_roles(
 
 
 async def with_old_logprobs(data: list[Datum], policy: TrainingClient, line: StepMetrics) -> list[Datum]:
-    """The data with the policy's log-probabilities as they are now, which ratios are then taken against."""
+    """The data with `old_logprobs`: the policy's log-probabilities now, the denominator of the loss's ratios."""
     start = time.perf_counter()
     output = await policy.forward(data)
     line.mean("time/score_s", time.perf_counter() - start)
@@ -65,7 +66,7 @@ async def with_old_logprobs(data: list[Datum], policy: TrainingClient, line: Ste
 def critic_step(
     data: list[Datum], critic: TrainingClient, config: AlgorithmConfig, params: OptimParams, line: StepMetrics
 ) -> Awaitable[OptimStepOutput]:
-    """Submits an optimizer step of the critic; awaiting it gathers its metrics."""
+    """Submits an optimizer step of the critic. The awaitable adds the critic's metrics to `line`."""
     forward_backward = critic.forward_backward(
         without_inputs(data, "soft_tokens", "soft_shares", "teacher_hidden"),
         config.critic_loss_fn,

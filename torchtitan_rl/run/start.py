@@ -1,4 +1,4 @@
-"""What happens before a controller exists: data are read, meshes started, weights given to the generators."""
+"""Start-up of a run, before a controller exists: reads data, starts meshes, gives the generators weights."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Inputs:
     tokenizer: Any
     family: TaskFamily
     source: Any
-    """Of the family's train split; see `tasks.family.source_of`."""
+    """The source of the family's train split; see `tasks.family.source_of`."""
     supervised_family: TaskFamily
     eval_families: dict[str, TaskFamily]
-    """The family of each of `controller.eval_sets`."""
+    """Name of each of `controller.eval_sets` -> its task family."""
 
 
 def read_inputs(config: RunConfig) -> Inputs:
@@ -42,7 +42,7 @@ def read_inputs(config: RunConfig) -> Inputs:
 
     family = config.task.build()
     for split in ("validation", "test"):
-        source_of(family, split, config.seed)  # refuses an empty one now, not at the end of the run
+        source_of(family, split, config.seed)  # refuses an empty split now, not at the end of the run
     supervised_family = family if config.supervised.task is None else config.supervised.task.build()
     source_of(supervised_family, "train", config.seed)
     return Inputs(
@@ -55,7 +55,8 @@ def read_inputs(config: RunConfig) -> Inputs:
 
 
 def output_path(config: RunConfig, *, absolute: bool) -> Path:
-    """Where the run's directory goes. `absolute`: processes on other hosts may have another working directory."""
+    """The path of the run's directory. Use `absolute` when processes run on other hosts, whose working directory may
+    differ."""
     path = Path(config.output_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
     return path.absolute() if absolute else path
 
@@ -63,8 +64,8 @@ def output_path(config: RunConfig, *, absolute: bool) -> Path:
 async def start(
     config: RunConfig, inputs: Inputs, launcher: Launcher | LocalLauncher, model_dir: Path, hf_weights: Path | None
 ) -> Stack:
-    """Starts the meshes and gives the generators weights: the policy's, or those of a Hugging Face directory, for
-    which nothing but generators starts. What has started is stopped when something fails."""
+    """Starts the meshes and gives the generators the policy's weights. With `hf_weights`, a Hugging Face directory,
+    only generators start and load that directory. A failure stops the meshes that have started."""
     tokenizer = inputs.tokenizer
     write_model_dir(
         model_dir,
@@ -85,7 +86,7 @@ async def start(
         return stack
     except asyncio.CancelledError:
         launcher.kill()  # an interrupt does not wait
-        if launcher.attached:  # where kill has no say
+        if launcher.attached:  # `kill` ends no process there
             await launcher.stop()
         raise
     except Exception:

@@ -25,7 +25,7 @@ async def supervise(
     state: RunState,
     recorder: Recorder,
 ) -> None:
-    """All steps of the phase on the family's train split; the optimizer forgets its state at the end."""
+    """All steps of the phase on the family's train split. Resets the optimizer's state at the end."""
     supervised, state.phase, state.phase_step = config.supervised, "supervised", 0
     source = source_of(family, "train", config.seed)
     with recorder.span("supervised", total=supervised.num_steps) as phase:

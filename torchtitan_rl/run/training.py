@@ -21,7 +21,8 @@ __all__ = ["scored", "step_on", "optim_params", "timed"]
 
 
 async def scored(groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig) -> list[Datum]:
-    """Training data of judged groups, with what reference, teacher and critic say of them."""
+    """Training data of judged groups, with the scores of reference, teacher and critic. Raises ValueError for groups
+    without a turn."""
     data = to_datums(groups, config)
     if not data:
         raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
@@ -33,11 +34,12 @@ async def scored(groups: list[RolloutGroup], roles: dict[str, TrainingClient], c
 async def step_on(
     minibatch: list[Datum], roles: dict[str, TrainingClient], config: RunConfig, step: int, line: StepMetrics
 ) -> dict[str, OptimStepOutput]:
-    """Optimizer step number `step` (from 0) of every role that trains. Returns their answers by role; fills `line`."""
+    """Optimizer step number `step` (from 0) of every role that trains. Returns role -> output of `optim_step`; adds
+    metrics to `line`."""
     policy, others = roles["policy"], {}
     if config.algorithm.recompute_logprobs_per_minibatch:
         minibatch = await scoring.with_old_logprobs(minibatch, policy, line)
-    if "critic" in roles:  # before the policy's, where they share devices
+    if "critic" in roles:  # submitted before the policy's step: they may take turns on shared devices
         others["critic"] = scoring.critic_step(
             minibatch, roles["critic"], config.algorithm, optim_params(config, "critic", step), line
         )

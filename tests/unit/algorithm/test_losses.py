@@ -1,6 +1,8 @@
 """Losses against their formulas written out in numpy, one token at a time, in double precision."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torchtitan_rl.algorithm.losses import (
     importance_sampling,
     ppo,
     reverse_kl,
+    trained_before,
     value_loss,
 )
 from torchtitan_rl.algorithm.objective import policy_objective
@@ -418,3 +421,38 @@ def test_ratios_are_against_recomputed_log_probabilities_where_there_are_some():
     inputs = loss_inputs([-1.0], sampling_logprobs=[-3.0], advantages=[1.0])
     inputs.tensors["old_logprobs"] = torch.tensor([-1.0])
     assert importance_sampling(inputs)[0].item() == -1.0
+
+
+def test_trained_tokens_are_counted_within_their_datum():
+    made = LossInputs(
+        datum=torch.tensor([0, 0, 0, 0, 1, 2, 2, 2]),
+        num_datums=3,
+        tensors={"loss_mask": torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0])},
+    )
+    assert trained_before(made).tolist() == [0, 0, 1, 2, 0, 0, 1, 1]
+
+
+def test_the_pages_loss_clips_by_position():
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    code = next(
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "clipped_by_position" in block
+    )
+    names = {"torch": torch}
+    exec(code, names)
+    # Two completions of five tokens; every ratio is e^0.15 = 1.16, within 1.2 and beyond 1.1: the fifth token is clipped.
+    policy = torch.full((10,), -1.0, requires_grad=True)
+    made = LossInputs(
+        policy_logprobs=policy,
+        datum=torch.tensor([0] * 5 + [1] * 5),
+        num_datums=2,
+        tensors={
+            "weights": torch.ones(10),
+            "loss_mask": torch.ones(10),
+            "advantages": torch.ones(10),
+            "sampling_logprobs": torch.full((10,), -1.15),
+        },
+    )
+    loss, _ = names["clipped_by_position"](made)
+    assert loss.item() == pytest.approx(-(8 * math.exp(0.15) + 2 * 1.1))
+    (grad,) = torch.autograd.grad(loss, policy)
+    assert grad.tolist() == pytest.approx(([-math.exp(0.15)] * 4 + [0.0]) * 2)
