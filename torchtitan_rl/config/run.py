@@ -120,7 +120,7 @@ class RolesConfig:
     critic: RoleConfig | None = None
     """A model with a value head; its values give per-token advantages by GAE."""
     teacher: RoleConfig | None = None
-    """Another model to learn from, with the policy's vocabulary; see `algorithm.distill`."""
+    """Another model (`model` must be set) to learn from, with the policy's vocabulary; see `algorithm.distill`."""
     refresh_reference_every: int = 0
     """Optimizer steps after which the reference takes over the policy's weights; 0: never."""
     colocation: Literal["none", "policy_reference", "all"] = "none"

@@ -24,9 +24,9 @@ class GuessNumber:
     @dataclass(kw_only=True, slots=True)
     class Config:
         range_size: int = 16
-        """How many numbers the range has; it lies between 0 and 99."""
+        """Numbers in a task's range, which lies between 0 and 99."""
         max_guesses: int = 5
-        """The game is lost after so many. Must not exceed sampling.max_turns, or that limit ends it first."""
+        """Guesses after which the game is lost; at most sampling.max_turns, or that limit ends the game first."""
         num_validation: int = 64
         """Number of different validation tasks."""
         num_test: int = 100
@@ -80,7 +80,7 @@ class GuessNumber:
         return GuessNumberEnv(task, max_guesses=self.config.max_guesses)
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
-        """Of a first guess, without the environment."""
+        """Rewards of first guesses, given without the environment."""
         return [float(completion == f"{task.answer}.") for completion in completions]
 
     def _made(self, split: str, index: int, low: int, number: int, demonstration: list[str] | None) -> Task:

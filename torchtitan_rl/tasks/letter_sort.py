@@ -31,12 +31,12 @@ class LetterSort:
         max_letters: int = 6
         """Most letters in a task, 26 at most."""
         correct_demonstrations: float = 0.0
-        """Fraction of the train demonstrations that are right. The others only show the form of an answer: the same
-        letters in a random order that is never the right one."""
+        """Fraction of the train demonstrations that are right. The others show only the form of an answer: the letters
+        in a random order that is never the right order."""
         hinted_demonstrations: float = 0.0
         """Fraction of the train tasks whose prompt holds a hint, as in `szyci:yzisc=`, and whose demonstration copies
-        it. The hint is a random order too, so that copying is shown and sorting is not: for a warm start
-        (`supervised.task`) before self-distillation, whose teacher is hinted the answer; see `hinted`."""
+        the hint. The hint is a random order, so such demonstrations teach copying and not sorting: for a warm start
+        (`supervised.task`) before self-distillation, in which the snapshot's prompt hints the answer; see `hinted`."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512
@@ -44,9 +44,9 @@ class LetterSort:
         seed: int = 0
         """Which tasks exist and how they are split; a run's own seed chooses among the train tasks."""
         shuffle_rewards: bool = False
-        """A control: the rewards of a group go to its completions at random, so that nothing can be learned."""
+        """A control experiment: True permutes the rewards of a group at random, so that nothing can be learned."""
         reward: Callable | None = None
-        """Use this function of (task, completions) instead of the family's own."""
+        """A reward function of (task, completions) in place of the family's; None: the family's."""
 
         def __post_init__(self) -> None:
             if not 1 <= self.min_letters <= self.max_letters <= 26:
@@ -101,15 +101,15 @@ class LetterSort:
             for completion in completions
         ]
         if self.config.shuffle_rewards:
-            # Every permutation is as likely as any other, those that leave rewards in place included: only so is
-            # an advantage independent of its completion on average.
+            # Every permutation is equally likely, the identity included: otherwise an advantage would depend on its
+            # completion on average.
             random.Random(stable_hash(self.config.seed, "shuffle_rewards", task.id)).shuffle(rewards_G)
         return rewards_G
 
     def _wrong_order(self, rng: random.Random, word: str) -> str:
         letters = list(word)
         rng.shuffle(letters)
-        # Of one letter the only order is the right one.
+        # A single letter has one order only, the right one.
         while len(letters) > 1 and letters == sorted(letters):
             rng.shuffle(letters)
         return "".join(letters)
@@ -127,12 +127,12 @@ class LetterSort:
 
     @cached_property
     def _held_out(self) -> dict[str, list[str]]:
-        """The words of validation and test, no two of one set of letters."""
+        """The words of validation and test; no two words have the same set of letters."""
         words = {"validation": {}, "test": {}}
         for split, by_letters in words.items():
             num_tasks = self.num_tasks(split)
             rng = random.Random(stable_hash(self.config.seed, split))
-            # One draw in twenty belongs to the split; many more than that in vain, and it has been seen whole.
+            # One draw in twenty belongs to the split; after many more draws in vain no new task is left in it.
             for _ in range(10_000 + 200 * num_tasks):
                 if len(by_letters) == num_tasks:
                     break
