@@ -118,7 +118,7 @@ def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
 
 
 def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> None:
-    """Fills `group.advantages`, one per rollout, by the estimator of the group's role (that of its first rollout).
+    """Fills `group.advantages`, one per rollout, by the estimator of the group's role (its first rollout's role).
 
     A batch estimator sees all groups of its role. Raises ValueError when an estimator gives anything but one finite
     number per rollout.

@@ -22,8 +22,8 @@ def filtered(
     """(groups to train on, groups left out), in order, by `config.filters`; lowers rewards and masks rollouts in place.
 
     The overlong filter runs first. `drop` splits a group: complete rollouts stay, overlong ones are left out as a group
-    of the same id. The zero-variance filter then sees the remaining rewards, penalties included; it passes groups with
-    precomputed advantages. `max_tokens` is the limit of one completion. `counts` receives `filter/...` metrics.
+    of the same id. The zero-variance filter then sees the remaining rewards, less penalties; groups with precomputed
+    advantages always pass it. `max_tokens` is the limit of one completion. `counts` receives `filter/...` metrics.
     """
     filters, kept, left_out = config.filters, [], []
     counts = Counter() if counts is None else counts

@@ -4,9 +4,9 @@ An estimator maps d = policy_logprobs - reference_logprobs of a token that the p
 2020, "Approximating KL divergence"). The means of k1 and k3 are the KL.
 
 An unbiased value is not an unbiased gradient. As a reward an estimator k is held constant and the policy gradient is
-E[k x grad log pi]: for k1 that is the gradient of the KL; for k2 and k3 it is another vector, because d^2 / 2 and
-e^-d - 1 + d grow on both sides of d = 0, so a token that the policy says less often than the reference is pushed down
-further. The config check refuses k2 and k3 as rewards.
+E[k x grad log pi]. For k1 this expectation is the gradient of the KL. For k2 and k3 the expectation is another vector:
+d^2 / 2 and e^-d - 1 + d grow on both sides of d = 0, so a token less likely under the policy than under the reference
+is pushed down further. The config check refuses k2 and k3 as rewards.
 """
 
 from __future__ import annotations

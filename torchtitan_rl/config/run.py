@@ -72,7 +72,7 @@ class EvalSetConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ControllerConfig:
-    """The loop: how long, how often it evaluates, and how long it waits for anything."""
+    """The loop: number of steps, evaluations, and deadlines."""
 
     num_steps: int = 100
     """Optimizer steps of the reinforcement phase; 0: no reinforcement."""

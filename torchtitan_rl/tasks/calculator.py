@@ -17,8 +17,8 @@ __all__ = ["Calculator", "CalculatorEnv", "calculate"]
 class Calculator:
     """Prompt `38*47=`; the policy may write `[38*47]`, reads `1786;`, and answers `1786`.
 
-    Train is endless. Which split a problem belongs to is a hash of it (5% test, 5% validation). Raises ValueError when
-    numbers and operators do not give validation and test the tasks they should have.
+    The train split is endless. A hash of the problem decides the split (5% test, 5% validation). Raises ValueError when
+    numbers and operators give fewer than `num_validation` or `num_test` different tasks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Calculator:
         num_test: int = 512
         """Number of different test tasks."""
         seed: int = 0
-        """Which tasks exist and how they are split; a run's own seed chooses among the train tasks."""
+        """Decides which tasks exist and their splits; the run's own seed chooses among the train tasks."""
 
         def __post_init__(self) -> None:
             if not 1 <= self.min_digits <= self.max_digits <= 6:

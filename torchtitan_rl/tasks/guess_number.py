@@ -17,8 +17,8 @@ __all__ = ["GuessNumber", "GuessNumberEnv"]
 class GuessNumber:
     """Prompt `20-35?`, a guess `28.`, the answer `>` (higher) or `<` (lower), and so on until it is found.
 
-    Train is endless. A task is a range and the number in it; which split it belongs to is a hash of both (10% test, 10%
-    validation). Halving the range always finds the number within `log2(range_size) + 1` guesses.
+    The train split is endless. A task is a range and a number in that range; a hash of both decides the split (10%
+    test, 10% validation). Halving the range always finds the number within `log2(range_size) + 1` guesses.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class GuessNumber:
         num_test: int = 100
         """Number of different test tasks."""
         seed: int = 0
-        """Which tasks exist and how they are split; a run's own seed chooses among the train tasks."""
+        """Decides which tasks exist and their splits; the run's own seed chooses among the train tasks."""
 
         def __post_init__(self) -> None:
             if not 2 <= self.range_size <= 99:

@@ -19,9 +19,9 @@ __all__ = ["LetterSort", "hinted", "partial_credit"]
 class LetterSort:
     """Prompt `szyci=`, answer `cisyz`: letters that all differ, to be put in alphabetical order.
 
-    Train is endless. Which split a task belongs to is a hash of its sorted letters (5% test, 5% validation), so two
-    orders of the same letters never fall into different splits. Raises ValueError when the letters allowed do not
-    give a split as many tasks as it should have.
+    The train split is endless. A hash of a task's sorted letters decides the split (5% test, 5% validation), so two
+    orders of the same letters never fall into different splits. Raises ValueError when the allowed lengths give a split
+    fewer different tasks than the config asks for.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class LetterSort:
         num_test: int = 512
         """Number of different test tasks."""
         seed: int = 0
-        """Which tasks exist and how they are split; a run's own seed chooses among the train tasks."""
+        """Decides which tasks exist and their splits; the run's own seed chooses among the train tasks."""
         shuffle_rewards: bool = False
         """A control experiment: True permutes the rewards of a group at random, so that nothing can be learned."""
         reward: Callable | None = None
@@ -157,10 +157,10 @@ class LetterSort:
 
 
 def partial_credit(completion: str, answer: str) -> float:
-    """How sorted a completion is, times how far it keeps to the letters of the answer: 0 to 1.
+    """A score from 0 to 1 for the order of a completion's letters and for their agreement with the answer's letters.
 
-    The share of letter pairs that stand in order, times the square of (letters in common / longer length), so that
-    leaving letters out, adding some or repeating them does not pay. Fewer than two letters have no pair: 0.
+    The share of letter pairs in order, times the square of (letters in common / longer length), so that omitting,
+    adding or repeating letters does not pay. Fewer than two letters have no pair: 0.
     """
     pairs = [first <= second for first, second in itertools.combinations(completion, 2)]
     if not pairs:

@@ -43,7 +43,7 @@ class Mixture:
                         "identifier"
                     )
                 if dataclasses.is_dataclass(task):
-                    dataclasses.replace(task)  # type: ignore[type-var]  # its own checks: overrides may have changed its fields
+                    dataclasses.replace(task)  # type: ignore[type-var]  # checks what overrides have set
             for name, weight in self.weights.items():
                 if name not in self.tasks:
                     raise ValueError(

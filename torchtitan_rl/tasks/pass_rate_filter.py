@@ -63,7 +63,7 @@ class PassRateFilter:
                     "fit; choose 0 <= min_pass_rate <= max_pass_rate <= 1"
                 )
             if is_dataclass(self.task):
-                replace(self.task)  # type: ignore[type-var]  # its own checks: overrides may have changed its fields
+                replace(self.task)  # type: ignore[type-var]  # checks what overrides have set
 
         def build(self) -> PassRateFilter:
             return PassRateFilter(self)
