@@ -126,7 +126,7 @@ class GeneratorConfig:
     """Dtype of the generator's parameters, and so of every weight that a trainer sends. In float32 on CUDA, vLLM's
     attention runs Triton kernels that multiply in TF32 (10 bits of mantissa), which is less exact than float32."""
     tensor_parallel_degree: int = 1
-    """Ranks of one replica, over which every layer is cut."""
+    """Ranks of one replica, by tensor parallelism; 1: the model is not cut."""
     num_replicas: int = 1
     """Generators with the same weights, each on a mesh of its own."""
     max_model_len: int = 2048
@@ -138,7 +138,7 @@ class GeneratorConfig:
     kv_cache_gib: float = 1.0
     """Size of the KV cache, in GiB per rank."""
     model_impl: Literal["torchtitan", "vllm"] = "torchtitan"
-    """`torchtitan` runs the trainer's model code inside vLLM; `vllm` runs vLLM's own Qwen3, for comparison."""
+    """`torchtitan` runs the trainer's model inside vLLM; `vllm` runs vLLM's own Qwen3, for comparison."""
     enforce_eager: bool = True
     """True runs every step kernel by kernel. False captures decoding in CUDA graphs, one for each of a few batch sizes;
     prompts stay eager, and nothing is compiled. The default is True because no GPU has run the graphs yet."""

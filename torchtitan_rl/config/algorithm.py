@@ -50,7 +50,8 @@ class FilterConfig:
     """Further rounds of rollouts that replace left-out groups by groups of other tasks, at most, until the batch is
     full; 0: train on the groups that are left."""
     max_stalled_rounds: int = 10
-    """Rounds of rollouts for one batch in which the filters leave every group out, at most; then the run ends."""
+    """Rounds of rollouts for one batch after which the run ends if filters left every group out (`max_resamples` + 1
+    rounds where that is more)."""
 
     @property
     def drops(self) -> bool:
