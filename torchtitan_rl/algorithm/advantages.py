@@ -1,9 +1,9 @@
 """Advantage estimators: functions from a group's rewards to one advantage per rollout.
 
-`(rewards_G) -> advantages_G`, both float64 of shape (G,). One that needs the whole batch is marked with
-`@batch_estimator` and maps a list of groups' rewards to a list of their advantages. A group of one and a group whose
-rewards are all equal get 0 from every estimator here that has a baseline: there is nothing to compare. Estimators that
-divide by a standard deviation take rewards for equal that differ by rounding only (`all_equal`).
+`(rewards_G) -> advantages_G`, both float64 of shape (G,). An estimator that needs the whole batch is marked with
+`@batch_estimator` and maps a list of groups' rewards to a list of groups' advantages. Every estimator here with a
+baseline gives 0 to a group of one and to a group whose rewards are all equal: there is nothing to compare. Estimators
+that divide by a standard deviation treat rewards that differ by rounding only as equal (`all_equal`).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = [
 
 
 NO_SPREAD = 1e-6
-"""Of the largest absolute reward: a spread within it is rounding."""
+"""A spread of rewards up to this fraction of the largest absolute reward is rounding."""
 
 _STDS = ("none", "population", "unbiased")
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether rewards differ by no more than rounding: largest minus smallest at most 1e-6 of the largest absolute one.
+    """Whether rewards differ by no more than rounding: largest - smallest <= 1e-6 x the largest absolute reward.
 
-    Rewards that are sums, such as .1 + .2 beside .3, differ in their last bits; divided by their own standard deviation
-    that noise would be advantages of full size. Equal rewards, and a single one, have no spread at all;
-    a reward that is not finite differs from all. Raises ValueError on no rewards.
+    Rewards that are sums, such as .1 + .2 beside .3, differ in their last bits. Divided by its own standard deviation
+    that noise would become advantages of full size. A single reward equals itself; a reward that is not finite equals
+    no other. Raises ValueError on no rewards.
     """
     if not all(map(math.isfinite, rewards)):
         return False
@@ -74,7 +74,7 @@ def grpo(rewards_G: torch.Tensor, *, std: str = "population") -> torch.Tensor:
 
 
 def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
-    """Reward minus the mean of the *other* rollouts' (leave-one-out, Ahmadian et al., arXiv:2402.14740)."""
+    """Reward minus the mean reward of the *other* rollouts (leave-one-out, Ahmadian et al., arXiv:2402.14740)."""
     others = len(rewards_G) - 1
     if others == 0:
         return torch.zeros_like(rewards_G)
@@ -90,8 +90,8 @@ def reinforce(rewards_G: torch.Tensor) -> torch.Tensor:
 def reinforce_pp_baseline(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
     """REINFORCE++ with baseline (arXiv:2501.03262): minus the group's mean, then whitened over the batch.
 
-    The centred rewards of the batch have mean 0 already, so what is left is their population standard deviation over
-    rollouts. A batch in which every group's rewards are equal gets 0.
+    The centred rewards of the batch have mean 0 already, so whitening divides by their population standard deviation
+    over rollouts. A batch in which every group's rewards are equal gets 0.
     """
     centered = [grpo(rewards_G, std="none") for rewards_G in rewards]
     std = torch.cat(centered).square().mean().sqrt()
@@ -99,12 +99,12 @@ def reinforce_pp_baseline(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _divided(centered_G: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    # Squares of differences below some 1e-160 underflow: a standard deviation of 0 beside rewards that are not equal.
+    # Squares of differences below some 1e-160 underflow: the standard deviation of unequal rewards may be 0.
     return torch.zeros_like(centered_G) if std == 0 else centered_G / std
 
 
 def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
-    """The estimator of the rollouts of a role. Raises ValueError when `advantage_fn` names roles and not this one."""
+    """The estimator for rollouts of `role`. Raises ValueError when `advantage_fn` names roles, but not `role`."""
     chosen = config.advantage_fn
     if not isinstance(chosen, dict):
         return chosen
@@ -118,7 +118,7 @@ def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
 
 
 def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> None:
-    """Fills `group.advantages`, one per rollout, by the estimator of the group's role (that of its first rollout).
+    """Fills `group.advantages`, one per rollout, by the estimator of the group's role (its first rollout's role).
 
     A batch estimator sees all groups of its role. Raises ValueError when an estimator gives anything but one finite
     number per rollout.

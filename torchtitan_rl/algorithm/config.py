@@ -1,4 +1,4 @@
-"""The former home of these classes, for config files that name it; new ones import from `torchtitan_rl.config`."""
+"""Old import path of these classes, for existing config files; new files import from `torchtitan_rl.config`."""
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, SupervisedConfig
 

@@ -1,14 +1,15 @@
-"""Off-policy corrections: how much a token counts when the generator that sampled it is not quite the trainer.
+"""Off-policy corrections: factors of token weights, for tokens that a generator sampled with other log-probabilities
+than the trainer's.
 
-The importance weight is rho = trainer / generator = exp(old_logprobs - sampling_logprobs), with the trainer's own
-log-probabilities just before the step. A correction is a function `(LossInputs, **correction_config) -> (factor_T,
-metric sums)`; its factor is a constant for the gradient and multiplies the token's weight, so it goes with every loss
-(`algorithm.correction_fn`, see objective.py).
+The importance weight is rho = trainer / generator = exp(old_logprobs - sampling_logprobs); the trainer computed
+`old_logprobs` before the step. A correction (`algorithm.correction_fn`, see objective.py) is a function
+`(LossInputs, **correction_config) -> (factor_T, metric sums)`. The factor is a constant for the gradient and multiplies
+the token's weight, so a correction combines with every loss.
 
-Truncated weights are min(rho, cap) (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-training"; Espeholt et al., arXiv:1802.01561). Masked ones are rho within [low, high] and 0 outside (IcePop, Ling Team,
-arXiv:2510.18855; per sequence Liu et al. 2025, "When speed kills stability"). Per sequence rho is the product over the
-datum's trained tokens, and every token of it gets the same factor.
+Truncated factors are min(rho, cap) (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+training"; Espeholt et al., arXiv:1802.01561). Masked factors are rho within [low, high] and 0 outside (IcePop, Ling
+Team, arXiv:2510.18855; per sequence Liu et al. 2025, "When speed kills stability"). Per sequence, rho is the product
+over the datum's trained tokens, and every token of the datum has the same factor.
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ __all__ = ["masked_sequence", "masked_token", "truncated_sequence", "truncated_t
 
 
 def truncated_token(inputs: LossInputs, *, cap: float = 2.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """min(rho_t, cap) of each token."""
+    """The factor of token t is min(rho_t, cap)."""
     return _truncated(inputs, _token_log_weights(inputs), cap)
 
 
 def truncated_sequence(inputs: LossInputs, *, cap: float = 2.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """min(prod rho_t, cap) of each datum."""
+    """The factor of a datum's tokens is min(prod rho_t, cap)."""
     return _truncated(inputs, _sequence_log_weights(inputs), cap)
 
 
 def masked_token(
     inputs: LossInputs, *, low: float = 0.5, high: float = 5.0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """rho_t of each token within [low, high]; a token outside does not train."""
+    """The factor of token t is rho_t within [low, high] and 0 outside: a token with factor 0 does not train."""
     return _masked(inputs, _token_log_weights(inputs), low, high)
 
 
 def masked_sequence(
     inputs: LossInputs, *, low: float = 0.0, high: float = 2.0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """prod rho_t of each datum within [low, high]; a datum outside does not train.
+    """The factor of a datum's tokens is prod rho_t within [low, high] and 0 outside: such a datum does not train.
 
     verl's `rollout_rs="seq_sum_k1"` with `rollout_is="sequence"` (verl/trainer/ppo/rollout_corr_helper.py) differs in
-    three ways. Its bounds are of 1 / rho, generator over trainer: `low` and `high` here are 1 / its upper and 1 / its
-    lower. What it keeps is truncated as well, at `rollout_is_threshold`. What it rejects leaves the mean's denominator,
-    which is `algorithm.correction_denominator="kept"` here.
+    three ways. verl bounds 1 / rho, generator over trainer: `low` is 1 / verl's upper bound, `high` 1 / verl's lower.
+    verl truncates the kept weights too, at `rollout_is_threshold`. verl leaves rejected tokens out of the mean's
+    denominator, as `algorithm.correction_denominator="kept"` does here.
     """
     return _masked(inputs, _sequence_log_weights(inputs), low, high)
 

@@ -1,4 +1,4 @@
-"""From judged rollouts to what the trainer reads."""
+"""From judged rollouts to datums, the trainer's input."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["to_datums", "with_inputs", "without_inputs", "minibatches"]
 
 
 def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum]:
-    """One datum per run of turns that extend each other, in order, weighed by `config.reduction`.
+    """One datum per run of turns that extend each other, in order, with token weights by `config.reduction`.
 
-    Fills `group.advantages` on the way: with those the turns carry if they hold up (algorithm/precomputed.py), else
-    with the estimator's. Raises ValueError for a reward that is not finite, or when the estimator gives anything but
-    one finite advantage per rollout.
+    Fills `group.advantages`: with valid precomputed advantages (algorithm/precomputed.py), else with the estimator's.
+    Raises ValueError for a reward that is not finite, or when the estimator gives anything but one finite advantage per
+    rollout.
     """
     carried: dict[int, list] = {}
     turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
@@ -50,7 +50,7 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
 
 
 def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]:
-    """New datums with more loss inputs (or others in their place): one (T,) or (T, n) tensor per datum and name."""
+    """New datums with loss inputs added or replaced: one (T,) or (T, n) tensor per datum and name."""
     return [
         dataclasses.replace(
             datum, loss_inputs={**datum.loss_inputs, **{name: rows[i] for name, rows in columns.items()}}
@@ -60,7 +60,7 @@ def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]
 
 
 def without_inputs(data: list[Datum], *names: str) -> list[Datum]:
-    """New datums without these loss inputs, where they have them."""
+    """New datums without the named loss inputs; a datum may lack a name."""
     return [
         dataclasses.replace(datum, loss_inputs={n: x for n, x in datum.loss_inputs.items() if n not in names})
         for datum in data
@@ -68,9 +68,9 @@ def without_inputs(data: list[Datum], *names: str) -> list[Datum]:
 
 
 def minibatches(data: list[Datum], tasks_per_minibatch: int, reduction: Callable) -> list[list[Datum]]:
-    """Cuts a batch into minibatches of whole groups, each weighed as the mean it is of its own tokens.
+    """Cuts a batch into minibatches of whole groups; `reduction` computes the token weights of each minibatch anew.
 
-    The last one holds what is left over. `tasks_per_minibatch=0` keeps the batch whole, as `to_datums` has weighed it.
+    The last minibatch holds the remaining groups. `tasks_per_minibatch=0` keeps the batch and its token weights.
     """
     if not tasks_per_minibatch:
         return [data]
@@ -97,22 +97,22 @@ def _check_rewards(groups: list[RolloutGroup]) -> None:
 
 @dataclass(slots=True)
 class _Sequence:
-    """Turns of a rollout that extend each other, token by token; all lists but `turns` have one entry per token."""
+    """Turns of a rollout that extend each other, as one token sequence; lists other than `turns` are per token."""
 
     name: str = ""
     """The rollout's id."""
     group: int = 0
     rollout: int = 0
-    """Which group and which rollout of the batch."""
+    """Indices of the group and of the rollout in the batch."""
     tokens: list[int] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     turns: list[tuple[int, Turn]] = field(default_factory=list)
-    """Each with the position of its first sampled token."""
+    """(position of the turn's first sampled token in `tokens`, turn)."""
 
     def extend(self, turn: Turn, advantages: list[float], *, masked: bool) -> None:
-        """Adds a turn's unseen prompt, an observation that is read and not trained on, and its completion."""
+        """Appends the part of a turn's prompt that the sequence lacks, which does not train, and the completion."""
         unseen, logprobs = turn.prompt_tokens[len(self.tokens) :], turn.completion.logprobs
         before = [0.0] * len(unseen)
         self.tokens += unseen + turn.completion.tokens
@@ -123,7 +123,7 @@ class _Sequence:
         self.advantages += before + advantages
 
     def columns(self) -> dict[str, torch.Tensor]:
-        """Loss inputs, each (T,). The token before predicts a token, so nothing is said of the first."""
+        """Loss inputs, each (T,). Position t predicts token t + 1, so the first token has no entry."""
         mask_T = torch.tensor(self.mask[1:])
         return {
             "loss_mask": mask_T,
@@ -143,10 +143,10 @@ class _Sequence:
 
 
 def _sequences(rollout: Rollout, advantages: float | list[list[float]]) -> Iterator[_Sequence]:
-    """A rollout's sequences; `advantages` is one number, or one for each turn and token.
+    """A rollout's sequences; `advantages` is one number, or one number for each turn and token.
 
-    A turn whose prompt begins with all tokens so far continues the sequence; any other turn begins a new one. Tokens
-    are those that were sampled, never text encoded again.
+    A turn whose prompt begins with all tokens so far continues the sequence; any other turn begins a new sequence. The
+    tokens are the sampled tokens, never text encoded again.
     """
     sequence = _Sequence()
     for index, turn in enumerate(rollout.turns):
@@ -161,8 +161,10 @@ def _sequences(rollout: Rollout, advantages: float | list[list[float]]) -> Itera
 
 
 def _check_turn(rollout: Rollout, turn: Turn) -> None:
-    """Raises ValueError for a turn that does not fit together, and RuntimeError for NaN: a generator that computes it
-    must not look like one with nothing to learn from."""
+    """Raises ValueError for a turn whose parts do not fit, and RuntimeError for a log-probability NaN.
+
+    A token of log-probability -inf is masked. Masking NaN too would hide a broken generator.
+    """
     logprobs = turn.completion.logprobs
     if len(logprobs) != len(turn.completion.tokens):
         raise ValueError(

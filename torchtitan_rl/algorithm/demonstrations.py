@@ -1,4 +1,4 @@
-"""From demonstrations to what the trainer reads."""
+"""From demonstrations to datums, the trainer's input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["demonstration_datums"]
 
 
 def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: AlgorithmConfig) -> list[Datum]:
-    """Supervised data from (prompt tokens, completion tokens): only the completion is learned."""
+    """Datums from (prompt tokens, completion tokens), for `cross_entropy`: only completion tokens train."""
     sequences, masks = [], []
     for prompt, completion in pairs:
         sequences.append(torch.tensor(prompt + completion))

@@ -1,9 +1,9 @@
-"""Learning from a teacher's distributions: its say on each sampled token as an advantage, or a divergence as a loss.
+"""Learning from a teacher's distributions: the log-ratio of a sampled token as an advantage, or a divergence as a loss.
 
-The teacher is another model (`roles.teacher`), or the policy itself under a prompt that knows more
-(workflows/self_distill.py, which uses `token_advantages`). On the policy's own samples the advantage
--(log pi - log q) is the gradient of the reverse KL(pi, q) (Agarwal et al., "On-Policy Distillation of Language
-Models", arXiv:2306.13649).
+The teacher q is another model (`roles.teacher`). In self-distillation q is the policy itself under a prompt that says
+more; workflows/self_distill.py uses `token_advantages` too. On samples of the policy pi, a policy gradient with the
+advantage -(log pi - log q) is the gradient of -KL(pi || q), the reverse KL (Agarwal et al., "On-Policy Distillation of
+Language Models", arXiv:2306.13649).
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ __all__ = ["token_advantages", "teacher_request", "with_teacher"]
 def token_advantages(
     student: Sequence[float], teacher: Sequence[float], *, coef: float, discount: float = 0.0
 ) -> list[float]:
-    """A_t = -coef x sum over s >= t of discount^(s - t) x (student_s - teacher_s): of one rollout's sampled tokens.
+    """A_t = -coef x sum over s >= t of discount^(s - t) x (student_s - teacher_s), over a rollout's sampled tokens.
 
-    Differences are held within +-`LOG_RATIO_LIMIT`; a token whose student log-probability is not finite, which does not
-    train, counts 0. Raises ValueError when the two differ in length or the teacher says NaN.
+    `student` and `teacher` are log-probabilities. Differences are clamped to +-`LOG_RATIO_LIMIT`. A token whose student
+    log-probability is not finite does not train; its difference counts 0.
+    Raises ValueError when the lengths differ or a teacher log-probability is NaN.
     """
     if len(student) != len(teacher):
         raise ValueError(f"teacher: scored {len(teacher)} tokens of {len(student)} that were sampled; score each once")
@@ -44,16 +45,15 @@ def token_advantages(
 
 
 def teacher_request(config: DistillConfig | None) -> dict[str, Any]:
-    """Arguments of the teacher's `forward`."""
+    """Arguments of the teacher's `forward` that the configured divergence needs."""
     if config is None or config.divergence == "tokens":
         return {}
     return {"top_k": config.top_k} if config.divergence == "top_k" else {"hidden": True}
 
 
 def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: DistillConfig) -> list[Datum]:
-    """Datums that carry what the configured divergence needs of the teacher's forward on them.
-
-    Advantages from it have their mean over the batch's trained tokens taken off.
+    """Datums with loss inputs from the teacher's forward: `teacher_hidden` ("full"), soft targets ("top_k") or
+    advantages ("tokens"), minus their mean over the batch's trained tokens.
     """
     if config.divergence == "full":
         return with_inputs(data, teacher_hidden=output.hidden)
@@ -61,7 +61,7 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
         shares = [config.coef * logprobs.exp() for logprobs in output.top_logprobs]
         return with_soft_columns(data, list(zip(output.top_tokens, shares, strict=True)))
     earned = [_earned(datum, config) for datum in data]
-    # A baseline: far from the teacher all are negative, and pushing down what was sampled raises what was not.
+    # A baseline. Far from the teacher every advantage is negative: lowering sampled tokens would raise all others.
     baseline = sum(map(math.fsum, earned)) / max(1, sum(map(len, earned)))
     advantages = [
         _advantages(datum, [own - baseline for own in numbers], config.rewards)
@@ -71,7 +71,7 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
 
 
 def _earned(datum: Datum, config: DistillConfig) -> list[float]:
-    """What each trained token earns by the teacher's word; `teacher_logprobs` is there already."""
+    """The advantage of each trained token, from the datum's `sampling_logprobs` and `teacher_logprobs`."""
     trained = datum.loss_inputs["loss_mask"] > 0
     student, teacher = (datum.loss_inputs[name][trained].tolist() for name in ("sampling_logprobs", "teacher_logprobs"))
     return token_advantages(student, teacher, coef=config.coef, discount=config.discount)

@@ -1,4 +1,4 @@
-"""What learning from a teacher's distributions adds to an objective."""
+"""The terms that learning from a teacher's distributions adds to an objective."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["distilled", "nothing", "sampled_logprobs"]
 
 
 def nothing(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of a policy that learns from its teacher alone."""
+    """A loss of 0 in the place of `loss_fn`, for a policy that learns from the teacher alone."""
     return inputs.policy_logprobs.new_zeros(()), {}
 
 
 def sampled_logprobs(inputs: LossInputs) -> torch.Tensor:
-    """The policy's log-probabilities of the sampled tokens, (T,): of data with soft targets the first target's."""
+    """The policy's log-probabilities of the sampled tokens, (T,); with soft targets the first column of (T, 1 + K)."""
     return inputs.policy_logprobs[:, 0] if "soft_weights" in inputs.tensors else inputs.policy_logprobs
 
 
 def distilled(
     inputs: LossInputs, *, loss_fn: LossFunction, distill: DistillConfig | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """`loss_fn` on the sampled tokens, a cross-entropy on soft targets, and the divergence that `distill` asks for.
+    """`loss_fn` on the sampled tokens, plus a cross-entropy on soft targets, plus the divergence that `distill` sets.
 
-    Data with `soft_weights` have targets (T, 1 + K): the sampled token, which is `loss_fn`'s, and the soft ones.
+    Data with `soft_weights` have targets (T, 1 + K): the sampled token for `loss_fn`, and K soft targets.
     """
     soft, sums = None, {}
     if "soft_weights" in inputs.tensors:
@@ -44,7 +44,7 @@ def distilled(
                 sums = mismatch(inputs.policy_logprobs, inputs)
     loss, metrics = loss_fn(inputs)
     metrics = {**sums, **metrics}
-    if "teacher_logprobs" in inputs.tensors:  # k1 of the reverse KL, from what the policy sampled
+    if "teacher_logprobs" in inputs.tensors:  # k1 of the reverse KL, on the policy's samples
         away_T = masked_difference(inputs, inputs.policy_logprobs.detach(), inputs.teacher_logprobs)
         metrics = {**metrics, "distill/kl": away_T.sum()}
     if soft is not None:
@@ -56,7 +56,8 @@ def distilled(
 
 
 def _soft_metrics(soft: LossInputs) -> dict[str, torch.Tensor]:
-    """Sums over tokens: of KL(soft targets, policy), weights taken for shares of 1, and of those that have targets."""
+    """Sums over tokens: KL(soft targets || policy), with each token's soft weights scaled to sum to 1; and 1 per token
+    with soft targets."""
     with torch.no_grad():
         total_T1 = soft.weights.sum(1, keepdim=True)
         shares_TK = torch.where(total_T1 > 0, soft.weights / total_T1, 0.0)

@@ -1,4 +1,4 @@
-"""What of a batch is worth training on: zero-variance groups, overlong completions, and how long to look for more."""
+"""Filters: which groups of a batch train, by the variance of their rewards and by overlong rollouts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def filtered(
 ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """(groups to train on, groups left out), in order, by `config.filters`; lowers rewards and masks rollouts in place.
 
-    A group with dropped rollouts is replaced by one of the others, and those are left out as a group of the same id.
-    First completions that are too long, then rewards that are all equal, as they are then; groups with precomputed
-    advantages need no variance. `max_tokens` is the limit of one completion. `counts` is given `filter/...` metrics.
+    The overlong filter runs first. `drop` splits a group: complete rollouts stay, overlong ones are left out as a group
+    of the same id. The zero-variance filter then sees the remaining rewards, less penalties; groups with precomputed
+    advantages always pass it. `max_tokens` is the limit of one completion. `counts` receives `filter/...` metrics.
     """
     filters, kept, left_out = config.filters, [], []
     counts = Counter() if counts is None else counts
@@ -33,7 +33,7 @@ def filtered(
             counts["filter/overlong_rollouts"] += len(overlong)
         if filters.overlong == "penalty":
             for rollout in group.rollouts:
-                # Cut off by the room that was left, a completion is overlong at any length.
+                # A rollout without room for more tokens is overlong, however short its completions.
                 length = max_tokens if _cut_off(rollout) else _longest(rollout)
                 penalty = overlong_penalty(length, max_tokens, filters.overlong_buffer, filters.overlong_penalty)
                 rollout.reward -= penalty
@@ -56,14 +56,15 @@ def filtered(
         else:
             kept.append(group)
     if filters.zero_variance:
-        counts["filter/zero_variance_groups"] += 0  # in every line, or a reader cannot tell none from off
+        counts["filter/zero_variance_groups"] += 0  # a 0 in the metrics tells "none" from "off"
     return kept, left_out
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) -> float:
-    """What a completion of `length` tokens loses: 0 up to `max_tokens - buffer`, then linearly up to `penalty`.
+    """The reward that a completion of `length` tokens loses: 0 up to `max_tokens - buffer`, then linearly to `penalty`.
 
-    Soft overlong punishment of DAPO (arXiv:2503.14476, equation 13), with the sign turned. A buffer of 0 is a step.
+    Soft overlong punishment of DAPO (arXiv:2503.14476, equation 13), with the sign turned. With a buffer of 0 a
+    completion of `max_tokens` loses `penalty`, any shorter one nothing.
     """
     over = length - (max_tokens - buffer)
     if over < 0:
@@ -72,7 +73,7 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) 
 
 
 def _cut_off(rollout: Rollout) -> bool:
-    """Whether a limit on tokens, of one completion or of the whole rollout, ended it."""
+    """Whether a token limit, of one completion or of the whole rollout, ended the rollout."""
     return rollout.end_reason == "tokens" or any(turn.completion.truncated for turn in rollout.turns)
 
 

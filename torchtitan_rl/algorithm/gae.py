@@ -17,10 +17,10 @@ __all__ = ["gae", "with_gae"]
 def gae(
     values_T: torch.Tensor, mask_T: torch.Tensor, reward: float, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns) of one sequence, both (T,) and 0 where the mask is (Schulman et al., arXiv:1506.02438).
+    """(advantages, returns) of one sequence, both (T,), 0 where the mask is 0 (Schulman et al., arXiv:1506.02438).
 
-    The reward falls on the last token with a mask; after it the value is 0. Tokens without a mask (the prompt, what
-    an environment said) are no steps of the policy and are passed over.
+    The last trained token earns the reward; the value after that token is 0. Masked tokens (prompt and observations)
+    are no steps of the policy: the recursion skips them.
     """
     steps = mask_T.nonzero()[:, 0].tolist()
     advantages_T, values = torch.zeros(len(mask_T), dtype=torch.float64), values_T.double().tolist()
@@ -42,11 +42,11 @@ def with_gae(
     *,
     keep_groups: Collection[int] = (),
 ) -> list[Datum]:
-    """Advantages, returns and values by GAE, for a critic's values per datum and, per datum, its rollout's reward.
+    """Datums with advantages, returns and values by GAE, from the critic's values and the rollout's reward per datum.
 
-    The datums of a rollout are one episode, in order: the reward falls once, on the last trained token of the last of
-    them, and the value after a datum's last trained token is that of the next datum's first.
-    The datums of `keep_groups` keep their advantages, which were precomputed; the critic learns from them all.
+    The datums of a rollout are one episode, in order. Only the last trained token of the last datum earns the reward.
+    The value after a datum's last trained token is the value at the next datum's first trained token.
+    Datums of `keep_groups` keep their precomputed advantages; the critic learns from the datums of every group.
     """
     episodes: dict[int, list[int]] = {}
     for index, datum in enumerate(data):

@@ -1,4 +1,4 @@
-"""Which rollouts are compared with each other, and what each of them earned."""
+"""Groups: the rollouts whose rewards are compared with each other, and the reward of each rollout."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def form_groups(
 ) -> list[RolloutGroup]:
     """The groups of a batch, by `config.trajectory_grouping_hook` or by task and role, every reward filled in.
 
-    What turns carry (advantages, soft targets) does not count if it was computed for a version before `policy_version`,
-    the one that samples now.
+    Advantages and soft targets that turns carry are removed if they were computed for a version before
+    `policy_version`, the version that samples now.
 
-    Rollouts without turns have nothing to train on and take no part. `counts` is given how many those were
-    (`filter/skipped_rollouts`) and how many rollouts the hook left out (`filter/ungrouped_rollouts`).
-    Raises ValueError when the hook returns anything but groups of what it was given, and for a reward that is missing
-    or not finite.
+    Rollouts without turns have nothing to train on and are in no group. `counts` receives the number of rollouts
+    without turns (`filter/skipped_rollouts`) and of rollouts that the hook left out (`filter/ungrouped_rollouts`).
+    Raises ValueError when the hook returns anything but groups of the rollouts that it received, and for a reward that
+    is missing or not finite.
     """
     counts = Counter() if counts is None else counts
     played = [rollout for rollout in rollouts if rollout.turns]
@@ -49,7 +49,7 @@ def form_groups(
 
 
 def by_task_and_role(rollouts: list[Rollout]) -> list[RolloutGroup]:
-    """One group per task and role, in the order of their first rollouts, named after its draw.
+    """One group per draw and role (per task and role where rollouts name no draw), in the order of first rollouts.
 
     A task that was drawn twice in a batch makes two groups.
     """
@@ -64,11 +64,11 @@ def by_task_and_role(rollouts: list[Rollout]) -> list[RolloutGroup]:
 
 
 def fill_rewards(group: RolloutGroup) -> None:
-    """Sets the reward of every rollout: their own if all have one, else what the last turn of each earned.
+    """Sets the reward of every rollout: if every rollout has a reward, that one, else the reward of its last turn.
 
-    All or none, because a reward of the whole attempt and one of its last turn are not to be compared. A group without
-    any reward whose turns all carry advantages gets 0.
-    Raises ValueError when a reward is missing from both or not finite.
+    One rule for the whole group, because the reward of a whole attempt and that of a last turn do not compare. In a
+    group without any reward whose turns all carry advantages, every reward becomes 0.
+    Raises ValueError when a rollout has neither reward, or a reward is not finite.
     """
     rewards = [rollout.reward for rollout in group.rollouts]
     if None in rewards:
@@ -85,7 +85,7 @@ def _fill_from_turns(group: RolloutGroup) -> None:
     own = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
     turns = [turn for rollout in group.rollouts for turn in rollout.turns]
     if not own and all(turn.reward is None and turn.advantages is not None for turn in turns):
-        for rollout in group.rollouts:  # nobody judged them: the workflow weighed their tokens itself
+        for rollout in group.rollouts:  # no judge: the workflow gave its own advantages
             rollout.reward = 0.0
         return
     if own:

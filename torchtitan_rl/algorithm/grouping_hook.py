@@ -1,4 +1,4 @@
-"""Groups by a function of the user's, checked: they are made of the rollouts that the function was given."""
+"""Groups by the user's grouping hook, with a check that the hook built them of the rollouts that it received."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def hooked_groups(rollouts: list[Rollout], config: AlgorithmConfig, counts: Counter) -> list[RolloutGroup]:
-    """What `config.trajectory_grouping_hook` makes of the rollouts; counts and names those that it left out."""
+    """The groups that `config.trajectory_grouping_hook` returns. Counts and logs the rollouts that the hook left out.
+
+    Raises ValueError for what `_check_hook` refuses.
+    """
     hook = config.trajectory_grouping_hook
     groups = hook(list(rollouts), config)
     left_out = _check_hook(groups, rollouts, _name(hook))
@@ -31,10 +34,10 @@ def hooked_groups(rollouts: list[Rollout], config: AlgorithmConfig, counts: Coun
 
 
 def _check_hook(groups: object, rollouts: list[Rollout], hook: str) -> list[str]:
-    """Raises ValueError unless what the hook returned is made of what it was given, the objects themselves.
+    """Raises ValueError unless the groups hold rollouts and turns from `rollouts`, the same objects, each turn once.
 
-    A rollout of its own is accepted when every turn of it is a given one: that is how a hook compares single turns.
-    Returns the ids of the rollouts that are in no group, or of which turns are in none.
+    A hook may make a new rollout of turns from `rollouts`: so a hook compares single turns.
+    Returns the ids of rollouts with a turn in no group.
     """
     where = f"algorithm.trajectory_grouping_hook={hook}"
     if not isinstance(groups, list) or not all(isinstance(group, RolloutGroup) for group in groups):

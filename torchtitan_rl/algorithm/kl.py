@@ -1,12 +1,12 @@
-"""Estimators of KL(policy || reference) from the sampled tokens, and the penalty they make as a reward.
+"""Estimators of KL(policy || reference) from the sampled tokens, and the KL as a penalty on advantages.
 
-With d = policy_logprobs - reference_logprobs of a token that the policy sampled (Schulman 2020, "Approximating KL
-divergence"): each is one number per token, and k1 and k3 have the KL as their mean.
+An estimator maps d = policy_logprobs - reference_logprobs of a token that the policy sampled to one number (Schulman
+2020, "Approximating KL divergence"). The means of k1 and k3 are the KL.
 
 An unbiased value is not an unbiased gradient. As a reward an estimator k is held constant and the policy gradient is
-E[k x grad log pi]: for k1 that is the gradient of the KL; for k2 and k3 it is another vector, because d^2 / 2 and
-e^-d - 1 + d grow on both sides of d = 0, so a token that the policy says less often than the reference is pushed down
-further. The config check refuses k2 and k3 as rewards.
+E[k x grad log pi]. For k1 this expectation is the gradient of the KL. For k2 and k3 the expectation is another vector:
+d^2 / 2 and e^-d - 1 + d grow on both sides of d = 0, so a token less likely under the policy than under the reference
+is pushed down further. The config check refuses k2 and k3 as rewards.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["KL_ESTIMATORS", "k1", "k2", "k3", "penalized"]
 
 
 def k1(difference_T: torch.Tensor) -> torch.Tensor:
-    """d: unbiased, of either sign. As a loss its gradient has mean 0, so it is for rewards, where it is exact."""
+    """d: unbiased, of either sign. As a loss its gradient has mean 0; as a reward its gradient is that of the KL."""
     return _held(difference_T)
 
 
 def k2(difference_T: torch.Tensor) -> torch.Tensor:
-    """d^2 / 2: biased; on the policy's own samples its gradient is that of the KL."""
+    """d^2 / 2: biased in value; as a loss on the policy's own samples its gradient is that of the KL."""
     return 0.5 * _held(difference_T).square()
 
 
 def k3(difference_T: torch.Tensor) -> torch.Tensor:
-    """e^-d - 1 + d: its value is unbiased and never negative; a loss term, that of GRPO (arXiv:2402.03300)."""
+    """e^-d - 1 + d: unbiased in value, never negative; the loss term of GRPO (arXiv:2402.03300)."""
     d = _held(difference_T)
-    # Near 0 the two terms cancel and leave rounding error, so there it is its series, good to 1e-12 below 0.1.
+    # Near 0 the terms cancel and leave rounding error: below 0.1 use the series, exact to 1e-12.
     factor = torch.ones_like(d)
     for n in (9, 8, 7, 6, 5, 4, 3):
         factor = 1 - d / n * factor
@@ -44,8 +44,8 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 def penalized(
     advantages_T: torch.Tensor, mask_T: torch.Tensor, policy_T: torch.Tensor, reference_T: torch.Tensor, *, coef: float
 ) -> torch.Tensor:
-    """Advantages minus coef x k1 of the token itself, 0 where the mask is: the KL as a reward, undiscounted into
-    neither past nor future and without a baseline."""
+    """Advantages minus coef x k1, 0 where the mask is 0: the KL as a reward of the token itself, which counts for no
+    earlier token and has no baseline."""
     penalty_T = coef * k1(torch.where(mask_T > 0, policy_T - reference_T, 0.0))
     return torch.where(mask_T > 0, advantages_T - penalty_T, 0.0)
 

@@ -1,12 +1,12 @@
 """Losses: functions of per-token tensors that return a token **sum** and metric sums.
 
-`weights` says how much each token counts; a reduction filled it once for the whole batch, so a loss never
-divides by anything and splitting a batch changes nothing. Metric sums are over tokens with a loss mask; a
-name ending in `_max` is a maximum. Hyperparameters are keyword arguments (`algorithm.loss_config`).
+`weights` says how much each token counts. A reduction computes `weights` once for the whole batch, so a loss never
+divides and splitting a batch changes nothing. Metric sums are over trained tokens; a metric whose name ends in `_max`
+is a maximum. Hyperparameters are keyword arguments (`algorithm.loss_config`).
 
-The old policy of a ratio is the one that sampled (`sampling_logprobs`), or the trainer's own before the batch or before
-the step (`old_logprobs`, with `recompute_logprobs_per_batch` or `_per_minibatch`). Log-ratios are held within +-20: see
-docs/algorithms.md.
+The old policy of a ratio is the generator that sampled (`sampling_logprobs`), or the trainer's policy before the batch
+or before the step (`old_logprobs`, with `recompute_logprobs_per_batch` or `_per_minibatch`). Log-ratios are clamped to
++-20: see docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ __all__ = [
 ]
 
 LOG_RATIO_LIMIT = 20.0
-"""Nats. Beyond a factor of e^20 a ratio is held: exp would overflow, and its gradient poison even a clipped token."""
+"""Nats. Log-ratios are clamped to +-20: exp of more may overflow and poison even a clipped token's gradient."""
 
 
 def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Supervised: -sum weights x logp. Needs `weights` only.
 
-    With targets (T, K) and as many weights it is top-k distillation, the weights being a teacher's probabilities of
-    these tokens x what the position counts. Raises ValueError when the two shapes differ.
+    Targets and weights of shape (T, K) make this top-k distillation: a weight is a teacher's probability of the target
+    x the position's token weight. Raises ValueError when the shapes of log-probabilities and weights differ.
     """
     if inputs.weights.shape != inputs.policy_logprobs.shape:
         raise ValueError(
             f"weights: have shape {tuple(inputs.weights.shape)} where the targets' log-probabilities have "
             f"{tuple(inputs.policy_logprobs.shape)}; give every target a weight"
         )
-    # Where nothing is learned nothing is read: 0 x -inf would be NaN.
+    # A target of weight 0 is replaced, not multiplied: 0 x -inf would be NaN.
     return -torch.where(inputs.weights != 0, inputs.weights * inputs.policy_logprobs, 0.0).sum(), {}
 
 
 def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Distillation from a teacher's whole distribution: sum weights x KL(policy || teacher), exact and not sampled.
+    """Distillation from a teacher's whole distribution: sum weights x KL(policy || teacher), exact over the vocabulary.
 
-    Gu et al., "MiniLLM" (arXiv:2306.08543), per token. Raises ValueError where the data carry no `teacher_hidden`.
+    Gu et al., "MiniLLM" (arXiv:2306.08543), per token. Raises ValueError when the data lack `teacher_hidden`.
     """
     if inputs.teacher_kl is None:
         raise ValueError("teacher_kl=None: the data carry no teacher_hidden to compute it from; distil from a teacher")
@@ -72,8 +72,8 @@ def ppo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped surrogate of Schulman et al. 2017 (arXiv:1707.06347), with separate bounds as in DAPO (arXiv:2503.14476).
 
-    -sum weights x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A). With `dual_clip` = c > 1, what a
-    negative advantage can cost is bounded too: the objective is at least c x A there (Ye et al., arXiv:1912.09729).
+    -sum weights x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A). With `dual_clip` = c > 1 the objective
+    of a token with A < 0 is at least c x A (Ye et al., arXiv:1912.09729).
     """
     _check_clip(clip_low, clip_high)
     if not dual_clip > 1:
@@ -87,15 +87,15 @@ def ppo(
 def gspo(
     inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's surrogate with one ratio per sequence: the geometric mean of its tokens' (Zheng et al., arXiv:2507.18071).
+    """PPO's surrogate with one ratio per sequence, the geometric mean of token ratios (Zheng et al., arXiv:2507.18071).
 
     The form is the paper's GSPO-token (equations 14 and 15): token t has the ratio sg[s] x pi_t / sg[pi_t], with s the
-    sequence's ratio and sg a stopped gradient. Its value is s for every token, its gradient that of the token's own
-    log-probability, so advantages that differ within a sequence are kept apart; where they do not, and the weights do
-    not, the gradient is that of the sequence's ratio.
+    sequence's ratio and sg a stopped gradient. Every token's ratio has the value s and the gradient of the token's own
+    log-probability, so advantages may differ within a sequence. Where advantages and weights are the same throughout a
+    sequence, the gradient is that of the sequence's ratio.
 
-    A sequence is a datum, and its length the number of its trained tokens. With the reduction `sequence_mean` this is
-    the paper's objective; the bounds are the paper's, and so much narrower than PPO's because the ratio is a mean.
+    A sequence is a datum; its length is the number of trained tokens. With the reduction `sequence_mean` the loss is
+    the paper's objective. The bounds are the paper's, narrower than PPO's because the ratio is a mean.
     """
     _check_clip(clip_low, clip_high)
     log_ratio_T = masked_difference(inputs, inputs.policy_logprobs.detach(), _old_logprobs(inputs))
@@ -112,8 +112,8 @@ def cispo(
 
     -sum weights x stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) x A x logp: a clipped token still trains.
     `clip_low=1` is no lower bound, as in the paper: "we did not impose a lower bound on the IS weight [...] we only
-    tuned" the upper one. The paper does not print what its upper bound was. `clip_high=4` holds ratios at 5, as SkyRL
-    does by default and TRL recommends after ScaleRL (arXiv:2510.13786): a bound on outliers, not PPO's trust region.
+    tuned" the upper one. The paper does not print its upper bound. `clip_high=4` bounds ratios at 5, as SkyRL does by
+    default and TRL recommends after ScaleRL (arXiv:2510.13786): a bound on outliers, not PPO's trust region.
     """
     _check_clip(clip_low, clip_high)
     ratio_T = _ratio(inputs).detach()
@@ -123,9 +123,9 @@ def cispo(
 
 
 def dro(inputs: LossInputs, *, beta: float = 0.05) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Policy gradient held near the old policy by a square: -sum weights x (A x logp - beta / 2 x log-ratio^2).
+    """Policy gradient with a quadratic penalty on the log-ratio: -sum weights x (A x logp - beta / 2 x log-ratio^2).
 
-    Direct reward optimisation, Richemond et al. (arXiv:2405.19107), per token and with advantages for values.
+    Direct reward optimisation, Richemond et al. (arXiv:2405.19107), per token, with advantages in place of values.
     """
     if not 0 < beta < float("inf"):
         raise ValueError(f"beta={beta}: must be positive, it is what keeps the policy near the old one; use 0.05")
@@ -135,8 +135,9 @@ def dro(inputs: LossInputs, *, beta: float = 0.05) -> tuple[torch.Tensor, dict[s
 
 
 def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A critic's half squared error against `returns`: sum weights x max of it and of that with the value held within
-    `clip` of the value before the batch (the clipped value loss of the PPO authors' implementation)."""
+    """A critic's loss: sum weights x max of two half squared errors against `returns`, of the predicted value and of
+    the prediction clamped to within `clip` of the value before the batch (the clipped value loss of the PPO authors'
+    implementation)."""
     if not clip > 0:
         raise ValueError(f"clip={clip}: must be positive, or no value could move; leave it out for no clipping")
     error_T = masked_difference(inputs, inputs.predicted_values, inputs.returns).square()
@@ -148,21 +149,21 @@ def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch
     }
 
 
-# Parts, for losses of your own too.
+# Building blocks, also for losses of your own.
 
 
 def masked_difference(inputs: LossInputs, left_T: torch.Tensor, right_T: torch.Tensor) -> torch.Tensor:
-    """left - right where there is a loss mask, else exactly 0, in value and in gradient.
+    """left - right at trained tokens, exactly 0 at masked tokens, in value and in gradient.
 
-    The difference is replaced, not multiplied, by zero: exp of garbage times 0 may be NaN.
-    Raises ValueError unless both have one number per token: (T, K) with T = K would broadcast to every pair of tokens.
+    A masked difference is replaced by 0, not multiplied: exp of garbage times 0 may be NaN.
+    Raises ValueError unless left and right are (T,): (T, K) with T = K would broadcast to every pair of tokens.
     """
     _one_per_token(inputs, left_T, right_T)
     return torch.where(inputs.loss_mask > 0, left_T - right_T, 0.0)
 
 
 def masked_sum(inputs: LossInputs, terms_T: torch.Tensor) -> torch.Tensor:
-    """Sum of the terms where there is a loss mask; the others are replaced by zero, so none of them is even added.
+    """Sum of the terms of trained tokens. Terms of masked tokens are replaced by 0, so a masked NaN reaches no sum.
 
     Raises ValueError unless there is one term per token.
     """
@@ -171,7 +172,7 @@ def masked_sum(inputs: LossInputs, terms_T: torch.Tensor) -> torch.Tensor:
 
 
 def datum_sums(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
-    """Sum over each datum's tokens, (num_datums,). A datum is never split over microbatches, so this is all of it."""
+    """Sum over each datum's tokens, (num_datums,). A datum is never split over microbatches, so the sum is complete."""
     return values_T.new_zeros(inputs.num_datums).index_add(0, inputs.datum, values_T)
 
 

@@ -1,9 +1,9 @@
-"""The objective of a policy's step: the loss, and the terms a config adds to it.
+"""The objective of a policy's step: the loss, and the terms that a config adds.
 
 objective = loss_fn with weights x correction  +  kl_coef x sum weights x KL  -  entropy_coef x sum weights x entropy
-            + the divergence from a teacher (algorithm.distill); a teacher alone leaves loss_fn out
+            + the divergence from a teacher (algorithm.distill; without loss_fn if the teacher alone trains)
 
-Every part is linear in `weights`, so the whole is a token sum like any loss.
+Every term is linear in `weights`, so the objective is a token sum like any loss.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ __all__ = ["policy_objective", "with_kept_weights", "with_kl_reward"]
 
 
 def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> LossFunction:
-    """`config.loss_fn`, its `loss_config` and what else is configured, as one loss that takes `LossInputs` alone.
+    """`config.loss_fn` with `loss_config`, and every configured term, as one loss that takes `LossInputs` alone.
 
-    `columns` names the loss inputs of the data, which may bring soft targets or a teacher's log-probabilities that no
-    setting announces.
+    `columns` names the loss inputs of the data: soft targets and teacher log-probabilities add terms without a setting.
     """
     objective: LossFunction = partial(config.loss_fn, **config.loss_config)
     if config.correction_fn is not None:
@@ -53,9 +52,9 @@ def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> 
 
 
 def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
-    """Datums whose advantages carry the KL to the reference, where that is configured; else the same ones.
+    """Datums whose advantages include the KL to the reference if `kl_in="reward"`; else `data` itself.
 
-    The policy's log-probabilities are the generator's: this happens before the trainer has seen the batch.
+    The policy's log-probabilities in this KL are the generator's, because the trainer has not scored the batch yet.
     """
     if not config.kl_coef or config.kl_in != "reward":
         return data
@@ -80,9 +79,10 @@ def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
 def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
     """Datums of one optimizer step whose weights are a mean over the tokens that `config.correction_fn` keeps.
 
-    The reduction is applied to masks without rejected tokens, those with a factor of 0, so a rejected token has weight
-    0 in every term of the objective and leaves its mean's denominator. The denominator is of all datums of the step:
-    the data must hold `old_logprobs`, from which the factors follow before the datums are split into microbatches.
+    The correction rejects a token by a factor of 0. The reduction receives masks without rejected tokens, so a rejected
+    token has weight 0 in every term of the objective and is not in the mean's denominator. The denominator spans all
+    datums of the step, so the factors are computed here, before a split into microbatches; the data must hold
+    `old_logprobs`.
     """
     correction = partial(config.correction_fn, **config.correction_config)
     kept = []
@@ -114,13 +114,13 @@ def _regularized(
 
 
 def _measured(inputs: LossInputs, *, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss, with metric sums of the advantages it weighs and of the distance to the reference."""
+    """The loss, with metric sums of the advantages and of the KL to the reference."""
     loss, metrics = loss_fn(inputs)
     with torch.no_grad():
         mask_T, sums = inputs.loss_mask > 0, {}
         if "advantages" in inputs.tensors:
             sums["advantage/mean"] = inputs.advantages[mask_T].sum()
             sums["advantage/abs_max"] = torch.where(mask_T, inputs.advantages.abs(), 0.0).max()
-        if "reference_logprobs" in inputs.tensors:  # of tokens sampled from (nearly) the policy
+        if "reference_logprobs" in inputs.tensors:  # on tokens that the policy, or nearly the policy, sampled
             sums["policy/reference_kl"] = kl_sum(sampled_logprobs(inputs), inputs.reference_logprobs, mask_T)
     return loss, {**sums, **metrics}

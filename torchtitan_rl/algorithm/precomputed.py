@@ -1,8 +1,8 @@
-"""Advantages that came with the turns, from a workflow that computed them itself, such as self-distillation.
+"""Precomputed advantages: turns carry them from a workflow that computed them, such as self-distillation.
 
-A turn carries one number for all of its sampled tokens, or one per token. `scan` looks at every turn of a group and
-says what it found; what does not hold up is not trained on, and the estimator weighs the whole group instead: a
-group in which some advantages are precomputed and some estimated would compare numbers of different kinds.
+A turn carries one number for all of its sampled tokens, or one number per token. `scan` checks every turn of a group.
+If one turn fails the check, the estimator computes the advantages of the whole group: precomputed and estimated
+advantages in one group would compare numbers of different kinds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Verdict(enum.Enum):
-    """What the turns of one group carry. When several would do, the last of the list below says it."""
+    """What the turns of one group carry. Where several verdicts are true, `scan` gives the last of them below."""
 
     NONE = "no turn carries advantages"
     ALL = "every turn carries finite advantages of the right length"
@@ -44,16 +44,16 @@ class Verdict(enum.Enum):
 
 @dataclass(kw_only=True, slots=True)
 class Scan:
-    """What `scan` found in a group; the counts are of turns."""
+    """What `scan` found in a group: a verdict, and numbers of turns."""
 
     verdict: Verdict
     num_turns: int = 0
     num_with: int = 0
-    """That carry advantages, whatever is wrong with them."""
+    """Turns that carry advantages, valid or not."""
     num_bad_length: int = 0
     num_not_finite: int = 0
     first: str = ""
-    """The first turn that is to blame, and why."""
+    """The first turn that caused the verdict, and why."""
 
     def __str__(self) -> str:
         counts = {
@@ -67,9 +67,9 @@ class Scan:
 
 
 def scan(group: RolloutGroup) -> Scan:
-    """Looks at the advantages of every turn.
+    """Checks the advantages of every turn of a group.
 
-    Raises ValueError when a turn carries something that is not numbers.
+    Raises ValueError when a turn carries advantages that are not numbers.
     """
     result, blame = Scan(verdict=Verdict.EMPTY), {}
     for rollout in group.rollouts:
@@ -98,9 +98,9 @@ def scan(group: RolloutGroup) -> Scan:
 
 
 def drop_stale(rollouts: list[Rollout], policy_version: int) -> None:
-    """Takes away what turns carry if it was computed for an older policy version than the one that samples now.
+    """Removes advantages and soft targets that were computed for a version before `policy_version`.
 
-    A turn reused from an earlier batch brings advantages and soft targets that compared another policy.
+    A workflow may reuse a turn of an earlier batch; the turn's advantages then describe an older policy.
     """
     stale = []
     for rollout in rollouts:
@@ -120,9 +120,10 @@ def drop_stale(rollouts: list[Rollout], policy_version: int) -> None:
 
 
 def use_precomputed(groups: list[RolloutGroup], config: AlgorithmConfig) -> dict[int, list[list[list[float]]]]:
-    """The advantages of the groups that bring their own, by the group's index: `[rollout][turn][token]`.
+    """Valid precomputed advantages by the index of their group: `[rollout][turn][token]`; other groups are absent.
 
-    Fills `precomputed` of every group, and `advantages` of those, each the mean over a rollout's tokens.
+    Sets `group.precomputed` of every group. In groups with precomputed advantages sets `group.advantages`, one per
+    rollout, the mean over its tokens.
     """
     given = {}
     for index, group in enumerate(groups):
@@ -136,10 +137,10 @@ def use_precomputed(groups: list[RolloutGroup], config: AlgorithmConfig) -> dict
 
 
 def precomputed_advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[list[list[float]]] | None:
-    """The group's own advantages, one per sampled token: `[rollout][turn][token]`. None: an estimator is to weigh it.
+    """The group's precomputed advantages, one per sampled token: `[rollout][turn][token]`; None: an estimator's turn.
 
-    `config.precomputed_advantages` is `"auto"` (use them if they hold up, else warn), `"require"` (raise ValueError
-    unless they do) or `"ignore"` (do not look).
+    By `config.precomputed_advantages`: `"auto"` warns about invalid ones and gives None, `"require"` raises ValueError
+    unless every turn carries valid ones, `"ignore"` always gives None.
     """
     if config.precomputed_advantages == "ignore":
         return None
@@ -163,14 +164,17 @@ def precomputed_advantages(group: RolloutGroup, config: AlgorithmConfig) -> list
 
 
 def computed_for(turn: Turn) -> int:
-    """The policy version that what a turn brings along was computed for: the newest that sampled it, unless it says."""
+    """The policy version that a turn's advantages and soft targets were computed for.
+
+    `turn.advantages_version` where it is set, else the newest version that sampled a token of the turn.
+    """
     if turn.advantages_version is not None:
         return turn.advantages_version
     return max(turn.completion.policy_versions, default=0)
 
 
 def turn_advantages(turn: Turn) -> list[float]:
-    """One advantage per sampled token of a turn whose advantages hold up."""
+    """One advantage per sampled token, of a turn with valid advantages."""
     numbers, count = _plain(turn.advantages), len(turn.completion.logprobs)
     if isinstance(numbers, list):
         assert len(numbers) == count, "scan has looked at the length"
@@ -179,7 +183,7 @@ def turn_advantages(turn: Turn) -> list[float]:
 
 
 def _kind(turn: Turn, where: str) -> tuple[str, str]:
-    """(what the turn carries, why it is to blame)."""
+    """(kind, reason): kind is "missing", "bad length", "not finite" or "good"; the reason is empty for "good"."""
     if turn.advantages is None:
         return "missing", "carries none"
     try:
@@ -210,7 +214,7 @@ def _plain(value) -> float | list[float]:
 def _number(value) -> float:
     if isinstance(value, str):
         raise TypeError(value)
-    return float(value)  # also of a one-number array or tensor inside a list
+    return float(value)  # also converts a one-number array or tensor inside a list
 
 
 def _short(value) -> str:

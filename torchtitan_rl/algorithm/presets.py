@@ -93,7 +93,7 @@ def dr_grpo(*, length: float, **changes: Any) -> AlgorithmConfig:
 def gspo(**changes: Any) -> AlgorithmConfig:
     """GSPO (arXiv:2507.18071): GRPO with one ratio per sequence, the geometric mean of its tokens' ratios.
 
-    The bounds are the paper's, for answers of thousands of tokens; the mean of a short answer moves further.
+    The clip bounds are the paper's, for answers of thousands of tokens; the ratio of a short answer moves further.
     """
     preset = AlgorithmConfig(
         advantage_fn=advantages.grpo,
@@ -107,7 +107,7 @@ def gspo(**changes: Any) -> AlgorithmConfig:
 def cispo(**changes: Any) -> AlgorithmConfig:
     """CISPO (MiniMax-M1, arXiv:2506.13585): a clipped ratio as a constant factor, so that clipped tokens still train.
 
-    `clip_low=1` is no lower bound, as in the paper. The paper does not print its upper bound; `clip_high=4` holds
+    `clip_low=1` is no lower bound, as in the paper. The paper does not print its upper bound; `clip_high=4` bounds
     ratios at 5, as recipes after ScaleRL (arXiv:2510.13786) do.
     """
     preset = AlgorithmConfig(
@@ -120,12 +120,12 @@ def cispo(**changes: Any) -> AlgorithmConfig:
 
 
 def rloo(**changes: Any) -> AlgorithmConfig:
-    """RLOO (Ahmadian et al., arXiv:2402.14740): REINFORCE with each reward less the mean of its siblings', and with the
-    log-probability of a sequence, a sum over tokens.
+    """RLOO (Ahmadian et al., arXiv:2402.14740): REINFORCE with each reward less the mean reward of its siblings, and
+    with the log-probability of a sequence, a sum over tokens.
 
-    The ratio of `importance_sampling` is 1 as long as a batch is one optimizer step. The sum makes gradients as large
-    as sequences are long; `reduction=reductions.sequence_mean` averages instead. The paper takes the KL to the
-    reference off the reward: `kl_coef=..., kl_estimator="k1", kl_in="reward"`.
+    The ratio of `importance_sampling` is 1 as long as a batch is one optimizer step. With a sum, gradients grow with
+    the length of sequences; `reduction=reductions.sequence_mean` averages instead. The paper subtracts the KL to the
+    reference from the reward: `kl_coef=..., kl_estimator="k1", kl_in="reward"`.
     """
     preset = AlgorithmConfig(
         advantage_fn=advantages.rloo,

@@ -1,7 +1,7 @@
 """Reductions: how a batch is averaged, written into per-token weights before anything is split.
 
-A reduction takes every datum's loss mask (float32, (T,) each) and its group index, and returns each
-datum's weights; masked tokens get exactly 0, and a batch without a trained token is all zeros.
+A reduction takes every datum's loss mask (float32, (T,) each) and group index, and returns every datum's token weights.
+Masked tokens get exactly 0; a batch without a trained token gets zeros only.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ __all__ = ["lr_factor"]
 
 
 def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
-    """Factor for optimizer step `step` (from 0) of `num_steps`; safe for one step in all and for warm-up only."""
+    """Factor for optimizer step `step` (from 0) of `num_steps`; `num_steps` may be 1, or all steps warm-up."""
     # Rounded first: 0.07 x 100 is 7.000000000000001 in floating point, which is not eight steps.
     warmup_steps = config.warmup_steps or math.ceil(round(config.warmup_ratio * num_steps, 9))
     if step < warmup_steps:

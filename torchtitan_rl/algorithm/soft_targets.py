@@ -1,7 +1,7 @@
-"""Soft targets: tokens to learn besides the sampled one, each with a share, such as a teacher's probability.
+"""Soft targets: tokens to learn besides the sampled token, each with a share, such as a teacher's probability.
 
-Above dispatch they are two loss inputs of a datum, `soft_tokens` (T, K), int64, and `soft_shares` (T, K).
-`appended` makes targets of them just before a step of the policy.
+Above dispatch soft targets are two loss inputs of a datum, `soft_tokens` (T, K), int64, and `soft_shares` (T, K).
+`appended` adds them to the datum's targets just before a step of the policy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["with_soft_targets", "with_soft_columns", "appended"]
 
 
 def with_soft_targets(data: list[Datum], turns: list[tuple[str, list[tuple[int, Turn]]]]) -> list[Datum]:
-    """Datums with the soft targets that turns carry; share 0 where a turn has none, or fewer than others.
+    """Datums with the soft targets that turns carry; missing soft targets have share 0.
 
-    `turns` has for each datum the id of its rollout and its turns, each with the position of its first sampled token in
-    the datum's whole sequence.
+    For each datum `turns` holds (rollout id, [(position, turn), ...]): the position in the datum's whole sequence of
+    the turn's first sampled token.
     Raises ValueError for soft targets that do not fit their turn or are not finite.
     """
     for rollout, of_datum in turns:
@@ -40,7 +40,7 @@ def with_soft_targets(data: list[Datum], turns: list[tuple[str, list[tuple[int, 
 
 
 def with_soft_columns(data: list[Datum], soft: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Datum]:
-    """Datums with these tokens (T, K) and shares (T, K) to learn, in place of those that they have."""
+    """Datums with the soft targets replaced: per datum a pair of tokens (T, K) and shares (T, K)."""
     return [
         dataclasses.replace(datum, loss_inputs={**datum.loss_inputs, "soft_tokens": tokens, "soft_shares": shares})
         for datum, (tokens, shares) in zip(data, soft, strict=True)
@@ -48,8 +48,8 @@ def with_soft_columns(data: list[Datum], soft: list[tuple[torch.Tensor, torch.Te
 
 
 def appended(data: list[Datum]) -> list[Datum]:
-    """Datums with soft targets as the trainer reads them: targets (T, 1 + K), the sampled token first, and
-    `soft_weights` (T, K), each share of the token's weight."""
+    """Datums in the trainer's form: targets (T, 1 + K), the sampled token first, and `soft_weights` (T, K), which are
+    shares x the token's weight."""
     made = []
     for datum in data:
         inputs = dict(datum.loss_inputs)

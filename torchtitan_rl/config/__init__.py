@@ -1,6 +1,6 @@
 """A run's configuration: one dataclass tree, one file per run, overrides from the shell.
 
-A config file needs `import torchtitan_rl.config as rl` for every config class but its task family's.
+`import torchtitan_rl.config as rl` gives a config file every config class except the Config of a task family.
 """
 
 from torchtitan_rl.config.actors import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig, WeightSyncConfig

@@ -1,5 +1,4 @@
-"""What a trainer and a generator are configured by, without importing either (`PolicyTrainer.Config`,
-`Generator.Config`)."""
+"""Configs of trainers and generators (`PolicyTrainer.Config`, `Generator.Config`), without importing either actor."""
 
 from __future__ import annotations
 
@@ -18,11 +17,15 @@ class AdamWConfig:
     """AdamW over all trainable parameters, through torchtitan's optimizer container."""
 
     lr: float = 1e-5
-    """Peak learning rate; the controller's schedule scales it."""
+    """Peak learning rate; `algorithm.schedule` scales it."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the running means of the gradient and of its square."""
     eps: float = 1e-8
+    """Added to the denominator of every update."""
     weight_decay: float = 0.0
+    """Decoupled weight decay, times the learning rate per step; 0: none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Which of torch's AdamW implementations runs."""
 
 
 _LORA_TARGETS = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -30,14 +33,14 @@ _LORA_TARGETS = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 @dataclass(kw_only=True, slots=True)
 class LoRAConfig:
-    """Low-rank adapters: they alone train and are checkpointed. Example: `LoRAConfig(rank=16, alpha=32.0)`."""
+    """Low-rank adapters: only adapters train and are checkpointed. Example: `LoRAConfig(rank=16, alpha=32.0)`."""
 
     rank: int = 8
     """Inner size of an adapter."""
     alpha: float = 16.0
     """The adapter's output is scaled by alpha / rank."""
     target_modules: list[str] = field(default_factory=lambda: list(_LORA_TARGETS))
-    """Layers that get one: qkv_proj (query, key and value, one layer here), o_proj, gate_proj, up_proj, down_proj."""
+    """Layers with an adapter: qkv_proj (query, key and value are one layer), o_proj, gate_proj, up_proj, down_proj."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -71,37 +74,43 @@ def _parallelism() -> ParallelismConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    """A mesh of `parallelism` ranks that holds one model and trains it. The nested classes are torchtitan's own."""
+    """A mesh of `parallelism` ranks that holds one model and trains it.
+
+    `training`, `parallelism`, `compile`, `comm` and `debug` are torchtitan's own config classes.
+    """
 
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    """Settings of AdamW; `supervised.lr` and `supervised.betas` apply during the warm start."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the whole model; None trains every parameter."""
     max_tokens_per_microbatch: int = 8192
-    """Soft cap on packed tokens per forward; a longer datum gets a microbatch of its own."""
+    """Tokens packed into one forward at most; a longer datum gets a microbatch of its own."""
     training: TrainingConfig = field(default_factory=_training)
-    """`seq_len` is the longest datum, `max_norm` the gradient clip, `mixed_precision_param` the compute dtype. In
-    float32 on CUDA attention goes through torch's memory-efficient kernel, with key and value heads repeated for it."""
+    """`seq_len` is the longest datum in tokens, `max_norm` the gradient clip, `mixed_precision_param` the compute
+    dtype. In float32 on CUDA, attention runs torch's memory-efficient kernel on repeated key and value heads."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
-    """Degrees multiply to the number of ranks; data_parallel_shard_degree must be given."""
+    """The product of the degrees is the number of ranks; `data_parallel_shard_degree` must be given."""
     num_hosts: int = 1
-    """Hosts the mesh spans; its ranks are divided evenly."""
+    """Hosts that the mesh spans, each with an equal number of ranks."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    """Which activations the backward recomputes instead of keeping: none, those of selected operators, or all."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
-    """auto: variable-length FlashAttention on CUDA when computing in bfloat16 (all it knows), per-document
-    scaled-dot-product elsewhere."""
+    """`varlen` is variable-length FlashAttention (CUDA and bfloat16 only), `sdpa` torch's scaled-dot-product attention,
+    one document at a time. `auto` takes `varlen` on CUDA in bfloat16, `sdpa` elsewhere."""
     logprob_chunk_mib: int = 0
-    """Memory that one chunk's float32 logits may take, per rank; log-probabilities are computed a chunk at a time. 0 is
-    128 MiB on a CPU and 512 MiB on CUDA, where it has not been measured: there small chunks add often into the head's
-    gradient (622 MB at a vocabulary of 151,936 and a hidden size of 1,024)."""
+    """Size of one chunk's float32 logits, in MiB per rank; log-probabilities are computed a chunk at a time. 0: 128 on
+    a CPU, 512 on CUDA. 512 is not measured: every chunk adds into the head's gradient (622 MB at a vocabulary of
+    151,936 and a hidden size of 1,024), so small chunks move that memory often."""
     num_threads: int = 0
-    """CPU threads per rank; 0 shares a host's cores among the trainer's ranks there."""
+    """CPU threads per rank; 0: a host's cores, divided by the trainer's ranks on that host."""
     converters: list = field(default_factory=list)
-    """torchtitan model-config converters (float8 for one), applied in order before the model is built; not LoRA's."""
+    """torchtitan's model-config converters, such as float8's, applied in order before the model is built. For LoRA set
+    `lora` instead."""
     post_optimizer_build_fn: Callable | None = None
-    """Called with (optimizers, model parts, parallel dims) after the model spec's own."""
+    """Called with (optimizers, model parts, parallel dims) after the model spec's own function; None: no call."""
 
     @property
     def num_ranks(self) -> int:
@@ -114,35 +123,37 @@ class GeneratorConfig:
     """vLLM engines that sample from the policy."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the generator's parameters, and therefore of the weights sent to it; there is no other setting. In float32 on
-    CUDA vLLM's attention is Triton's, which multiplies in TF32 (10 bits of mantissa): no float32 to compare with."""
+    """Dtype of the generator's parameters, and so of every weight that a trainer sends. In float32 on CUDA, vLLM's
+    attention runs Triton kernels that multiply in TF32 (10 bits of mantissa), which is less exact than float32."""
     tensor_parallel_degree: int = 1
+    """Ranks of one replica, by tensor parallelism; 1: the model is not cut."""
     num_replicas: int = 1
+    """Generators with the same weights, each on a mesh of its own."""
     max_model_len: int = 2048
-    """Prompt and completion together."""
+    """Longest sequence in tokens, prompt and completion together."""
     max_num_seqs: int = 256
-    """Sequences decoded at once."""
+    """Sequences that one replica decodes at once."""
     max_num_batched_tokens: int = 16384
-    """Tokens of one engine iteration."""
+    """Tokens that one engine iteration computes at most, prompts and decoding together."""
     kv_cache_gib: float = 1.0
-    """Memory of the KV cache, per rank."""
+    """Size of the KV cache, in GiB per rank."""
     model_impl: Literal["torchtitan", "vllm"] = "torchtitan"
-    """"vllm" runs vLLM's own Qwen3 instead, for comparison."""
+    """`torchtitan` runs the trainer's model inside vLLM; `vllm` runs vLLM's own Qwen3, for comparison."""
     enforce_eager: bool = True
     """True runs every step kernel by kernel. False captures decoding in CUDA graphs, one for each of a few batch sizes;
-    prompts stay eager, and nothing is compiled. True is the default until graphs have been seen to work on a GPU."""
+    prompts stay eager, and nothing is compiled. The default is True because no GPU has run the graphs yet."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
-    """Which of vLLM's two model runners; auto leaves it to vLLM: on a GPU the second, on a CPU the first."""
+    """Which of vLLM's two model runners serves. `auto` is vLLM's choice: v2 on a GPU, v1 on a CPU."""
     num_threads: int = 0
-    """CPU threads per rank; 0 shares the cores among a replica's ranks."""
+    """CPU threads per rank; 0: the cores divided by the ranks of a replica."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WeightSyncConfig:
-    """How weights travel. Their dtype is the generator's; quantised transfer is a non-goal for now."""
+    """How weights travel from a trainer to the generators, in the generators' dtype; nothing is quantised."""
 
     transport: Literal["auto", "shared_memory", "store"] = "auto"
-    """Of the payload; TorchStore always owns version, manifest and handle. auto: shared memory if one host has both
-    ends."""
+    """How the tensors travel: through shared memory, or through TorchStore, which holds version, manifest and handle in
+    either case. `auto` takes shared memory where trainer and generator are on one host, else the store."""
     verify: bool = True
     """Generators check the payload's checksum before they load it."""

@@ -1,4 +1,4 @@
-"""What turns rollouts into a loss, as data and functions."""
+"""Config of an algorithm: how rollouts become a loss, given as numbers and functions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ __all__ = ["AlgorithmConfig", "DistillConfig", "FilterConfig", "ScheduleConfig",
 
 
 def _default(module: str, name: str) -> Callable:
-    """The named function, imported when a config is made (losses need torch, configs should not)."""
+    """A function of `torchtitan_rl.algorithm`, imported when a config object is made: losses import torch, this module
+    must not."""
     import importlib
 
     return getattr(importlib.import_module(f"torchtitan_rl.algorithm.{module}"), name)
 
 
 def _unwrapped(function: Any) -> Any:
-    """What `functools.partial` and `functools.wraps` have been put around."""
+    """The innermost function, without the layers of `functools.partial` and `functools.wraps` around it."""
     while True:
         inner = getattr(function, "__wrapped__", None) or (function.func if isinstance(function, partial) else None)
         if inner is None:
@@ -29,44 +30,48 @@ def _unwrapped(function: Any) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class FilterConfig:
-    """What does not train. Example, as in DAPO: `FilterConfig(zero_variance=True, max_resamples=4, overlong="penalty",
-    overlong_buffer=64)`."""
+    """Which groups and rollouts do not train. Example, as in DAPO: `FilterConfig(zero_variance=True, max_resamples=4,
+    overlong="penalty", overlong_buffer=64)`."""
 
     zero_variance: bool = False
     """Leave out groups whose rewards are all equal, up to rounding (`algorithm.advantages.all_equal`): an estimator
-    that compares siblings learns nothing from them."""
+    that compares siblings learns nothing from such a group."""
     overlong: Literal["keep", "drop", "mask", "penalty"] = "keep"
-    """What becomes of rollouts that a token limit cut off: a completion that reached `sampling.max_tokens` or the room
-    that was left for it, or an environment that had no room for another turn (`end_reason="tokens"`). `drop` leaves
-    them out of their group, `mask` lets their reward count among their siblings' but not their tokens, `penalty` lowers
-    the reward the closer a completion comes to the limit."""
+    """How to treat a rollout that a token limit cut off. The limit is `sampling.max_tokens` for a completion, or
+    `sampling.max_rollout_tokens` for the whole rollout (`end_reason="tokens"`). `keep` trains on the rollout. `drop`
+    leaves the rollout out of its group. `mask` counts the rollout's reward in the group, but no token of the rollout
+    trains. `penalty` lowers the reward of a rollout whose longest completion comes close to `sampling.max_tokens`."""
     overlong_buffer: int = 0
-    """Tokens before the limit over which the penalty grows from 0 to all of it."""
+    """Tokens before `sampling.max_tokens` over which the penalty grows linearly to `overlong_penalty`; 0: only a
+    rollout at the limit loses reward, and all of `overlong_penalty` at once."""
     overlong_penalty: float = 1.0
-    """What a completion that reaches the limit loses."""
+    """Reward that a rollout at the limit loses."""
     max_resamples: int = 0
-    """How many more times other tasks are rolled out in place of those left out, until the batch is full."""
+    """Further rounds of rollouts that replace left-out groups by groups of other tasks, at most, until the batch is
+    full; 0: train on the groups that are left."""
     max_stalled_rounds: int = 10
-    """Rounds of rollouts in a row with nothing left to train on before the run ends."""
+    """Rounds of rollouts for one batch after which the run ends if filters left every group out (`max_resamples` + 1
+    rounds where that is more)."""
 
     @property
     def drops(self) -> bool:
-        """Whether any of it can leave a whole group out."""
+        """Whether a filter that is on can leave a whole group out."""
         return self.zero_variance or self.overlong in ("drop", "mask")
 
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    """Warm-up, then a decay. Example: `ScheduleConfig(decay="cosine", warmup_steps=5)`."""
+    """Learning rate over a phase: warm-up, then a decay. Example: `ScheduleConfig(decay="cosine", warmup_steps=5)`."""
 
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up, reaching `final_factor` on the last step."""
+    """Shape after the warm-up; `linear` and `cosine` reach `final_factor` on the last step."""
     warmup_steps: int = 0
-    """Steps of linear warm-up; the first step already trains."""
+    """Optimizer steps of linear warm-up, of which the first already has a learning rate above 0; 0: see
+    `warmup_ratio`."""
     warmup_ratio: float = 0.0
-    """Warm-up as a part of all steps, rounded up; instead of `warmup_steps`."""
+    """Warm-up as a fraction of the phase's steps, rounded up, where `warmup_steps` is 0; 0: no warm-up."""
     final_factor: float = 0.0
-    """Factor of the peak at the end of a linear or cosine decay."""
+    """Learning rate at the end of a linear or cosine decay, as a fraction of the peak."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,95 +79,108 @@ class DistillConfig:
     """How the policy learns from `roles.teacher`."""
 
     divergence: Literal["tokens", "top_k", "full"] = "tokens"
-    """What is compared: `tokens` the sampled token, its log-ratio as an advantage; `top_k` the teacher's likeliest
-    tokens, as targets of a cross-entropy; `full` the whole vocabulary, as the reverse KL."""
+    """How policy and teacher are compared at each position. `tokens`: the log-ratio of the sampled token is an
+    advantage. `top_k`: the teacher's likeliest tokens are targets of a cross-entropy. `full`: the reverse KL over the
+    whole vocabulary is a term of the loss."""
     coef: float = 1.0
-    """Weight of the advantage, or of the divergence in the loss."""
+    """Factor of the advantage (`tokens`) or of the divergence in the loss (`top_k`, `full`)."""
     top_k: int = 16
-    """Tokens for `top_k`."""
+    """Tokens per position that the teacher gives with `divergence="top_k"`."""
     discount: float = 0.0
-    """For `tokens`: how much of the next token's log-ratio counts for a token as well; 0: its own only."""
+    """With `divergence="tokens"`, the discount per token at which a token's advantage counts the log-ratios of later
+    tokens; 0: a token's advantage is its own log-ratio."""
     rewards: bool = False
-    """Whether rewards train too, through `loss_fn`, or the teacher alone."""
+    """True: rewards train the policy as well, through `loss_fn`. False: the policy learns from the teacher alone."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
-    """One policy-gradient algorithm. Functions are named by themselves; anything with the signature will do."""
+    """One policy-gradient algorithm. A field for a function takes any function with the signature that it states."""
 
     group_size: int = 8
-    """Rollouts of each task; their rewards are compared with each other."""
+    """Rollouts of each task, whose rewards are compared with each other."""
     tasks_per_step: int = 16
-    """Groups in a batch."""
+    """Tasks, and so groups, in a batch."""
     tasks_per_minibatch: int = 0
-    """Groups in an optimizer step; the last minibatch may be smaller. 0: the whole batch is one step."""
+    """Groups in a minibatch, which is one optimizer step; the last minibatch may be smaller. 0: the whole batch."""
     num_epochs: int = 1
-    """Times a batch is trained on."""
+    """Passes over a batch before its weights are published."""
     recompute_logprobs_per_batch: bool = False
-    """Take ratios against the trainer's policy as the batch starts, rather than against the generator."""
+    """True: the old policy of a ratio is the trainer's policy before the batch's first step, by log-probabilities that
+    the trainer recomputes. False: the generator that sampled."""
     recompute_logprobs_per_minibatch: bool = False
-    """Take ratios against the policy just before each minibatch's step: they are exactly 1, and nothing is clipped."""
+    """True: the old policy of a ratio is the trainer's policy just before each optimizer step, so every ratio is
+    exactly 1 and nothing is clipped."""
     temperature: float = 1.0
-    """Of sampling and, so that log-probabilities agree, of the trainer's logits."""
+    """Temperature of sampled rollouts. The trainer divides its logits by the same number, so that log-probabilities
+    agree."""
     advantage_fn: Callable | dict[str, Callable] = field(
         default_factory=lambda: _default("advantages", "group_centered")
     )
-    """`(rewards_G) -> advantages_G`, or one for each role of a workflow by its name; see algorithm/advantages.py."""
+    """`(rewards_G) -> advantages_G`, or a dictionary from a workflow's roles to such functions; see
+    algorithm/advantages.py."""
     precomputed_advantages: Literal["auto", "require", "ignore"] = "auto"
-    """Advantages that turns carry: use them where a whole group has sound ones, insist on them, or do not look."""
+    """How to treat advantages that turns carry. `auto`: use the advantages of a group in which every turn carries valid
+    ones. `require`: raise ValueError for any other group. `ignore`: always call `advantage_fn`."""
     trajectory_grouping_hook: Callable | None = None
-    """`(rollouts, config) -> list[RolloutGroup]`: which rollouts are compared, and with what rewards; None: those of
-    one task and role. See docs/grouping.md."""
+    """`(rollouts, config) -> list[RolloutGroup]`: which rollouts are compared, and with what rewards. None: a group is
+    the rollouts of one task and role. See docs/grouping.md."""
     stepwise_mode: Literal["broadcast", "per_step"] = "broadcast"
-    """Every turn has the advantage of its rollout. `"per_step"` is no more: it warns and becomes `"broadcast"`; a
-    `trajectory_grouping_hook` does what it did."""
+    """Every turn has the advantage of its rollout. `"per_step"` is deprecated: setting it warns and sets `"broadcast"`;
+    use a `trajectory_grouping_hook` to compare single turns."""
     filters: FilterConfig = field(default_factory=FilterConfig)
-    """What does not train; see algorithm/filters.py."""
+    """Which groups and rollouts do not train; see algorithm/filters.py."""
     loss_fn: Callable = field(default_factory=lambda: _default("losses", "ppo"))
     """`(LossInputs, **loss_config) -> (token sum, metric sums)`; see algorithm/losses.py."""
     loss_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `loss_fn`, such as `clip_low`."""
     reduction: Callable = field(default_factory=lambda: _default("reductions", "token_mean"))
-    """`(masks, groups) -> weights`; see algorithm/reductions.py."""
+    """`(masks, groups) -> token weights`: over what the loss is a mean; see algorithm/reductions.py."""
     kl_coef: float = 0.0
-    """Weight of the KL to the reference role; 0: none."""
+    """Factor of the KL to the reference role; 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """See algorithm/kl.py. As a reward only k1, as a loss only k2 and k3."""
+    """Estimator of the KL per token, see algorithm/kl.py. `kl_in="reward"` takes k1 only, `kl_in="loss"` k2 or k3."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL counts: as a term of the loss, or taken off each token's advantage."""
+    """`loss`: the KL is a term of the loss. `reward`: the KL is subtracted from each token's advantage."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus; 0: none."""
+    """Factor of the entropy bonus; 0: no bonus."""
     correction_fn: Callable | None = None
-    """`(LossInputs, **correction_config) -> (factor_T, metric sums)`: how much a token counts when the generator that
-    sampled it differs from the trainer; see algorithm/corrections.py. Needs one of `recompute_logprobs_per_*`."""
+    """`(LossInputs, **correction_config) -> (factor_T, metric sums)`: a factor of each token's weight, for a generator
+    whose log-probabilities differ from the trainer's; see algorithm/corrections.py. Needs
+    `recompute_logprobs_per_batch` or `recompute_logprobs_per_minibatch`. None: no correction."""
     correction_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `correction_fn`, such as `cap`."""
     correction_denominator: Literal["all", "kept"] = "all"
-    """What a mean is over when a correction rejects tokens, by a factor of 0: all trained tokens, or those that are
-    kept, as in verl. See `objective.with_kept_weights`."""
+    """Denominator of the loss's mean when a correction rejects tokens, with a factor of 0: all trained tokens, or the
+    kept tokens only, as in verl. See `objective.with_kept_weights`."""
     distill: DistillConfig | None = None
-    """Learning from `roles.teacher`; None: a teacher's log-probabilities are there for a loss of your own, no more."""
+    """How the policy learns from `roles.teacher`. None: the teacher's log-probabilities are only a loss input
+    (`teacher_logprobs`) that a loss of your own may use."""
     refresh_teacher_every: int = 0
-    """Steps after which the policy version that scores for `self_distill` is the newest again; 0: never, it stays the
-    one that reinforcement starts from. Only for workflows that ask for it, see workflows/self_distill.py."""
+    """Optimizer steps after which the newest policy version becomes the snapshot that scores for self-distillation; 0:
+    the snapshot stays the version at which reinforcement starts. Acts only with the workflows and hooks of
+    workflows/self_distill.py."""
     workflow: Callable | None = None
-    """`async (task, policy, *, rollout_id, seed) -> Rollout` (or a list of them, one for each role), in place of one
-    turn, or of the turns of the family's environments; see workflows/. Evaluations use it too."""
+    """`async (task, policy, *, rollout_id, seed) -> Rollout`, or a list with one rollout for each role: plays a task
+    once, in training and in evaluations. None: play the family's environment, or one turn where the family has no
+    environment. See workflows/."""
     after_rewards: Callable | None = None
-    """`async (group, policy) -> None`, given the judged rollouts of each task before they are grouped for training; may
-    give turns advantages or soft targets. See workflows/self_distill.py."""
+    """`async (group, policy) -> None`: called with the judged rollouts of each task before the rollouts are grouped for
+    training; may set advantages or soft targets of turns. None: no call. See workflows/self_distill.py."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning rate over the run; its peak is `trainer.optimizer.lr`."""
+    """Learning rate over the reinforcement phase, relative to the peak `trainer.optimizer.lr`."""
     gae_gamma: float = 1.0
-    """Discount per token. Used with a critic only, as are the next three."""
+    """Discount per token of GAE. Acts only with `roles.critic`; 1: no discount."""
     gae_lambda: float = 1.0
-    """1 is the return minus the critic's value, less is lower variance and more of the critic's bias."""
+    """Lambda of GAE. Acts only with `roles.critic`. 1: the advantage is the return minus the critic's value; less gives
+    a lower variance and more of the critic's bias."""
     critic_loss_fn: Callable = field(default_factory=lambda: _default("losses", "value_loss"))
-    """Like `loss_fn`, of `predicted_values`, `values` and `returns`."""
+    """Loss of `roles.critic`: like `loss_fn`, on `predicted_values`, `values` and `returns`."""
     critic_loss_config: dict[str, float] = field(default_factory=dict)
+    """Keyword arguments of `critic_loss_fn`, such as `clip`."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Here, not in validation: a consumer that looks before or without it must see the same mode.
+        # Not in validation: code that reads an unvalidated config must see the same mode.
         if name == "stepwise_mode" and value != "broadcast":
             if value != "per_step":
                 raise ValueError(f"algorithm.stepwise_mode={value!r}: is not a mode; use 'broadcast'")
@@ -177,18 +195,19 @@ class AlgorithmConfig:
 
     @property
     def asks_teacher(self) -> bool:
-        """Whether a version of the policy is to score what it samples; see workflows/self_distill.py."""
+        """Whether the run keeps a snapshot that scores the policy's samples; see workflows/self_distill.py."""
         return bool(self.own_teachers)
 
     @property
     def own_teachers(self) -> list[Any]:
-        """Those of `workflow` and `after_rewards` that ask for it, without what is wrapped around them."""
+        """`workflow` and `after_rewards`, unwrapped, as far as they have `asks_teacher` set."""
         asked = [_unwrapped(function) for function in (self.workflow, self.after_rewards)]
         return [function for function in asked if getattr(function, "asks_teacher", False)]
 
     @property
     def hooks(self) -> list[Callable]:
-        """What is done with the judged rollouts of each task: what the workflow brings along, then `after_rewards`."""
+        """Functions to call with the judged rollouts of each task: the workflow's own `after_rewards`, then the
+        config's."""
         own = getattr(_unwrapped(self.workflow), "after_rewards", None)
         return [hook for hook in (own, self.after_rewards) if hook is not None]
 
@@ -200,13 +219,17 @@ class AlgorithmConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SupervisedConfig:
-    """A warm start on the task's demonstrations, before the first rollout. 0 steps: none."""
+    """The supervised phase: a warm start on a task family's demonstrations, before the first rollout."""
 
     num_steps: int = 0
+    """Optimizer steps of the supervised phase; 0: no warm start."""
     task: Any = None
-    """A task family's Config whose demonstrations to imitate; None: the run's own."""
+    """Config of the task family whose demonstrations the policy imitates; None: `RunConfig.task`."""
     batch_size: int = 128
+    """Tasks whose demonstrations make one optimizer step."""
     lr: float = 3e-3
     """Peak learning rate."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(decay="cosine"))
+    """Learning rate over the supervised phase, relative to the peak `lr`."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates in the supervised phase."""

@@ -23,7 +23,7 @@ __all__ = ["load_config", "apply_overrides"]
 
 
 def load_config(path: str) -> RunConfig:
-    """The config of a file. Raises ValueError when there is no such file or it does not define one."""
+    """The config that a file's `config()` returns. Raises ValueError for a missing or broken file."""
     file = Path(path)
     if not file.is_file():
         near = (
@@ -72,7 +72,7 @@ def apply_overrides(config: RunConfig, arguments: list[str]) -> None:
     """
     remaining = list(arguments)
     while remaining:
-        flag = remaining.pop(0)  # its value is every word up to the next flag: --betas 0.9 0.99
+        flag = remaining.pop(0)  # every word up to the next flag is the value: --betas 0.9 0.99
         if not flag.startswith("--"):
             raise ValueError(f"argument={flag!r}: is not an override; write --field.path value")
         path, equals, value = flag[2:].partition("=")
@@ -124,7 +124,7 @@ def _require_field(config: RunConfig, target: Any, name: str, shown: str, text: 
 
 
 def _fields(target: Any) -> dict[str, Any]:
-    """Settable names of a config object and their types."""
+    """The settable names of a config object, each with its type."""
     if isinstance(target, dict):
         return {name: float if type(value) is int else type(value) for name, value in target.items()}
     if not dataclasses.is_dataclass(target):

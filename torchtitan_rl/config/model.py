@@ -15,11 +15,12 @@ class ExpertsShape:
     """A mixture of experts in the place of every feed-forward. Example: `ExpertsShape(num_experts=8, top_k=2)`."""
 
     num_experts: int
+    """Experts in each layer."""
     top_k: int
     """Experts that see a token."""
     load_balance_coeff: float | None = None
-    """Step of torchtitan's load-balancing bias, moved at every optimizer step towards experts with few tokens. Hugging
-    Face's Qwen3 has no such bias: an export is then complete for this package only."""
+    """How far torchtitan's load-balancing bias moves towards experts with few tokens at every optimizer step; None: no
+    bias. Hugging Face's Qwen3 has no such bias: with one, an export is complete for this package only."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,35 +29,42 @@ class Qwen3Shape:
     head_dim=32, hidden_dim=384)` has 0.8M parameters."""
 
     vocab_size: int
+    """Rows of the embedding; at least one for every token id of the tokenizer."""
     dim: int
     """Hidden size."""
     n_layers: int
     n_heads: int
+    """Query heads of a layer."""
     n_kv_heads: int
+    """Key and value heads of a layer."""
     head_dim: int
+    """Size of one head."""
     hidden_dim: int
-    """Inner size of the gated feed-forward; with experts, of each of them."""
+    """Inner size of the gated feed-forward; in a mixture of experts, of each expert."""
     experts: ExpertsShape | None = None
-    """Makes it a mixture of experts."""
+    """Puts a mixture of experts in the place of every feed-forward; None: a dense model."""
     rope_theta: float = 1e6
+    """Base of the rotary embedding's frequencies."""
     max_seq_len: int = 4096
-    """Positions the rotary embedding covers."""
+    """Positions that the rotary embedding covers, in tokens."""
     tie_embeddings: bool = True
+    """Whether the head shares the embedding's weights."""
     norm_eps: float = 1e-6
+    """Added to the mean square in every RMS norm."""
 
     @property
     def num_parameters(self) -> int:
         attention = self.dim * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads) + 2 * self.head_dim
         feed_forward = 3 * self.dim * self.hidden_dim
         if self.experts is not None:
-            feed_forward = self.experts.num_experts * (feed_forward + self.dim)  # each with its row of the router
+            feed_forward = self.experts.num_experts * (feed_forward + self.dim)  # and its row of the router
         layer = attention + feed_forward + 2 * self.dim
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return embeddings + self.n_layers * layer + self.dim
 
     @classmethod
     def from_hf(cls, config_json: Path) -> Qwen3Shape:
-        """Sizes in a Hugging Face `config.json`. Raises ValueError if it is not a Qwen3."""
+        """Sizes in a Hugging Face `config.json`. Raises ValueError for other models than Qwen3."""
         where = f"model.assets={str(config_json.parent)!r}"
         try:
             hf = json.loads(config_json.read_text())
@@ -66,7 +74,7 @@ class Qwen3Shape:
 
     @classmethod
     def from_hf_config(cls, hf: dict, where: str) -> Qwen3Shape:
-        """Sizes in the content of a Hugging Face `config.json`; `where` begins what the ValueErrors say."""
+        """Sizes in the content of a Hugging Face `config.json`; the messages of ValueErrors begin with `where`."""
         if hf.get("model_type") not in ("qwen3", "qwen3_moe"):
             raise ValueError(
                 f"{where}: its config.json says model_type={hf.get('model_type')!r}; "
@@ -121,7 +129,7 @@ class Qwen3Shape:
         )
 
     def to_hf(self, eos_token_id: int, pad_token_id: int) -> dict:
-        """The same sizes as the content of a Hugging Face `config.json`."""
+        """The content of a Hugging Face `config.json` with these sizes."""
         kind: dict[str, Any] = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
         if self.experts is not None:
             kind = dict(
@@ -165,14 +173,15 @@ class Qwen3Shape:
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """Which model, and where its files are."""
+    """A model: its sizes, and the directory of its files."""
 
     assets: str = "chars"
-    """A Hugging Face directory (tokenizer, and unless `shape` or `flavor` is given also config.json; safetensors
-    weights where it has some), or `"chars"`: the character tokenizer in the package, which has no weights."""
+    """A Hugging Face directory with a tokenizer, or `"chars"`, the package's character tokenizer without weights. The
+    directory needs a config.json unless `shape` or `flavor` is set. Safetensors in the directory are the initial
+    weights; without safetensors the initial weights are random."""
     shape: Qwen3Shape | None = None
-    """Sizes of a model to initialise at random."""
+    """Sizes of the model; None: those of `flavor`, or of the config.json in `assets`."""
     flavor: str | None = None
-    """A standard flavour of torchtitan's Qwen3, such as `"0.6B"`."""
+    """Name of a standard Qwen3 of torchtitan, such as `"0.6B"`, that gives the sizes; None: see `shape`."""
     pretrained: bool = False
-    """Refuse to start from random weights: `assets` must have safetensors."""
+    """True refuses to start from random weights: `assets` must hold safetensors."""

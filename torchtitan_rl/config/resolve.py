@@ -15,7 +15,7 @@ __all__ = ["flat", "function_name", "resolved"]
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every leaf, in the order of definition."""
+    """(dotted path, value) of every field that is no section, in the order of definition."""
     items = (
         config.items()
         if isinstance(config, dict)
@@ -38,7 +38,7 @@ def function_name(function: Callable) -> str:
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
-    """The config as plain data for the run directory: functions become their name and a hash of their source."""
+    """The config as plain data for the run directory: a function becomes its name and a hash of its source."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""A run as one dataclass tree: loop, sampling, roles, and the parts that other files describe."""
+"""A run as one dataclass tree: the loop, sampling, roles, and the sections of the other files in this folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLOCATION = {
     "policy_reference": ("policy", "reference"),
     "all": ("policy", "reference", "critic", "teacher", "generator"),
 }
-"""The roles that share devices, by the name of the setting."""
+"""The roles that share devices, by the value of `roles.colocation`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,66 +35,69 @@ class SamplingConfig:
     """How rollouts and evaluations are generated."""
 
     max_prompt_tokens: int = 512
-    """A longer prompt is an error."""
+    """Longest first prompt of a rollout, in tokens; a longer prompt is an error."""
     max_tokens: int = 512
-    """Longest completion."""
+    """Longest completion, in tokens."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Besides the tokenizer's end-of-sequence token."""
+    """Tokens that end a completion, besides the tokenizer's end-of-sequence token."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a completion; they stay part of it."""
+    """Texts that end a completion; the text stays part of the completion."""
     max_turns: int = 8
-    """Most completions of a rollout. Of task families with environments only, as are the next two."""
+    """Most completions of a rollout in an environment."""
     max_rollout_tokens: int = 0
-    """Longest rollout: first prompt, completions and observations. 0: max_prompt_tokens + max_tokens."""
+    """Longest rollout in an environment, in tokens: first prompt, completions and observations. 0: max_prompt_tokens +
+    max_tokens."""
     rollout_timeout_s: float = 600.0
-    """A rollout that has not ended by then ends with the turns it has."""
+    """Seconds after which a rollout in an environment ends with the turns played so far."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalSetConfig:
-    """Tasks of another family, or of another part of the run's own, that the policy is evaluated on as well."""
+    """One more evaluation: on another task family, or on a split of the run's own family."""
 
     task: Any = None
-    """A task family's Config; None: the run's own task."""
+    """Config of the task family; None: `RunConfig.task`."""
     split: Split = "validation"
+    """Split that the tasks come from."""
     num_tasks: int = 256
-    """The first so many of the split."""
+    """Number of tasks, the first of the split; a smaller split is used whole."""
     num_samples: int = 0
-    """Samples per task for avg@n, besides the greedy one; 0 leaves them out."""
+    """Samples per task for avg@n, besides the greedy completion; 0: the greedy completion only."""
     pass_at_k: int = 0
-    """Report the chance that one of k samples is correct, estimated from num_samples of them; 0 leaves it out."""
+    """k of pass@k, the chance that at least one of k samples is correct, estimated from `num_samples` samples; 0: no
+    pass@k."""
     temperature: float = 1.0
-    """Of those samples."""
+    """Temperature of the `num_samples` samples."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ControllerConfig:
-    """The loop: how long, how often it evaluates, and how long it waits for anything."""
+    """The loop: number of steps, evaluations, and deadlines."""
 
     num_steps: int = 100
-    """Optimizer steps of the reinforcement phase."""
+    """Optimizer steps of the reinforcement phase; 0: no reinforcement."""
     eval_every: int = 20
-    """Steps between validations; 0 validates only before and after the phase."""
+    """Optimizer steps between evaluations on validation tasks; 0: evaluate only before and after reinforcement."""
     eval_tasks: int = 256
-    """Validation tasks per evaluation (greedy)."""
+    """Validation tasks per evaluation, each with a greedy completion."""
     test_tasks: int = 512
-    """Test tasks, looked at once, at the end."""
+    """Test tasks of the one evaluation at the end of the run, each with a greedy completion."""
     pass_at_k: int = 8
-    """Samples per validation task for the pass@k reported after the warm start; 0 leaves it out."""
+    """Samples per validation task for the pass@k that is reported after the warm start; 0: no pass@k."""
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
-    """More evaluations by name, made whenever validation is."""
+    """Further evaluations by name, each made whenever the run evaluates on validation tasks."""
     correct_reward: float = 1.0
-    """A completion counts as correct in accuracies when its reward is at least this."""
+    """Smallest reward of a completion that counts as correct in accuracies."""
     max_skipped_steps: int = 3
-    """Consecutive optimizer steps skipped for a non-finite gradient before the run stops with an error."""
+    """Consecutive optimizer steps skipped for a non-finite gradient at which the run stops with an error."""
     start_timeout_s: float = 300.0
-    """For actors to load their model."""
+    """Seconds that actors may take to load their model."""
     call_timeout_s: float = 600.0
-    """For one training call."""
+    """Seconds that one training call may take."""
     sample_timeout_s: float = 600.0
-    """For one batch of completions."""
+    """Seconds that one batch of completions may take."""
     reward_timeout_s: float = 30.0
-    """For the rewards of one group, or one answer of an environment."""
+    """Seconds that the rewards of one group, or one answer of an environment, may take."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -102,62 +105,63 @@ class RoleConfig:
     """A model beside the policy, on a mesh of its own."""
 
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Its layout and microbatches; for a critic, its optimizer too."""
+    """Layout and microbatches of the role's mesh; for a critic, the optimizer too."""
     model: ModelConfig | None = None
-    """Which model; None: the policy's own, with the same initial weights."""
+    """Model of the role; None: the policy's model, with the same initial weights."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RolesConfig:
-    """Models beside the policy, and who shares devices with whom."""
+    """Roles beside the policy, and the roles that share devices. None: the run has no such role."""
 
     reference: RoleConfig | None = None
-    """The policy as reinforcement starts, frozen or refreshed now and then (or another `model`); `policy/reference_kl`
-    says how far the policy is from it."""
+    """A frozen model that the KL is measured against (`policy/reference_kl`): the policy as reinforcement starts, or
+    another `model`."""
     critic: RoleConfig | None = None
-    """The same model family with a value head; with one, advantages come from GAE."""
+    """A model with a value head; its values give per-token advantages by GAE."""
     teacher: RoleConfig | None = None
-    """Another model to learn from, with the policy's vocabulary."""
+    """Another model (`model` must be set) to learn from, with the policy's vocabulary; see `algorithm.distill`."""
     refresh_reference_every: int = 0
-    """Steps after which the reference takes over the policy's weights; 0: never."""
+    """Optimizer steps after which the reference takes over the policy's weights; 0: never."""
     colocation: Literal["none", "policy_reference", "all"] = "none"
-    """Which roles share the policy's devices and take turns on them: nobody, the reference, or every role and the
-    generators too."""
+    """Which roles share the policy's devices and take turns on them. `none`: no role. `policy_reference`: the
+    reference. `all`: every role, generators included."""
 
     def share_with(self, role: str) -> str | None:
-        """The role whose devices `role` is given; None: devices of its own."""
+        """The role whose devices `role` shares; None: `role` has devices of its own."""
         return "policy" if role != "policy" and role in COLOCATION[self.colocation] else None
 
     def configured(self) -> dict[str, RoleConfig]:
-        """Those that are there, by name."""
+        """The roles beside the policy that this run has, by name."""
         given = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
         return {name: role for name, role in given.items() if role is not None}
 
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """Everything a run is. A config file has one function `config()` that returns one."""
+    """The config of a run. A config file has a function `config()` that returns a `RunConfig`."""
 
     name: str
-    """Names the run directory."""
+    """First part of the run directory's name."""
     task: Any
-    """A task family's Config, such as `LetterSort.Config()`: data, environment and reward."""
+    """Config of the task family, such as `LetterSort.Config()`: data, environment and reward."""
     model: ModelConfig
+    """The policy's model."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """The policy's."""
+    """The policy's trainer."""
     roles: RolesConfig = field(default_factory=RolesConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     seed: int = 0
-    """Of the initial weights, the order of tasks and every sampling stream."""
+    """Seed of the initial weights, of the order of tasks and of every sampling stream."""
     output_dir: str = ""
-    """The run directory; empty makes runs/NAME-DATE-TIME."""
+    """The run directory; empty: runs/NAME-DATE-TIME."""
 
     def trainers(self) -> dict[str, tuple[TrainerConfig, ModelConfig]]:
-        """Layout and model of every role that is a trainer mesh, by name; the policy first."""
+        """Trainer and model configs of every role but the generator, by name; the policy first."""
         others = {name: (role.trainer, role.model or self.model) for name, role in self.roles.configured().items()}
         return {"policy": (self.trainer, self.model), **others}

@@ -17,8 +17,8 @@ __all__ = ["Calculator", "CalculatorEnv", "calculate"]
 class Calculator:
     """Prompt `38*47=`; the policy may write `[38*47]`, reads `1786;`, and answers `1786`.
 
-    Train is endless. Which split a problem belongs to is a hash of it (5% test, 5% validation). Raises ValueError when
-    numbers and operators do not give validation and test the tasks they should have.
+    The train split is endless. A hash of the problem decides the split (5% test, 5% validation). Raises ValueError when
+    numbers and operators give fewer than `num_validation` or `num_test` different tasks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -32,16 +32,16 @@ class Calculator:
         chat: bool = False
         """Ask with chat messages and answer calls with tool messages, instead of plain text."""
         call_reward: float = 0.2
-        """For having the right thing calculated, even if the answer is wrong; a right answer makes it 1 in all."""
+        """Reward for calling the calculator with the right expression; a right answer makes the rollout's reward 1."""
         tool_demonstrations: float = 0.3
-        """Fraction of the train demonstrations that call the calculator and answer with what it says. The others
-        repeat the problem's first number at once; those in which it would be right call, too."""
+        """Fraction of the train demonstrations that call the calculator and answer with its result. The others
+        answer the problem's first number at once, or call the calculator if that number is the right answer."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512
         """Number of different test tasks."""
         seed: int = 0
-        """Which tasks exist and how they are split; a run's own seed chooses among the train tasks."""
+        """Decides which tasks exist and their splits; the run's own seed chooses among the train tasks."""
 
         def __post_init__(self) -> None:
             if not 1 <= self.min_digits <= self.max_digits <= 6:
@@ -89,7 +89,7 @@ class Calculator:
         return CalculatorEnv(task, call_reward=self.config.call_reward)
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
-        """Of answers given without the environment: 1 or 0."""
+        """1 for a right answer given without the environment, else 0."""
         return [float(completion == task.answer) for completion in completions]
 
     def _draw(self, rng: random.Random) -> str:
@@ -106,7 +106,7 @@ class Calculator:
     def _draw_held_out(self, split: str) -> list[str]:
         rng, wanted = random.Random(stable_hash(self.config.seed, split)), self.num_tasks(split)
         problems: dict[str, None] = {}
-        # One draw in twenty belongs to the split; many more than that in vain, and it has been seen whole.
+        # One draw in twenty belongs to the split; after many more draws in vain no new task is left in it.
         for _ in range(10_000 + 200 * wanted):
             if len(problems) == wanted:
                 return list(problems)
@@ -120,7 +120,7 @@ class Calculator:
 
 
 class CalculatorEnv(Env):
-    """A completion that ends with a call `[3+4]` is answered with its value; any other is the answer and the end."""
+    """Answers a completion that ends with a call `[3+4]` with the value; any other completion is the final answer."""
 
     stop = ("]",)
 

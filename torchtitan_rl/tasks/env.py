@@ -12,38 +12,39 @@ from torchtitan_rl.types import Task
 __all__ = ["Env", "Message", "Observation", "Step", "Attempts"]
 
 Message = dict[str, Any]
-"""Such as `{"role": "user", "content": "2+2?"}`; whatever else the tokenizer's chat template understands."""
+"""Such as `{"role": "user", "content": "2+2?"}`; further keys are the tokenizer's chat template's."""
 
 Observation = str | list[Message] | list[int]
-"""Text, chat messages, or tokens. All observations of one rollout are of the kind it began with."""
+"""Text, chat messages, or tokens. All observations of one rollout have the kind of the first."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """What a completion led to. Example: `Step(observation="42;")`, or `Step(reward=1.0, done=True)`."""
+    """The answer to a completion. Example: `Step(observation="42;")`, or `Step(reward=1.0, done=True)`."""
 
     observation: Observation = ""
-    """What the policy reads next; not looked at once `done`."""
+    """What the policy reads next; ignored with `done`."""
     reward: float = 0.0
-    """Of this step; a rollout's reward is their sum."""
+    """Reward of this step; a rollout's reward is the sum over its steps."""
     done: bool = False
+    """Whether the play ends here."""
 
 
 class Env(ABC):
     """One play of one task. A task family is multi-turn by having a method `environment(task) -> Env`.
 
-    `reset` and `step` may be plain functions, which run in a thread with a deadline, or async ones, which run on the
-    event loop: an async one that neither waits nor computes for long costs least and keeps siblings in step.
-    Everything random in it should follow from the task, or runs cannot be reproduced.
+    `reset` and `step` may be plain functions, which run in a thread with a deadline, or async functions, which run on
+    the event loop. An async function that neither waits nor computes for long costs least and keeps siblings in step.
+    All randomness should follow from the task, or runs cannot be reproduced.
     """
 
     stop: Sequence[str] = ()
-    """Texts that end a completion, such as the end of a tool call. They stay part of it, with whatever else the token
-    that completes them holds, such as a newline."""
+    """Texts that end a completion, such as the end of a tool call. The completion keeps the text, and the rest of the
+    token that completes the text, such as a newline."""
     tools: list[dict] | None = None
-    """Descriptions of tools for the chat template, where observations are messages."""
+    """Descriptions of tools for the chat template, where observations are messages; None: no tools."""
     played = False
-    """Set by the runner: an environment is played once."""
+    """Set by `workflows.episode.Episode`: an environment is played once."""
 
     @abstractmethod
     def reset(self) -> Observation | Awaitable[Observation]:
@@ -54,14 +55,15 @@ class Env(ABC):
         """Answers a completion, given as text without special tokens."""
 
     def close(self) -> None:  # noqa: B027  Optional: most environments hold nothing
-        """Lets go of whatever it holds; called once, however the play ended."""
+        """Releases the environment's resources; called once, however the play ended."""
 
 
 class Attempts(Env):
-    """A single-turn task as an environment: wrong answers are told so and may be mended, `num_attempts` times in all.
+    """A single-turn task as an environment: after a wrong answer the policy reads `remark` and tries again, with
+    `num_attempts` attempts in all.
 
-    The reward is the last attempt's. `reward(task, completions)` is a family's own; it runs in a thread. For tasks
-    whose prompt is a list of messages, the remark is a user's message.
+    The last attempt sets the reward. `reward(task, completions)` is a family's reward function, run in a thread. For
+    tasks whose prompt is a list of messages, the remark is a user's message.
     """
 
     def __init__(

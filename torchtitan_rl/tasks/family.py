@@ -1,4 +1,4 @@
-"""What a task family is, and the order a run visits its tasks in."""
+"""The interface of a task family, and the order in which a run visits tasks."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class TaskFamily(Protocol):
 
     name: str
 
-    # More methods are optional: `source(split, seed)` gives an order of its own (see `source_of`), `reward_for(task)` a
-    # reward function for each task (see `judging.reward_function`), and `environment(task)` makes what the task is
-    # played in, over several turns (see `tasks/env.py`; None for a task of one turn). `Mixture` has all of them.
+    # Three methods are optional, and `Mixture` has all three. `source(split, seed)` gives the family's own order of
+    # tasks (see `source_of`). `reward_for(task)` gives a reward function per task (see `judging.reward_function`).
+    # `environment(task)` makes the environment of a task of several turns (see `tasks/env.py`; None: one turn).
 
     def num_tasks(self, split: str) -> int | None:
-        """Size of a split; None where tasks are made up as they are asked for, without end."""
+        """Number of tasks in a split; None: an endless split, whose tasks are generated on demand."""
 
     def task(self, split: str, index: int) -> Task:
-        """The same task whenever and wherever it is asked for: a function of the config and these two alone."""
+        """The task of this index: a function of the config, `split` and `index` alone, in every process."""
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float] | Awaitable[Sequence[float]]:
-        """One reward per completion; all of them are attempts at `task`. May be an async function."""
+        """One reward per completion; every completion is an attempt at `task`. May be an async function."""
 
 
 class TaskSource:
     """Hands out the tasks of one split in a run's order, and can be resumed.
 
-    A finite split is visited in epochs, each a permutation made from `(seed, epoch)`: no task comes twice within
-    one. An endless split is visited by index from `seed * 2**32`, so that runs with other seeds see other tasks.
+    A finite split is visited in epochs, each a permutation made from `(seed, epoch)`, so no task repeats within an
+    epoch. An endless split is visited by index from `seed * 2**32`, so runs with other seeds see other tasks.
     Raises ValueError for an empty split and for a negative seed.
     """
 
@@ -59,23 +59,23 @@ class TaskSource:
         self._order = self._epoch_order()
 
     def next(self, n: int) -> list[Task]:
-        """The next `n` tasks; goes on into the next epoch when this one runs out."""
+        """The next `n` tasks; the next epoch follows when an epoch ends."""
         return [self.family.task(self.split, self._next_index()) for _ in range(n)]
 
     def replacement(self, slot: int, round: int) -> Task:
-        """The task that takes the place of slot `slot`'s in its `round`-th replacement: a function of the seed and
-        these two. It may be one that the run has seen, or will see."""
+        """The task that fills slot `slot` in round `round` > 0: a function of the seed, the slot and the round. The run
+        may visit the same task elsewhere."""
         drawn = stable_hash(self.seed, self.split, "replacement", slot, round)
-        if self.num_tasks is None:  # the second half of what this seed has to itself
+        if self.num_tasks is None:  # the second half of this seed's range of indices
             return self.family.task(self.split, self.seed * 2**32 + 2**31 + drawn % 2**31)
         return self.family.task(self.split, drawn % self.num_tasks)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the source stands; the rest follows from its arguments."""
+        """The source's position; everything else follows from the constructor's arguments."""
         return {"epoch": self.epoch, "cursor": self.cursor}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a `state_dict()`. Raises ValueError if the split is now too small for it."""
+        """Continues from a `state_dict()`. Raises ValueError if the split now has fewer tasks than were visited."""
         if self.num_tasks is not None and state["cursor"] > self.num_tasks:
             raise ValueError(
                 f"task.{self.split}.cursor={state['cursor']}: the split now has {self.num_tasks} tasks; "
@@ -104,7 +104,7 @@ class TaskSource:
 
 
 def source_of(family: TaskFamily, split: str, seed: int) -> Any:
-    """The family's own `source(split, seed)` where it has one, such as a mixture's, else a `TaskSource`."""
+    """The family's own `source(split, seed)` where it has that method, as a mixture does, else a `TaskSource`."""
     own = getattr(family, "source", None)
     return own(split, seed) if own is not None else TaskSource(family, split, seed)
 
@@ -125,11 +125,11 @@ def check_index(family: TaskFamily, split: str, index: int) -> None:
 
 
 def stream(*parts: Any) -> int:
-    """The seed, 63 bits, of the sampling stream that these parts name."""
+    """The 63-bit seed of the sampling stream named by `parts`."""
     return stable_hash(*parts) >> 1
 
 
 def stable_hash(*parts: Any) -> int:
-    """64 bits that depend on the parts alone; Python's own hash of a string differs between processes."""
+    """A 64-bit hash of `parts`, the same in every process; Python's own hash of a string differs between processes."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

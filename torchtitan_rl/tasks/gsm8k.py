@@ -26,8 +26,8 @@ INSTRUCTION = (
 class Gsm8k:
     """Rows with a `question` and an `answer` that ends with `#### <number>`; read on first use.
 
-    Validation is the last rows of train, which train then lacks. Raises ValueError for files that are missing or of
-    another form, RuntimeError when the hub cannot be reached.
+    The last rows of the train file are the validation split; the train split lacks them. Raises ValueError for files
+    that are missing or of another form, RuntimeError when the hub cannot be reached.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -35,15 +35,15 @@ class Gsm8k:
         path: str = "openai/gsm8k"
         """Name of a data set on the hub, or a local .jsonl or .parquet file of train rows."""
         subset: str | None = "main"
-        """Which configuration of the hub's data set; local files have none."""
+        """Configuration of the hub's data set; None: the data set has none, as with local files."""
         test_path: str | None = None
-        """A local file of test rows; the hub's data set brings its own."""
+        """A local file of test rows; None: the test rows of the hub's data set. A local data set needs a file."""
         num_validation: int = 256
         """Rows taken from the end of train for validation."""
         instruction: str = INSTRUCTION
         """The system message."""
         reward: Callable | None = None
-        """Use this function of (task, completions) instead of the family's own."""
+        """A reward function of (task, completions) in place of the family's; None: the family's."""
 
         def build(self) -> Gsm8k:
             return Gsm8k(self)
@@ -135,7 +135,7 @@ def _read_hub(path: str, subset: str | None, split: str) -> Any:
 
     try:
         return datasets.load_dataset(path, subset, split=split)
-    except Exception as error:  # from no network to no such data set: a dozen kinds in three libraries
+    except Exception as error:  # no network, no such data set, ...: a dozen types in three libraries
         raise RuntimeError(
             f"gsm8k.path={path!r}: could not be loaded from the hub ({_one_line(error)}); check the name and the "
             "network, or name local files in gsm8k.path and gsm8k.test_path"

@@ -17,22 +17,22 @@ __all__ = ["GuessNumber", "GuessNumberEnv"]
 class GuessNumber:
     """Prompt `20-35?`, a guess `28.`, the answer `>` (higher) or `<` (lower), and so on until it is found.
 
-    Train is endless. A task is a range and the number in it; which split it belongs to is a hash of both (10% test, 10%
-    validation). Halving the range always finds the number within `log2(range_size) + 1` guesses.
+    The train split is endless. A task is a range and a number in that range; a hash of both decides the split (10%
+    test, 10% validation). Halving the range always finds the number within `log2(range_size) + 1` guesses.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
         range_size: int = 16
-        """How many numbers the range has; it lies between 0 and 99."""
+        """Numbers in a task's range, which lies between 0 and 99."""
         max_guesses: int = 5
-        """The game is lost after so many. Must not exceed sampling.max_turns, or that limit ends it first."""
+        """Guesses after which the game is lost; at most sampling.max_turns, or that limit ends the game first."""
         num_validation: int = 64
         """Number of different validation tasks."""
         num_test: int = 100
         """Number of different test tasks."""
         seed: int = 0
-        """Which tasks exist and how they are split; a run's own seed chooses among the train tasks."""
+        """Decides which tasks exist and their splits; the run's own seed chooses among the train tasks."""
 
         def __post_init__(self) -> None:
             if not 2 <= self.range_size <= 99:
@@ -80,7 +80,7 @@ class GuessNumber:
         return GuessNumberEnv(task, max_guesses=self.config.max_guesses)
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
-        """Of a first guess, without the environment."""
+        """Rewards of first guesses, given without the environment."""
         return [float(completion == f"{task.answer}.") for completion in completions]
 
     def _made(self, split: str, index: int, low: int, number: int, demonstration: list[str] | None) -> Task:

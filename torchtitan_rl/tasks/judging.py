@@ -1,4 +1,4 @@
-"""How completions are judged: reward functions run with a deadline, and nothing they do passes for a reward."""
+"""Judging completions: calls a reward function with a deadline, and accepts nothing but one finite number each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Reward = Callable[[Task, list[str]], Sequence[float] | Awaitable[Sequence[float]
 async def judge(reward: TaskFamily | Reward, task: Task, completions: list[str], timeout_s: float) -> list[float]:
     """Rewards of sibling completions: calls `reward` (or the family's), enforces the deadline, checks the answer.
 
-    Plain functions run in a daemon thread, so that one that never returns blocks neither the event loop nor the
-    end of the process; those marked `reward_process.cpu_bound` in one of a pool of processes, which is killed at the
-    deadline; async functions are awaited on this event loop. All run side by side with those of other groups.
+    A plain function runs in a daemon thread, which blocks neither the event loop nor the process's end if it never
+    returns. A function marked `reward_process.cpu_bound` runs in a process of a pool; the deadline kills that process.
+    An async function runs on this event loop. Reward functions of several groups run concurrently.
     Raises RuntimeError, in one line that names function and task, when the reward function raises, gives no answer
     within `timeout_s`, or gives anything but one finite number per completion.
     """
@@ -67,7 +67,7 @@ def _without_partials(function: Callable) -> Callable:
 
 
 def _number(value: Any) -> float | None:
-    """One reward as a float; None for what is not a number."""
+    """One reward as a float; None for a value that is not a number."""
     if getattr(value, "ndim", None) == 0:  # a numpy scalar or a tensor of one number
         value = value.item()
     if not isinstance(value, numbers.Real):
@@ -83,7 +83,7 @@ def _finite(number: float | None) -> bool:
 
 
 def _complaint(value: Any, num_completions: int, task: Task) -> str:
-    """What is wrong with the answer of a reward function."""
+    """The end of an error message about the answer of a reward function: what is wrong, what to return."""
     wanted = f"return a list of {num_completions} finite numbers, one per completion"
     if not isinstance(value, (list, tuple)):
         returned = "None" if value is None else f"{type(value).__name__} {_short(value)}"
@@ -105,7 +105,7 @@ def _said(error: BaseException) -> str:
 
 
 def _short(value: Any) -> str:
-    """One line of at most 80 characters."""
+    """The value's repr as one line of at most 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
 

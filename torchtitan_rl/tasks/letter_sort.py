@@ -19,9 +19,9 @@ __all__ = ["LetterSort", "hinted", "partial_credit"]
 class LetterSort:
     """Prompt `szyci=`, answer `cisyz`: letters that all differ, to be put in alphabetical order.
 
-    Train is endless. Which split a task belongs to is a hash of its sorted letters (5% test, 5% validation), so two
-    orders of the same letters never fall into different splits. Raises ValueError when the letters allowed do not
-    give a split as many tasks as it should have.
+    The train split is endless. A hash of a task's sorted letters decides the split (5% test, 5% validation), so two
+    orders of the same letters never fall into different splits. Raises ValueError when the allowed lengths give a split
+    fewer different tasks than the config asks for.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -31,22 +31,22 @@ class LetterSort:
         max_letters: int = 6
         """Most letters in a task, 26 at most."""
         correct_demonstrations: float = 0.0
-        """Fraction of the train demonstrations that are right. The others only show the form of an answer: the same
-        letters in a random order that is never the right one."""
+        """Fraction of the train demonstrations that are right. The others show only the form of an answer: the letters
+        in a random order that is never the right order."""
         hinted_demonstrations: float = 0.0
         """Fraction of the train tasks whose prompt holds a hint, as in `szyci:yzisc=`, and whose demonstration copies
-        it. The hint is a random order too, so that copying is shown and sorting is not: for a warm start
-        (`supervised.task`) before self-distillation, whose teacher is hinted the answer; see `hinted`."""
+        the hint. The hint is a random order, so such demonstrations teach copying and not sorting: for a warm start
+        (`supervised.task`) before self-distillation, in which the snapshot's prompt hints the answer; see `hinted`."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512
         """Number of different test tasks."""
         seed: int = 0
-        """Which tasks exist and how they are split; a run's own seed chooses among the train tasks."""
+        """Decides which tasks exist and their splits; the run's own seed chooses among the train tasks."""
         shuffle_rewards: bool = False
-        """A control: the rewards of a group go to its completions at random, so that nothing can be learned."""
+        """A control experiment: True permutes the rewards of a group at random, so that nothing can be learned."""
         reward: Callable | None = None
-        """Use this function of (task, completions) instead of the family's own."""
+        """A reward function of (task, completions) in place of the family's; None: the family's."""
 
         def __post_init__(self) -> None:
             if not 1 <= self.min_letters <= self.max_letters <= 26:
@@ -101,15 +101,15 @@ class LetterSort:
             for completion in completions
         ]
         if self.config.shuffle_rewards:
-            # Every permutation is as likely as any other, those that leave rewards in place included: only so is
-            # an advantage independent of its completion on average.
+            # Every permutation is equally likely, the identity included: otherwise an advantage would depend on its
+            # completion on average.
             random.Random(stable_hash(self.config.seed, "shuffle_rewards", task.id)).shuffle(rewards_G)
         return rewards_G
 
     def _wrong_order(self, rng: random.Random, word: str) -> str:
         letters = list(word)
         rng.shuffle(letters)
-        # Of one letter the only order is the right one.
+        # A single letter has one order only, the right one.
         while len(letters) > 1 and letters == sorted(letters):
             rng.shuffle(letters)
         return "".join(letters)
@@ -127,12 +127,12 @@ class LetterSort:
 
     @cached_property
     def _held_out(self) -> dict[str, list[str]]:
-        """The words of validation and test, no two of one set of letters."""
+        """The words of validation and test; no two words have the same set of letters."""
         words = {"validation": {}, "test": {}}
         for split, by_letters in words.items():
             num_tasks = self.num_tasks(split)
             rng = random.Random(stable_hash(self.config.seed, split))
-            # One draw in twenty belongs to the split; many more than that in vain, and it has been seen whole.
+            # One draw in twenty belongs to the split; after many more draws in vain no new task is left in it.
             for _ in range(10_000 + 200 * num_tasks):
                 if len(by_letters) == num_tasks:
                     break
@@ -157,10 +157,10 @@ class LetterSort:
 
 
 def partial_credit(completion: str, answer: str) -> float:
-    """How sorted a completion is, times how far it keeps to the letters of the answer: 0 to 1.
+    """A score from 0 to 1 for the order of a completion's letters and for their agreement with the answer's letters.
 
-    The share of letter pairs that stand in order, times the square of (letters in common / longer length), so that
-    leaving letters out, adding some or repeating them does not pay. Fewer than two letters have no pair: 0.
+    The share of letter pairs in order, times the square of (letters in common / longer length), so that omitting,
+    adding or repeating letters does not pay. Fewer than two letters have no pair: 0.
     """
     pairs = [first <= second for first, second in itertools.combinations(completion, 2)]
     if not pairs:

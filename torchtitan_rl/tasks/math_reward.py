@@ -14,15 +14,15 @@ from torchtitan_rl.types import Task
 __all__ = ["math_equal"]
 
 _LIMIT_S = 2
-"""For reading one expression and for comparing two, whole seconds: what takes longer is no answer."""
+"""Whole seconds for reading one expression and for comparing two; an expression that takes longer is no answer."""
 
 
 @cpu_bound
 def math_equal(task: Task, completions: list[str]) -> Sequence[float]:
     r"""1 where a completion's final answer equals the task's, which is a number or LaTeX without dollars; else 0.
 
-    The final answer is what math-verify takes for it: in `\boxed{}`, after "answer is", else the last formula or number
-    of the text. For any family whose `task.answer` is text, such as `Gsm8k.Config(reward=math_equal)`.
+    math-verify finds the final answer: in `\boxed{}`, after "answer is", else the last formula or number of the text.
+    For any family whose `task.answer` is text, such as `Gsm8k.Config(reward=math_equal)`.
     Raises ValueError for a task whose answer is not mathematics, RuntimeError if math-verify is not installed.
     """
     math_verify = _import_math_verify()

@@ -18,9 +18,9 @@ __all__ = ["Mixture", "MixtureSource"]
 class Mixture:
     """Families by name, each with its own data and reward.
 
-    A run draws the family of each train task by weight (`MixtureSource`). Task i of a split that is asked for by
-    index, as evaluations do, is task i // n of family i % n, so that the n families have equal shares whatever their
-    weights; a split ends with the shortest of them. The ids of a family's tasks begin with its name.
+    A run draws the family of each train task by weight (`MixtureSource`). By index, as evaluations read a split, task i
+    is task i // n of family i % n: the n families have equal shares whatever their weights, and the split ends when the
+    family with the fewest tasks ends. Task ids begin with the family's name.
 
     Example: `Mixture.Config(tasks={"sort": LetterSort.Config(), "sums": ReasoningGym.Config()}, weights={"sort": 3.0})`
     draws three tasks of `sort` to one of `sums`.
@@ -29,9 +29,9 @@ class Mixture:
     @dataclass(kw_only=True, slots=True)
     class Config:
         tasks: dict[str, Any]
-        """Name to the Config of a family."""
+        """Config of each family, by name."""
         weights: dict[str, float] = dataclasses.field(default_factory=dict)
-        """How often a name is drawn, relative to the others; 1 where it is not given."""
+        """How often each family is drawn, relative to the others; a family without a weight has 1."""
 
         def __post_init__(self) -> None:
             if not self.tasks:
@@ -43,7 +43,7 @@ class Mixture:
                         "identifier"
                     )
                 if dataclasses.is_dataclass(task):
-                    dataclasses.replace(task)  # type: ignore[type-var]  # its own checks: overrides may have changed its fields
+                    dataclasses.replace(task)  # type: ignore[type-var]  # checks what overrides have set
             for name, weight in self.weights.items():
                 if name not in self.tasks:
                     raise ValueError(
@@ -77,15 +77,15 @@ class Mixture:
         return self.named(name, self.families[name].task(split, position))
 
     def reward(self, task: Task, completions: list[str]) -> Any:
-        """That of the task's own family."""
+        """Rewards by the task's family."""
         return self.reward_for(task)(task, completions)
 
     def reward_for(self, task: Task) -> Reward:
-        """The reward function itself, so that it runs where it is marked to run and errors name it."""
+        """The family's reward function itself: a `cpu_bound` mark holds, and errors name the function."""
         return reward_function(*self._family_of(task))
 
     def environment(self, task: Task) -> Any:
-        """What its family plays the task in; None where it is a task of one turn."""
+        """The environment that the family makes for the task; None for a task of one turn."""
         family, own = self._family_of(task)
         make = getattr(family, "environment", None)
         return None if make is None else make(own)
@@ -94,7 +94,7 @@ class Mixture:
         return MixtureSource(self, split, seed)
 
     def _family_of(self, task: Task) -> tuple[TaskFamily, Task]:
-        """And the task as the family knows it."""
+        """(the task's family, the task under the family's own id)."""
         name, _, own_id = task.id.partition("/")
         return self.families[name], dataclasses.replace(task, id=own_id)
 
@@ -104,9 +104,9 @@ class Mixture:
 
 
 class MixtureSource:
-    """Hands out a mixture's tasks: draw i is of the family that (seed, split, i) falls on, the next in its own order.
+    """Hands out a mixture's tasks: (seed, split, i) chooses the family of draw i, whose own source gives the task.
 
-    So no family repeats a task before it has been through its split, however small its weight.
+    Each family therefore goes through its whole split before a task repeats, whatever its weight.
     Raises ValueError for a family whose split is empty.
     """
 
@@ -120,16 +120,16 @@ class MixtureSource:
         return [self._next() for _ in range(n)]
 
     def replacement(self, slot: int, round: int) -> Task:
-        """See `TaskSource.replacement`; the family follows from the seed, the slot and the round as well."""
+        """See `TaskSource.replacement`; the seed, the slot and the round choose the family too."""
         name = self._family(slot, round)
         return self.mixture.named(name, self.sources[name].replacement(slot, round))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the source and those of its families stand."""
+        """The positions of this source and of the families' sources."""
         return {"cursor": self.cursor, "sources": {name: source.state_dict() for name, source in self.sources.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict()`. Raises ValueError if the mixture has other families now."""
+        """Continues from a `state_dict()`. Raises ValueError if the mixture now has other families."""
         if state["sources"].keys() != self.sources.keys():
             raise ValueError(
                 f"task.tasks={list(self.sources)}: the state to resume from is of {list(state['sources'])}; resume "

@@ -1,4 +1,4 @@
-"""Calls of functions that nobody can vouch for: an outcome is (what it returned, None) or (None, what it raised)."""
+"""Calls of a user's functions. An outcome is (returned value, None) or (None, raised exception)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ Outcome = tuple[Any, BaseException | None]
 
 
 async def until(awaited: Awaitable[Outcome], deadline: float) -> Outcome:
-    """The outcome, or TimeoutError at the deadline (of `time.monotonic`), even if the awaited ignores its cancellation.
-
-    `asyncio.wait_for` would wait for the cancellation to take effect.
-    """
+    """The outcome. Raises TimeoutError at `deadline` (a time of `time.monotonic`), even if `awaited` ignores its
+    cancellation; `asyncio.wait_for` would wait for the cancellation to take effect."""
     future = asyncio.ensure_future(awaited)
     try:
         done, _ = await asyncio.wait([future], timeout=max(0.0, deadline - time.monotonic()))
@@ -30,7 +28,7 @@ async def until(awaited: Awaitable[Outcome], deadline: float) -> Outcome:
 
 
 async def outcome(function: Callable, *args: Any) -> Outcome:
-    """Of an async function. A cancellation from within must not pass for a cancellation of the run."""
+    """Outcome of an async function. A CancelledError that the function raises must not look like the run's own."""
     try:
         return await function(*args), None
     except (Exception, asyncio.CancelledError) as error:
@@ -38,9 +36,9 @@ async def outcome(function: Callable, *args: Any) -> Outcome:
 
 
 def outcome_in_thread(function: Callable, *args: Any) -> asyncio.Future:
-    """Of a plain function, called in a daemon thread of its own."""
+    """Future outcome of a plain function, called in a daemon thread of its own."""
     future: Future = Future()
-    future.set_running_or_notify_cancel()  # from here on a cancellation leaves it alone, and set_result is legal
+    future.set_running_or_notify_cancel()  # no cancellation from here on: set_result is always legal
 
     def call() -> None:
         try:

@@ -1,6 +1,6 @@
-"""A family without the train tasks that are too easy or too hard, by how often a policy was seen to pass them.
+"""A task family without the train tasks that are too easy or too hard, by measured pass rates.
 
-Of a task that is always or never passed a group's rewards are all equal, and nothing is learned from it.
+If every rollout of a task passes, or none does, the group's rewards are all equal and nothing is learned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["PassRate", "PassRateFilter", "read_pass_rates", "write_pass_rates"]
 
 @dataclass(kw_only=True, slots=True)
 class PassRate:
-    """What an evaluation saw of one task.
+    """How many samples of one task were correct in an evaluation.
 
     Example: `PassRate(split="train", index=17, num_samples=8, num_correct=3, prompt_hash=prompt_hash(task))`.
     """
@@ -30,7 +30,7 @@ class PassRate:
     num_samples: int
     num_correct: int
     prompt_hash: str
-    """See `prompt_hash`: tells when the data have changed since."""
+    """Hash of the task's prompt (`prompt_hash`); another hash means that the data changed since the evaluation."""
 
     @property
     def value(self) -> float:
@@ -40,21 +40,21 @@ class PassRate:
 class PassRateFilter:
     """The train tasks of another family whose measured pass rate lies within bounds; other splits are unchanged.
 
-    Measure them with `torchtitan-rl eval CONFIG --checkpoint DIR --split train --num-tasks N --pass-rates FILE`, where
-    CONFIG has the family itself as its task. Tasks that have not been measured are left out, so that an endless
-    family's train split ends. Raises ValueError for a file that is missing, broken, or leaves no task.
+    Measure pass rates with `torchtitan-rl eval CONFIG --checkpoint DIR --split train --num-tasks N --pass-rates FILE`,
+    where CONFIG has the family itself as its task. Tasks without a measured rate are left out, so the train split of an
+    endless family becomes finite. Raises ValueError for a file that is missing, broken, or leaves no task.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
         task: Any
-        """The Config of the family to choose from."""
+        """Config of the family whose train tasks are filtered."""
         pass_rates: str
-        """The file with the measured pass rates."""
+        """Path of the file with the measured pass rates."""
         min_pass_rate: float = 0.05
-        """Tasks that were passed less often are left out."""
+        """Train tasks with a lower pass rate (0 to 1) are left out; 0: no lower bound."""
         max_pass_rate: float = 0.95
-        """Tasks that were passed more often are left out."""
+        """Train tasks with a higher pass rate (0 to 1) are left out; 1: no upper bound."""
 
         def __post_init__(self) -> None:
             if not 0.0 <= self.min_pass_rate <= self.max_pass_rate <= 1.0:
@@ -63,7 +63,7 @@ class PassRateFilter:
                     "fit; choose 0 <= min_pass_rate <= max_pass_rate <= 1"
                 )
             if is_dataclass(self.task):
-                replace(self.task)  # type: ignore[type-var]  # its own checks: overrides may have changed its fields
+                replace(self.task)  # type: ignore[type-var]  # checks what overrides have set
 
         def build(self) -> PassRateFilter:
             return PassRateFilter(self)
@@ -86,7 +86,7 @@ class PassRateFilter:
         return len(self._kept) if split == "train" else self.family.num_tasks(split)
 
     def task(self, split: str, index: int) -> Task:
-        """Raises ValueError for a train task that is not the one that was measured."""
+        """The task of this index. Raises ValueError for a train task whose prompt is not the measured one."""
         check_index(self, split, index)
         if split != "train":
             return self.family.task(split, index)
@@ -100,26 +100,26 @@ class PassRateFilter:
         return task
 
     def reward(self, task: Task, completions: list[str]) -> Any:
-        """The family's."""
+        """Rewards by the family's reward function."""
         return self.reward_for(task)(task, completions)
 
     def reward_for(self, task: Task) -> Reward:
-        """The family's reward function itself, so that it runs where it is marked to run and errors name it."""
+        """The family's reward function itself: a `cpu_bound` mark holds, and errors name the function."""
         return reward_function(self.family, task)
 
     def environment(self, task: Task) -> Any:
-        """What the family plays the task in; None where it is a task of one turn."""
+        """The environment that the family makes for the task; None for a task of one turn."""
         make = getattr(self.family, "environment", None)
         return None if make is None else make(task)
 
 
 def prompt_hash(task: Task) -> str:
-    """16 hexadecimal digits."""
+    """Hash of a task's prompt, 16 hexadecimal digits."""
     return f"{stable_hash(task.prompt):016x}"
 
 
 def write_pass_rates(path: str | Path, rates: Iterable[PassRate]) -> None:
-    """One JSON object a line. Raises ValueError where the file cannot be written."""
+    """Writes one JSON object a line. Raises ValueError when the file cannot be written."""
     text = "".join(json.dumps(asdict(rate)) + "\n" for rate in rates)
     try:
         Path(path).write_text(text)
@@ -128,7 +128,7 @@ def write_pass_rates(path: str | Path, rates: Iterable[PassRate]) -> None:
 
 
 def read_pass_rates(path: str | Path) -> list[PassRate]:
-    """Raises ValueError, with the line, for a file that `write_pass_rates` has not written."""
+    """The pass rates of a file. Raises ValueError, with the line, for a file not written by `write_pass_rates`."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:

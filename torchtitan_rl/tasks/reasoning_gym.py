@@ -32,7 +32,7 @@ class ReasoningGym:
     @dataclass(kw_only=True, slots=True)
     class Config:
         datasets: dict[str, dict[str, Any]] = field(default_factory=lambda: {"chain_sum": {}})
-        """Name of a data set to its settings, such as `{"chain_sum": {"max_terms": 3}, "spell_backward": {}}`."""
+        """Settings of each data set, by name, such as `{"chain_sum": {"max_terms": 3}, "spell_backward": {}}`."""
         num_train: int = 10_000
         """Number of train tasks over all data sets."""
         num_validation: int = 128
@@ -42,11 +42,12 @@ class ReasoningGym:
         seed: int = 0
         """Which tasks exist; each split of each data set derives its own seed from it."""
         answer_tags: bool = True
-        """Ask for the answer between <answer> tags and judge only that; else the whole completion is the answer."""
+        """True: ask for the answer between <answer> tags and judge only the text between them. False: judge the whole
+        completion."""
         num_attempts: int = 1
-        """More than 1 makes it multi-turn: a wrong answer is told so and may be mended."""
+        """Attempts per task; more than 1 makes tasks multi-turn: after a wrong answer the policy may try again."""
         reward: Callable | None = None
-        """Use this function of (task, completions) instead of the family's own."""
+        """A reward function of (task, completions) in place of the family's; None: the family's."""
 
         def build(self) -> ReasoningGym:
             return ReasoningGym(self)
@@ -74,7 +75,7 @@ class ReasoningGym:
         ]
 
     def task(self, split: str, index: int) -> Task:
-        """`answer` holds the data set's name and its entry, which is what its verifier asks for."""
+        """`answer` holds the data set's name and the entry, which the data set's verifier needs."""
         check_index(self, split, index)
         which, position = index % len(self._names), index // len(self._names)
         entry = self._entry(split, which, position)
@@ -97,7 +98,7 @@ class ReasoningGym:
         return [0.0 if answer is None else _score(dataset, answer, entry) for answer in answers_G]
 
     def environment(self, task: Task) -> Attempts | None:
-        """None: it is played in one turn."""
+        """`Attempts` at the task; None with `num_attempts` 1: the task is played in one turn."""
         if self.config.num_attempts == 1:
             return None
         return Attempts(task, self.reward, num_attempts=self.config.num_attempts)
@@ -125,7 +126,7 @@ class ReasoningGym:
         size = max(1, -(-self.num_tasks(split) // len(self._names)))
         try:
             return factory.create_dataset(name, **settings, seed=seed, size=size)
-        except (AssertionError, TypeError, ValueError) as error:  # how its configs say that a value will not do
+        except (AssertionError, TypeError, ValueError) as error:  # how reasoning-gym's configs refuse a value
             message = " ".join(str(error).split())
             raise ValueError(
                 f"reasoning_gym.datasets[{name!r}]={settings}: is refused ({message}); mend the settings"
@@ -159,8 +160,8 @@ def _score(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
     try:
         return float(dataset.score_answer(answer, entry=entry))
     except Exception:
-        # Some verifiers raise at what they cannot parse: a wrong answer. One that raises at the right answer too
-        # is broken, and the line below lets that be known.
+        # A verifier may raise at an answer that it cannot parse: a wrong answer. A broken verifier raises at the right
+        # answer too: the line below then raises.
         dataset.score_answer(entry["answer"], entry=entry)
         return 0.0
 

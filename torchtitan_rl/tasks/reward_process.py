@@ -1,7 +1,7 @@
-"""Processes for rewards that compute: they use other cores, can be ended in the middle, and end with the run.
+"""Processes for reward functions that compute: they use other cores, can be killed at any time, and end with the run.
 
-A regular expression that never comes back holds Python's lock, so a thread that runs it stops everything else and
-cannot be stopped; a process can.
+A process, not a thread: a regular expression that never returns holds Python's lock, so its thread stops every other
+thread and cannot be killed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from torchtitan_rl.tasks.outcomes import Outcome, outcome_in_thread, until
 __all__ = ["Pool", "RewardProcess", "RewardProcessError", "cpu_bound", "outcome_in_process"]
 
 MAX_PROCESSES = 16
-"""At most; fewer where there are fewer cores. They are started as they are needed."""
+"""Largest pool; a machine with fewer cores has one process per core. A process starts when a call needs it."""
 START_S = 120.0
-"""For a process to start and to import what a reward function needs; not part of the function's own deadline."""
+"""Seconds for a process to start and to import a reward function's modules, before the function's deadline begins."""
 
 
 def cpu_bound(function: Callable) -> Callable:
-    """Marks a reward function that computes rather than waits: it runs in a process, which is ended when it is late.
+    """Marks a reward function that computes rather than waits: it runs in a process that is killed at the deadline.
 
-    The function, its task and what it returns are pickled, functions of a config file and lambdas included. It sees
-    no other state of this process, and what it changes is not seen here. Raises ValueError for an async function.
+    The function, its arguments and its result travel as pickles, functions of a config file and lambdas included. The
+    function sees no other state of this process, and this process sees no change that the function makes.
+    Raises ValueError for an async function.
 
     Example::
 
@@ -52,9 +53,9 @@ def cpu_bound(function: Callable) -> Callable:
 
 
 async def outcome_in_process(function: Callable, args: tuple, timeout_s: float) -> Outcome:
-    """What a function gave when it was called in a process of this thread's pool. Raises TimeoutError.
+    """The outcome of `function` in a process of this thread's pool. Raises TimeoutError after `timeout_s` seconds.
 
-    The deadline counts from when a process has the function: a call that waits for a free process is not late yet.
+    The time counts from when a process has loaded the function; waiting for a free process does not count.
     """
     async with _pool.slot():
         process = _pool.take()
@@ -70,20 +71,20 @@ async def outcome_in_process(function: Callable, args: tuple, timeout_s: float) 
             process = None
             return value, error
         finally:
-            if process is not None:  # it hangs, or nobody waits for its answer any more
+            if process is not None:  # the function hangs, or the call was cancelled
                 process.kill()
 
 
 class RewardProcessError(Exception):
-    """What went wrong in or with a process, said so that it goes on from the function's name: "raised KeyError: 3"."""
+    """A failure in or of a process; the message continues the function's name, as in "raised KeyError: 3"."""
 
 
 class RewardProcess:
-    """One process. Its methods block, and raise RewardProcessError: call them from one thread at a time."""
+    """One process. Methods block and raise RewardProcessError; call them from one thread at a time."""
 
     def __init__(self) -> None:
-        # Sees the modules that are seen here. One thread each: there are as many processes as cores. A session of
-        # its own, because a terminal sends Ctrl-C to the whole group and the controller decides what becomes of it.
+        # PYTHONPATH: the process finds the modules of this one. OMP_NUM_THREADS: there is a process per core. A session
+        # of its own: a terminal sends Ctrl-C to a whole group, but only the controller may end this process.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchtitan_rl.tasks.reward_worker", str(os.getpid())],
@@ -99,7 +100,7 @@ class RewardProcess:
         return self.process.poll() is None
 
     def load(self, function: Callable) -> None:
-        """Gives it the function, unless it has it. Covers the start of the process and the function's imports."""
+        """Sends the function unless the process holds it; returns when the process runs and the imports are done."""
         pickled = _pickled(function)
         if pickled != self._loaded:
             self._ask("load", pickled)
@@ -109,7 +110,7 @@ class RewardProcess:
         return self._ask("call", _pickled(args))
 
     def kill(self) -> None:
-        """Ends it and what it has started, whatever they do; who waits for its answer goes on with an error."""
+        """Kills the process and its children; a thread that waits for an answer gets a RewardProcessError."""
         if self.alive:
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -123,13 +124,13 @@ class RewardProcess:
             raise RewardProcessError(f"ended its process ({_ending(self.process.wait())})") from None
         if problem:
             error = RewardProcessError(problem)
-            error.add_note(answer.decode())  # the traceback over there
+            error.add_note(answer.decode())  # the traceback in the process
             raise error
         return pickle.loads(answer)
 
 
 class Pool(threading.local):
-    """The processes of this thread, whose end is theirs too (see reward_worker.py): an event loop uses its own."""
+    """The processes that this thread started, which the kernel kills when the thread ends (see reward_worker.py)."""
 
     def __init__(self) -> None:
         self._idle: list[RewardProcess] = []
@@ -137,7 +138,7 @@ class Pool(threading.local):
         self._slots: asyncio.Semaphore
 
     def slot(self) -> asyncio.Semaphore:
-        """To be held while a process is taken: who finds all of them busy waits for its turn."""
+        """The semaphore to hold while using a process; limits processes to the number of cores and MAX_PROCESSES."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._slots = loop, asyncio.Semaphore(min(MAX_PROCESSES, platform.num_cores()))
@@ -161,7 +162,7 @@ _pool = Pool()
 def _pickled(value: Any) -> bytes:
     try:
         return cloudpickle.dumps(value)
-    except Exception as error:  # whatever a __reduce__ or __getstate__ raises
+    except Exception as error:  # a __reduce__ or __getstate__ may raise anything
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise RewardProcessError(f"cannot be sent to a process ({message})") from error
 

@@ -1,7 +1,7 @@
 """The other end of `reward_process.RewardProcess`: `python -m torchtitan_rl.tasks.reward_worker PARENT_PID`.
 
-Reads `("load", function)` and `("call", arguments)`, each pickled within, from standard input, and answers each with
-`("", value)` or `(what went wrong, traceback)`. Ends when its parent does.
+Reads pickles of `("load", pickled function)` and `("call", pickled arguments)` from standard input. Answers each with a
+pickle of `("", pickled value)` or `(error message, traceback)`. Ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from functools import partial
 
 import cloudpickle
 
-import torchtitan_rl.types  # noqa: F401  Tasks are of it, and its imports take seconds: not when one is waited for
+import torchtitan_rl.types  # noqa: F401  for pickled Tasks; imported before a call, because it takes seconds
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(parent: int) -> None:
     _end_with_parent(parent)
-    # What a reward function prints must not be taken for an answer, and what it reads is none of its business.
+    # A reward function must neither print into the answers nor read the requests: give it other descriptors.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -46,10 +46,10 @@ def main(parent: int) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Killed by the kernel when the thread that started this process ends, in the middle of anything."""
+    """Has the kernel kill this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
+    if os.getppid() != parent:  # the parent ended before prctl
         sys.exit()
 
 
@@ -59,7 +59,7 @@ def _called(function: Callable, pickled: bytes) -> bytes:
 
 
 def _attempt(action: Callable, prefix: str) -> tuple:
-    """("", what it gave), or what it raised in one line, and the traceback."""
+    """("", the action's result), or (prefix and exception in one line, traceback)."""
     try:
         return "", action()
     except BaseException as error:  # SystemExit too: the process is wanted for other tasks

@@ -1,7 +1,7 @@
 """Environments written for the `verifiers` package (0.1.x), played with this library's own sampling.
 
-https://github.com/PrimeIntellect-ai/verifiers. Its data set, its turns and its rubric are used; its clients are not, so
-that tokens stay as they were sampled. docs/environments.md says what does not fit.
+https://github.com/PrimeIntellect-ai/verifiers. The environment gives the data set, the turns and the rubric; the
+package's clients are not used, so that tokens stay as sampled. docs/environments.md lists environments that do not fit.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ __all__ = ["Verifiers", "VerifiersEnv"]
 class Verifiers:
     """The tasks of one verifiers environment: a `MultiTurnEnv` (or `SingleTurnEnv`) of chat messages, without tools.
 
-    Its data set is cut into three parts. Raises ValueError for other kinds of environments and for a data set that is
-    too small, RuntimeError when verifiers is not installed.
+    The environment's data set is cut into train, validation and test. Raises ValueError for other kinds of environments
+    and for a data set that is too small, RuntimeError when verifiers is not installed.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
         load: Callable[[], Any]
-        """Gives the environment, such as `functools.partial(verifiers.load_environment, "wordle")`."""
+        """Returns the environment, such as `functools.partial(verifiers.load_environment, "wordle")`."""
         num_validation: int = 64
         """Rows of the data set kept for validation."""
         num_test: int = 128
         """Rows of the data set kept for the test."""
         seed: int = 0
-        """Which rows are kept."""
+        """Seed that chooses the rows for validation and test."""
 
         def build(self) -> Verifiers:
             return Verifiers(self)
@@ -92,7 +92,8 @@ class Verifiers:
 
 
 class VerifiersEnv(Env):
-    """One rollout of a verifiers environment. Its rubric judges it at its end; at a limit of ours it stays at 0."""
+    """One rollout of a verifiers environment. The rubric judges a rollout that the environment ends; a rollout that a
+    limit of `sampling` ends has reward 0."""
 
     def __init__(self, played: Any, task: Task) -> None:
         self.of, self.task = played, task
@@ -122,7 +123,7 @@ class VerifiersEnv(Env):
         if await self.of.is_completed(self.state):
             return await self._judged()
         grown = list(await self.of.get_prompt_messages(self.state))
-        if await self.of.is_completed(self.state):  # its answer may have been the last word
+        if await self.of.is_completed(self.state):  # the environment's answer may end the rollout
             return await self._judged()
         before = [*self.messages, said]
         if grown[: len(before)] != before:

@@ -1,5 +1,5 @@
-"""What can be known to be wrong with a run's algorithm: unknown names, contradictions, terms without effect, functions
-that do not do what their place asks for."""
+"""Checks of a run's algorithm before a process starts: unknown names, contradictions, terms without effect, functions
+that break the contract of their field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["check_algorithm"]
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Raises ValueError for the first thing that is wrong with `config.algorithm` or a schedule; changes nothing."""
+    """Raises ValueError for the first mistake in `config.algorithm` or a schedule; changes nothing."""
     algorithm, roles = config.algorithm, config.roles
     _check_schedule("algorithm.schedule", algorithm.schedule)
     _check_schedule("supervised.schedule", config.supervised.schedule)
@@ -50,7 +50,7 @@ def check_algorithm(config: RunConfig) -> None:
 
 @contextmanager
 def _no_breakpoints():
-    """A `breakpoint()` in a user's function is meant for the run, not for made-up numbers before it."""
+    """Disables `breakpoint()` in a user's function: it is meant for the run, not for the made-up numbers of a check."""
     hook = sys.breakpointhook
     sys.breakpointhook = lambda *args, **keywords: None
     try:
@@ -60,7 +60,7 @@ def _no_breakpoints():
 
 
 def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
-    """Coefficients, and terms that would be configured and do nothing."""
+    """Checks coefficients, and refuses terms that are configured but without effect."""
     for name in ("kl_coef", "entropy_coef"):
         if not 0 <= getattr(algorithm, name) < math.inf:
             raise ValueError(
@@ -191,7 +191,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
 
 
 def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
-    """The loss inputs that a run's data will have."""
+    """The names of the loss inputs that the run's data will have."""
     columns = {"weights", "loss_mask", "advantages", "sampling_logprobs"}
     if algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch:
         columns.add("old_logprobs")
@@ -205,7 +205,7 @@ def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
 
 
 def _check_arguments(name: str, function: Callable, given: dict[str, float]) -> None:
-    """Arguments in `algorithm.NAME_config` that the function does not take."""
+    """Raises ValueError for an argument in `algorithm.NAME_config` that the function does not take."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with filters, grouping and precomputed advantages before a run."""
+"""Checks of filters, grouping and precomputed advantages before a process starts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["check_batches"]
 
 
 def check_batches(config: RunConfig) -> None:
-    """Raises ValueError for the first thing that is wrong; changes nothing."""
+    """Raises ValueError for the first mistake in filters, grouping or precomputed advantages; changes nothing."""
     _check_filters(config)
     _check_grouping(config.algorithm)
 
 
 def _check_filters(config: RunConfig) -> None:
-    """A filter that nothing can pass, and a setting that no filter reads."""
+    """Refuses a filter that no group can pass, and a setting that no filter reads."""
     algorithm, filters, where = config.algorithm, config.algorithm.filters, "algorithm.filters"
     if filters.max_stalled_rounds < 1:
         raise ValueError(f"{where}.max_stalled_rounds={filters.max_stalled_rounds}: must be at least 1")

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with distillation before a run."""
+"""Checks of distillation before a process starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_distill"]
 
 
 def check_distill(algorithm: AlgorithmConfig, roles: RolesConfig, *, vocab_size: int) -> None:
-    """Raises ValueError for the first thing that is wrong; changes nothing."""
+    """Raises ValueError for the first mistake in distillation's settings; changes nothing."""
     if algorithm.distill is not None:
         _check_teacher_role(algorithm, algorithm.distill, roles, vocab_size)
     _check_own_teacher(algorithm, roles, vocab_size)
@@ -133,7 +133,7 @@ def _check_own_teacher(algorithm: AlgorithmConfig, roles: RolesConfig, vocab_siz
         raise ValueError(f"{alone} algorithm.filters.zero_variance=True leaves nothing out; use False")
     _check_penalty(algorithm, alone)
     for teacher in algorithm.own_teachers:
-        dataclasses.replace(teacher)  # overrides set fields one by one; its own checks look at all of them
+        dataclasses.replace(teacher)  # runs __post_init__: an override sets one field without its checks
         if teacher.top_k > vocab_size:
             raise ValueError(
                 f"top_k={teacher.top_k}: of self-distillation, exceeds the vocabulary's {vocab_size} tokens"

@@ -1,4 +1,4 @@
-"""Calls a run's functions on a handful of made-up numbers, so that a wrong one is refused before a process starts."""
+"""Calls a run's functions on a few made-up numbers, to refuse a wrong function before a process starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtitan_rl.types import LossInputs, Rollout, RolloutGroup, Task
 __all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads_advantages"]
 
 _LENGTHS = [3, 2]
-_OUTPUTS = {  # of the model; five tokens of two datums, the first of which is not trained
+_OUTPUTS = {  # the model's, for five tokens of two datums; the first token does not train
     "policy_logprobs": [-1.0, -0.52, -2.05, -0.98, -1.5],
     "entropy": [0.5, 1.25, 0.75, 1.0, 0.25],
     "predicted_values": [0.1, 0.4, -0.3, 0.6, 0.2],
@@ -39,9 +39,9 @@ def probe_loss(
     where: str, loss_fn: Callable, loss_config: dict[str, float], *, outputs: Sequence[str], columns: set[str]
 ) -> None:
     """Refuses a loss that fails, has no gradient by any of the model's `outputs`, trains masked tokens, or is not a
-    token sum with `weights`. `columns`: the loss inputs that this run's data will have.
+    token sum with `weights`. `columns` names the loss inputs that the run's data will have.
 
-    Raises ValueError that begins with `where`, the config's field and the function's name, and says what the loss did.
+    Raises ValueError; the message begins with `where`, the config's field and the function's name.
     """
     once, gradients = _call(where, loss_fn, loss_config, _inputs(columns, outputs), outputs)
     for grad_T in gradients:
@@ -70,7 +70,7 @@ def probe_loss(
 
 
 def reads_advantages(loss_fn: Callable, columns: set[str], outputs: Sequence[str]) -> bool:
-    """Whether a policy's loss (its config filled in) changes when the advantages do."""
+    """Whether a policy's loss, with its `loss_config` bound, depends on the advantages."""
     inputs = _inputs(columns, outputs)
     before = loss_fn(inputs)[0]
     inputs.tensors["advantages"] = inputs.tensors["advantages"] * 3.0
@@ -94,8 +94,8 @@ def probe_correction(
 
 
 def probe_advantages(config: AlgorithmConfig) -> None:
-    """Refuses an estimator that fails, or gives anything but one finite number per rollout: on rewards that are all
-    right, all wrong, mixed and graded."""
+    """Refuses an estimator that fails, or gives anything but one finite number per rollout. Tried on groups with all
+    rewards 1, all 0, mixed and graded."""
     size, task = config.group_size, Task(id="probe", prompt="")
     graded = [i / size for i in range(size)]
     rewards = [[1.0] * size, [0.0] * size, [float(i % 2) for i in range(size)], graded]
@@ -114,7 +114,8 @@ def probe_advantages(config: AlgorithmConfig) -> None:
 
 
 def probe_reduction(where: str, reduction: Callable) -> None:
-    """Refuses a reduction that fails, gives another shape than the masks', weighs masked tokens, or is not finite."""
+    """Refuses a reduction that fails, or whose weights have another shape than the masks, are not finite, or are not 0
+    at masked tokens."""
     masks = [torch.tensor([0.0, 1.0, 1.0]), torch.tensor([1.0]), torch.tensor([0.0, 0.0])]
     weights = _tried(where, partial(reduction, masks, [0, 0, 1]), {})
     if not isinstance(weights, list) or [getattr(w, "shape", None) for w in weights] != [mask.shape for mask in masks]:
@@ -143,7 +144,7 @@ def _inputs(columns: set[str], outputs: Sequence[str], *, copies: int = 1, weigh
 def _call(
     where: str, loss_fn: Callable, loss_config: dict[str, float], inputs: LossInputs, outputs: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, its gradients by the model's outputs, one row each)."""
+    """(loss, gradients by the model's outputs, one row per output)."""
     answer = _tried(where, partial(loss_fn, inputs), loss_config)
     if not _is_pair(answer) or answer[0].dim() != 0:
         raise ValueError(
@@ -166,7 +167,7 @@ def _call(
 def _tried(where: str, function: Callable, keywords: dict[str, float]):
     try:
         return function(**keywords)
-    except ValueError as error:  # of ours they begin with the argument at fault
+    except ValueError as error:  # this package's ValueErrors begin with the argument at fault
         text = str(error)
         if text.partition("=")[0] in keywords:
             raise ValueError(f"{where.partition('=')[0].replace('_fn', '_config')}.{text}") from error

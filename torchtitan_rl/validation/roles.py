@@ -1,4 +1,4 @@
-"""What is wrong with the roles beside the policy: critic, reference, teacher."""
+"""Checks of the roles beside the policy: critic, reference, teacher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_roles"]
 
 
 def check_roles(roles: RolesConfig, shape: Qwen3Shape, dtype: str) -> None:
-    """Roles against the policy, whose model has `shape` and whose weights are in `dtype`. Raises ValueError."""
+    """Raises ValueError for a role that does not fit the policy, whose model has `shape` and weights `dtype`."""
     for name, role in roles.configured().items():
         if role.trainer.lora is not None:
             raise ValueError(
@@ -29,7 +29,7 @@ def check_roles(roles: RolesConfig, shape: Qwen3Shape, dtype: str) -> None:
             f"it takes over after a warm start, is {dtype!r}; use the same"
         )
     reference, every = roles.reference, roles.refresh_reference_every
-    if reference is not None and (every or reference.model is None):  # it takes over the policy's weights
+    if reference is not None and (every or reference.model is None):  # the policy's weights are copied to it
         if reference.model is not None and resolve_shape(reference.model) != shape:
             raise ValueError(
                 f"roles.refresh_reference_every={every}: the reference has another shape than the policy, whose "

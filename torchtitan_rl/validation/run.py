@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a config before a process starts, said with the field, its value and the mend."""
+"""Checks of a whole config before a process starts; every message names the field, its value and what to do."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = ["validate", "check_local", "missing_weights"]
 
 
 def validate(config: RunConfig) -> None:
-    """Everything that can be known before a process starts. Raises ValueError; changes nothing."""
+    """Raises ValueError for the first mistake that shows before a process starts; changes nothing."""
     for part in (config.task, config.supervised.task, config.trainer.lora):
         if dataclasses.is_dataclass(part):
-            # Overrides set fields one by one; the part's own checks look at all of them.
+            # Runs __post_init__: an override sets one field without the checks of its section.
             dataclasses.replace(part)  # type: ignore[type-var]
     shape = resolve_shape(config.model)
     _check_tokenizer(config.model, shape)
@@ -68,7 +68,7 @@ def validate(config: RunConfig) -> None:
 
 
 def check_local(config: RunConfig, *, generators_only: bool = False) -> None:
-    """What one process on one device can run. Raises ValueError, with the numbers, for any other layout."""
+    """Raises ValueError for a layout that needs more than one process or device; the message has the numbers."""
     for role, (trainer, _) in ({} if generators_only else config.trainers()).items():
         if trainer.num_ranks != 1:
             where, parallel = "trainer" if role == "policy" else f"roles.{role}.trainer", trainer.parallelism
@@ -85,7 +85,7 @@ def check_local(config: RunConfig, *, generators_only: bool = False) -> None:
 
 
 def missing_weights(config: RunConfig) -> str:
-    """Why a run cannot start although its config is valid; empty when it can."""
+    """Why a run with a valid config cannot start: a model's files of weights are missing; empty when it can."""
     reasons = (
         files.missing_weights(model, "model" if role == "policy" else f"roles.{role}.model")
         for role, (_, model) in config.trainers().items()
@@ -103,7 +103,7 @@ def _check_tokenizer(model: ModelConfig, shape: Qwen3Shape) -> None:
 
 
 def _check_generator_of_experts(config: RunConfig, shape: Qwen3Shape) -> None:
-    """What a mixture of experts needs of the generators, and of adapters."""
+    """Raises ValueError for generators or adapters that do not work with a mixture of experts."""
     if config.generator.model_impl == "vllm":
         raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
     check_experts_kernel("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree, shape)
@@ -144,7 +144,7 @@ def _check_rollouts(config: RunConfig) -> None:
 
 
 def _check_numbers(config: RunConfig) -> None:
-    """Counts and sizes of the whole run, in which 0 or less makes no sense, and numbers that may be 0."""
+    """Raises ValueError for counts and sizes that must be positive, and for numbers that must not be negative."""
     for where, value in (
         ("algorithm.group_size", config.algorithm.group_size),
         ("algorithm.tasks_per_step", config.algorithm.tasks_per_step),
@@ -169,7 +169,7 @@ def _check_numbers(config: RunConfig) -> None:
 
 
 def _check_own_teacher(config: RunConfig, longest: int) -> None:
-    """What an earlier version of the policy needs to score as its own teacher."""
+    """Raises ValueError for settings under which a snapshot cannot score in self-distillation."""
     every, num_steps = config.algorithm.refresh_teacher_every, config.controller.num_steps
     if every > num_steps:
         raise ValueError(

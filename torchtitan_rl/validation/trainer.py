@@ -1,4 +1,4 @@
-"""What the layout of a mesh needs of the model on it: degrees, sequence lengths, experts."""
+"""Checks of a trainer mesh's layout against its model: degrees, sequence lengths, experts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["check_trainer", "check_degree", "check_context", "check_experts_kern
 
 
 def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longest: int) -> None:
-    """The layout of one trainer mesh against its model and the longest sequence of the run."""
+    """Raises ValueError for a layout that does not fit the model or `longest`, the run's longest sequence in tokens."""
     check_converters(trainer.converters, f"{where}.converters")
     if not 0 <= trainer.optimizer.lr < float("inf"):
         raise ValueError(f"{where}.optimizer.lr={trainer.optimizer.lr}: must not be negative; use 0 or more")
     parallel, shape = trainer.parallelism, resolve_shape(model)
     check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
     tp = parallel.tensor_parallel_degree
-    rows = -(-shape.vocab_size // tp)  # of the head, per rank; the last takes the rest
+    rows = -(-shape.vocab_size // tp)  # rows of the head per rank; the last rank has the rest
     if rows * (tp - 1) >= shape.vocab_size:
         raise ValueError(
             f"{where}.parallelism.tensor_parallel_degree={tp}: vocab_size={shape.vocab_size} in parts of {rows} "
@@ -68,7 +68,8 @@ def check_context(where: str, limit: int, shape, longest: int) -> None:
 
 
 def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape: Qwen3Shape) -> None:
-    """What a mixture of experts needs of the layout, of its own sizes and of this machine's kernels."""
+    """Raises ValueError for a mixture of experts that does not fit the layout, its own sizes or this machine's
+    kernels."""
     parallel, experts = trainer.parallelism, shape.experts
     degree, field = parallel.expert_parallel_degree, f"{where}.parallelism.expert_parallel_degree"
     check_positive(field, degree)
@@ -87,7 +88,7 @@ def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape
             f"{field}={degree}: must divide the model's num_experts={experts.num_experts} and "
             f"data_parallel_shard_degree x tensor_parallel_degree = {ranks}, whose ranks it uses; use one of {fits}"
         )
-    if has_weights(model):  # torchtitan's adapter gives each rank its experts of the checkpoint, by equal parts
+    if has_weights(model):  # torchtitan's adapter gives each rank an equal part of the checkpoint's experts
         replicas, dp = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
         shards = ranks if degree > 1 else dp
         if replicas > 1:

@@ -1,7 +1,8 @@
-"""Conversations as tokens. What the policy sampled is never tokenised again: later prompts grow at the end only.
+"""Conversations as tokens. Sampled tokens are never tokenised again: a prompt is the last prompt with tokens appended.
 
-A chat template turns a whole list of messages into text. What a rollout needs is smaller: the tokens between the end of
-one completion and the beginning of the next. They are cut out of a rendering in which the completion is a mark.
+A chat template renders a whole list of messages as text. A rollout needs only the tokens between the end of one
+completion and the beginning of the next. `Chat.between` cuts these tokens out of a rendering in which a mark stands for
+the completion.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Chat:
 
     Example, with the template of the character tokenizer: `prompt([user])` is `<user>:hi\\n<assistant>:`, and
     `between([user], [tool])` is `<eos>\\n<tool>:7\\n<assistant>:`.
-    Raises ValueError when the tokenizer has no template, or the template refuses messages or leaves some out.
+    Raises ValueError when the tokenizer has no template, or when the template refuses messages or omits some.
     """
 
     def __init__(self, tokenizer, tools: list[dict] | None = None) -> None:
@@ -33,12 +34,12 @@ class Chat:
         self.tokenizer, self.tools = tokenizer, tools
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """Tokens of messages up to where the assistant's next one begins."""
+        """Tokens of `messages` up to the beginning of the assistant's next message."""
         return self._encode(self._text(messages, more=True))
 
     def between(self, history: list[Message], following: list[Message], *, more: bool = True) -> list[int]:
-        """Tokens after the text of the assistant's message that follows `history`: the end of its turn, the `following`
-        messages and, with `more`, the beginning of the assistant's next one."""
+        """Tokens after the text of the assistant's message that follows `history`: the end of the turn, the `following`
+        messages and, with `more`, the beginning of the assistant's next message."""
         text = self._text([*history, {"role": "assistant", "content": _MARK}, *following], more)
         if text.count(_MARK) != 1:
             raise ValueError(
@@ -49,16 +50,16 @@ class Chat:
 
     def end_of_turn(self, messages: list[Message]) -> int | None:
         """The special token that ends an assistant's turn after `messages`; None where the template has none."""
-        # With more to come: some templates leave the last turn open.
+        # Rendered with more to come, because some templates leave the last turn open.
         return self._first_special(self.between(messages, []))
 
     def extend(
         self, tokens: list[int], completion: Completion, history: list[Message], following: list[Message]
     ) -> list[int]:
-        """The next prompt: `tokens`, what was sampled after them, and what comes `between`.
+        """The next prompt: `tokens`, the completion's tokens, and the tokens of `between`.
 
-        A completion that sampled the end of its turn is not given another; one that was cut off (a stop string, the
-        token limit) is given the template's.
+        A completion that a stop string or the token limit cut off gets the template's end of turn; a completion that
+        sampled the end of turn keeps its own.
         """
         between = self.between(history, following)
         if completion.tokens[-1:] == [self._first_special(between)]:
@@ -66,10 +67,10 @@ class Chat:
         return [*tokens, *completion.tokens, *between]
 
     def render(self, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """Tokens of a whole conversation, and for each whether it is the policy's: the text of the assistant's messages
-        and the ends of its turns. For conversations to imitate: a rollout that says the same has the same tokens.
+        """(tokens of a whole conversation, mask: True for the assistant's text and its ends of turns).
 
-        Templates that rewrite earlier turns (leaving out old reasoning, say) render finished conversations otherwise.
+        For demonstrations: a rollout with the same messages has the same tokens. A template that rewrites earlier
+        turns, for example by leaving out old reasoning, renders a finished conversation to other tokens.
         Raises ValueError when there is no assistant message.
         """
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -82,7 +83,7 @@ class Chat:
             between = self.between(messages[:i], messages[i + 1 : following], more=following is not None)
             ends = self._first_special(between) is not None
             if not ends and i == spoken[-1] and (end := self.end_of_turn(messages[:i])) is not None:
-                between, ends = [end, *between], True  # the policy must learn to end a turn the template leaves open
+                between, ends = [end, *between], True  # an open turn: the policy must learn its end
             tokens += said + between
             mask += [True] * len(said) + [ends and j == 0 for j in range(len(between))]
         return tokens, mask
@@ -98,7 +99,7 @@ class Chat:
             return self.tokenizer.apply_chat_template(
                 messages, tools=self.tools, tokenize=False, add_generation_prompt=more
             )
-        except Exception as error:  # whatever a template raises, it is about the messages
+        except Exception as error:  # a template may raise anything, always about the messages
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ValueError(
                 f"tokenizer.chat_template: refuses messages of the roles {roles} "
@@ -107,14 +108,14 @@ class Chat:
 
 
 class Dialogue:
-    """The prompts of one rollout, each the previous one, its completion and an observation, in whatever kind the first
-    observation was: text, messages or tokens. Raises ValueError when a later one is of another kind."""
+    """The prompts of one rollout: each is the previous prompt, its completion and an observation. The first observation
+    sets the kind: text, messages or tokens. Raises ValueError for an observation of another kind."""
 
     def __init__(self, tokenizer, first: Observation, tools: list[dict] | None = None) -> None:
         # Where a type is ignored below, `kind` has told text, messages and tokens apart.
         self.tokenizer, self.kind = tokenizer, _kind(first)
         self.stop_token_ids: list[int] = []
-        """What ends a completion besides the tokenizer's end-of-sequence token: the end of an assistant's turn."""
+        """The end of an assistant's turn, where the template's differs from the tokenizer's end-of-sequence token."""
         if self.kind == "messages":
             self.messages: list[Any] = list(first)
             self.chat = Chat(tokenizer, tools)
@@ -125,7 +126,7 @@ class Dialogue:
             self.tokens = self._plain(first)  # type: ignore[arg-type]
 
     def extend(self, completion: Completion, observation: Observation) -> None:
-        """`tokens` becomes the next prompt."""
+        """Makes `tokens` the next prompt: appends a completion and the environment's observation."""
         if (kind := _kind(observation)) != self.kind:
             raise ValueError(
                 f"observation={repr(observation)[:80]}: is {kind} where the first was {self.kind}; keep to one kind"

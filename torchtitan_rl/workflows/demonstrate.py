@@ -14,11 +14,12 @@ __all__ = ["demonstrate"]
 
 
 async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tuple[list[int], list[int]]]:
-    """What a policy that says `task.demonstration` would have read and said.
+    """(prompt tokens, completion tokens) of each turn of a policy that says `task.demonstration`.
 
-    A list of texts is played through `workflow`, so the tokens are those of a rollout. A completion ends with the
-    end-of-sequence token (or the template's end of a turn), unless it ends with a stop string.
-    Raises ValueError without a demonstration, or when the environment ends before it or goes on after it.
+    A list of texts is played through `workflow`, so a demonstration has the tokens of a rollout. A completion ends with
+    the end-of-sequence token (or the template's end of a turn), unless a stop string ends it.
+    Raises ValueError for a task without a demonstration, and when the environment ends before the demonstration does or
+    goes on after it.
     """
     if task.demonstration is None:
         raise ValueError(f"task={task.id!r}: has no demonstration; set supervised.num_steps=0 or give the task one")
@@ -42,7 +43,7 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
 
 
 class _Script:
-    """A sampler that says what the demonstration says."""
+    """A sampler whose completions are the texts of a demonstration, in order."""
 
     def __init__(self, task: Task, tokenizer) -> None:
         self.task, self.tokenizer, self.said = task, tokenizer, 0

@@ -1,4 +1,4 @@
-"""One play of an environment, guarded: used once, in order, within its deadline, with answers that make sense."""
+"""One play of an environment, with checks: one use, calls in order, answers in time and of the right type."""
 
 from __future__ import annotations
 
@@ -93,9 +93,10 @@ class Episode:
 
 
 async def _in_thread(function: Callable, *args: Any) -> Any:
-    """Runs it in a daemon thread: one that never returns blocks neither the event loop nor the end of the process."""
+    """Runs `function` in a daemon thread, which blocks neither the event loop nor the process's end if it never
+    returns."""
     outcome: Future = Future()
-    outcome.set_running_or_notify_cancel()  # from here on a cancellation leaves it alone, and set_result is legal
+    outcome.set_running_or_notify_cancel()  # no cancellation from here on: set_result is always legal
 
     def call() -> None:
         try:

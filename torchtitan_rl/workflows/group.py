@@ -16,12 +16,12 @@ from torchtitan_rl.workflows.single_turn import single_turn
 __all__ = ["run_group", "rollouts_of", "workflow_of"]
 
 
-_RETRY = 0  # an attempt that fails ends the run: nothing is attempted again
+_RETRY = 0  # always: a failed attempt ends the run
 
 
 def workflow_of(family: TaskFamily, limits: Limits) -> Callable:
-    """How a family's tasks are played: in the environment that its `environment(task)` makes, or where it has no such
-    method, or that gives None, in one turn."""
+    """The workflow for a family's tasks: `multi_turn` in the environment that `family.environment(task)` returns, or
+    `single_turn` where the family has no such method or the method returns None."""
     environment = getattr(family, "environment", None)
 
     async def attempt(task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
@@ -45,12 +45,12 @@ async def run_group(
     reward_timeout_s: float,
     first_only: bool = False,
 ) -> RolloutGroup:
-    """The rollouts of `n` attempts at one task with their rewards. `reward` is a family or a function, see
-    `tasks.family.judge`; it judges those that neither the workflow nor an environment has rewarded.
+    """The rollouts of `n` attempts at one task, with rewards. `reward` is a family or a function, see
+    `tasks.judging.judge`; it judges the rollouts that neither the workflow nor an environment has rewarded.
 
-    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. Where an attempt is
-    several rollouts, `first_only` leaves the others out, as evaluations do. Raises RuntimeError for what `rollouts_of`
-    refuses, and when two rollouts have one id.
+    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. With `first_only`, as
+    in evaluations, only the first rollout of an attempt counts. Raises RuntimeError for what `rollouts_of` refuses, and
+    when two rollouts have one id.
     """
     attempts = await asyncio.gather(
         *(
@@ -80,7 +80,7 @@ async def run_group(
 
 
 def rollouts_of(attempt: Rollout | list[Rollout], task: Task) -> list[Rollout]:
-    """What a workflow has returned as a list. Raises RuntimeError when it is no rollout, nor several."""
+    """A workflow's result as a list of rollouts. Raises RuntimeError for an empty list and for other types."""
     rollouts = attempt if isinstance(attempt, list) else [attempt]
     if not rollouts or not all(isinstance(rollout, Rollout) for rollout in rollouts):
         what = type(next((r for r in rollouts if not isinstance(r, Rollout)), rollouts)).__name__

@@ -18,23 +18,24 @@ __all__ = ["Limits", "multi_turn"]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Limits:
-    """How long one rollout may last. Reaching a limit ends it with the reward it has so far, and no error."""
+    """How long one rollout may last. A rollout that reaches a limit ends without error and keeps its reward so far."""
 
     max_turns: int
-    """Completions."""
+    """Most completions."""
     max_tokens: int
-    """First prompt, completions and observations together."""
+    """Most tokens of first prompt, completions and observations together."""
     timeout_s: float
-    """From its first request on. What is being sampled when it passes is dropped: such runs are not reproducible."""
+    """Seconds for the whole rollout. At the deadline the completion in progress is dropped, so runs in which a rollout
+    reaches the deadline are not reproducible."""
     step_timeout_s: float
-    """For one answer of the environment; passing it is an error."""
+    """Seconds for one answer of the environment; a later answer is an error."""
 
 
 async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, env: Env, limits: Limits) -> Rollout:
-    """Plays `env` once. Rewards are the environment's: one per turn, and their sum.
+    """Plays `env` once. The environment rewards each turn; the rollout's reward is the sum.
 
-    `end_reason` says what ended it: `"done"` (the environment), `"turns"`, `"tokens"` or `"time"`. Turn i samples from
-    the stream (seed, i). Raises RuntimeError for what `Episode` refuses.
+    `end_reason` is `"done"` if the environment ended the rollout, or the limit that did: `"turns"`, `"tokens"` or
+    `"time"`. Turn i samples from the stream (seed, i). Raises RuntimeError for what `Episode` refuses.
     """
     rollout = Rollout(id=rollout_id, task=task, turns=[])
     episode = Episode(env, task, limits.step_timeout_s)
@@ -42,7 +43,7 @@ async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, 
         async with asyncio.timeout(limits.timeout_s) as scope:
             rollout.end_reason = await _play(rollout, episode, policy, seed, limits)
     except TimeoutError:
-        if not scope.expired():  # somebody else's
+        if not scope.expired():  # not this deadline
             raise
         rollout.end_reason = "time"
     finally:

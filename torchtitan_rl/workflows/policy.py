@@ -18,7 +18,8 @@ Prompt = str | list[dict[str, str]] | list[int]
 
 
 class Sampler(Protocol):
-    """Anything that completes tokens, such as `dispatch.SamplingClient`. Only self-distillation has tokens scored."""
+    """Completes and scores tokens, such as `dispatch.SamplingClient`. Only self-distillation calls `score`,
+    `score_top`."""
 
     async def sample(
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
@@ -44,21 +45,20 @@ class Policy:
     stop_token_ids: list[int] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     policy_version: int | None = None
-    """None samples from the newest version."""
+    """The version that samples; None: the newest."""
     for_training: bool = False
-    """Whether what is sampled will train; in evaluations and demonstrations it does not, and `self_distill` does
-    nothing."""
+    """Whether the rollouts will train. False in evaluations and demonstrations, where `self_distill` does nothing."""
     teacher_version: int | None = None
-    """The version that scores what was sampled for training; None: no workflow has asked for one."""
+    """The version of the snapshot that scores rollouts for self-distillation; None: no workflow asked for one."""
 
     def prompt_tokens(self, task: Task) -> list[int]:
-        """The task's prompt as tokens, through the chat template if it is messages. Raises ValueError when too long."""
+        """The task's prompt as tokens, see `encode`. Raises ValueError when longer than `max_prompt_tokens`."""
         tokens = self.encode(task.prompt)
         self.check_prompt(task, tokens)
         return tokens
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt as tokens, through the chat template if it is messages."""
+        """A prompt as tokens; messages go through the chat template."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=False)
         if prompt and isinstance(prompt[0], dict):
@@ -66,7 +66,7 @@ class Policy:
         return list(prompt)  # type: ignore[arg-type]  # neither text nor messages: tokens
 
     def check_prompt(self, task: Task, tokens: list[int]) -> None:
-        """Raises ValueError when a first prompt is too long."""
+        """Raises ValueError when a first prompt is longer than `max_prompt_tokens`."""
         if len(tokens) > self.max_prompt_tokens:
             raise ValueError(
                 f"task={task.id!r}: its prompt has {len(tokens)} tokens, sampling.max_prompt_tokens="
@@ -84,7 +84,7 @@ class Policy:
     ) -> Completion:
         """One completion of a prompt; the same seed and version give the same tokens (on a GPU: in the same batch).
 
-        `max_tokens` takes the place of the policy's own, stops are added to its own.
+        `max_tokens` replaces the policy's limit; `stop` and `stop_token_ids` are added to the policy's.
         """
         params = SamplingParams(
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,

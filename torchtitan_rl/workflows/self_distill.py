@@ -1,9 +1,9 @@
-"""The policy as its own teacher: what it sampled, scored again under a prompt that knows more.
+"""Self-distillation: a snapshot of the policy scores the sampled tokens again, under a prompt that says more.
 
-`self_distill` decorates a workflow and needs no reward; `distill_group` is an `algorithm.after_rewards`, for prompts
-made of what judging has shown: feedback, or a sibling that succeeded. Which version of the policy teaches is the
-controller's to say (`algorithm.refresh_teacher_every`); `Policy.teacher_version` has its number. In evaluations
-(`Policy.for_training=False`) nothing happens.
+`self_distill` decorates a workflow and needs no reward. `distill_group` is an `algorithm.after_rewards`, for prompts
+made from judged rollouts: from feedback, or from a sibling that succeeded. The controller chooses the version of the
+snapshot (`algorithm.refresh_teacher_every`, `Policy.teacher_version`). Docstrings here call the snapshot under its
+prompt the teacher. In evaluations (`Policy.for_training=False`) neither function does anything.
 
 On-policy self-distillation: Zhao et al., "Self-Distilled Reasoner", arXiv:2601.18734. With feedback or siblings:
 Hübotter et al., "Reinforcement Learning via Self-Distillation", arXiv:2601.20802.
@@ -30,7 +30,7 @@ __all__ = ["self_distill", "postprocess_opsd", "distill_group", "SelfDistill", "
 
 @dataclass(kw_only=True)
 class SelfDistill:
-    """A workflow that plays another one and gives its turns advantages; made by `self_distill`."""
+    """A workflow that plays another workflow, then gives its turns advantages; made by `self_distill`."""
 
     asks_teacher: ClassVar[bool] = True
 
@@ -45,12 +45,12 @@ class SelfDistill:
 
     async def __call__(self, task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout | list[Rollout]:
         if policy.for_training:
-            _teacher_version(policy)  # without one nobody would call `after_rewards` either
+            _teacher_version(policy)  # raises early: without a version nobody calls `after_rewards`
         return await self.workflow(task, policy, rollout_id=rollout_id, seed=seed)
 
     async def after_rewards(self, group: RolloutGroup, policy: Policy) -> None:
-        """Asks the teacher about the rollouts of a task. All rollouts of a batch have been played by then: the
-        generators change to the teacher's weights and back once."""
+        """Has the teacher score the rollouts of a task. The controller calls this after every rollout of the batch is
+        played, so the generators change to the teacher's weights and back once."""
         if policy.for_training:
             await asyncio.gather(
                 *(_learn(rollout, self.prompt(rollout), policy, self) for rollout in group.rollouts if rollout.turns)
@@ -67,20 +67,20 @@ def self_distill(
 ) -> SelfDistill | Callable[[Callable], SelfDistill]:
     """The workflow, with advantages for each sampled token: -coef x (student - teacher), see `token_advantages`.
 
-    `prompt(rollout)` gives what the teacher reads in place of the first prompt: text, messages or tokens, with what the
-    task's prompt does not say (its answer, say); None for a rollout from which nothing is to be learned. The teacher
-    reads all that follows, observations included, as the policy did. With `top_k` the policy learns the teacher's
-    likeliest tokens at each position instead, by cross-entropy, with weights coef x their probabilities.
+    `prompt(rollout)` returns the teacher's first prompt (text, messages or tokens), which adds what the task's prompt
+    lacks, such as the answer; None: every advantage of the rollout is 0. After the first prompt the teacher reads the
+    same tokens as the policy, observations included. With `top_k` > 0 the policy learns the teacher's `top_k` likeliest
+    tokens at each position instead, by cross-entropy, with weights coef x their probabilities.
 
-    Use it as `workflow=self_distill(single_turn, prompt=hint)`, or as `@self_distill(prompt=hint)` over a workflow of
-    your own. Raises ValueError at a temperature other than 1, at which scores are made, and when a turn does not go on
-    from the first prompt.
+    Write `workflow=self_distill(single_turn, prompt=hint)`, or `@self_distill(prompt=hint)` over a workflow of your
+    own. Raises ValueError at a temperature other than 1, because scores are made at 1, and when a turn does not extend
+    the turn before.
     """
 
     def decorate(workflow: Callable) -> SelfDistill:
         return SelfDistill(workflow=workflow, prompt=prompt, coef=coef, discount=discount, top_k=top_k)
 
-    decorated = decorate(_undecorated if workflow is None else workflow)  # wrong arguments are refused here, too
+    decorated = decorate(_undecorated if workflow is None else workflow)  # refuses wrong arguments now
     return decorate if workflow is None else decorated
 
 
@@ -89,7 +89,7 @@ async def _undecorated(task: Task, policy: Policy, *, rollout_id: str, seed: int
 
 
 postprocess_opsd = self_distill
-"""The name some know it by."""
+"""Another name of `self_distill`."""
 
 
 @dataclass(kw_only=True)
@@ -113,7 +113,7 @@ class DistillGroup:
             )
 
     async def __call__(self, group: RolloutGroup, policy: Policy) -> None:
-        # Those that will be compared: of one role each, and with turns.
+        # Siblings are the rollouts that grouping will compare: of one role, and with turns.
         await asyncio.gather(
             *(self._learn(part, policy) for part in by_task_and_role([r for r in group.rollouts if r.turns]))
         )
@@ -151,13 +151,13 @@ def distill_group(
     """An `algorithm.after_rewards` like `self_distill`, whose `prompt(rollout, siblings)` sees the judged rollouts.
 
     `siblings` are the task's other rollouts of the same role. With `advantage_fn`, an estimator of one group such as
-    `grpo`, rewards count as well: what it says of the rollout is added to each of its tokens.
+    `grpo`, rewards count as well: the rollout's advantage from rewards is added to the advantage of each token.
     """
     return DistillGroup(prompt=prompt, coef=coef, discount=discount, top_k=top_k, advantage_fn=advantage_fn)
 
 
 def _check(settings: SelfDistill | DistillGroup, *arguments: str) -> None:
-    """Raises ValueError for settings that make no sense; `arguments` are those that the prompt is called with."""
+    """Raises ValueError for settings without meaning; `arguments` names the arguments of `settings.prompt`."""
     prompt, coef, discount, top_k = settings.prompt, settings.coef, settings.discount, settings.top_k
     try:
         inspect.signature(prompt).bind(*arguments)
@@ -178,7 +178,7 @@ def _check(settings: SelfDistill | DistillGroup, *arguments: str) -> None:
 
 
 async def _learn(rollout: Rollout, prompt: Prompt | None, policy: Policy, settings: SelfDistill | DistillGroup) -> None:
-    """Fills `advantages` (and with top_k `soft_targets`) of the rollout's turns; one request scores all of them."""
+    """Fills `advantages` (and with top_k `soft_targets`) of the rollout's turns; one request scores all turns."""
     version = _teacher_version(policy)
     if policy.temperature != 1.0:
         raise ValueError(
@@ -196,7 +196,7 @@ async def _learn(rollout: Rollout, prompt: Prompt | None, policy: Policy, settin
     if settings.top_k:
         likeliest, logprobs = await policy.sampler.score_top(sequence, settings.top_k, policy_version=version)
         for turn, start in zip(rollout.turns, starts):
-            rows = slice(start - 1, start - 1 + len(turn.completion.tokens))  # row 0 is of the second token
+            rows = slice(start - 1, start - 1 + len(turn.completion.tokens))  # row 0 scores the second token
             turn.soft_targets = likeliest[rows], settings.coef * logprobs[rows].exp()
         return
     scores = await policy.sampler.score(sequence, policy_version=version)
@@ -220,7 +220,7 @@ def _teacher_version(policy: Policy) -> int:
 
 
 def _as_teacher_reads(rollout: Rollout, prompt: list[int]) -> tuple[list[int], list[int]]:
-    """The whole rollout after another first prompt, and where in it each turn's completion begins."""
+    """(the whole rollout's tokens after the teacher's first prompt, where each turn's completion begins in them)."""
     sequence, starts, so_far = list(prompt), [], list(rollout.turns[0].prompt_tokens)
     for index, turn in enumerate(rollout.turns):
         if turn.prompt_tokens[: len(so_far)] != so_far:
