@@ -80,13 +80,14 @@ def test_the_readmes_task_has_splits_that_share_no_task():
     family = readme_code("import random")["Add"].Config().build()
     prompts = {split: [family.task(split, i).prompt for i in range(family.num_tasks(split))] for split in SIZES}
     assert {split: len(of_split) for split, of_split in prompts.items()} == SIZES
-    assert len({prompt for of_split in prompts.values() for prompt in of_split}) == 10000
+    pairs = {frozenset(prompt.rstrip("=").split("+")) for of_split in prompts.values() for prompt in of_split}
+    assert len(pairs) == 11325  # 7+5 is the same sum as 5+7
     task = family.task("test", 0)
     a, b = map(int, task.prompt.rstrip("=").split("+"))
     assert family.reward(task, [str(a + b), "x"]) == [1.0, 0.0]
 
 
-SIZES = {"train": 8000, "validation": 1000, "test": 1000}
+SIZES = {"train": 9000, "validation": 1000, "test": 1325}
 
 
 def test_the_readmes_loss_is_the_policy_gradient():

@@ -439,7 +439,7 @@ def test_the_pages_loss_clips_by_position():
     )
     names = {"torch": torch}
     exec(code, names)
-    # Two completions of five tokens; every ratio is e^0.15 = 1.16, within 1.2 and beyond 1.1: the fifth token is clipped.
+    # Two completions of five tokens; every ratio is e^0.15 = 1.16, within 1.2 and beyond 1.1: their fifth tokens clip.
     policy = torch.full((10,), -1.0, requires_grad=True)
     made = LossInputs(
         policy_logprobs=policy,
