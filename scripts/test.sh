@@ -11,5 +11,5 @@ done
 # The whole suite runs in two processes, file by file: much of it is processes starting, one thread each. The order stays:
 # integration tests, which are long, first.
 lanes=()
-if (($# == 0)); then lanes=(-n 2 --dist loadfile --no-loadscope-reorder); fi
+if (($# == 0)); then lanes=(-n 2 --dist loadfile --no-loadscope-reorder --durations=15); fi
 exec .venv/bin/python -m pytest "${select[@]}" "${lanes[@]}" "$@"

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.leftovers import nothing_left
 from torchtitan_rl import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -42,25 +43,10 @@ def run(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
-def left_behind(before: set[str]) -> list[str]:
-    """Segments in shared memory that were not there, and processes of ours without a parent."""
-    segments = sorted(set(os.listdir("/dev/shm")) - before)
-    orphans = [
-        " ".join(p.info["cmdline"] or [])[:80]
-        for p in psutil.process_iter(["cmdline", "ppid"])
-        if p.info["ppid"] == 1 and "monarch" in " ".join(p.info["cmdline"] or [])
-    ]
-    return segments + orphans
-
-
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
-    before = set(os.listdir("/dev/shm"))
-    yield
-    deadline = time.monotonic() + 5
-    while left_behind(before) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert left_behind(before) == []
+def leftovers():
+    with nothing_left():
+        yield
 
 
 @pytest.fixture(scope="module")

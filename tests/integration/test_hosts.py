@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.leftovers import nothing_left
+
 pytestmark = [pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
@@ -69,18 +71,6 @@ def shared_weights(processes: list[psutil.Process]) -> list[str]:
     return [link for link in links if "torchtitan_rl_weights" in link]
 
 
-def abandoned(before: set[str]) -> set[str]:
-    """Segments of shared memory that are new and that no process maps: other programs of the machine come and go."""
-    left = set(os.listdir("/dev/shm")) - before
-    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
-        try:
-            text = maps.read_text()
-        except OSError:
-            continue  # the process has ended
-        left = {name for name in left if name not in text}
-    return left
-
-
 class Launch:
     """The script, started once per host; `arguments` may differ only in what a test gets wrong on purpose."""
 
@@ -133,19 +123,16 @@ class Launch:
 
 @pytest.fixture
 def launch(tmp_path):
-    launches, before = [], set(os.listdir("/dev/shm"))
+    launches = []
 
     def start(*arguments, **options) -> Launch:
         launches.append(Launch(tmp_path, *arguments, **options))
         return launches[-1]
 
-    yield start
-    for one in launches:
-        one.kill()
-    end = time.monotonic() + 5
-    while (left := abandoned(before)) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not left
+    with nothing_left():
+        yield start
+        for one in launches:
+            one.kill()
 
 
 def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
@@ -169,7 +156,7 @@ def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
 @pytest.mark.parametrize(
     "victim, named",
     [
-        ("worker", r"error: .*host 127\.0\.0\.2:\d+"),
+        pytest.param("worker", r"error: .*host 127\.0\.0\.2:\d+", marks=pytest.mark.slow),
         ("everything", r"error: .*host 127\.0\.0\.2:\d+"),
         ("rank", r"error: policy-1\.\w+ on 127\.0\.0\.2:\d+: its process died"),
     ],

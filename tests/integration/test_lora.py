@@ -157,7 +157,7 @@ def test_peft_reads_the_adapters(trained):
     assert (torch.cat(rows) - trained.logprobs[0]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("dp, tp", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("dp, tp", [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_another_layout_continues_from_the_checkpoint(loop, trained, tmp_path, dp, tp):
     from torchtitan_rl.run.controller import Controller
 

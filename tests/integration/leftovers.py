@@ -1,0 +1,47 @@
+"""What a command left behind. Another lane of the suite, or another program, may be using the machine meanwhile."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+LANE = "PYTEST_XDIST_WORKER"  # set by pytest-xdist, inherited by what a test starts
+
+
+def abandoned(before: set[str]) -> set[str]:
+    """Segments of shared memory that are new and that no process maps."""
+    left = set(os.listdir("/dev/shm")) - before
+    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+        try:
+            text = maps.read_text()
+        except OSError:
+            continue  # the process has ended
+        left = {name for name in left if name not in text}
+    return left
+
+
+def orphans() -> list[str]:
+    """Monarch processes of this lane without a parent."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            command = " ".join(process.cmdline())
+            if process.ppid() == 1 and "monarch" in command and process.environ().get(LANE) == os.environ.get(LANE):
+                found.append(command[:80])
+        except psutil.Error:
+            continue  # the process has ended
+    return found
+
+
+@contextmanager
+def nothing_left(within_s: float = 5) -> Iterator[None]:
+    """Fails unless, `within_s` seconds after the body, its segments and its processes are gone."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + within_s
+    while (left := [*sorted(abandoned(before)), *orphans()]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
