@@ -8,8 +8,4 @@ for argument in "$@"; do
   # -m takes its value apart (-m slow) or attached (-mslow); long options start with two dashes.
   if [[ $argument == -m* ]]; then select=(); fi
 done
-# The whole suite runs in two processes, file by file: much of it is processes starting, one thread each. The order stays:
-# integration tests, which are long, first.
-lanes=()
-if (($# == 0)); then lanes=(-n 2 --dist loadfile --no-loadscope-reorder --durations=15); fi
-exec .venv/bin/python -m pytest "${select[@]}" "${lanes[@]}" "$@"
+exec .venv/bin/python -m pytest "${select[@]}" "$@"

@@ -1,4 +1,4 @@
-"""What a command left behind. Another lane of the suite, or another program, may be using the machine meanwhile."""
+"""What a command left behind. Other programs, another run of the tests among them, may use the machine meanwhile."""
 
 import os
 import time
@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-
-LANE = "PYTEST_XDIST_WORKER"  # set by pytest-xdist, inherited by what a test starts
 
 
 def abandoned(before: set[str]) -> set[str]:
@@ -24,16 +22,13 @@ def abandoned(before: set[str]) -> set[str]:
 
 
 def orphans() -> list[str]:
-    """Monarch processes of this lane without a parent."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            command = " ".join(process.cmdline())
-            if process.ppid() == 1 and "monarch" in command and process.environ().get(LANE) == os.environ.get(LANE):
-                found.append(command[:80])
-        except psutil.Error:
-            continue  # the process has ended
-    return found
+    """Monarch processes without a parent."""
+    commands = [
+        " ".join(process.info["cmdline"] or [])
+        for process in psutil.process_iter(["cmdline", "ppid"])
+        if process.info["ppid"] == 1
+    ]
+    return [command[:80] for command in commands if "monarch" in command]
 
 
 @contextmanager
