@@ -21,7 +21,10 @@ async def held(controller):
 
 
 def test_a_generator_runs_torchtitans_blocks_on_vllms_attention(loop, stack):
-    (modules,) = loop.run_until_complete(stack.generator._replicas[0].mesh.call_each("modules"))
+    async def ask() -> list:  # a call is submitted when it is made, so it needs the running loop
+        return await stack.generator._replicas[0].mesh.call_each("modules")
+
+    (modules,) = loop.run_until_complete(ask())
     assert modules.count("torchtitan.models.qwen3.model.Qwen3TransformerBlock") == 4
     assert sum(m.startswith("vllm.") and m.endswith(".Attention") for m in modules) == 4
 
