@@ -7,10 +7,12 @@ set stays, except OMP_DYNAMIC. This module imports nothing heavy and asks no GPU
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["has_nvidia_driver", "default_environment", "prepare_environment"]
+__all__ = ["has_nvidia_driver", "default_environment", "prepare_environment", "without_torchrun", "end_with_parent"]
 
 _DEFAULTS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # notice a dead process within a second
@@ -47,3 +49,34 @@ def prepare_environment() -> None:
     for name, value in default_environment().items():
         os.environ.setdefault(name, value)
     os.environ["OMP_DYNAMIC"] = "false"
+
+
+_PR_SET_PDEATHSIG = 1
+_TORCHRUN = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+
+
+def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without torchrun's settings: a trainer mesh that inherited them would join torchrun's process
+    group."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")
+    }
+
+
+def end_with_parent(number: int) -> None:
+    """Makes the kernel send this process the signal `number` when its parent dies, whatever the parent dies of."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from torchtitan_rl.actors.checkpoint_writer import CheckpointWriter, load_random_states
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir, has_weights, write_model_dir
 from torchtitan_rl.model.sharding import plain_name
@@ -26,6 +27,7 @@ class TrainerFiles:
         """`rank` is the `TrainerRank` whose model and optimizer are read and written."""
         self.rank = rank
         self._base_fingerprint: str | None = None
+        self._writer = CheckpointWriter()
 
     def init_model(self, path: str) -> None:
         """Loads weights from a Hugging Face directory or a checkpoint, sets the policy version to 0 and resets the
@@ -41,8 +43,10 @@ class TrainerFiles:
         if rank.optimizers is not None:
             rank.reset_optimizer()
 
-    def save_checkpoint(self, path: str) -> None:
-        """Saves parameters (with LoRA the adapters only) and optimizer as torch's distributed checkpoint."""
+    def stage_checkpoint(self, path: str) -> None:
+        """Copies parameters (with LoRA the adapters only), optimizer and random states to host memory, from where a
+        thread writes them below `path` as torch's distributed checkpoint. Raises RuntimeError while the checkpoint
+        before is still being written."""
         record, optimizers = self._lora_record(), self.rank.optimizers
         if dist.get_rank() == 0:
             checkpoint.write_lora(Path(path), record)
@@ -53,7 +57,16 @@ class TrainerFiles:
             if fresh:  # torch's state_dict() created the state by a step of size zero, which must not count
                 for tensor in (s["step"] for optimizer in optimizers for s in optimizer.state.values()):
                     tensor.zero_()
-        dcp.save(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
+        self._writer.stage(state, Path(path))
+
+    def checkpoint_written(self) -> dict[str, list] | None:
+        """Path below the checkpoint of each file that this rank wrote -> [bytes, xxh3]; None while the rank is still
+        writing. Raises what writing raised."""
+        return self._writer.written()
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Deletes what this rank's host has of a checkpoint."""
+        checkpoint.remove(Path(path))
 
     def load_checkpoint(self, path: str, policy_version: int) -> None:
         """Loads parameters and optimizer of a checkpoint, which another layout may have saved.
@@ -75,6 +88,7 @@ class TrainerFiles:
         self.rank.model.load_state_dict(state["model"], strict=self.rank.config.lora is None)
         if optimizers is not None:
             optimizers.load_state_dict(state["optimizer"])
+            load_random_states(checkpoint.model_dir(Path(path)))
         self.rank.policy_version = policy_version
 
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:

@@ -167,6 +167,15 @@ class AlgorithmConfig:
     after_rewards: Callable | None = None
     """`async (group, policy) -> None`: called with the judged rollouts of each task before the rollouts are grouped for
     training; may set advantages or soft targets of turns. None: no call. See workflows/self_distill.py."""
+    on_rollout_failure: Literal["fail", "retry", "drop_group"] = "fail"
+    """What follows a workflow, environment, tool or reward that raises or is late. `fail`: the run ends. `retry`: the
+    rollout is played again, in a fresh environment, and after `rollout_retries` its group is dropped whole.
+    `drop_group`: its group is dropped at once. `filters.max_resamples` rounds replace dropped groups."""
+    rollout_retries: int = 2
+    """Further attempts at a failed rollout. Acts only with `on_rollout_failure="retry"`."""
+    max_failed_frac: float = 0.2
+    """Share of rollouts and rewards that may fail before the run ends. Acts from the 32nd on, and not with
+    `on_rollout_failure="fail"`."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the reinforcement phase, relative to the peak `trainer.optimizer.lr`."""
     gae_gamma: float = 1.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
 
-__all__ = ["flat", "function_name", "resolved"]
+__all__ = ["flat", "function_name", "resolved", "rebuilt"]
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -60,3 +61,27 @@ def resolved(config: RunConfig) -> dict[str, Any]:
         return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
 
     return plain(config)
+
+
+def rebuilt(value: Any) -> Any:
+    """The object that `resolved` made plain: sections become dataclasses again, importable functions themselves. A
+    tuple stays a list. Raises ValueError for a class or function that cannot be imported."""
+    if isinstance(value, dict) and "class" in value:
+        fields = {name: rebuilt(item) for name, item in value.items() if name != "class"}
+        return _imported(value["class"])(**fields)
+    if isinstance(value, dict) and value.keys() == {"function", "source_sha256"}:
+        return _imported(value["function"])
+    if isinstance(value, dict):
+        return {name: rebuilt(item) for name, item in value.items()}
+    return [rebuilt(item) for item in value] if isinstance(value, list) else value
+
+
+def _imported(name: str) -> Any:
+    module, _, qualname = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"config: {name!r} cannot be imported ({error}); put its module on the path") from error
+    return found

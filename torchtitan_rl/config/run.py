@@ -89,7 +89,19 @@ class ControllerConfig:
     correct_reward: float = 1.0
     """Smallest reward of a completion that counts as correct in accuracies."""
     max_skipped_steps: int = 3
-    """Consecutive optimizer steps skipped for a non-finite gradient at which the run stops with an error."""
+    """Consecutive optimizer steps with a gradient or a loss that is not finite at which the run stops with an error."""
+    checkpoint_every: int = 0
+    """Optimizer steps between checkpoints, in the supervised phase too; 0: one checkpoint, at the end."""
+    keep_last: int = 3
+    """Newest checkpoints that are kept; -1: all."""
+    keep_every: int = 0
+    """Checkpoints after a multiple of this many steps of the reinforcement phase are kept too; 0: none."""
+    keep_best: str = ""
+    """Name of an evaluation (`validation`, or one of `eval_sets`) whose best checkpoint is kept too; empty: none."""
+    checkpoint_export: Literal["last", "all", "none"] = "last"
+    """Which checkpoints also hold the weights as a Hugging Face directory. `torchtitan-rl export` makes one later."""
+    max_hours: float = 0.0
+    """Hours after which the run writes a checkpoint and ends with exit status 75, to be resumed; 0: no limit."""
     start_timeout_s: float = 300.0
     """Seconds that actors may take to load their model."""
     call_timeout_s: float = 600.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.types import Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
 
 __all__ = ["TrainingClient"]
+
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.5  # pauses between questions whether a checkpoint is on disk
 
 
 class TrainingClient:
@@ -153,7 +156,34 @@ class TrainingClient:
     async def save_checkpoint(self, path: Path) -> None:
         """Writes the parameters that train (with LoRA: the adapters) and their optimizer state, one shard per rank, in
         parallel."""
-        await self._call("save_checkpoint", str(path))
+        await self.stage_checkpoint(path)
+        await self.checkpoint_written()
+
+    async def stage_checkpoint(self, path: Path) -> None:
+        """Begins to write a checkpoint. Returns once its state is copied to host memory and training may go on."""
+        await self._call("stage_checkpoint", str(path))
+
+    async def checkpoint_written(self) -> dict[str, list]:
+        """Waits until the staged checkpoint is on disk. Returns the path below the checkpoint of each file -> [bytes,
+        xxh3]. Raises RuntimeError when a rank could not write, and after the deadline of a call."""
+        end = time.monotonic() + self._mesh.timeout_s
+        pause_s = _POLL_S
+        while None in (written := await self._run("checkpoint_written", self._ask_written)):
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"{self._mesh.role}.checkpoint_written: not on disk after {self._mesh.timeout_s:g} s; use a faster "
+                    "file system, or raise controller.call_timeout_s"
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        return {name: entry for of_rank in written for name, entry in of_rank.items()}
+
+    def _ask_written(self) -> asyncio.Future[list]:
+        return self._mesh.call_each("checkpoint_written")
+
+    async def remove_checkpoint(self, path: Path) -> None:
+        """Deletes a checkpoint on every host that holds a part of it."""
+        await self._call("remove_checkpoint", str(path))
 
     async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
         """Loads a checkpoint of any layout into the role's layout; with `optimizer=False` the weights alone. The

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from torchtitan_rl.config.actors import WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
@@ -97,6 +97,20 @@ class PolicyVersions:
         dtype."""
         manifest, payload = await self._store.fetch(version, verify=self._config.verify)
         save_file({name: tensor.contiguous() for name, tensor in layout.read(payload, manifest).items()}, str(file))
+
+    async def publish_file(self, version: int, file: Path, holder: str) -> None:
+        """Publishes, as `version`, parameters that `save` wrote, and pins the version for `holder`. A version that is
+        published already is only pinned."""
+        if version not in self._holders:
+            tensors = load_file(str(file))
+            entries = ((name, tensor.shape, tensor.dtype, True) for name, tensor in tensors.items())
+            manifest = layout.plan(version, entries, None)
+            payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+            for name, tensor in tensors.items():
+                layout.write(payload, manifest, name, tensor)
+            await self._store.publish(manifest, payload, handle="", verify=self._config.verify)
+            self._holders[version] = Counter()
+        self.pin(version, holder)
 
     def held(self) -> dict[int, list[str]]:
         """Version to the names of its holders."""

@@ -8,7 +8,6 @@ process that ends, or sends no heartbeat for 10 s, ends the run on all hosts.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -17,9 +16,12 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import psutil
 import torch.distributed as dist
+
+from torchtitan_rl.environment import end_with_parent, without_torchrun
 
 __all__ = ["main"]
 
@@ -30,25 +32,11 @@ _SILENT_S = 10.0
 """Seconds without a heartbeat after which a host is lost."""
 _LAST_WORDS_S = 10.0
 """Seconds for the controller to report an error, and for the other ranks to read that the run has ended."""
-_PR_SET_PDEATHSIG = 1
-_TORCHRUN = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "ROLE_NAME",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
 
 
 def main(arguments: list[str]) -> int:
     """Returns the run's exit status on rank 0. Other ranks return 0, or 1 when the run failed."""
-    _end_with_parent()
+    end_with_parent(signal.SIGKILL)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     children: list[subprocess.Popen] = []
@@ -82,7 +70,8 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
     watch = _Watch(store, rank, workers)
     watch.start()
     if rank == 0:
-        children.append(_start("torchtitan_rl.cli", "train", *arguments, "--hosts", ",".join(workers)))
+        again = ["--resume", "auto"] if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else []
+        children.append(_start("torchtitan_rl.cli", "train", *arguments, *again, "--hosts", ",".join(workers)))
         return _lead(watch, *children)
     return _follow(watch, *children)
 
@@ -246,18 +235,11 @@ def _ended(worker: subprocess.Popen, address: str) -> str | None:
 
 
 def _start(module: str, *arguments: str) -> subprocess.Popen:
-    # A trainer mesh that inherited torchrun's settings would join torchrun's process group.
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")
-    }
-    return subprocess.Popen([sys.executable, "-m", module, *arguments], env=env, preexec_fn=_end_with_parent)
-
-
-def _end_with_parent() -> None:
-    """Makes the kernel kill this process when its parent dies, whatever the parent dies of."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        env=without_torchrun(os.environ),
+        preexec_fn=partial(end_with_parent, signal.SIGKILL),
+    )
 
 
 def _interrupted(interrupt: _Interrupted, children: list[subprocess.Popen]) -> int:

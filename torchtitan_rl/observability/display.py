@@ -19,7 +19,7 @@ class Display(Listener):
         self._open: dict[int, tuple[Bar, AbstractContextManager]] = {}
 
     def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "metrics" and what["text"]:
+        if kind in ("metrics", "note") and what["text"]:
             self.progress.line(what["text"])
 
     def begin(self, span: Span) -> None:

@@ -50,7 +50,8 @@ class Listener:
 class Recorder:
     """Passes facts and spans on to every listener, in order.
 
-    Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `rollouts` (`step`, `groups`).
+    Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `rollouts` (`step`, `groups`),
+    `note` (`text`).
     Example::
 
         with recorder.span("generate") as span:

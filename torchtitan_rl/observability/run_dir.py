@@ -4,13 +4,15 @@ config.json            what ran
 metrics.jsonl          one line per step or evaluation
 logs/                  one file per process
 rollouts/              step-NNNNNN.jsonl, one line per rollout
-checkpoints/step-N     resumable state after N steps
+checkpoints/step-N     resumable state after N steps; see `weights.checkpoint`
+attempts.jsonl         one line per start of the run; see `observability.attempts`
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,8 @@ class RunDir:
         self.logs = self.path / "logs"
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
+        self.attempt = 1
+        """The number of this attempt at the run, which every rollout's record names."""
 
     @classmethod
     def create(cls, path: str | Path) -> RunDir:
@@ -88,6 +92,12 @@ class RunDir:
                 )
         _append(self.metrics_file, [metrics])
 
+    def metrics_size(self) -> int:
+        """Bytes of metrics.jsonl, all of them on disk."""
+        with self.metrics_file.open("rb") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every complete line, in order; [] before the first line. A last line that a crash cut off is left out.
 
@@ -110,6 +120,7 @@ class RunDir:
             [
                 {
                     "step": step,
+                    "attempt": self.attempt,
                     "phase": phase,
                     "group_id": group.id,
                     **_rollout_record(rollout),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchtitan_rl.run.ends import Ended
 from torchtitan_rl.types import RolloutGroup
 
 __all__ = ["Batch", "NothingToTrainOn"]
@@ -23,7 +24,7 @@ class Batch:
     """`filter/...` of the filters that are on."""
 
 
-class NothingToTrainOn(RuntimeError):
+class NothingToTrainOn(Ended):
     """The filters left no group to train on. `left_out` holds the groups that filters left out."""
 
     def __init__(self, message: str, left_out: list[RolloutGroup]) -> None:

@@ -32,12 +32,13 @@ class Batches:
         self._config, self._play, self._draws, self._max_tokens = config, play, draws, max_tokens
 
     async def next_batch(self) -> Batch:
-        """Rollouts of the next slots. With filters on: the groups that pass, and replacements for slots whose group did
-        not. Raises NothingToTrainOn."""
+        """Rollouts of the next slots. With filters on, or groups dropped for a failure: the groups that are left, and
+        replacements for the slots of the others. Raises NothingToTrainOn."""
         filters, counts = self._config.filters, Counter()
         draws = self._draws.next(self._config.tasks_per_step)
         groups = await self._play(draws, counts)
-        if groups and not filters.zero_variance and filters.overlong == "keep":
+        failed = counts["failure/dropped_groups"]
+        if groups and not failed and not filters.zero_variance and filters.overlong == "keep":
             return Batch(groups=groups, sampled=groups, metrics=dict(counts))
         return await fill_batch(
             self._play, self._draws.replace, draws, groups, self._config, counts, max_tokens=self._max_tokens

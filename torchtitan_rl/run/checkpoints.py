@@ -1,71 +1,156 @@
-"""A run's checkpoint: the roles that train, the exports, and the state of the controller. The marker is written
-last."""
+"""The checkpoints of a run: when one is due, writing it while training goes on, deleting the old ones."""
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import dataclasses
-from dataclasses import dataclass, field
+import logging
+import shutil
+import time
 from pathlib import Path
 
+from torchtitan_rl.config.resolve import resolved
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.model.files import pad_token_id
+from torchtitan_rl.observability.recorder import Recorder
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.run.draws import Draws
 from torchtitan_rl.run.policy_weights import PolicyWeights
-from torchtitan_rl.types import OptimStepOutput
+from torchtitan_rl.run.retention import complete, superfluous
+from torchtitan_rl.run.state import RunState, random_states
 from torchtitan_rl.weights import checkpoint
 
-__all__ = ["RunState", "save"]
+__all__ = ["Checkpoints", "checkpointed_roles", "checkpoint_name"]
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, slots=True)
-class RunState:
-    """The state of a controller in a checkpoint; the trainer roles save weights and optimizer state themselves."""
-
-    seed: int
-    step: int = 0
-    """Optimizer steps of the reinforcement phase."""
-    phase: str = "start-up"
-    phase_step: int = 0
-    """Optimizer steps of the current phase."""
-    skipped_in_a_row: dict[str, int] = field(default_factory=lambda: {"policy": 0, "critic": 0})
-    """Per role, the optimizer steps skipped since the last one that was taken."""
-    policy_version: int = 0
-    """The version published last. `policy_version`, `teacher_version` and `draws` are set as a checkpoint is
-    written."""
-    teacher_version: int | None = None
-    """The version of the snapshot that scores for self-distillation; None without a snapshot."""
-    draws: dict = field(default_factory=dict)
-    """`Draws.state_dict()`: the next slot, and the state of the source of tasks."""
-
-    def count(self, steps: dict[str, OptimStepOutput], max_skipped: int) -> None:
-        """Counts one optimizer step of the policy; `steps` has the answer of each role that trained. Raises
-        RuntimeError after `max_skipped` skips in a row."""
-        self.step = self.phase_step = self.step + 1
-        self.count_skips(steps, max_skipped)
-
-    def count_skips(self, steps: dict[str, OptimStepOutput], max_skipped: int) -> None:
-        """Counts skipped steps in a row, by role. Raises RuntimeError after `max_skipped`: the run has diverged."""
-        for role, optim in steps.items():
-            skipped = self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if optim.skipped else 0
-            if skipped >= max_skipped:
-                raise RuntimeError(
-                    f"optim/grad_norm={optim.grad_norm}: {skipped} optimizer steps of the {role} in a row were "
-                    "skipped; lower the learning rate, or look at the rewards and log-probabilities of the last "
-                    "rollouts"
-                )
+def checkpoint_name(state: RunState) -> str:
+    """The directory's name: `supervised-N` in the supervised phase, `step-N` after it."""
+    return f"supervised-{state.phase_step}" if state.phase == "supervised" else f"step-{state.step}"
 
 
-async def save(
-    path: Path, state: RunState, roles: dict[str, TrainingClient], weights: PolicyWeights, tokenizer, *, lora: bool
-) -> None:
-    """Writes a checkpoint, marker last. With `lora` the policy trains adapters, and the adapters are exported too."""
-    checkpoint.begin(path)
-    await roles["policy"].save_checkpoint(path)
-    if "critic" in roles:
-        await roles["critic"].save_checkpoint(path / "critic")
-    await roles["policy"].save_hf_model(
-        checkpoint.hf_dir(path), eos=tokenizer.eos_token_id, pad=pad_token_id(tokenizer)
-    )
-    if lora:
-        await roles["policy"].save_adapter(checkpoint.adapter_dir(path))
-    await weights.save_teacher(checkpoint.teacher_file(path))
-    checkpoint.write_state(path, dataclasses.asdict(state))
+def checkpointed_roles(config: RunConfig) -> dict[str, str]:
+    """The roles whose weights change during a run -> the part of a checkpoint that holds them. Every other role reads
+    its weights where it first found them."""
+    parts, roles = {"policy": ""}, config.roles
+    if roles.critic is not None:
+        parts["critic"] = "critic"
+    if roles.reference is not None and (roles.reference.model is None or roles.refresh_reference_every):
+        parts["reference"] = "reference"
+    return parts
+
+
+class Checkpoints:
+    """Writes a run's checkpoints. The run waits only while the state is copied to host memory; a checkpoint that cannot
+    be written is reported, and the run goes on."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        roles: dict[str, TrainingClient],
+        weights: PolicyWeights,
+        tokenizer,
+        draws: Draws,
+        state: RunState,
+        recorder: Recorder,
+    ) -> None:
+        self.config, self.run_dir, self.state, self.recorder = config, run_dir, state, recorder
+        self._roles, self._weights, self._tokenizer, self._draws = roles, weights, tokenizer, draws
+        self._writing: asyncio.Task | None = None
+        self._failure = ""
+
+    async def save(self, *, last: bool = False) -> Path:
+        """Begins to write a checkpoint, once the one before is written. Returns the path that it will have."""
+        await self.finish()
+        state, config = self.state, self.config
+        path = self.run_dir.checkpoints / checkpoint_name(state)
+        began = time.perf_counter()
+        try:
+            written = checkpoint.beside(path)
+            checkpoint.begin(written)
+            parts = {self._roles[role]: written / part for role, part in checkpointed_roles(config).items()}
+            await asyncio.gather(*(role.stage_checkpoint(where) for role, where in parts.items()))
+            if config.controller.checkpoint_export in ("all", "last" if last else "all"):
+                await self._export(written)
+            await self._weights.save_teacher(checkpoint.teacher_file(written))
+            state.draws, state.teacher_version = self._draws.state_dict(), self._weights.teacher_version
+            content = copy.deepcopy(dataclasses.asdict(state))
+            content |= {"random": random_states(), "metrics_bytes": self.run_dir.metrics_size()}
+        except (OSError, RuntimeError) as error:
+            self._failed(path, error)
+            return path
+        stage_s = time.perf_counter() - began
+        self._writing = asyncio.ensure_future(self._write(path, content, parts, stage_s))
+        return path
+
+    async def finish(self) -> None:
+        """Waits until the checkpoint that is being written is on disk."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def require_written(self) -> None:
+        """Waits as `finish` does. Raises RuntimeError when the last checkpoint could not be written."""
+        await self.finish()
+        if self._failure:
+            raise RuntimeError(f"the last checkpoint could not be written: {self._failure}")
+
+    async def _export(self, written: Path) -> None:
+        policy, tokenizer = self._roles["policy"], self._tokenizer
+        await policy.save_hf_model(checkpoint.hf_dir(written), eos=tokenizer.eos_token_id, pad=pad_token_id(tokenizer))
+        if self.config.trainer.lora is not None:
+            await policy.save_adapter(checkpoint.adapter_dir(written))
+
+    async def _write(self, path: Path, content: dict, parts: dict[TrainingClient, Path], stage_s: float) -> None:
+        began, written = time.perf_counter(), checkpoint.beside(path)
+        try:
+            files: dict[str, list] = {}
+            for role, where in parts.items():
+                prefix = where.relative_to(written)
+                files |= {str(prefix / name): entry for name, entry in (await role.checkpoint_written()).items()}
+            checkpoint.write_json(written / "config.json", resolved(self.config))
+            await asyncio.to_thread(checkpoint.commit, written, path, content, files)
+            await asyncio.to_thread(checkpoint.point_to, path)
+        except WorkerLost as error:  # the run's next call to the role fails for the same reason, and ends the run
+            self._failure = str(error)
+            return
+        except (OSError, RuntimeError) as error:
+            self._failed(path, error)
+            return
+        self._failure = ""
+        write_s = time.perf_counter() - began
+        self._record(
+            content,
+            {"checkpoint/name": path.name, "checkpoint/failed": 0, "time/stage_s": stage_s, "time/write_s": write_s},
+        )
+        await self._delete_old()
+
+    async def _delete_old(self) -> None:
+        config, names = self.config.controller, [path.name for path in complete(self.run_dir.checkpoints)]
+        accuracies = self.state.accuracies.get(config.keep_best, {})
+        for name in superfluous(names, keep_last=config.keep_last, keep_every=config.keep_every, accuracies=accuracies):
+            try:
+                await self._roles["policy"].remove_checkpoint(self.run_dir.checkpoints / name)
+            except (OSError, RuntimeError) as error:
+                logger.warning("checkpoint=%s: could not be deleted: %s", name, error)
+
+    def _failed(self, path: Path, error: BaseException) -> None:
+        self._failure = f"{path.name}: {error}"
+        newest = [other.name for other in complete(self.run_dir.checkpoints)][-1:] or ["none"]
+        logger.warning(
+            "checkpoint=%s: could not be written, the run goes on without it (the newest complete one: %s): %s",
+            path, newest[0], error,
+        )  # fmt: skip
+        shutil.rmtree(checkpoint.beside(path), ignore_errors=True)
+        self._record(dataclasses.asdict(self.state), {"checkpoint/name": path.name, "checkpoint/failed": 1})
+
+    def _record(self, state: dict, line: dict[str, float | str]) -> None:
+        try:
+            self.recorder.fact("metrics", line={"step": state["phase_step"], "phase": "checkpoint", **line}, text="")
+        except OSError as error:  # the file system that has no room for a checkpoint may have none for a line
+            logger.warning("metrics: a line could not be written: %s", error)

@@ -14,26 +14,29 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_rl.algorithm.datums import minibatches
-from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
 from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for
+from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import JsonLines, RunDir
-from torchtitan_rl.run import checkpoints, lines, training
+from torchtitan_rl.run import lines, resume, training
 from torchtitan_rl.run.batch import NothingToTrainOn
 from torchtitan_rl.run.batches import Batches
-from torchtitan_rl.run.checkpoints import RunState
+from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
+from torchtitan_rl.run.ends import Ended, Preempted, StopRequest
 from torchtitan_rl.run.evaluation import Evaluation, Evaluations
+from torchtitan_rl.run.numeric_guard import note_bad_step
 from torchtitan_rl.run.policy_weights import PolicyWeights, passed
 from torchtitan_rl.run.rollouts import Rollouts
-from torchtitan_rl.run.start import Inputs, output_path, read_inputs, start
+from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
+from torchtitan_rl.run.state import RunState
 from torchtitan_rl.run.supervised import supervise
-from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.types import Datum, RolloutGroup
 from torchtitan_rl.validation.run import missing_weights, validate
 
 __all__ = ["Controller"]
@@ -46,17 +49,29 @@ class Controller(AbstractAsyncContextManager):
     `state.step` counts the optimizer steps of the reinforcement phase; `policy_version` counts the steps of all phases.
     """
 
-    def __init__(self, config: RunConfig, inputs: Inputs, run_dir: RunDir, recorder: Recorder, stack: Stack) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        run_dir: RunDir,
+        recorder: Recorder,
+        stack: Stack,
+        state: RunState | None = None,
+    ) -> None:
         self.config, self.run_dir, self.recorder = config, run_dir, recorder
         self.tokenizer, self.family, self.draws = inputs.tokenizer, inputs.family, Draws(inputs.source)
         self.supervised_family = inputs.supervised_family
         self.launcher, self.roles, self.generator = stack.launcher, stack.roles, stack.generator
         self.versions, self.placement = stack.versions, stack.placement
-        self.state = RunState(seed=config.seed)
+        self.state = state or RunState(seed=config.seed)
+        self.stop = StopRequest(config.controller.max_hours)
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
         self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights)
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
         self.batches = Batches(config.algorithm, self.player.play, self.draws, max_tokens=config.sampling.max_tokens)
+        self.checkpoints = Checkpoints(
+            config, run_dir, self.roles, self.weights, self.tokenizer, self.draws, self.state, recorder
+        )
 
     # Starting and stopping.
 
@@ -69,31 +84,43 @@ class Controller(AbstractAsyncContextManager):
         hf_weights: Path | None = None,
         hosts: Hosts | None = None,
         backend: Literal["actors", "local"] = "actors",
+        resume_from: str = "",
     ) -> Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
         With `hf_weights` only generators start and load the weights of that Hugging Face directory: enough to sample
         and evaluate. `hosts` come from `attach.attach`; None means this machine alone. `backend="local"` starts no
-        process: the whole run is in this process, on one device, for a debugger. Raises ValueError, before anything
-        starts, for a config that `validate`, `check_hosts` or `check_local` refuses.
+        process: the whole run is in this process, on one device, for a debugger. `resume_from` goes on with a run:
+        `latest`, `auto`, a run directory or a checkpoint, as `resume.find` says. Raises ValueError, before anything
+        starts, for a config that `validate`, `check_hosts`, `check_local` or `resume.find` refuses.
         """
         validate(config)
         hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
         if hf_weights is None and (missing := missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)
-        run_dir = RunDir.create(output_path(config, absolute=hosts is not None and hosts.attached))
-        run_dir.write_config(resolved(config))
+        absolute = hosts is not None and hosts.attached
+        run_dir, found = resume.open_run(config, resume_from, absolute=absolute)
         recorder = Recorder([JsonLines(run_dir), *([Display(progress)] if progress is not None else [])])
+        for note in found.notes if found is not None else ():
+            recorder.fact("note", text=note)
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"))
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
-            stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
-        return cls(config, inputs, run_dir, recorder, stack)
+            async with stopped_on_failure(launcher, run_dir):
+                stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
+                state = None if found is None or found.checkpoint is None else resume.state_of(found)
+                controller = cls(config, inputs, run_dir, recorder, stack, state)
+                if state is not None:
+                    await resume.restore(found, config, state, stack.roles, controller.weights, controller.draws)
+                elif hf_weights is None:
+                    await controller.publish()
+        return controller
 
     async def close(self) -> None:
         """Stops every process of the run."""
         self.generator.close()  # first: a call in flight would report its generator as lost
         await self.launcher.stop()
+        attempts.unlock(self.run_dir)
 
     async def __aexit__(self, *exc_info) -> None:
         await self.close()
@@ -120,23 +147,42 @@ class Controller(AbstractAsyncContextManager):
 
     async def train(self) -> dict[str, Evaluation]:
         """Warm start, reinforcement, and one evaluation on the test split. Returns the evaluations by name."""
-        config, report = self.config, {}
-        warm = config.supervised.num_steps > 0
-        if warm:
-            await self.supervise()
-        report["warm start"] = await self.evaluate("validation", pass_at_k=config.controller.pass_at_k if warm else 0)
-        await self.evaluate_sets()
+        config, state, warm = self.config.controller, self.state, self.config.supervised.num_steps > 0
+        if state.phase in ("start-up", "supervised"):
+            if warm:
+                await self.supervise()
+            state.phase, state.phase_step = "reinforcement", 0
+            if config.checkpoint_every:
+                await self.checkpoints.save()
+        if state.warm_start is None:
+            first = await self.evaluate("validation", pass_at_k=config.pass_at_k if warm else 0)
+            await self.evaluate_sets()
+            state.warm_start = first.summary_data()
         await self.reinforce()
-        await self.save_checkpoint()
-        report["validation"] = await self.evaluate("validation")
+        await self.checkpoints.save(last=True)
+        report = {"warm start": Evaluation(**state.warm_start), "validation": await self.evaluate("validation")}
         report |= await self.evaluate_sets()
         report["test"] = await self.evaluate("test")
+        await self.checkpoints.require_written()
         return report
 
     async def supervise(self) -> None:
         """Runs the supervised phase, then gives its weights to the generators and to the roles that start from the
         policy."""
-        await supervise(self.config, self.supervised_family, self.player, self.trainer, self.state, self.recorder)
+        try:
+            await supervise(
+                self.config,
+                self.supervised_family,
+                self.player,
+                self.trainer,
+                self.state,
+                self.recorder,
+                bad_step=self._bad_step,
+                between_steps=self._between_steps,
+            )
+        except Ended as end:
+            attempts.end_for_good(self.run_dir, str(end))
+            raise
         await self.publish()
         if (
             self.weights.teacher_version is not None
@@ -147,12 +193,18 @@ class Controller(AbstractAsyncContextManager):
                 await self.weights.copy_to(name)
 
     async def reinforce(self) -> None:
-        """The reinforcement phase. Raises NothingToTrainOn, after a checkpoint, when the filters leave nothing."""
+        """The steps of the reinforcement phase that are left.
+
+        Raises NothingToTrainOn, after a checkpoint, when the filters leave nothing; Diverged after several bad steps in
+        a row; Preempted, after a checkpoint, when the run was asked to stop.
+        """
         try:
             await self._reinforce()
-        except NothingToTrainOn as stall:
-            self.recorder.fact("rollouts", step=self.state.step, groups=stall.left_out)
-            await self.save_checkpoint()
+        except Ended as end:
+            attempts.end_for_good(self.run_dir, str(end))
+            if isinstance(end, NothingToTrainOn):
+                self.recorder.fact("rollouts", step=self.state.step, groups=end.left_out)
+                await self.save_checkpoint()
             raise
 
     async def _reinforce(self) -> None:
@@ -177,6 +229,23 @@ class Controller(AbstractAsyncContextManager):
                 if passed(config.controller.eval_every, first, state.step) and state.step < num_steps:
                     await self.evaluate("validation")
                     await self.evaluate_sets()
+                if state.step < num_steps:
+                    await self._between_steps(first)
+
+    async def _between_steps(self, since: int) -> None:
+        """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted, after a checkpoint,
+        where the run is to stop."""
+        reason = self.stop.reason()
+        if reason or passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
+            await self.checkpoints.save()
+        if reason:
+            await self.checkpoints.require_written()
+            raise Preempted(reason)
+
+    def _bad_step(self, roles: list[str], steps: dict, data: list[Datum]) -> None:
+        note_bad_step(
+            self.run_dir, self.state, roles, steps, data, max_skipped=self.config.controller.max_skipped_steps
+        )
 
     async def train_on(self, groups: list[RolloutGroup]) -> dict:
         """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
@@ -190,7 +259,9 @@ class Controller(AbstractAsyncContextManager):
         for _ in range(algorithm.num_epochs):
             for minibatch in minibatches(data, algorithm.tasks_per_minibatch, algorithm.reduction):
                 steps = await training.step_on(minibatch, self.roles, self.config, self.state.step, line)
-                self.state.count(steps, self.config.controller.max_skipped_steps)
+                self.state.step = self.state.phase_step = self.state.step + 1
+                if bad := self.state.count(steps):
+                    self._bad_step(bad, steps, minibatch)
         return {"step": self.state.step, **line.line()}
 
     # Parts of a step, for the notebook and for loops of your own.
@@ -211,19 +282,24 @@ class Controller(AbstractAsyncContextManager):
     async def evaluate(self, split: Split, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is correct. The result is
         recorded."""
-        return await self.evaluations.own(split, self.state.step, num_tasks=num_tasks, pass_at_k=pass_at_k)
+        result = await self.evaluations.own(split, self.state.step, num_tasks=num_tasks, pass_at_k=pass_at_k)
+        self._note_accuracies({split: result})
+        return result
 
     async def evaluate_sets(self) -> dict[str, Evaluation]:
         """The evaluations of `controller.eval_sets`, by name. The results are recorded."""
-        return await self.evaluations.sets(self.state.step)
+        results = await self.evaluations.sets(self.state.step)
+        self._note_accuracies(results)
+        return results
+
+    def _note_accuracies(self, results: dict[str, Evaluation]) -> None:
+        for name, result in results.items():
+            self.state.accuracies.setdefault(name, {})[str(self.state.step)] = result.accuracy
 
     async def save_checkpoint(self) -> Path:
-        """Writes a checkpoint, marker last. Returns its directory."""
-        path = self.run_dir.checkpoint_path(self.state.step)
-        state = self.state
-        state.draws, state.policy_version = self.draws.state_dict(), self.policy_version
-        state.teacher_version = self.weights.teacher_version
-        with self.recorder.span(f"saving {path.name}", shown=True):
-            lora = self.config.trainer.lora is not None
-            await checkpoints.save(path, self.state, self.roles, self.weights, self.tokenizer, lora=lora)
+        """Writes a checkpoint, marker last, with the weights as a Hugging Face directory unless
+        `controller.checkpoint_export` is `none`. Returns its directory. Raises RuntimeError when it could not be
+        written."""
+        path = await self.checkpoints.save(last=True)
+        await self.checkpoints.require_written()
         return path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import mean
@@ -11,11 +13,12 @@ from typing import TYPE_CHECKING
 from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
 from torchtitan_rl.observability.recorder import Recorder
+from torchtitan_rl.run.failures import Failures
 from torchtitan_rl.run.intervals import mean_interval
 from torchtitan_rl.run.intervals import pass_at_k as chance_of_one
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
-from torchtitan_rl.workflows.group import run_group
+from torchtitan_rl.workflows.group import GroupFailed, run_group
 from torchtitan_rl.workflows.policy import Policy
 from torchtitan_rl.workflows.single_turn import single_turn
 
@@ -44,6 +47,8 @@ class Evaluation:
     """Chance that at least one of k samples is correct."""
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
     """Name of a metric -> its 95% confidence interval over tasks; None with a single task."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Failed attempts by cause, and failed groups of attempts; see `run.failures`."""
     pass_rates: list[PassRate] = field(default_factory=list)
     """The pass rate of each task: over its samples if `num_samples` > 0, else of the greedy completion."""
 
@@ -54,6 +59,7 @@ class Evaluation:
             "eval/accuracy": self.accuracy,
             "eval/num_tasks": self.num_tasks,
         }
+        line |= {name: number for name, number in self.failures.items() if number}
         if self.num_samples:
             line[f"eval/avg_at_{self.num_samples}"] = self.avg_at_n
         if self.k:
@@ -62,6 +68,10 @@ class Evaluation:
             if interval is not None:
                 line[f"eval/{name}_ci95_low"], line[f"eval/{name}_ci95_high"] = interval
         return line
+
+    def summary_data(self) -> dict:
+        """The fields of an equal evaluation without pass rates, as plain data."""
+        return dataclasses.asdict(dataclasses.replace(self, pass_rates=[]))
 
     def summary(self) -> str:
         text = f"{self.split} accuracy {self.accuracy:.3f}"
@@ -96,19 +106,22 @@ async def evaluate(
     seed: int,
     config: ControllerConfig,
     workflow: Callable = single_turn,
+    failures: Failures | None = None,
 ) -> Evaluation:
     """Attempts the tasks of a set greedily, and then `num_samples` times each. The tasks are of `family`.
 
     `policy(temperature)` returns the policy. `label` keeps the sampling streams of evaluations apart. `workflow` makes
-    an attempt; when an attempt is several rollouts, the first counts.
+    an attempt; when an attempt is several rollouts, the first counts. With `failures` a task whose attempts fail counts
+    as wrong.
     """
     split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
     size = family.num_tasks(split)
     num_tasks = eval_set.num_tasks if size is None else min(eval_set.num_tasks, size)
     tasks = [family.task(split, i) for i in range(num_tasks)]
+    failed = Counter[str]()
 
     async def num_correct(n: int, at: float) -> list[int]:
-        groups = await asyncio.gather(
+        groups: list = await asyncio.gather(
             *(
                 run_group(
                     workflow,
@@ -120,16 +133,19 @@ async def evaluate(
                     reward=family,
                     reward_timeout_s=config.reward_timeout_s,
                     first_only=True,
+                    tried=None if failures is None else failures.tried,
                 )
                 for task in tasks
-            )
+            ),
+            return_exceptions=failures is not None,
         )
-        for group in groups:
+        for group in groups if failures is None else failures.complete(groups, failed):
             fill_rewards(group)  # a workflow of the user's own may have rewarded turns only
-        return [sum(reward >= config.correct_reward for reward in group.rewards) for group in groups]
+        rewards = [[] if isinstance(group, GroupFailed) else group.rewards for group in groups]
+        return [sum(reward >= config.correct_reward for reward in of_task) for of_task in rewards]
 
     greedy = await num_correct(1, 0.0)
-    result = Evaluation(name=name, split=split, num_tasks=len(tasks), accuracy=mean(greedy))
+    result = Evaluation(name=name, split=split, num_tasks=len(tasks), accuracy=mean(greedy), failures=failed)
     result.intervals["accuracy"] = mean_interval(greedy)
     counts, n = greedy, 1
     if num_samples:
@@ -199,6 +215,7 @@ class Evaluations:
                 seed=self.config.seed,
                 config=self.config.controller,
                 workflow=self.player.workflow(family),
+                failures=self.player.failures,
             )
         line = {"step": step, "phase": "evaluation", **result.metrics(), "time/step_s": span.seconds}
         self.recorder.fact("metrics", line=line, text=f"step {step}: {shown}{result.summary()}")

@@ -68,6 +68,11 @@ class PolicyWeights:
         if previous is not None:
             await self._versions.release(previous, "teacher")
 
+    async def load_teacher(self, version: int, file: Path) -> None:
+        """Publishes the weights that `save_teacher` wrote, and makes them the snapshot."""
+        await self._versions.publish_file(version, file, "teacher")
+        self.teacher_version = version
+
     async def save_teacher(self, file: Path) -> None:
         """Writes the weights of the snapshot, if there is one."""
         if self.teacher_version is not None:

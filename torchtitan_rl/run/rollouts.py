@@ -10,6 +10,7 @@ from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.run.draws import Draw
+from torchtitan_rl.run.failures import Failures
 from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.types import RolloutGroup, Task
@@ -29,11 +30,12 @@ class Rollouts:
     ) -> None:
         self.config, self.family, self.tokenizer = config, family, tokenizer
         self.generator, self.weights = generator, weights
+        self.failures = None if config.algorithm.on_rollout_failure == "fail" else Failures(config.algorithm)
 
     async def play(self, draws: list[Draw], counts: Counter) -> list[RolloutGroup]:
         """`group_size` rollouts of each draw's task, with rewards, grouped as the algorithm says.
 
-        Adds to `counts` the rollouts that grouping leaves out.
+        Adds to `counts` the rollouts that grouping leaves out, and failures where they do not end the run.
         """
         config = self.config.algorithm
         policy, workflow = self.policy(config.temperature), self.workflow(self.family)
@@ -41,7 +43,7 @@ class Rollouts:
         extended = config.workflow is not None or config.after_rewards is not None
         if extended and config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
-        played = await asyncio.gather(
+        played: list = await asyncio.gather(
             *(
                 run_group(
                     workflow,
@@ -52,10 +54,14 @@ class Rollouts:
                     seed=self.config.seed,
                     reward=self.family,
                     reward_timeout_s=self.config.controller.reward_timeout_s,
+                    tried=None if self.failures is None else self.failures.tried,
                 )
                 for draw in draws
-            )
+            ),
+            return_exceptions=self.failures is not None,
         )
+        if self.failures is not None:
+            played = self.failures.complete(played, counts)
         for hook in config.hooks if extended else ():
             await asyncio.gather(*(hook(group, policy) for group in played))
         rollouts = [rollout for group in played for rollout in group.rollouts]

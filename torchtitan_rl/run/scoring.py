@@ -65,8 +65,9 @@ async def with_old_logprobs(data: list[Datum], policy: TrainingClient, line: Ste
 
 def critic_step(
     data: list[Datum], critic: TrainingClient, config: AlgorithmConfig, params: OptimParams, line: StepMetrics
-) -> Awaitable[OptimStepOutput]:
-    """Submits an optimizer step of the critic. The awaitable adds the critic's metrics to `line`."""
+) -> Awaitable[tuple[OptimStepOutput, float]]:
+    """Submits an optimizer step of the critic. The awaitable adds the critic's metrics to `line`, and returns the
+    step's output and loss."""
     forward_backward = critic.forward_backward(
         without_inputs(data, "soft_tokens", "soft_shares", "teacher_hidden"),
         config.critic_loss_fn,
@@ -74,12 +75,12 @@ def critic_step(
     )
     optim_step = critic.optim_step(params)
 
-    async def gather() -> OptimStepOutput:
+    async def gather() -> tuple[OptimStepOutput, float]:
         output, optim = await forward_backward, await optim_step
         line.add(output)
         line.mean("critic/loss", output.loss)
         line.mean("critic/grad_norm", optim.grad_norm)
         line.mean("critic/skipped", optim.skipped)
-        return optim
+        return optim, output.loss
 
     return gather()

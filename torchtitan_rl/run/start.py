@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,14 +15,15 @@ from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.launch.stack import Stack, start_generators, start_stack
 from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.run.evaluation import eval_families
-from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 
 if TYPE_CHECKING:
     from torchtitan_rl.launch.local import LocalLauncher
 
-__all__ = ["Inputs", "read_inputs", "start", "output_path"]
+__all__ = ["Inputs", "read_inputs", "start", "stopped_on_failure", "output_path"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,8 +67,8 @@ def output_path(config: RunConfig, *, absolute: bool) -> Path:
 async def start(
     config: RunConfig, inputs: Inputs, launcher: Launcher | LocalLauncher, model_dir: Path, hf_weights: Path | None
 ) -> Stack:
-    """Starts the meshes and gives the generators the policy's weights. With `hf_weights`, a Hugging Face directory,
-    only generators start and load that directory. A failure stops the meshes that have started."""
+    """Starts the meshes. The generators hold no weights yet, except with `hf_weights`, a Hugging Face directory: then
+    only generators start and load that directory."""
     tokenizer = inputs.tokenizer
     write_model_dir(
         model_dir,
@@ -74,16 +77,21 @@ async def start(
         eos=tokenizer.eos_token_id,
         pad=pad_token_id(tokenizer),
     )
-    try:
-        if hf_weights is not None:
-            stack = await start_generators(config, launcher, model_dir)
-            await stack.generator.load_hf(str(hf_weights))
-            return stack
-        stack = await start_stack(config, launcher, model_dir)
-        if config.algorithm.distill is not None and config.algorithm.distill.divergence == "full":
-            await stack.versions.copy_head(stack.roles["teacher"], stack.roles["policy"])
-        await PolicyWeights(stack.roles, stack.generator, stack.versions).publish()
+    if hf_weights is not None:
+        stack = await start_generators(config, launcher, model_dir)
+        await stack.generator.load_hf(str(hf_weights))
         return stack
+    stack = await start_stack(config, launcher, model_dir)
+    if config.algorithm.distill is not None and config.algorithm.distill.divergence == "full":
+        await stack.versions.copy_head(stack.roles["teacher"], stack.roles["policy"])
+    return stack
+
+
+@asynccontextmanager
+async def stopped_on_failure(launcher: Launcher | LocalLauncher, run_dir: RunDir) -> AsyncIterator[None]:
+    """Stops the meshes that have started, and unlocks the run's directory, when the block fails or is interrupted."""
+    try:
+        yield
     except asyncio.CancelledError:
         launcher.kill()  # an interrupt does not wait
         if launcher.attached:  # `kill` ends no process there
@@ -91,4 +99,5 @@ async def start(
         raise
     except Exception:
         await launcher.stop()
+        attempts.unlock(run_dir)
         raise

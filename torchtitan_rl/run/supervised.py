@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from torchtitan_rl.algorithm.demonstrations import demonstration_datums
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.observability.recorder import Recorder
-from torchtitan_rl.run.checkpoints import RunState
 from torchtitan_rl.run.rollouts import Rollouts
+from torchtitan_rl.run.state import RunState
 from torchtitan_rl.run.training import timed
 from torchtitan_rl.tasks.family import TaskFamily, source_of
-from torchtitan_rl.types import OptimParams
+from torchtitan_rl.types import Datum, OptimParams
 
 __all__ = ["supervise"]
 
@@ -24,12 +26,22 @@ async def supervise(
     trainer: TrainingClient,
     state: RunState,
     recorder: Recorder,
+    *,
+    bad_step: Callable[[list[str], dict, list[Datum]], None],
+    between_steps: Callable[[int], Awaitable[None]],
 ) -> None:
-    """All steps of the phase on the family's train split. Resets the optimizer's state at the end."""
-    supervised, state.phase, state.phase_step = config.supervised, "supervised", 0
+    """The steps of the phase that `state` does not have yet, on the family's train split. Resets the optimizer's state
+    at the end.
+
+    `bad_step(roles, steps, data)` is told of a step that was skipped or had no finite loss; `between_steps(n)` is
+    awaited between step n + 1 and the next."""
+    supervised, state.phase = config.supervised, "supervised"
     source = source_of(family, "train", config.seed)
+    if state.supervised_source:
+        source.load_state_dict(state.supervised_source)
     with recorder.span("supervised", total=supervised.num_steps) as phase:
-        for step in range(supervised.num_steps):
+        recorder.advance(phase, state.phase_step, text="")
+        for step in range(state.phase_step, supervised.num_steps):
             with recorder.span("step") as span:
                 pairs = await player.demonstrations(source.next(supervised.batch_size), family)
                 data = demonstration_datums(pairs, config.algorithm)
@@ -38,8 +50,10 @@ async def supervise(
                 optim_step = trainer.optim_step(OptimParams(lr=lr, betas=supervised.betas))
                 output, forward_backward_s = await timed(forward_backward, span.began)
                 optim, step_s = await timed(optim_step, span.began)
-            state.count_skips({"policy": optim}, config.controller.max_skipped_steps)
-            state.phase_step = step + 1
+            state.phase_step, state.supervised_source = step + 1, source.state_dict()
+            steps = {"policy": (optim, output.loss)}
+            if bad := state.count(steps):
+                bad_step(bad, steps, data)
             line = {
                 "step": step + 1,
                 "phase": "supervised",
@@ -53,4 +67,6 @@ async def supervise(
             }
             recorder.fact("metrics", line=line, text="")
             recorder.advance(phase, text=f"loss {output.loss:.3f}")
+            if step + 1 < supervised.num_steps:
+                await between_steps(step)
     await trainer.reset_optimizer()

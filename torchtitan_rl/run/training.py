@@ -33,9 +33,9 @@ async def scored(groups: list[RolloutGroup], roles: dict[str, TrainingClient], c
 
 async def step_on(
     minibatch: list[Datum], roles: dict[str, TrainingClient], config: RunConfig, step: int, line: StepMetrics
-) -> dict[str, OptimStepOutput]:
-    """Optimizer step number `step` (from 0) of every role that trains. Returns role -> output of `optim_step`; adds
-    metrics to `line`."""
+) -> dict[str, tuple[OptimStepOutput, float]]:
+    """Optimizer step number `step` (from 0) of every role that trains. Returns role -> (output of `optim_step`, loss);
+    adds metrics to `line`."""
     policy, others = roles["policy"], {}
     if config.algorithm.recompute_logprobs_per_minibatch:
         minibatch = await scoring.with_old_logprobs(minibatch, policy, line)
@@ -56,7 +56,7 @@ async def step_on(
     line.add(output, optim)
     line.mean("time/forward_backward_s", forward_backward_s)
     line.mean("time/optim_s", step_s - forward_backward_s)
-    return {"policy": optim, **dict(zip(others, answers, strict=True))}
+    return {"policy": (optim, output.loss), **dict(zip(others, answers, strict=True))}
 
 
 def optim_params(config: RunConfig, role: str, step: int) -> OptimParams:

@@ -19,6 +19,7 @@ from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.algorithm import check_algorithm
 from torchtitan_rl.validation.batches import check_batches
 from torchtitan_rl.validation.distillation import check_distill
+from torchtitan_rl.validation.recovery import check_checkpoints, check_failures
 from torchtitan_rl.validation.roles import check_roles
 from torchtitan_rl.validation.trainer import (
     check_context,
@@ -50,6 +51,8 @@ def validate(config: RunConfig) -> None:
     check_roles(config.roles, shape, config.trainer.training.dtype)
     _check_numbers(config)
     _check_minibatches(config.algorithm, config.controller.num_steps)
+    check_checkpoints(config.controller)
+    check_failures(config.algorithm)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)
     if config.supervised.task is not None and not config.supervised.num_steps:

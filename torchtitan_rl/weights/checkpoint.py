@@ -1,26 +1,45 @@
 """Checkpoints: a directory per step, complete once the marker is written.
 
 step-80/model/       torch's distributed checkpoint of parameters and optimizer, loadable in any layout
-step-80/hf/          the weights as a Hugging Face directory
+step-80/critic/, step-80/reference/   the same of other roles whose weights change during a run
+step-80/hf/          if exported: the weights as a Hugging Face directory
 step-80/lora.json    with LoRA, when model/ holds adapters only: the LoRA config, and a fingerprint of the base
-step-80/adapter/     with LoRA: the adapters as a PEFT directory
+step-80/adapter/     if exported, with LoRA: the adapters as a PEFT directory
 step-80/teacher.safetensors  with self-distillation: the snapshot that teaches, in the generators' dtype
+step-80/config.json  the resolved config of the run
 step-80/state.json   the controller's state: step, phase, policy and teacher version, data cursor, seed
+step-80/files.json   size and checksum of every other file
 step-80/COMPLETE     the marker, written last
+step-80.writing/     a checkpoint that is being written, or was when the run was killed
+latest               the name of the newest complete checkpoint
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
+import xxhash
+
 __all__ = [
+    "FORMAT",
     "require_complete",
+    "is_complete",
     "hf_weights",
     "begin",
-    "write_state",
+    "beside",
+    "write_json",
     "read_state",
+    "checksums",
+    "commit",
+    "mark",
+    "problem",
+    "point_to",
+    "latest",
+    "remove",
     "hf_dir",
     "model_dir",
     "adapter_dir",
@@ -29,8 +48,12 @@ __all__ = [
     "require_lora",
 ]
 
-_MARKER = "COMPLETE"
+FORMAT = 1
+"""Version of the directory's format, as `state.json` has it. A reader refuses a higher number."""
+
+_MARKER, _STATE, _FILES, _LATEST = "COMPLETE", "state.json", "files.json", "latest"
 _LORA = "lora.json"
+_CHUNK = 16 * 2**20  # bytes read at once for a checksum
 
 
 def model_dir(checkpoint: Path) -> Path:
@@ -88,30 +111,139 @@ def require_lora(checkpoint: Path, record: dict | None) -> None:
         )
 
 
+def beside(checkpoint: Path) -> Path:
+    """The directory in which a checkpoint is written, before `commit` renames it."""
+    return checkpoint.with_name(f"{checkpoint.name}.writing")
+
+
 def begin(checkpoint: Path) -> None:
-    """Makes the directory; a complete checkpoint there becomes incomplete."""
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / _MARKER).unlink(missing_ok=True)
+    """Makes an empty directory in the place of what is there."""
+    remove(checkpoint)
+    checkpoint.mkdir(parents=True)
 
 
-def write_state(checkpoint: Path, state: dict) -> None:
-    """Writes the controller's state and then the marker that makes the checkpoint complete."""
-    for name, text in (("state.json", json.dumps(state, indent=1)), (_MARKER, "")):
-        with open(checkpoint / name, "w") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+def write_json(file: Path, content: dict) -> None:
+    """Writes a file that survives a power cut once this function has returned."""
+    _write(file, json.dumps(content, indent=1))
 
 
 def read_state(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / "state.json").read_text())
+    """The controller's state. Raises ValueError for a state of a newer format."""
+    state = json.loads((checkpoint / _STATE).read_text())
+    if (written := state.pop("format", FORMAT)) > FORMAT:
+        raise ValueError(
+            f"checkpoint={str(checkpoint)!r}: has format {written}, and this version reads up to format {FORMAT}; "
+            "use the version of torchtitan_rl that wrote it, or a newer one"
+        )
+    return state
+
+
+def checksums(directory: Path, files: Iterable[Path]) -> dict[str, list]:
+    """Path of each file below `directory` -> [bytes, xxh3 of the content]."""
+    return {str(file.relative_to(directory)): [file.stat().st_size, _xxh3(file)] for file in files}
+
+
+def commit(written: Path, checkpoint: Path, state: dict, files: dict[str, list]) -> None:
+    """Makes a checkpoint of the directory `written`: state and checksums, then the rename, then the marker.
+
+    `files` are the checksums that are known already; `commit` computes the others. Every file is on disk before the
+    rename: a directory without `.writing` whose checksums are right lacks at most the marker.
+    """
+    write_json(written / _STATE, {"format": FORMAT, **state})
+    others = [f for f in sorted(written.rglob("*")) if f.is_file() and str(f.relative_to(written)) not in files]
+    for file in others:
+        _sync(file)
+    write_json(written / _FILES, files | checksums(written, others))
+    for directory in (written, *(d for d in written.rglob("*") if d.is_dir())):
+        _sync(directory)
+    remove(checkpoint)
+    written.rename(checkpoint)
+    _sync(checkpoint.parent)
+    mark(checkpoint)
+
+
+def mark(checkpoint: Path) -> None:
+    """Writes the marker of a checkpoint."""
+    _write(checkpoint / _MARKER, "")
+    _sync(checkpoint)
+
+
+def problem(checkpoint: Path) -> str:
+    """Why a checkpoint cannot be used: the first file that is missing, or whose content is not what was written; empty
+    when all is well. A missing marker is no problem: `commit` writes the marker when all files are on disk."""
+    try:
+        files = json.loads((checkpoint / _FILES).read_text())
+        json.loads((checkpoint / _STATE).read_text())
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        return f"{checkpoint}: {_FILES} or {_STATE} is not JSON ({error})"
+    for name, (size, xxh3) in files.items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{file}: is missing"
+        if file.stat().st_size != size:
+            return f"{file}: has {file.stat().st_size} bytes, {size} were written"
+        if _xxh3(file) != xxh3:
+            return f"{file}: its checksum is {_xxh3(file)}, the content that was written has {xxh3}"
+    return ""
+
+
+def point_to(checkpoint: Path) -> None:
+    """Makes `checkpoint` the one that `latest` returns."""
+    pointer = checkpoint.parent / _LATEST
+    _write(pointer.with_suffix(".new"), checkpoint.name)
+    pointer.with_suffix(".new").replace(pointer)
+    _sync(checkpoint.parent)
+
+
+def latest(checkpoints: Path) -> Path | None:
+    """The checkpoint that `point_to` named last; None before the first."""
+    try:
+        return checkpoints / (checkpoints / _LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def remove(checkpoint: Path) -> None:
+    """Deletes a directory, marker first: what a killed process leaves behind of it is incomplete."""
+    (checkpoint / _MARKER).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=not checkpoint.exists())
+
+
+def _write(file: Path, text: str) -> None:
+    with open(file, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _xxh3(file: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with open(file, "rb") as f:
+        while chunk := f.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint has its marker."""
+    return (checkpoint / _MARKER).exists()
 
 
 def require_complete(checkpoint: Path) -> Path:
     """Returns `checkpoint`. Raises ValueError for a missing or half-written checkpoint."""
     if not checkpoint.is_dir():
         raise ValueError(f"checkpoint={str(checkpoint)!r}: there is no such directory; give a run's checkpoints/step-N")
-    if not (checkpoint / _MARKER).exists():
+    if not is_complete(checkpoint):
         raise ValueError(
             f"checkpoint={str(checkpoint)!r}: is incomplete (no {_MARKER} marker: it was cut off while being "
             "written, or is not a checkpoint); use another checkpoints/step-N"
@@ -124,4 +256,9 @@ def hf_weights(path: Path) -> Path:
     Raises ValueError if `path` is neither."""
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         return path
-    return hf_dir(require_complete(path))
+    if not (exported := hf_dir(require_complete(path))).is_dir():
+        raise ValueError(
+            f"checkpoint={str(path)!r}: holds no Hugging Face directory (controller.checkpoint_export); make one with "
+            f"torchtitan-rl export {path} DIRECTORY and give that"
+        )
+    return exported

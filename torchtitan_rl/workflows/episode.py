@@ -14,13 +14,17 @@ from typing import Any
 from torchtitan_rl.tasks.env import Env, Observation, Step
 from torchtitan_rl.types import Task
 
-__all__ = ["Episode"]
+__all__ = ["Episode", "EnvironmentFailed"]
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment raised, was late, or gave something else than it may."""
 
 
 class Episode:
     """Calls an environment on behalf of a runner.
 
-    Raises RuntimeError, in one line that names environment and task, when the environment has been played before,
+    Raises EnvironmentFailed, in one line that names environment and task, when the environment has been played before,
     raises, gives no answer within `timeout_s`, is stepped after its end, or answers anything but an observation or a
     `Step`.
     """
@@ -29,9 +33,11 @@ class Episode:
         self.env, self.task, self.timeout_s = env, task, timeout_s
         self.name = f"environment={type(env).__name__}"
         if not isinstance(env, Env):
-            raise RuntimeError(f"{self.name}: is not an Env, for task {task.id!r}; return one from environment(task)")
+            raise EnvironmentFailed(
+                f"{self.name}: is not an Env, for task {task.id!r}; return one from environment(task)"
+            )
         if env.played:
-            raise RuntimeError(
+            raise EnvironmentFailed(
                 f"{self.name}: has been played before, for task {task.id!r}; make a new one for every rollout"
             )
         env.played = True
@@ -44,17 +50,17 @@ class Episode:
 
     async def step(self, text: str) -> Step:
         if not self._steppable:
-            raise RuntimeError(
+            raise EnvironmentFailed(
                 f"{self.name}: step before reset or after the end, for task {self.task.id!r}; play it "
                 "once, from reset until done"
             )
         step = await self._call("step", text)
         if not isinstance(step, Step):
-            raise RuntimeError(
+            raise EnvironmentFailed(
                 f"{self.name}: step returned {type(step).__name__} for task {self.task.id!r}; return a Step"
             )
         if not isinstance(step.reward, numbers.Real) or not math.isfinite(step.reward):
-            raise RuntimeError(
+            raise EnvironmentFailed(
                 f"{self.name}: step gave reward {step.reward!r} for task {self.task.id!r}; give a finite number"
             )
         if not step.done:
@@ -71,12 +77,14 @@ class Episode:
                 return await _in_thread(function, *args)
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
-                raise RuntimeError(
+                raise EnvironmentFailed(
                     f"{self.name}: {method} gave no answer for task {self.task.id!r} within "
                     f"{self.timeout_s:g} s; speed it up or raise controller.reward_timeout_s"
                 ) from None
             message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
-            raise RuntimeError(f"{self.name}: {method} raised {message} for task {self.task.id!r}; mend it") from error
+            raise EnvironmentFailed(
+                f"{self.name}: {method} raised {message} for task {self.task.id!r}; mend it"
+            ) from error
 
     def _checked(self, observation: Any, method: str) -> Observation:
         if isinstance(observation, str):
@@ -86,7 +94,7 @@ class Episode:
                 return observation
             if all(type(entry) is int for entry in observation):
                 return observation
-        raise RuntimeError(
+        raise EnvironmentFailed(
             f"{self.name}: {method} gave {type(observation).__name__} {repr(observation)[:80]} for task "
             f"{self.task.id!r}; give text, a list of messages or a list of tokens"
         )

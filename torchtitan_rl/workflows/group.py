@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 from torchtitan_rl.tasks.family import TaskFamily, stream
 from torchtitan_rl.tasks.judging import judge
@@ -13,10 +15,17 @@ from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 from torchtitan_rl.workflows.policy import Policy
 from torchtitan_rl.workflows.single_turn import single_turn
 
-__all__ = ["run_group", "rollouts_of", "workflow_of"]
+__all__ = ["run_group", "rollouts_of", "workflow_of", "GroupFailed"]
+
+Tried = Callable[[Callable[[int], Awaitable[Any]], str], Awaitable[Any]]
 
 
-_RETRY = 0  # always: a failed attempt ends the run
+class GroupFailed(RuntimeError):
+    """A group that has to be dropped whole: without the attempts that failed it would be biased."""
+
+
+async def _once(call: Callable[[int], Awaitable[Any]], stage: str) -> Any:
+    return await call(0)
 
 
 def workflow_of(family: TaskFamily, limits: Limits) -> Callable:
@@ -44,20 +53,25 @@ async def run_group(
     reward,
     reward_timeout_s: float,
     first_only: bool = False,
+    tried: Tried | None = None,
 ) -> RolloutGroup:
     """The rollouts of `n` attempts at one task, with rewards. `reward` is a family or a function, see
     `tasks.judging.judge`; it judges the rollouts that neither the workflow nor an environment has rewarded.
 
     Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. With `first_only`, as
-    in evaluations, only the first rollout of an attempt counts. Raises RuntimeError for what `rollouts_of` refuses, and
-    when two rollouts have one id.
+    in evaluations, only the first rollout of an attempt counts. `tried(call, stage)` returns what `call(retry)`
+    returns, and decides what follows a failure in the stage `workflow` or `reward`; None raises the failure. Raises
+    RuntimeError for what `rollouts_of` refuses, and when two rollouts have one id.
     """
-    attempts = await asyncio.gather(
-        *(
-            workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, _RETRY))
-            for i in range(n)
-        )
-    )
+    patient, tried = tried is not None, tried or _once  # a group that may be dropped first plays to its end
+
+    def played(i: int, retry: int) -> Awaitable:
+        return workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
+
+    calls = (tried(partial(played, i), "workflow") for i in range(n))
+    attempts: list = await asyncio.gather(*calls, return_exceptions=patient)
+    if failed := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
+        raise failed
     attempts = [rollouts_of(attempt, task) for attempt in attempts]
     rollouts = [rollout for attempt in attempts for rollout in (attempt[:1] if first_only else attempt)]
     if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
@@ -71,7 +85,8 @@ async def run_group(
         if rollout.reward is None and rollout.turns and all(turn.reward is None for turn in rollout.turns)
     ]
     if unjudged:
-        rewards = await judge(reward, task, [rollout.text for rollout in unjudged], reward_timeout_s)
+        texts = [rollout.text for rollout in unjudged]
+        rewards = await tried(lambda retry: judge(reward, task, texts, reward_timeout_s), "reward")
         for rollout, value in zip(unjudged, rewards, strict=True):
             rollout.reward = value
     for rollout in rollouts:

@@ -11,10 +11,14 @@ import torch
 from torchtitan_rl.types import Completion, SamplingParams, Task
 from torchtitan_rl.workflows.chat import Chat
 
-__all__ = ["Policy", "Prompt", "Sampler"]
+__all__ = ["Policy", "Prompt", "Sampler", "SamplingFailed"]
 
 Prompt = str | list[dict[str, str]] | list[int]
 """Text, chat messages, or tokens."""
+
+
+class SamplingFailed(RuntimeError):
+    """The generators gave no completion. The rollout that asked is not at fault."""
 
 
 class Sampler(Protocol):
@@ -84,7 +88,8 @@ class Policy:
     ) -> Completion:
         """One completion of a prompt; the same seed and version give the same tokens (on a GPU: in the same batch).
 
-        `max_tokens` replaces the policy's limit; `stop` and `stop_token_ids` are added to the policy's.
+        `max_tokens` replaces the policy's limit; `stop` and `stop_token_ids` are added to the policy's. Raises
+        ValueError for a request that cannot be met, SamplingFailed when the generators fail.
         """
         params = SamplingParams(
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
@@ -93,7 +98,10 @@ class Policy:
             stop_token_ids=[*stop_token_ids, *self.stop_token_ids],
             stop=[*stop, *self.stop],
         )
-        return await self.sampler.sample(tokens, params, policy_version=self.policy_version)
+        try:
+            return await self.sampler.sample(tokens, params, policy_version=self.policy_version)
+        except RuntimeError as error:
+            raise SamplingFailed(str(error)) from error
 
     def text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens, skip_special_tokens=True)

@@ -31,7 +31,7 @@ def test_a_role_that_is_only_scored_does_not_train(operation):
     with pytest.raises(ValueError) as caught:
         require(operation, "reference", parts())
     assert str(caught.value) == f"role='reference': is only scored; {operation} needs one of policy, critic"
-    require("save_checkpoint", "reference", parts())
+    require("stage_checkpoint", "reference", parts())
     require("load_weights", "teacher", parts())
 
 

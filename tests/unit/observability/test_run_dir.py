@@ -113,6 +113,7 @@ def test_rollouts(tmp_path):
     records = lines(tmp_path / "rollouts" / "step-000007.jsonl")
     assert records[0] == {
         "step": 7,
+        "attempt": 1,
         "phase": "reinforcement",
         "group_id": "7/0",
         "rollout_id": "7/0/0",

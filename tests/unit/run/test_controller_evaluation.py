@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.unit.config.test_load import run_config
-from torchtitan_rl import cli
+from torchtitan_rl import cli, verbs
 from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.launch.stack import Stack
@@ -107,7 +107,7 @@ def run_eval(config, tmp_path, monkeypatch, *flags):
 
     monkeypatch.setattr(Controller, "launch", launch)
     args = cli._parser().parse_args(["eval", "a config", "--checkpoint", str(tmp_path), *flags])
-    return asyncio.run(cli._evaluate(args, config))
+    return asyncio.run(verbs.evaluate(args, config))
 
 
 def test_eval_writes_the_pass_rates_and_prints_every_set(config, tmp_path, monkeypatch, capsys):

@@ -1,19 +1,29 @@
-"""Which directories count as checkpoints."""
+"""Which directories count as checkpoints, and which files make one unusable."""
 
 import json
 
 import pytest
 
 from torchtitan_rl.weights.checkpoint import (
+    FORMAT,
     adapter_dir,
+    begin,
+    beside,
+    checksums,
+    commit,
     hf_dir,
     hf_weights,
+    is_complete,
+    latest,
+    mark,
     model_dir,
+    point_to,
+    problem,
     read_state,
+    remove,
     require_complete,
     require_lora,
     write_lora,
-    write_state,
 )
 
 STATE = {"step": 80, "phase": "reinforcement", "policy_version": 380, "source": {"epoch": 0, "cursor": 2560}, "seed": 0}
@@ -44,19 +54,87 @@ def test_a_half_written_checkpoint_is_refused(function, tmp_path):
     )
 
 
+def written(checkpoint, content=b"weights", export=True):
+    """Writes a checkpoint of one file as a run does."""
+    begin(beside(checkpoint))
+    model_dir(beside(checkpoint)).mkdir()
+    file = model_dir(beside(checkpoint)) / "__0_0.distcp"
+    file.write_bytes(content)
+    if export:
+        hf_dir(beside(checkpoint)).mkdir()
+    commit(beside(checkpoint), checkpoint, STATE, checksums(beside(checkpoint), [file]))
+    return checkpoint
+
+
 def test_a_complete_checkpoint_gives_back_its_state_and_its_weights(tmp_path):
-    write_state(tmp_path, STATE)
-    assert require_complete(tmp_path) == tmp_path
-    assert read_state(tmp_path) == STATE
-    assert hf_weights(tmp_path) == tmp_path / "hf"
-    assert (model_dir(tmp_path), hf_dir(tmp_path)) == (tmp_path / "model", tmp_path / "hf")
+    path = written(tmp_path / "step-80")
+    assert require_complete(path) == path and problem(path) == ""
+    assert read_state(path) == STATE
+    assert hf_weights(path) == path / "hf"
+    assert not beside(path).exists()
+    files = json.loads((path / "files.json").read_text())
+    assert files.keys() == {"model/__0_0.distcp", "state.json"} and files["model/__0_0.distcp"][0] == 7
 
 
-def test_the_marker_is_not_there_when_the_state_could_not_be_written(tmp_path):
-    (tmp_path / "state.json").mkdir()  # something that cannot be opened as a file
-    with pytest.raises(IsADirectoryError):
-        write_state(tmp_path, STATE)
-    assert refusal(require_complete, tmp_path).startswith(f"checkpoint={str(tmp_path)!r}: is incomplete")
+def test_a_checkpoint_takes_the_place_of_the_one_before_under_its_name(tmp_path):
+    written(tmp_path / "step-80")
+    path = written(tmp_path / "step-80", b"newer weights")
+    assert problem(path) == "" and (model_dir(path) / "__0_0.distcp").read_bytes() == b"newer weights"
+
+
+def test_a_checkpoint_without_an_export_says_how_to_make_one(tmp_path):
+    path = written(tmp_path / "step-80", export=False)
+    assert f"torchtitan-rl export {path} DIRECTORY" in refusal(hf_weights, path)
+
+
+def test_the_marker_is_all_that_a_kill_after_the_rename_takes(tmp_path):
+    path = written(tmp_path / "step-80")
+    (path / "COMPLETE").unlink()
+    assert not is_complete(path) and problem(path) == ""
+    mark(path)
+    assert require_complete(path) == path
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "bit flipped", "no list", "state cut off"])
+def test_a_damaged_checkpoint_is_a_problem_that_names_the_file(damage, tmp_path):
+    path = written(tmp_path / "step-80")
+    file = model_dir(path) / "__0_0.distcp"
+    if damage == "missing":
+        file.unlink()
+        assert problem(path) == f"{file}: is missing"
+    elif damage == "truncated":
+        file.write_bytes(b"weig")
+        assert problem(path) == f"{file}: has 4 bytes, 7 were written"
+    elif damage == "bit flipped":
+        file.write_bytes(b"weightr")
+        assert problem(path).startswith(f"{file}: its checksum is ")
+    elif damage == "no list":
+        (path / "files.json").unlink()
+        assert problem(path) == f"{path / 'files.json'}: No such file or directory"
+    else:
+        (path / "state.json").write_text('{"step":')
+        assert problem(path).startswith(f"{path}: files.json or state.json is not JSON")
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    path = written(tmp_path / "step-80")
+    (path / "state.json").write_text(json.dumps({"format": FORMAT + 1, **STATE}))
+    assert f"has format {FORMAT + 1}, and this version reads up to format {FORMAT}" in refusal(read_state, path)
+
+
+def test_latest_is_the_checkpoint_pointed_to_last(tmp_path):
+    assert latest(tmp_path) is None
+    for step in (20, 40):
+        point_to(written(tmp_path / f"step-{step}"))
+        assert latest(tmp_path) == tmp_path / f"step-{step}"
+    assert not (tmp_path / "latest.new").exists()
+
+
+def test_what_is_left_of_a_removed_checkpoint_is_incomplete(tmp_path, monkeypatch):
+    path = written(tmp_path / "step-80")
+    monkeypatch.setattr("shutil.rmtree", lambda *args, **kwargs: None)  # killed there
+    remove(path)
+    assert path.exists() and not is_complete(path)
 
 
 def test_a_hugging_face_directory_is_taken_as_it_is(tmp_path):

@@ -1,0 +1,212 @@
+"""A run goes on from its checkpoints as if nothing had happened, and says so where it cannot."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import small_config
+from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.ends import Preempted
+from torchtitan_rl.weights import checkpoint
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/", "completion/")
+
+
+def config(output_dir, **overrides):
+    settings = {"supervised__num_steps": 3, "controller__num_steps": 4, "controller__checkpoint_every": 1}
+    settings |= {"controller__keep_last": -1, "controller__eval_every": 2}
+    return small_config(output_dir, **settings | overrides)
+
+
+async def run(config, *, resume_from: str = "", ask_after: int | None = None) -> Controller:
+    """Trains on the local backend; asks the run to stop once it has made so many steps of both phases."""
+    controller = await Controller.launch(config, backend="local", resume_from=resume_from)
+    steps = 0
+    take, seen = controller.stop.reason, []
+
+    def reason() -> str:
+        nonlocal steps
+        steps += 1
+        seen.append(steps)
+        if steps == ask_after:
+            controller.stop.ask("a test")
+        return take()
+
+    controller.stop.reason = reason
+    try:
+        await controller.train()
+    finally:
+        await controller.close()
+    return controller
+
+
+def counted(path: Path) -> list[dict]:
+    """What a resumed run must have in common with an undisturbed one."""
+    return [
+        {name: repr(value) for name, value in line.items() if name in ("step", "phase") or name.startswith(COLUMNS)}
+        for line in RunDir(path).read_metrics()
+        if line["phase"] != "checkpoint"
+    ]
+
+
+def rollouts(path: Path) -> list[tuple]:
+    return [(r["step"], r["rollout_id"], r["text"], r["reward"]) for r in attempts.read_rollouts(RunDir(path))]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(loop, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    loop.run_until_complete(run(config(path)))
+    return path
+
+
+@pytest.fixture
+def copied(undisturbed, tmp_path) -> Path:
+    """A run of which only the first checkpoints are left, as if it had been killed."""
+    path = tmp_path / "run"
+    shutil.copytree(undisturbed, path)
+    for name in ("step-3", "step-4"):
+        shutil.rmtree(path / "checkpoints" / name)
+    checkpoint.point_to(path / "checkpoints" / "step-2")
+    return path
+
+
+def test_checkpoints_are_written_in_both_phases_and_all_complete(undisturbed):
+    names = ["supervised-1", "supervised-2", "step-0", "step-1", "step-2", "step-3", "step-4"]
+    assert sorted(p.name for p in (undisturbed / "checkpoints").glob("*-*")) == sorted(names)
+    assert all(checkpoint.problem(undisturbed / "checkpoints" / name) == "" for name in names)
+    assert checkpoint.latest(undisturbed / "checkpoints").name == "step-4"
+    assert [(undisturbed / "checkpoints" / name / "hf").is_dir() for name in names] == [False] * 6 + [True]
+    saved = [line for line in RunDir(undisturbed).read_metrics() if line["phase"] == "checkpoint"]
+    assert [line["checkpoint/name"] for line in saved] == names and not any(line["checkpoint/failed"] for line in saved)
+
+
+@pytest.mark.parametrize("stops", [(1, 4), (5,)], ids=["in both phases", "in the second phase"])
+def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bytes(stops, undisturbed, loop, tmp_path):
+    path, resume_from = tmp_path / "run", ""
+    for stop in stops:
+        with pytest.raises(Preempted, match="a test"):
+            loop.run_until_complete(run(config(path), resume_from=resume_from, ask_after=stop))
+        resume_from = "auto"
+    loop.run_until_complete(run(config(path), resume_from="auto"))
+    assert counted(path) == counted(undisturbed)
+    assert rollouts(path) == rollouts(undisturbed)
+    assert len(attempts.attempts(RunDir(path))) == len(stops) + 1
+    ended, expected = (path / "checkpoints" / "step-4", undisturbed / "checkpoints" / "step-4")
+    assert (ended / "hf" / "model.safetensors").read_bytes() == (expected / "hf" / "model.safetensors").read_bytes()
+
+
+def test_damaged_checkpoints_are_named_and_the_last_good_one_is_taken(copied, undisturbed, loop, capsys):
+    damaged = next((copied / "checkpoints" / "step-2" / "model").glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(bytes(content))
+    truncated = copied / "checkpoints" / "step-1" / "state.json"
+    truncated.write_text(truncated.read_text()[:40])
+    (copied / "checkpoints" / "step-0" / "COMPLETE").unlink()  # killed between rename and marker: nothing is missing
+    shutil.copytree(copied / "checkpoints" / "step-0", copied / "checkpoints" / "step-2.writing")
+    from torchtitan_rl.run.resume import find
+
+    found = find(config(copied), "auto")
+    assert found.checkpoint.name == "step-0"
+    assert [note.split(":")[0] for note in found.notes[:2]] == ["step-2 cannot be used", "step-1 cannot be used"]
+    assert found.notes[2:] == [f"changed: output_dir: was {str(undisturbed)!r}, is {str(copied)!r}"]
+    assert str(damaged) in found.notes[0] and str(truncated.parent) in found.notes[1]
+    loop.run_until_complete(run(config(copied), resume_from="auto"))
+    assert counted(copied) == counted(undisturbed) and rollouts(copied) == rollouts(undisturbed)
+
+
+def refused(config, resume_from: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        asyncio.run(Controller.launch(config, backend="local", resume_from=resume_from))
+    return str(caught.value)
+
+
+def test_nothing_is_overwritten_where_a_run_cannot_go_on(copied, tmp_path):
+    before = {p: p.read_bytes() for p in copied.rglob("*") if p.is_file()}
+    empty = tmp_path / "empty"
+    assert "there is no checkpoint in" in refused(config(empty), "latest") and not empty.exists()
+    assert "needs the run's directory" in refused(config(""), "auto")
+    assert "there is no such directory" in refused(config(""), str(tmp_path / "nowhere"))
+    (tmp_path / "plain").mkdir()
+    assert "is no run directory" in refused(config(""), str(tmp_path / "plain"))
+    assert "is resumed in its own directory" in refused(config(tmp_path / "other"), str(copied))
+    assert "already holds a run" in refused(config(copied), "")
+    message = refused(config(copied, seed=1, sampling__max_tokens=11), "latest")
+    assert "seed: was 0, is 1" in message and "sampling.max_tokens: was 12, is 11" in message
+    message = refused(config(copied, model__shape__n_layers=2), "auto")
+    assert "model.shape.n_layers: was 4, is 2" in message and "--model.assets" in message
+    with attempts.locked(RunDir(copied)):
+        pass
+    assert "a run is going on there (pid" in refused(config(copied), "auto")
+    attempts.unlock(RunDir(copied))
+    after = {p: p.read_bytes() for p in copied.rglob("*") if p.is_file()}
+    assert {p.name for p in after.keys() ^ before.keys()} <= {"run.lock"}
+    assert all(after[p] == content for p, content in before.items() if p.name != "run.lock")
+
+
+def test_a_newer_format_and_no_usable_checkpoint_are_refused(copied):
+    for path in (copied / "checkpoints").glob("*-*"):
+        state = json.loads((path / "state.json").read_text()) | {"format": 99}
+        (path / "state.json").write_text(json.dumps(state))
+    assert "no checkpoint in" in refused(config(copied), "auto")  # the checksums of state.json are wrong
+    for path in (copied / "checkpoints").glob("*-*"):
+        files = json.loads((path / "files.json").read_text())
+        files |= checkpoint.checksums(path, [path / "state.json"])
+        (path / "files.json").write_text(json.dumps(files))
+    assert "has format 99, and this version reads up to format 1" in refused(config(copied), "auto")
+
+
+def test_an_end_that_a_restart_cannot_mend_is_not_begun_again(copied):
+    attempts.end_for_good(RunDir(copied), "the filters left nothing")
+    assert "a restart cannot mend why this run ended: the filters left nothing" in refused(config(copied), "auto")
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_directory(undisturbed, loop, tmp_path):
+    path = tmp_path / "run"
+    RunDir.create(path).log_metrics({"step": 1, "phase": "supervised", "loss/mean": 1.0})
+    (path / "checkpoints" / "supervised-1.writing").mkdir()
+    loop.run_until_complete(run(config(path), resume_from="auto"))
+    assert counted(path) == counted(undisturbed)
+    assert not (path / "checkpoints" / "supervised-1.writing").exists()
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(undisturbed, loop, tmp_path, caplog):
+    full = tmp_path / "full"
+    full.mkdir()
+    size = sum(file.stat().st_size for file in (undisturbed / "checkpoints" / "step-2").rglob("*") if file.is_file())
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size)}", "tmpfs", str(full)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        path = tmp_path / "run"
+        run_dir = RunDir.create(path)
+        run_dir.checkpoints.rmdir()
+        run_dir.checkpoints.symlink_to(full)
+        with pytest.raises(RuntimeError, match="the last checkpoint could not be written: step-4"):
+            loop.run_until_complete(run(config(path)))
+        saved = [line for line in run_dir.read_metrics() if line["phase"] == "checkpoint"]
+        assert [line["checkpoint/failed"] for line in saved] == [0] + [1] * 6
+        assert [line for line in counted(path)] == counted(undisturbed)  # every step and evaluation was made
+        assert [p.name for p in full.glob("*-*")] == ["supervised-1"]
+        assert checkpoint.problem(full / "supervised-1") == ""
+        assert "the run goes on without it (the newest complete one: supervised-1)" in caplog.text
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_three_times_ends_with_the_same_bytes(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--kills", "3", "--steps", "8"]
+    done = subprocess.run([*command, "--output-dir", str(tmp_path)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["attempts"] == 4

@@ -1,0 +1,65 @@
+"""What has changed between the config of a run's checkpoint and the config that is to resume it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["differences", "is_harmless"]
+
+_HARMLESS = (
+    "name",
+    "output_dir",
+    "controller.",
+    "weight_sync.",
+    "roles.colocation",
+    # Layout and speed: the state of a checkpoint fits every layout.
+    *(
+        f"{trainer}.{part}"
+        for trainer in ("trainer", "roles.critic.trainer", "roles.reference.trainer", "roles.teacher.trainer")
+        for part in (
+            *("parallelism.", "num_hosts", "num_threads", "max_tokens_per_microbatch", "logprob_chunk_mib"),
+            *("activation_checkpoint", "compile.", "comm."),
+            *(
+                "optimizer.lr",
+                "optimizer.betas",
+                "optimizer.eps",
+                "optimizer.weight_decay",
+                "optimizer.implementation",
+            ),  # read at every step
+            "training.max_norm",
+        )
+    ),
+    *(
+        f"generator.{field}"
+        for field in (
+            *("num_replicas", "tensor_parallel_degree", "max_model_len", "max_num_seqs", "kv_cache_gib"),
+            *("max_num_batched_tokens", "num_threads", "enforce_eager", "model_runner"),
+        )
+    ),
+    "algorithm.schedule.",
+)
+"""Fields that a resumed run may have otherwise. Every other field decides what the checkpoint's state means, or which
+data the run sees."""
+
+
+def is_harmless(path: str) -> bool:
+    """Whether a run may be resumed with another value of a field."""
+    return any(path == entry or entry.endswith(".") and path.startswith(entry) for entry in _HARMLESS)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted path -> (value before, value now) of every field that differs between two `config.resolve.resolved`; None
+    stands for a field that one of them lacks."""
+    left, right = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(now))))  # tuples become lists, as in files
+    paths = [*left, *(path for path in right if path not in left)]
+    return {path: (left.get(path), right.get(path)) for path in paths if left.get(path) != right.get(path)}
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _leaves(item, f"{path}.{name}" if path else name)
+    else:
+        yield path, value

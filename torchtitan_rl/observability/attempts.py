@@ -1,0 +1,142 @@
+"""Attempts of a run: each start in the same run directory, from where it went on, and what of earlier attempts counts.
+
+attempts.jsonl                 one line per attempt
+metrics.before-attempt-N.jsonl the lines that attempt N cut off metrics.jsonl: steps after the checkpoint it began from
+run.lock                       locked while a run is going on; names the process
+ended.json                     why the run ended, if starting it again cannot mend that
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from torchtitan_rl.observability.run_dir import RunDir
+
+__all__ = [
+    "locked",
+    "unlock",
+    "begin",
+    "attempts",
+    "cut_metrics",
+    "read_rollouts",
+    "end_for_good",
+    "reason_of_end",
+    "forget_end",
+]
+
+
+@contextmanager
+def locked(run_dir: RunDir) -> Iterator[None]:
+    """Locks a run directory. The lock is kept after the block, until `unlock` or the end of this process, unless the
+    block fails. Raises ValueError when the directory is locked already."""
+    file = open(run_dir.path / "run.lock", "a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"output_dir={str(run_dir.path)!r}: a run is going on there ({holder}); wait for its end or stop it, or "
+            "pick another output_dir"
+        ) from None
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _held[run_dir.path.absolute()] = file
+    try:
+        yield
+    except BaseException:
+        unlock(run_dir)
+        raise
+
+
+def unlock(run_dir: RunDir) -> None:
+    """Gives a run directory free; a second call does nothing."""
+    if (file := _held.pop(run_dir.path.absolute(), None)) is not None:
+        file.close()
+
+
+_held: dict[Path, IO[str]] = {}
+"""Run directories that this process has locked, and the open files that hold the locks."""
+
+
+def begin(run_dir: RunDir, resumed_from: str | None, phase: str = "", step: int = 0) -> int:
+    """Notes a new attempt: where it goes on (`phase` and `step` of the checkpoint). Returns its number, from 1."""
+    number = len(attempts(run_dir)) + 1
+    record = {
+        "attempt": number,
+        "resumed_from": resumed_from,
+        "phase": phase,
+        "step": step,
+        "at": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    with open(run_dir.path / "attempts.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    run_dir.attempt = number
+    return number
+
+
+def attempts(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The attempts so far, in order; a line that a crash cut off is left out."""
+    return list(_complete_lines(run_dir.path / "attempts.jsonl"))
+
+
+def cut_metrics(run_dir: RunDir, size: int, attempt: int) -> int:
+    """Cuts metrics.jsonl back to `size` bytes, and keeps what was cut in a file of its own. Returns the number of lines
+    cut. Raises ValueError when the file is shorter than `size`."""
+    content = run_dir.metrics_file.read_bytes() if run_dir.metrics_file.exists() else b""
+    if len(content) < size:
+        raise ValueError(
+            f"{run_dir.metrics_file}: has {len(content)} bytes, the checkpoint was written after {size}; put the file "
+            "back as it was, or start a new run from the checkpoint's weights"
+        )
+    if tail := content[size:]:
+        (run_dir.path / f"metrics.before-attempt-{attempt}.jsonl").write_bytes(tail)
+        os.truncate(run_dir.metrics_file, size)
+    return tail.count(b"\n")
+
+
+def read_rollouts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    """The records of all rollouts that count, step by step: without those of an attempt after the step from which a
+    later attempt went on. Such rollouts did not train the policy that the run ended with."""
+    begun = {a["attempt"]: a["step"] if a["phase"] == "reinforcement" else 0 for a in attempts(run_dir)}
+    for file in sorted(run_dir.rollouts.glob("step-*.jsonl")):
+        for record in _complete_lines(file):
+            attempt = record.get("attempt", 1)
+            if all(record["step"] <= step for later, step in begun.items() if later > attempt):
+                yield record
+
+
+def end_for_good(run_dir: RunDir, reason: str) -> None:
+    """Notes that starting the run again cannot mend what ended it."""
+    (run_dir.path / "ended.json").write_text(json.dumps({"reason": reason}, indent=1), encoding="utf-8")
+
+
+def reason_of_end(run_dir: RunDir) -> str:
+    """What `end_for_good` noted; empty if nothing."""
+    file = run_dir.path / "ended.json"
+    return json.loads(file.read_text(encoding="utf-8"))["reason"] if file.exists() else ""
+
+
+def forget_end(run_dir: RunDir) -> None:
+    """Removes what `end_for_good` noted."""
+    (run_dir.path / "ended.json").unlink(missing_ok=True)
+
+
+def _complete_lines(file) -> Iterator[dict[str, Any]]:
+    if file.exists():
+        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
+            yield json.loads(line)

@@ -1,0 +1,51 @@
+"""How a run ends before its last step: asked to stop, or for a reason that starting it again cannot mend."""
+
+from __future__ import annotations
+
+import os
+import time
+
+__all__ = ["Ended", "Preempted", "StopRequest", "PREEMPTED_STATUS"]
+
+PREEMPTED_STATUS = 75
+"""The command's exit status after `Preempted`: EX_TEMPFAIL of sysexits.h, "try again later"."""
+
+
+class Ended(RuntimeError):
+    """The run has ended for a reason that a restart cannot mend. `--resume auto` refuses such a run."""
+
+
+class Preempted(RuntimeError):
+    """The run was asked to stop, and has written a checkpoint to go on from."""
+
+
+class StopRequest:
+    """Whether a run is to stop after the present step: a caller asked, or its time is up.
+
+    Time is up once another step as long as the last one would pass the limit: `max_hours` after the start (0: no
+    limit), or the end of the Slurm job (the environment variable SLURM_JOB_END_TIME, seconds since 1970).
+    """
+
+    def __init__(self, max_hours: float, *, clock=time.time) -> None:
+        self.asked = ""
+        """The reason that a caller of `ask` gave; empty before."""
+        self._clock = clock
+        now = clock()
+        self._limits = {f"controller.max_hours={max_hours:g}": now + 3600 * max_hours} if max_hours else {}
+        if end := os.environ.get("SLURM_JOB_END_TIME", ""):
+            self._limits["the Slurm job's time limit"] = float(end)
+        self._last = now
+
+    def ask(self, reason: str) -> None:
+        """Makes the run stop after the present step."""
+        self.asked = reason
+
+    def reason(self) -> str:
+        """Why the run is to stop now; empty if it may go on. Call once after each step: the time since the last call is
+        the length of a step."""
+        now = self._clock()
+        step_s, self._last = now - self._last, now
+        if self.asked:
+            return self.asked
+        over = (limit for limit, end in self._limits.items() if now + step_s > end)
+        return next((f"{limit} leaves no time for another step" for limit in over), "")

@@ -1,0 +1,78 @@
+"""Rollouts that fail: try again or drop the group, count by cause, and end the run when too many fail."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.run.ends import Ended
+from torchtitan_rl.workflows.episode import EnvironmentFailed
+from torchtitan_rl.workflows.group import GroupFailed
+from torchtitan_rl.workflows.policy import SamplingFailed
+
+__all__ = ["Failures", "TooManyFailures"]
+
+logger = logging.getLogger(__name__)
+
+_FROM = 32  # calls before the share of failures says anything
+
+
+class TooManyFailures(Ended):
+    """The share of failed calls passed `algorithm.max_failed_frac`."""
+
+
+class Failures:
+    """What a run does about a workflow, an environment or a reward that raises or is late, as
+    `algorithm.on_rollout_failure` says. Faults of the generators are none of these: they end the run."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.retries = config.rollout_retries if config.on_rollout_failure == "retry" else 0
+        self.max_failed_frac = config.max_failed_frac
+        self.calls = 0
+        """Calls so far in this attempt at the run, further tries included."""
+        self.failed: Counter[str] = Counter()
+        """Failed calls by cause: `environment`, `workflow` or `reward`."""
+        self._told: Counter[str] = Counter()
+
+    async def tried(self, call: Callable[[int], Awaitable[Any]], stage: str) -> Any:
+        """The result of `call(retry)`, from retry 0 on. Raises GroupFailed after the last retry, and TooManyFailures.
+
+        `stage` is `workflow` or `reward`.
+        """
+        for retry in range(self.retries + 1):
+            self.calls += 1
+            try:
+                return await call(retry)
+            except (SamplingFailed, Ended):
+                raise
+            except Exception as error:
+                cause = "environment" if isinstance(error, EnvironmentFailed) else stage
+                self._count(cause, error)
+                last = error
+        raise GroupFailed(f"{last} ({self.retries} retries)") from last
+
+    def complete(self, played: list[Any], counts: Counter[str]) -> list[Any]:
+        """The groups among groups and GroupFailed. Adds to `counts` the calls that failed since the last call, by
+        cause, and the groups that were dropped. Raises any other exception."""
+        for result in played:
+            if isinstance(result, BaseException) and not isinstance(result, GroupFailed):
+                raise result
+        groups = [result for result in played if not isinstance(result, GroupFailed)]
+        counts.update({f"failure/{cause}": n - self._told[cause] for cause, n in self.failed.items()})
+        counts["failure/dropped_groups"] += len(played) - len(groups)
+        self._told = Counter(self.failed)
+        return groups
+
+    def _count(self, cause: str, error: Exception) -> None:
+        self.failed[cause] += 1
+        logger.warning("a rollout failed (%s): %s", cause, error)
+        failed = self.failed.total()
+        if self.calls >= _FROM and failed > self.max_failed_frac * self.calls:
+            causes = ", ".join(f"{number} {name}" for name, number in self.failed.most_common())
+            raise TooManyFailures(
+                f"algorithm.max_failed_frac={self.max_failed_frac:g}: {failed} of {self.calls} calls have failed "
+                f"({causes}); the last: {error}"
+            )

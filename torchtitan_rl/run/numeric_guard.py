@@ -1,0 +1,40 @@
+"""What follows a bad optimizer step: its batch goes to disk, and after several in a row the run ends."""
+
+from __future__ import annotations
+
+import torch
+
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.run.ends import Ended
+from torchtitan_rl.run.state import RunState
+from torchtitan_rl.types import Datum, OptimStepOutput
+
+__all__ = ["Diverged", "note_bad_step"]
+
+
+class Diverged(Ended):
+    """Too many optimizer steps in a row were skipped, or had a loss that is not finite."""
+
+
+def note_bad_step(
+    run_dir: RunDir,
+    state: RunState,
+    roles: list[str],
+    steps: dict[str, tuple[OptimStepOutput, float]],
+    data: list[Datum],
+    *,
+    max_skipped: int,
+) -> None:
+    """Writes the datums of a step that was bad for `roles`, for `torch.load(file, weights_only=False)`. Raises Diverged
+    when a role has had `max_skipped` bad steps in a row."""
+    file = run_dir.path / "bad_steps" / f"{state.phase}-{state.phase_step:06d}.pt"
+    file.parent.mkdir(exist_ok=True)
+    said = {role: {"grad_norm": steps[role][0].grad_norm, "loss": steps[role][1]} for role in roles}
+    torch.save({"phase": state.phase, "step": state.phase_step, "roles": said, "data": data}, file)
+    for role in roles:
+        in_a_row, (optim, loss) = state.skipped_in_a_row[role], steps[role]
+        if in_a_row >= max_skipped:
+            raise Diverged(
+                f"optim/grad_norm={optim.grad_norm}, loss={loss}: {in_a_row} optimizer steps of the {role} in a row "
+                f"were skipped or had no finite loss; lower the learning rate, or look at the batches in {file.parent}"
+            )

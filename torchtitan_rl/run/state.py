@@ -1,0 +1,69 @@
+"""What a run has to remember beside the weights: the state of a controller, as a checkpoint holds it."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+
+from torchtitan_rl.types import OptimStepOutput
+
+__all__ = ["RunState", "random_states", "set_random_states"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RunState:
+    """The state of a controller in a checkpoint; the trainer roles save weights and optimizer state themselves."""
+
+    seed: int
+    step: int = 0
+    """Optimizer steps of the reinforcement phase."""
+    phase: str = "start-up"
+    phase_step: int = 0
+    """Optimizer steps of the current phase."""
+    skipped_in_a_row: dict[str, int] = field(default_factory=lambda: {"policy": 0, "critic": 0})
+    """Per role, the bad optimizer steps since the last good one: skipped, or with a loss that is not finite."""
+    policy_version: int = 0
+    """Optimizer steps that the policy has taken in all phases; skipped steps do not count."""
+    teacher_version: int | None = None
+    """The version of the snapshot that scores for self-distillation; None without a snapshot."""
+    draws: dict = field(default_factory=dict)
+    """`Draws.state_dict()`: the next slot, and the state of the source of tasks."""
+    supervised_source: dict = field(default_factory=dict)
+    """The state of the supervised phase's source of tasks; empty before the first supervised step."""
+    accuracies: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Name of an evaluation -> step of the reinforcement phase -> accuracy."""
+    warm_start: dict | None = None
+    """The evaluation before reinforcement; None before it was made."""
+
+    def count(self, steps: dict[str, tuple[OptimStepOutput, float]]) -> list[str]:
+        """Counts one optimizer step of each role of `steps`, which has the step's output and loss. Returns the roles
+        whose step was bad: skipped, or with a loss that is not finite."""
+        self.policy_version = steps["policy"][0].policy_version
+        bad = [role for role, (optim, loss) in steps.items() if optim.skipped or not math.isfinite(loss)]
+        for role in steps:
+            self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if role in bad else 0
+        return bad
+
+
+def random_states() -> dict[str, Any]:
+    """The random states of this process as plain data: Python's, numpy's and torch's generators of the CPU."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, [int(key) for key in keys], position, has_gauss, cached],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Goes back to the states that `random_states` returned."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))

@@ -1,0 +1,239 @@
+"""What the verbs of the command do that start processes or read checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+__all__ = ["ended", "fail", "dry_run", "train", "train_with_restarts", "evaluate", "export", "sample"]
+
+_ATTACH_S = 60.0
+
+
+def ended(main_coroutine, status: Callable[[int], int] = int) -> int:
+    """Runs a coroutine to its end; Ctrl-C gives exit status 130. Ends this process at once, with `status(code)`."""
+    try:
+        code = asyncio.run(main_coroutine)
+    except KeyboardInterrupt:
+        code = 130
+    code = status(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of Monarch, or of a reward that hangs, must not keep a finished run alive.
+    os._exit(code)
+
+
+def fail(message: str) -> int:
+    """Prints an error, at most three lines. Returns the exit status."""
+    lines = message.strip().splitlines()[:3] or ["unknown"]
+    print("\n".join(["error: " + lines[0], *lines[1:]]), file=sys.stderr)
+    return 1
+
+
+def dry_run(args: argparse.Namespace, config) -> int:
+    """Says whether a valid config can run on this machine. Starts nothing."""
+    from torchtitan_rl.hosts.inventory import check_fits, local_host
+    from torchtitan_rl.hosts.preflight import busy_problem, host_problem, memory_problem
+    from torchtitan_rl.run.evaluation import eval_families
+    from torchtitan_rl.validation.run import missing_weights
+
+    # A dry run connects to no other host: it takes each host to be like this machine.
+    hosts = [local_host(worker) for worker in args.hosts] or [local_host()]
+    check_fits(config, hosts)
+    if problem := memory_problem(config, hosts):
+        raise ValueError(problem)
+    eval_families(config, config.task.build())
+    print(f"{args.config}: valid; nothing was started")
+    # Problems of this machine now, not of the config: a dry run only reports them.
+    for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts)):
+        if missing:
+            print(f"still needed: {missing}")
+    return 0
+
+
+def train_with_restarts(args: argparse.Namespace, config, argv: list[str]) -> int:
+    """`train` under `launch.restarts`; `argv` are the arguments of the command."""
+    from torchtitan_rl.launch.restarts import run_with_restarts
+    from torchtitan_rl.run.start import output_path
+
+    if args.max_restarts < 0:
+        raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
+    arguments = argv[argv.index("train") + 1 :]
+    place = next(i for i, argument in enumerate(arguments) if argument.startswith("--max-restarts"))
+    del arguments[place : place + (1 if "=" in arguments[place] else 2)]
+    if not config.output_dir and args.resume in ("", "latest", "auto"):
+        arguments += ["--output-dir", str(output_path(config, absolute=False))]  # the same one for every attempt
+    return run_with_restarts(arguments, args.max_restarts)
+
+
+async def _guarded(args, start, body) -> int:
+    """Starts a controller on `args.hosts`, runs `body(controller)`, and leaves no process behind. Returns an exit
+    status.
+
+    `start` is `Controller.launch` with all arguments bound but `hosts` and `backend`.
+    """
+    from torchtitan_rl.run.ends import PREEMPTED_STATUS, Ended, Preempted
+
+    controller, args.final = None, True  # only a failure may be mended by a restart
+    try:
+        hosts = None
+        if args.hosts:
+            from torchtitan_rl.hosts.attach import attach
+
+            hosts = await attach(args.hosts, timeout_s=_ATTACH_S)
+        controller = await start(hosts=hosts, backend=args.backend)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _sigterm, controller, asyncio.current_task())
+        await body(controller)
+        return 0
+    except asyncio.CancelledError:
+        where = f"{_where(controller)}; metrics so far are in {controller.run_dir.path}" if controller else ""
+        print(f"\ninterrupted {where or 'during start-up'}", file=sys.stderr)
+        return 130
+    except Preempted as end:
+        print(
+            f"stopped {_where(controller)} with a checkpoint: {end}; go on with --resume latest --output-dir "
+            f"{controller.run_dir.path}",
+            file=sys.stderr,
+        )
+        return PREEMPTED_STATUS
+    except Exception as error:
+        args.final = isinstance(error, (Ended, ValueError))
+        if args.debug:
+            traceback.print_exc()
+        return fail(str(error) or type(error).__name__)
+    finally:
+        if controller and args.hosts:
+            await controller.close()  # other hosts' processes cannot be killed from here
+        elif controller:
+            controller.launcher.kill()  # `close` would take seconds; all files are written
+
+
+def _where(controller) -> str:
+    return f"in the {controller.state.phase} phase at step {controller.state.phase_step}"
+
+
+def _sigterm(controller, task: asyncio.Task) -> None:
+    """The first SIGTERM makes the run write a checkpoint after the present step and end, a second one ends it at
+    once."""
+    if controller.stop.asked:
+        task.cancel()
+    controller.stop.ask("SIGTERM")
+
+
+async def train(args: argparse.Namespace, config) -> int:
+    from torchtitan_rl.observability.plot import plot_curve
+    from torchtitan_rl.observability.progress import Progress
+    from torchtitan_rl.run.controller import Controller
+
+    progress = Progress(quiet=args.quiet)
+
+    async def body(controller: Controller) -> None:
+        report = await controller.train()
+        curve = controller.run_dir.path / "curve.png"
+        plot_curve(controller.run_dir.read_metrics(), curve)
+        warm, k = report["warm start"], config.controller.pass_at_k
+        progress.final_table(
+            [
+                ("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}"),
+                *(
+                    [(f"pass@{k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}")]
+                    if warm.pass_at_k is not None
+                    else []
+                ),
+                ("greedy accuracy after reinforcement (validation)", f"{report['validation'].accuracy:.3f}"),
+                *(
+                    (f"greedy accuracy after reinforcement ({name})", f"{report[name].accuracy:.3f}")
+                    for name in config.controller.eval_sets
+                ),
+                ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
+                ("curve", str(curve)),
+                ("checkpoint", str(controller.run_dir.checkpoint_path(controller.state.step))),
+            ]
+        )
+
+    return await _guarded(args, partial(Controller.launch, config, progress=progress, resume_from=args.resume), body)
+
+
+async def evaluate(args: argparse.Namespace, config) -> int:
+    from torchtitan_rl.observability.progress import Progress
+    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.tasks.pass_rate_filter import write_pass_rates
+    from torchtitan_rl.weights.checkpoint import hf_weights
+
+    weights = hf_weights(Path(args.checkpoint))
+    if args.num_tasks is not None and args.num_tasks < 1:
+        raise ValueError(f"--num-tasks={args.num_tasks}: must be at least 1")
+    if args.pass_rates is not None and not os.access(Path(args.pass_rates).absolute().parent, os.W_OK):
+        raise ValueError(f"--pass-rates={args.pass_rates}: cannot be written; give a file in a directory that can")
+
+    async def body(controller: Controller) -> None:
+        result = await controller.evaluate(args.split, num_tasks=args.num_tasks, pass_at_k=config.controller.pass_at_k)
+        print(f"{args.split} accuracy {result.accuracy:.4f}")
+        if args.pass_rates is not None:
+            write_pass_rates(args.pass_rates, result.pass_rates)
+        for name, result in (await controller.evaluate_sets()).items():
+            print(f"{name} {result.split} accuracy {result.accuracy:.4f}")
+
+    return await _guarded(
+        args, partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights), body
+    )
+
+
+async def export(args: argparse.Namespace) -> int:
+    from torchtitan_rl.run import export as exporting
+
+    try:
+        for directory in await exporting.export(Path(args.checkpoint), Path(args.directory)):
+            print(directory)
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        return fail(str(error) or type(error).__name__)
+
+
+async def sample(args: argparse.Namespace) -> int:
+    """Starts one generator with the weights and tokenizer of the checkpoint's Hugging Face directory."""
+    from transformers import AutoTokenizer
+
+    from torchtitan_rl.config.actors import GeneratorConfig
+    from torchtitan_rl.dispatch.sampling_client import SamplingClient
+    from torchtitan_rl.dispatch.versions import OneVersion
+    from torchtitan_rl.launch.actors import Launcher
+    from torchtitan_rl.types import SamplingParams
+    from torchtitan_rl.weights.checkpoint import hf_weights
+
+    try:
+        weights = hf_weights(Path(args.checkpoint))
+        tokenizer = AutoTokenizer.from_pretrained(str(weights))
+        tokens = tokenizer.encode(args.prompt, add_special_tokens=False)
+        if not tokens:
+            raise ValueError(f"--prompt={args.prompt!r}: has no tokens; give some text")
+        params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
+        config = GeneratorConfig(dtype="float32", max_model_len=len(tokens) + args.max_tokens, kv_cache_gib=0.25)
+    except ValueError as error:
+        return fail(str(error))
+    logs = tempfile.TemporaryDirectory(prefix="torchtitan-rl-")
+    launcher = Launcher(log_dir=logs.name, start_timeout_s=300, call_timeout_s=600)
+    try:
+        mesh = await launcher.start_generator(config, weights, role="generator-0", seed=0)
+        client = SamplingClient([mesh], OneVersion(), max_model_len=config.max_model_len, timeout_s=600)
+        await client.load_hf(str(weights))
+        completion = await client.sample(tokens, params)
+        print(tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        return fail(str(error) or type(error).__name__)
+    finally:
+        launcher.kill()
+        logs.cleanup()
