@@ -24,7 +24,9 @@ LONG_BATCH = [prompt + [token] for token in range(30, 62) for prompt in PROMPTS]
 def controller(loop, tmp_path_factory):
     from torchtitan_rl.run.controller import Controller
 
-    config = small_config(tmp_path_factory.mktemp("replicas") / "run", generator__num_replicas=4)
+    config = small_config(
+        tmp_path_factory.mktemp("replicas") / "run", generator__num_replicas=4, generator__max_replica_restarts=0
+    )
     controller = loop.run_until_complete(Controller.launch(config))
     yield controller
     loop.run_until_complete(controller.close())

@@ -70,6 +70,10 @@ class Generator(Actor):
         await self.rank.load(version)
 
     @concurrent_endpoint
+    async def probe(self) -> None:
+        await self.rank.probe()
+
+    @concurrent_endpoint
     async def sleep(self) -> None:
         await self.rank.sleep()
 

@@ -92,6 +92,10 @@ class GeneratorRank:
         """Copies the fetched version into the model between two engine steps and resets the prefix cache."""
         await asyncio.wrap_future(self.engine.load(version))
 
+    async def probe(self) -> None:
+        """Returns once the engine's thread has given a sign of life."""
+        await asyncio.wrap_future(self.engine.probe())
+
     async def sleep(self) -> None:
         """Frees weights and KV cache on the device. Raises RuntimeError while requests run."""
         await asyncio.wrap_future(self.engine.sleep())

@@ -146,6 +146,18 @@ class GeneratorConfig:
     """Which of vLLM's two model runners serves. `auto` is vLLM's choice: v2 on a GPU, v1 on a CPU."""
     num_threads: int = 0
     """CPU threads per rank; 0: the cores divided by the ranks of a replica."""
+    verify_loaded: bool = True
+    """After every load, each rank compares the weights that its model holds with the weights that were sent, bit for
+    bit. Not with `model_impl="vllm"`, which packs weights in its own way."""
+    max_replica_restarts: int = 3
+    """Lost replicas that are replaced on their devices, within `restart_window_s`, before the run ends; 0: a lost
+    replica stays lost, and the run ends with the last one. Not with `roles.colocation="all"`."""
+    restart_window_s: float = 3600.0
+    """Seconds over which `max_replica_restarts` counts."""
+    probe_every_s: float = 2.0
+    """Seconds between two signs of life of a replica's engine."""
+    hang_timeout_s: float = 120.0
+    """Seconds without a sign of life after which a replica is lost. Longer than an engine's longest iteration."""
 
 
 @dataclass(kw_only=True, slots=True)

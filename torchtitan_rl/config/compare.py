@@ -35,7 +35,8 @@ _HARMLESS = (
         f"generator.{field}"
         for field in (
             *("num_replicas", "tensor_parallel_degree", "max_model_len", "max_num_seqs", "kv_cache_gib"),
-            *("max_num_batched_tokens", "num_threads", "enforce_eager", "model_runner"),
+            *("max_num_batched_tokens", "num_threads", "enforce_eager", "model_runner", "verify_loaded"),
+            *("max_replica_restarts", "restart_window_s", "probe_every_s", "hang_timeout_s"),
         )
     ),
     "algorithm.schedule.",

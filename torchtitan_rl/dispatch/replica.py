@@ -67,14 +67,17 @@ class Replica:
             await self._activate(version)
             self.held = version
 
-    async def abandon(self) -> None:
-        """Releases the version that the replica holds, wakes every call that waits for the replica, and ends the
-        replica's processes. Call after `lost` is set."""
+    async def release(self) -> None:
+        """Releases the version that the replica holds, and wakes every call that waits for the replica. Call after
+        `lost` is set."""
         async with self._changed:
             self._changed.notify_all()
             held, self.held = self.held, None
             if held is not None:
                 await self.versions.release(held, self.mesh.role)
+
+    async def end(self) -> None:
+        """Ends the replica's processes."""
         await asyncio.gather(*(self._end(rank) for rank in range(self.mesh.num_ranks)))
 
     async def _end(self, rank: int) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
@@ -45,14 +46,23 @@ class SamplingClient:
         timeout_s: float,
         verify: bool = True,
         placement: Placement | None = None,
+        repair: Repair | None = None,
     ):
-        """`placement` gives generators their turns on shared devices; None: no role shares devices."""
+        """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
+        lost replicas; None: they stay lost."""
         self._versions, self._placement = versions, placement
         self._router = router = Router(len(replicas)) if len(replicas) > 1 else None
-        self._replicas = [
-            Replica(mesh, versions, verify, None if router is None else partial(router.loaded, index))
-            for index, mesh in enumerate(replicas)
-        ]
+        self._replica = lambda mesh, index: Replica(
+            mesh, versions, verify, None if router is None else partial(router.loaded, index)
+        )
+        self._replicas = [self._replica(mesh, index) for index, mesh in enumerate(replicas)]
+        self._repair, self._broken = repair, ""
+        """`_broken`: why no replica is replaced any more; empty while replacements are possible."""
+        self._repairing: set[int] = set()
+        self._repaired = asyncio.Event()
+        self._waiting: list[tuple[list, int | None]] = []
+        """Requests that wait for a replacement, with the version they are pinned to."""
+        self._probed = False
         self._max_model_len, self._timeout_s = max_model_len, timeout_s
         self._pending: dict[int | None, list[tuple[Request, asyncio.Future]]] = defaultdict(list)
         self._tasks: set[asyncio.Task] = set()
@@ -67,9 +77,18 @@ class SamplingClient:
         replica has failed."""
         return {replica.mesh.role: replica.lost or "healthy" for replica in self._replicas}
 
+    @property
+    def num_restarts(self) -> int:
+        """Replicas that were replaced so far."""
+        return 0 if self._repair is None else self._repair.num_restarts
+
     async def pull(self, version: int) -> None:
         """Every healthy replica loads a published version and drops its caches. Raises RuntimeError when no replica is
         left."""
+        if self._repair is not None and not self._probed:
+            self._probed = True
+            for index in range(len(self._replicas)):
+                self._start(self._repair.probe(partial(self._current, index), self._lose))
         async with self._turn("pull"):
             self._versions.served = version
             await self._on_all(lambda replica: replica.pull(version))
@@ -81,7 +100,7 @@ class SamplingClient:
         await self._on_all(lambda replica: replica.load_hf(directory, version))
 
     async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
-        indices = self._healthy()
+        indices = await self._some_healthy()
         results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)
         for index, result in zip(indices, results, strict=True):
             if isinstance(result, ReplicaLost):
@@ -89,10 +108,20 @@ class SamplingClient:
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, ReplicaLost):
                 raise result
-        self._healthy()  # raises when none is left
+        await self._some_healthy()
+
+    async def _some_healthy(self) -> list[int]:
+        """The same as `_healthy`, after the end of repairs if all replicas are being replaced."""
+        while self._repairing and all(replica.lost is not None for replica in self._replicas):
+            self._repaired.clear()
+            await self._repaired.wait()
+        return self._healthy()
 
     def _healthy(self) -> list[int]:
-        """Indices of the replicas that are not lost. Raises RuntimeError, naming every replica, when all are lost."""
+        """Indices of the replicas that are not lost. Raises RuntimeError, naming every replica, when all are lost, and
+        when lost replicas are not replaced any more."""
+        if self._broken:
+            raise RuntimeError(self._broken)
         left = [index for index, replica in enumerate(self._replicas) if replica.lost is None]
         if not left:
             reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
@@ -103,10 +132,16 @@ class SamplingClient:
         """The generators' turn on the devices for as long as the block runs; no wait where no role shares devices."""
         return nullcontext() if self._placement is None else self._placement.turn("generator", operation)
 
+    def _current(self, index: int) -> Replica:
+        return self._replicas[index]
+
     def close(self) -> None:
         """Cancels every unanswered call. Its caller gets a RuntimeError."""
         for task in self._tasks:
             task.cancel()
+        for batch, _ in self._waiting:
+            _fail(batch, RuntimeError("sampling: the client was closed before the generators answered"))
+        self._waiting.clear()
 
     async def sample(
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
@@ -165,7 +200,10 @@ class SamplingClient:
         try:
             healthy = self._healthy()
         except RuntimeError as error:
-            _fail(batch, error)
+            if self._repairing and not self._broken:
+                self._waiting.append((batch, version))
+            else:
+                _fail(batch, error)
             return
         shares = {healthy[0]: batch} if self._router is None else self._routed(batch, version, healthy)
         for index, share in shares.items():
@@ -207,13 +245,36 @@ class SamplingClient:
             self._dispatch([call for call in batch if not call[1].done()], version)
 
     def _lose(self, replica: Replica, error: ReplicaLost) -> None:
-        """Takes a replica out of use, keeps the first reason and ends the replica's processes."""
+        """Takes a replica out of use, keeps the first reason, and replaces the replica or ends its processes."""
         if replica.lost is not None:
             return
         replica.lost = str(error)
         left = list(self.health().values()).count("healthy")
         logger.warning("a generator replica is lost, %d left: %s", left, error)
-        self._start(replica.abandon())
+        if self._repair is None:
+            self._start(self._abandon(replica))
+        else:
+            self._repairing.add(index := self._replicas.index(replica))
+            self._start(self._replace(index, self._repair))
+
+    async def _abandon(self, replica: Replica) -> None:
+        await replica.release()
+        await replica.end()
+
+    async def _replace(self, index: int, repair: Repair) -> None:
+        """Puts a replacement in the place of a lost replica, or notes why there is none."""
+        lost = self._replicas[index]
+        try:
+            await lost.release()
+            self._replicas[index] = await repair.replacement(lost, lambda mesh: self._replica(mesh, index))
+        except TooManyRestarts as error:
+            self._broken = str(error)
+        finally:
+            self._repairing.discard(index)
+            self._repaired.set()
+            waiting, self._waiting = self._waiting, []
+            for batch, version in waiting:
+                self._dispatch(batch, version)
 
     def _start(self, work: Coroutine) -> None:
         task = asyncio.ensure_future(work)

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ __all__ = ["Launcher"]
 
 logger = logging.getLogger(__name__)
 
+_END_WITHIN_S = 5.0
+
 
 @dataclass
 class Launcher:
@@ -50,6 +52,12 @@ class Launcher:
     _meshes: list[Any] = field(default_factory=list)
     _hosts_used: set[int] = field(default_factory=set)
     _stopping: bool = False
+    _starts: dict[str, Callable[[str], Awaitable[RoleMesh]]] = field(default_factory=dict)
+    """Starts a replica once more, on the same devices, as processes of another name."""
+    _replicas: dict[str, Any] = field(default_factory=dict)
+    """Monarch's mesh of processes of each generator replica."""
+    _role_pids: dict[str, list[int]] = field(default_factory=dict)
+    _num_restarts: int = 0
 
     def __post_init__(self) -> None:
         self._devices = Devices(self.hosts.hosts)
@@ -91,13 +99,35 @@ class Launcher:
         """One generator replica, whose engine is ready and holds no weights yet. Replicas go round the hosts."""
         ranks = config.tensor_parallel_degree
         place = self._devices.take(MeshSize(role=role, num_ranks=ranks, replica=True, share_with=share_with))
-        procs = await self._spawn(role, ranks, place)
-        if ranks > 1:
-            await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
-        actors = procs.spawn(
-            role, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name, share_with is not None
-        )
-        return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)
+
+        async def start(name: str) -> RoleMesh:
+            procs = await self._spawn(name, ranks, place)
+            self._replicas[role] = procs
+            if ranks > 1:
+                await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
+            actors = procs.spawn(
+                name, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name,
+                share_with is not None,
+            )  # fmt: skip
+            return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)
+
+        self._starts[role] = start
+        return await start(role)
+
+    async def restart_generator(self, role: str) -> RoleMesh:
+        """A replacement for a generator replica, on the same devices. Ends what is left of the replica first."""
+        self._num_restarts += 1
+        procs = self._replicas[role]
+        self._meshes.remove(procs)
+        for pid in self._role_pids.pop(role, ()):
+            _kill(pid)
+            self.pids.remove(pid)
+        if self.hosts.attached:  # the processes belong to the workers of their hosts
+            try:
+                await asyncio.wait_for(_awaited(procs.stop("lost")), _END_WITHIN_S)
+            except Exception as error:  # a mesh that has failed cannot be stopped in order
+                logger.warning("%s: did not stop in order (%s: %s)", role, type(error).__name__, error)
+        return await self._starts[role](f"{role}-restart{self._num_restarts}")
 
     async def start_store(self) -> None:
         """Starts TorchStore: its volume on the first host and its controller, each in a process of its own."""
@@ -152,6 +182,7 @@ class Launcher:
         pids = await mesh.call_each("where", timeout_s=self.start_timeout_s)
         if not self.hosts.attached:
             self.pids += pids
+            self._role_pids[role] = pids
         await mesh.call_each("setup", timeout_s=self.start_timeout_s)
         return mesh
 
@@ -194,11 +225,15 @@ class Launcher:
         Monarch workers (`attached`) live on."""
         self._stopping = True
         for pid in self.pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            _kill(pid)
         self.pids.clear()
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 async def _awaited(call):

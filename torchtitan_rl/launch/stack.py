@@ -12,6 +12,7 @@ import torch
 
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
@@ -98,14 +99,16 @@ async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, mod
         roles=roles,
         versions=versions,
         placement=placement,
-        generator=_sampling_client(config, meshes["generator"], versions, placement),
+        generator=_sampling_client(
+            config, meshes["generator"], versions, placement, None if placement else _repair(config, launcher)
+        ),
     )
 
 
 async def start_generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
     """Starts generators alone, which hold no weights yet."""
     meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
-    generator = _sampling_client(config, meshes, OneVersion(), None)
+    generator = _sampling_client(config, meshes, OneVersion(), None, None)
     return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
 
 
@@ -118,7 +121,23 @@ def _generators(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir
     ]
 
 
-def _sampling_client(config: RunConfig, meshes, versions, placement: Placement | None) -> SamplingClient:
+def _repair(config: RunConfig, launcher: Launcher | LocalLauncher) -> Repair | None:
+    """None where replicas are not replaced: without restarts, and in one process."""
+    generator = config.generator
+    if not generator.max_replica_restarts or not isinstance(launcher, Launcher):
+        return None
+    return Repair(
+        launcher.restart_generator,
+        max_restarts=generator.max_replica_restarts,
+        window_s=generator.restart_window_s,
+        probe_every_s=generator.probe_every_s,
+        hang_timeout_s=generator.hang_timeout_s,
+    )
+
+
+def _sampling_client(
+    config: RunConfig, meshes, versions, placement: Placement | None, repair: Repair | None
+) -> SamplingClient:
     return SamplingClient(
         list(meshes),
         versions,
@@ -126,6 +145,7 @@ def _sampling_client(config: RunConfig, meshes, versions, placement: Placement |
         timeout_s=config.controller.sample_timeout_s,
         verify=config.weight_sync.verify,
         placement=placement,
+        repair=repair,
     )
 
 

@@ -66,6 +66,7 @@ class Engine:
         self._held = vllm_model.whole_parameters(self._spec, config.dtype)
         self._leads = rank == 0
         self._commands: queue.SimpleQueue[tuple[_Command, list[Future]]] = queue.SimpleQueue()
+        self._probes: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self._in_flight: dict[str, _InFlight] = {}
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
         self._asleep: set[str] = set()
@@ -117,6 +118,15 @@ class Engine:
     def wake(self, part: str) -> Future:
         """Brings back `"weights"` or `"kv_cache"`; the cache comes back empty."""
         return self._ask(_Command("wake", part))
+
+    def probe(self) -> Future:
+        """A sign of life of the engine's thread, between two iterations. Not an instruction: other ranks do not see
+        it."""
+        future: Future = Future()
+        self._probes.put(future)
+        if self._failure is not None:
+            raise RuntimeError(f"the engine has stopped: {self._failure!r}")
+        return future
 
     def close(self) -> None:
         """Ends the thread and frees the engine's memory and this process's process groups. Waiting calls fail.
@@ -172,6 +182,8 @@ class Engine:
         waiting = [request.future for request in self._in_flight.values()] + self._current
         while not self._commands.empty():
             waiting += self._commands.get_nowait()[1]
+        while not self._probes.empty():
+            waiting.append(self._probes.get_nowait())
         for future in waiting:
             if future is not None and not future.done():
                 future.set_exception(RuntimeError(f"the engine has stopped: {self._failure!r}"))
@@ -187,6 +199,8 @@ class Engine:
 
     def _iterate(self) -> None:
         """Executes one command, then takes one engine step if there is work."""
+        while not self._probes.empty():
+            self._probes.get_nowait().set_result(None)
         command, futures = self._next()
         self._current = futures
         self._do[command.kind](command.argument, futures)
@@ -220,6 +234,10 @@ class Engine:
         else:
             with torch.inference_mode():
                 self.model.load_weights(tensors.items())
+                if wrong := self.model.differs_from(tensors.items()) if self._config.verify_loaded else "":
+                    raise RuntimeError(
+                        f"policy_version={version}: the engine holds other values of {wrong} than were sent"
+                    )
         self.policy_version, self._num_loads = version, self._num_loads + 1
         for request in self._in_flight.values():
             request.version_starts.append((vllm_internals.num_sampled(self._engine, request.engine_id), version))

@@ -62,6 +62,16 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
             )
         return {name for name, _ in self.named_parameters()}
 
+    def differs_from(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """The name of the first of some whole tensors whose part this rank does not hold bit for bit; empty if there is
+        none."""
+        held = self.canonical_state()
+        for name, tensor in weights:
+            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size)
+            if not torch.equal(held[name], expected.to(held[name].device, held[name].dtype)):
+                return name
+        return ""
+
 
 def register() -> None:
     """Makes `architectures=[ARCHITECTURE]` known to vLLM in this process."""

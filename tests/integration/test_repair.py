@@ -1,0 +1,124 @@
+"""A lost replica of the generator is replaced in place. The tests share a stack; each leaves both replicas healthy."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.integration.conftest import small_config
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.types import SamplingParams
+
+PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]
+HANG_S = 6.0
+REJOINS_WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def controller(loop, tmp_path_factory):
+    config = small_config(
+        tmp_path_factory.mktemp("repair") / "run",
+        generator__num_replicas=2,
+        generator__max_replica_restarts=4,
+        generator__probe_every_s=0.5,
+        generator__hang_timeout_s=HANG_S,
+    )
+    controller = loop.run_until_complete(Controller.launch(config))
+    yield controller
+    loop.run_until_complete(controller.close())
+
+
+def _sample(controller, num: int, max_tokens: int = 40):
+    return asyncio.gather(
+        *(
+            controller.generator.sample(
+                PROMPTS[i % 8] + [30 + i // 8], SamplingParams(max_tokens=max_tokens, seed=i, ignore_eos=True)
+            )
+            for i in range(num)
+        )
+    )
+
+
+async def _pid(controller, index) -> int:
+    return (await controller.generator._replicas[index].mesh.call_each("where"))[0]
+
+
+async def _all_healthy(controller) -> float:
+    """Waits until every replica is healthy; returns the seconds that took."""
+    start = time.monotonic()
+    while set(controller.generator.health().values()) != {"healthy"}:
+        assert time.monotonic() - start < REJOINS_WITHIN_S, controller.generator.health()
+        await asyncio.sleep(0.05)
+    return time.monotonic() - start
+
+
+def test_a_killed_replica_rejoins_with_the_served_version_and_its_requests_go_elsewhere(loop, controller):
+    async def run():
+        before = await _sample(controller, 64)
+        victim, batch = await _pid(controller, 1), asyncio.ensure_future(_sample(controller, 64))
+        await asyncio.sleep(0.05)
+        os.kill(victim, signal.SIGKILL)
+        during = await asyncio.wait_for(batch, 60)
+        await controller.trainer.optim_step()  # a version is published while the replacement starts
+        version = await controller.publish()
+        took = await _all_healthy(controller)
+        replica = controller.generator._replicas[1]
+        after = await replica.mesh.call_leader("sample", [])
+        return victim, before, during, version, took, replica, after, await _pid(controller, 1)
+
+    victim, before, during, version, took, replica, after, pid = loop.run_until_complete(run())
+    assert [c.tokens for c in during] == [c.tokens for c in before]
+    assert pid != victim and replica.held == version == controller.policy_version and after == []
+    assert controller.versions.held()[version] == ["generator-0", "generator-1", "newest"]
+    assert controller.generator.num_restarts == 1
+    print(f"rejoined after {took:.1f} s")
+
+
+def test_a_stopped_replica_is_found_without_a_call_and_replaced(loop, controller):
+    async def run():
+        victim, start = await _pid(controller, 0), time.monotonic()
+        os.kill(victim, signal.SIGSTOP)
+        while controller.generator.health()["generator-0"] == "healthy":
+            assert time.monotonic() - start < HANG_S + 5
+            await asyncio.sleep(0.05)
+        reason = controller.generator.health()["generator-0"]
+        answers = await asyncio.wait_for(_sample(controller, 8), 60)
+        await _all_healthy(controller)
+        return reason, answers, await controller.generator._replicas[0].mesh.call_leader("probe")
+
+    reason, answers, _ = loop.run_until_complete(run())
+    assert reason.startswith("generator-0-0.probe: ")  # no answer within 6 s, unless Monarch misses the process before
+    assert all(len(answer.tokens) == 40 for answer in answers)
+
+
+def test_with_every_replica_gone_requests_wait_for_a_replacement(loop, controller):
+    async def run():
+        expected = await _sample(controller, 16)
+        for index in (0, 1):
+            os.kill(await _pid(controller, index), signal.SIGKILL)
+        answers = await asyncio.wait_for(_sample(controller, 16), REJOINS_WITHIN_S)
+        await controller.publish()
+        await _all_healthy(controller)
+        return expected, answers
+
+    expected, answers = loop.run_until_complete(run())
+    for one, other in zip(expected, answers, strict=True):
+        assert one.tokens == other.tokens
+        assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5)
+    assert controller.generator.num_restarts == 4
+
+
+def test_more_losses_than_allowed_end_the_run_and_say_why(loop, controller):
+    async def run():
+        os.kill(await _pid(controller, 0), signal.SIGKILL)
+        start = time.monotonic()
+        while "max_replica_restarts" not in controller.generator._broken:
+            assert time.monotonic() - start < 20
+            await asyncio.sleep(0.05)
+        await _sample(controller, 1)
+
+    with pytest.raises(RuntimeError, match=r"generator.max_replica_restarts=4: so many replicas were replaced within"):
+        loop.run_until_complete(run())

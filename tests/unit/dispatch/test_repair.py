@@ -1,0 +1,82 @@
+"""How often a replica may be replaced, and what a replacement must hold."""
+
+import asyncio
+
+import pytest
+
+from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts
+from torchtitan_rl.dispatch.replica import ReplicaLost
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Versions:
+    served = 3
+
+
+class Fake:
+    """A replica that pulls what it is told, after `outcomes` that go wrong."""
+
+    def __init__(self, versions, *outcomes):
+        self.versions, self.outcomes, self.held, self.lost = versions, list(outcomes), None, "its process died"
+        self.mesh = type("Mesh", (), {"role": "generator-0"})()
+
+    async def pull(self, version):
+        if self.outcomes:
+            outcome = self.outcomes.pop(0)
+            if isinstance(outcome, int):  # another version is published, and this one deleted
+                self.versions.served = outcome
+                raise ValueError(f"policy_version={version}: is not published")
+            raise outcome
+        self.held = version
+
+
+def repair(meshes, clock=None, **limits):
+    async def start(role):
+        assert role == "generator-0"
+        mesh = meshes.pop(0)
+        if isinstance(mesh, Exception):
+            raise mesh
+        return mesh
+
+    limits = {"max_restarts": 2, "window_s": 100.0, "probe_every_s": 0.001, "hang_timeout_s": 1.0} | limits
+    return Repair(start, clock=clock or Clock(), **limits)
+
+
+def test_a_replacement_that_does_not_start_counts_and_is_replaced():
+    versions = Versions()
+    good = Fake(versions)
+    made = repair([RuntimeError("no memory"), good])
+    assert asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh)) is good
+    assert good.held == 3 and made.num_restarts == 2
+
+
+def test_a_version_published_meanwhile_is_loaded_instead():
+    versions = Versions()
+    replica = Fake(versions, 4, 5)
+    made = repair([replica])
+    asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))
+    assert replica.held == 5 and made.num_restarts == 1
+
+
+def test_restarts_are_counted_within_a_window():
+    versions, clock = Versions(), Clock()
+    made = repair([Fake(versions) for _ in range(4)], clock)
+    for now in (0, 50, 101):
+        clock.now = now
+        asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))
+    clock.now = 149
+    with pytest.raises(TooManyRestarts, match=r"=2: so many .* within 100 s, .* \(its process died\); look at"):
+        asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))
+
+
+def test_a_replacement_that_never_works_ends_in_too_many():
+    versions = Versions()
+    made = repair([Fake(versions, ReplicaLost("dead again")), Fake(versions, ReplicaLost("dead again"))])
+    with pytest.raises(TooManyRestarts, match=r"\(dead again\)"):
+        asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))

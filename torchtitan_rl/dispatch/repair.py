@@ -1,0 +1,96 @@
+"""Replacing a lost replica of the generator in place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
+from torchtitan_rl.dispatch.role_mesh import RoleMesh
+
+__all__ = ["Repair", "TooManyRestarts"]
+
+logger = logging.getLogger(__name__)
+
+
+class TooManyRestarts(RuntimeError):
+    """Replicas were lost more often than `generator.max_replica_restarts` allows."""
+
+
+class Repair:
+    """Starts replacements of lost replicas, at most `max_restarts` within `window_s` seconds, over all replicas.
+
+    `start(role)` ends what is left of a replica and starts its replacement on the same devices. The engine of the
+    replacement holds no weights yet. Every `probe_every_s` seconds a replica is asked for a sign of life; a replica
+    whose engine has given none for `hang_timeout_s` is lost.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[str], Awaitable[RoleMesh]],
+        *,
+        max_restarts: int,
+        window_s: float,
+        probe_every_s: float,
+        hang_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._start, self._clock = start, clock
+        self.max_restarts, self.window_s = max_restarts, window_s
+        self.probe_every_s, self.hang_timeout_s = probe_every_s, hang_timeout_s
+        self._restarts: deque[float] = deque()
+        self.num_restarts = 0
+        """Replacements so far."""
+
+    async def replacement(self, lost: Replica, build: Callable[[RoleMesh], Replica]) -> Replica:
+        """A replica with the served version, on the devices of a lost one. `build` makes a replica of a mesh. A
+        replacement that does not start is replaced too. Raises TooManyRestarts."""
+        began, role, reason = self._clock(), lost.mesh.role, lost.lost
+        while True:
+            self._count(reason)
+            try:
+                replica = build(await self._start(role))
+                await _catch_up(replica)
+            except (RuntimeError, ValueError, ReplicaLost) as error:
+                reason = str(error)
+                logger.warning("%s: its replacement did not start: %s", role, reason)
+                continue
+            logger.warning("%s: replaced after %.1f s", role, self._clock() - began)
+            return replica
+
+    async def probe(self, current: Callable[[], Replica], lose: Callable[[Replica, ReplicaLost], None]) -> None:
+        """Asks the replica that `current` returns for signs of life, forever. Calls `lose` when it gives none."""
+        while True:
+            await asyncio.sleep(self.probe_every_s)
+            replica = current()
+            if replica.lost is not None:
+                continue
+            try:
+                await replica.mesh.call_leader("probe", timeout_s=self.hang_timeout_s)
+            except RuntimeError as error:
+                lose(replica, ReplicaLost(str(error)))
+
+    def _count(self, reason: str | None) -> None:
+        now = self._clock()
+        while self._restarts and self._restarts[0] <= now - self.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.max_restarts:
+            raise TooManyRestarts(
+                f"generator.max_replica_restarts={self.max_restarts}: so many replicas were replaced within "
+                f"{self.window_s:g} s, and another one is lost ({reason}); look at the logs of the generators"
+            )
+        self._restarts.append(now)
+        self.num_restarts += 1
+
+
+async def _catch_up(replica: Replica) -> None:
+    """Loads the served version, and again if another one was published meanwhile."""
+    while replica.held != (served := replica.versions.served):
+        try:
+            await replica.pull(served)
+        except (RuntimeError, ValueError):
+            if replica.versions.served == served:  # else the version was deleted when the next one was published
+                raise
