@@ -113,7 +113,7 @@ class Checkpoints:
             for role, where in parts.items():
                 prefix = where.relative_to(written)
                 files |= {str(prefix / name): entry for name, entry in (await role.checkpoint_written()).items()}
-            checkpoint.write_json(written / "config.json", resolved(self.config))
+            checkpoint.write_json(written / checkpoint.RUN_CONFIG, resolved(self.config))
             await asyncio.to_thread(checkpoint.commit, written, path, content, files)
             await asyncio.to_thread(checkpoint.point_to, path)
         except WorkerLost as error:  # the run's next call to the role fails for the same reason, and ends the run

@@ -33,7 +33,7 @@ async def export(path: Path, directory: Path) -> list[Path]:
         raise ValueError(f"checkpoint={str(path)!r}: cannot be used: {problem}; use another checkpoints/step-N")
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"directory={str(directory)!r}: is not empty; give a new one")
-    config = json.loads((path / "config.json").read_text())
+    config = json.loads((path / checkpoint.RUN_CONFIG).read_text())
     model, saved = rebuilt(config["model"]), rebuilt(config["trainer"] | {"post_optimizer_build_fn": None})
     trainer = TrainerConfig(lora=saved.lora, converters=saved.converters)
     trainer = dataclasses.replace(trainer, training=saved.training, attention=saved.attention)

@@ -108,7 +108,7 @@ def _candidates(checkpoints: Path) -> list[Path]:
 
 def _compared(found: Path, config: RunConfig) -> list[str]:
     """The harmless changes of the config, as notes. Raises ValueError for the others."""
-    changed = differences(json.loads((found / "config.json").read_text()), resolved(config))
+    changed = differences(json.loads((found / checkpoint.RUN_CONFIG).read_text()), resolved(config))
     texts = {path: f"{path}: was {before!r}, is {now!r}" for path, (before, now) in changed.items()}
     if harmful := [text for path, text in texts.items() if not is_harmless(path)]:
         more = f" and {len(harmful) - 3} more" if len(harmful) > 3 else ""

@@ -6,7 +6,7 @@ step-80/hf/          if exported: the weights as a Hugging Face directory
 step-80/lora.json    with LoRA, when model/ holds adapters only: the LoRA config, and a fingerprint of the base
 step-80/adapter/     if exported, with LoRA: the adapters as a PEFT directory
 step-80/teacher.safetensors  with self-distillation: the snapshot that teaches, in the generators' dtype
-step-80/config.json  the resolved config of the run
+step-80/run_config.json  the resolved config of the run; a `config.json` would make a Hugging Face directory
 step-80/state.json   the controller's state: step, phase, policy and teacher version, data cursor, seed
 step-80/files.json   size and checksum of every other file
 step-80/COMPLETE     the marker, written last
@@ -26,6 +26,7 @@ import xxhash
 
 __all__ = [
     "FORMAT",
+    "RUN_CONFIG",
     "require_complete",
     "is_complete",
     "hf_weights",
@@ -50,6 +51,8 @@ __all__ = [
 
 FORMAT = 1
 """Version of the directory's format, as `state.json` has it. A reader refuses a higher number."""
+
+RUN_CONFIG = "run_config.json"
 
 _MARKER, _STATE, _FILES, _LATEST = "COMPLETE", "state.json", "files.json", "latest"
 _LORA = "lora.json"
