@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.ends import Preempted
+from torchtitan_rl.run.export import export
+from torchtitan_rl.run.resume import find
 from torchtitan_rl.weights import checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +118,6 @@ def test_damaged_checkpoints_are_named_and_the_last_good_one_is_taken(copied, un
     truncated.write_text(truncated.read_text()[:40])
     (copied / "checkpoints" / "step-0" / "COMPLETE").unlink()  # killed between rename and marker: nothing is missing
     shutil.copytree(copied / "checkpoints" / "step-0", copied / "checkpoints" / "step-2.writing")
-    from torchtitan_rl.run.resume import find
-
     found = find(config(copied), "auto")
     assert found.checkpoint.name == "step-0"
     assert [note.split(":")[0] for note in found.notes[:2]] == ["step-2 cannot be used", "step-1 cannot be used"]
@@ -204,9 +206,75 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(undisturbed, loop, tmp_p
         subprocess.run(["umount", str(full)], check=True)
 
 
+FLAGS = {
+    "supervised.num-steps": 3,
+    "supervised.batch-size": 8,
+    "algorithm.tasks-per-step": 4,
+    "algorithm.group-size": 4,
+    "controller.num-steps": 4,
+    "controller.eval-every": 2,
+    "controller.eval-tasks": 8,
+    "controller.test-tasks": 8,
+    "controller.pass-at-k": 2,
+    "controller.checkpoint-every": 1,
+    "controller.keep-last": -1,
+    "generator.max-num-seqs": 64,
+}
+"""`config()` as arguments of the command."""
+
+
+def start(path: Path, *more: str) -> subprocess.Popen:
+    flags = [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(ROOT / "configs" / "quickstart.py"), *flags]
+    command += ["--backend", "local", "--quiet", "--output-dir", str(path), *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_killed_controller_is_started_again_and_ends_with_the_same_bytes(undisturbed, tmp_path):
+    path = tmp_path / "run"
+    process = start(path, "--max-restarts", "1")
+    wait_for(lambda: checkpoint.latest(path / "checkpoints") is not None, process)
+    os.kill(attempts.attempts(RunDir(path))[-1]["pid"], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert len(attempts.attempts(RunDir(path))) == 2
+    assert counted(path) == counted(undisturbed) and rollouts(path) == rollouts(undisturbed)
+
+
+def test_sigterm_writes_a_checkpoint_and_has_a_status_of_its_own(undisturbed, tmp_path, loop):
+    path = tmp_path / "run"
+    process = start(path, "--controller.checkpoint-every", "0", "--max-restarts", "3")  # none of which is used
+    wait_for(lambda: (path / "metrics.jsonl").exists() and (path / "metrics.jsonl").stat().st_size > 0, process)
+    os.kill(attempts.attempts(RunDir(path))[-1]["pid"], signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75, stderr
+    assert "with a checkpoint: SIGTERM; go on with --resume latest --output-dir" in stderr
+    assert len(attempts.attempts(RunDir(path))) == 1
+    loop.run_until_complete(run(config(path), resume_from="latest"))
+    assert counted(path) == counted(undisturbed)
+
+
+def test_export_needs_no_run_and_gives_the_bytes_that_the_run_exported(undisturbed, loop, tmp_path):
+    (made,) = loop.run_until_complete(export(undisturbed / "checkpoints" / "step-4", tmp_path / "made"))
+    expected = undisturbed / "checkpoints" / "step-4" / "hf"
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (made / name).read_bytes() == (expected / name).read_bytes(), name
+    with pytest.raises(ValueError, match="is not empty; give a new one"):
+        loop.run_until_complete(export(undisturbed / "checkpoints" / "step-4", tmp_path / "made"))
+
+
 @pytest.mark.slow
-def test_a_run_that_is_killed_three_times_ends_with_the_same_bytes(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--kills", "3", "--steps", "8"]
+@pytest.mark.parametrize("who", ["run", "controller,trainer,store"])
+def test_a_run_that_is_killed_three_times_ends_with_the_same_bytes(who, tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--kills", "3", "--steps", "8", "--who", who]
     done = subprocess.run([*command, "--output-dir", str(tmp_path)], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["attempts"] == 4
