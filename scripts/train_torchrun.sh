@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Trains a config on several hosts: scripts/train_torchrun.sh CONFIG [--field.path value ...], the same line on each.
+# Trains a config on several hosts: scripts/train_torchrun.sh CONFIG [--max-restarts N] [--field.path value ...], the
+# same line on each. After a failure torchrun starts all hosts again, at most N times, and the run goes on from its newest
+# checkpoint in --output-dir.
 #
 # torchrun starts one process per host; its settings come from the environment, and the defaults make one host:
 #   NNODES                      number of hosts (1)
@@ -15,6 +17,16 @@ if [[ ! -x $python ]]; then
   echo "error: $python: is not there; run scripts/setup.sh, or set TORCHTITAN_RL_PYTHON" >&2
   exit 1
 fi
+max_restarts=0
+arguments=()
+while (($#)); do
+  case $1 in
+    --max-restarts) max_restarts=$2; shift ;;
+    --max-restarts=*) max_restarts=${1#*=} ;;
+    *) arguments+=("$1") ;;
+  esac
+  shift
+done
 exec "$python" -m torch.distributed.run --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node 1 \
   --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
-  --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts 0 -m torchtitan_rl.hosts.torchrun "$@"
+  --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts "$max_restarts" -m torchtitan_rl.hosts.torchrun "${arguments[@]}"
