@@ -202,10 +202,16 @@ def main() -> int:
     else:
         kill_one(disturbed, args.steps, args.kills, args.who.split(","), draw)
     (metrics, order), (metrics_too, order_too) = compared(undisturbed), compared(disturbed)
-    same = metrics == metrics_too and order == order_too
+    from torchtitan_rl.observability.audit import audit
+    from torchtitan_rl.observability.run_dir import RunDir
+
+    counts, problems = audit(RunDir(disturbed))
+    for problem in problems:
+        print(f"problem: {problem}")
+    same = metrics == metrics_too and order == order_too and not problems
     print(json.dumps({
         "kills": args.kills, "attempts": len(attempts(disturbed)), "lines": len(metrics), "rollouts": len(order),
-        "metrics_identical": metrics == metrics_too, "data_identical": order == order_too,
+        "audit": counts, "metrics_identical": metrics == metrics_too, "data_identical": order == order_too,
     }))  # fmt: skip
     return 0 if same else 1
 

@@ -15,6 +15,7 @@ _VERBS = {
     "train": "run a config: warm start, reinforcement, evaluation, checkpoint",
     "eval": "accuracy of a checkpoint on a split",
     "sample": "complete a prompt with a checkpoint",
+    "audit": "check that a run's records agree: every draw ended once",
     "export": "write a checkpoint's policy as a Hugging Face directory",
     "show": "print a resolved config and the memory each process will need",
     "doctor": "print versions, devices and what is missing",
@@ -74,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="FILE",
                 help="write how often each task was passed, which tasks.pass_rate_filter reads",
             )
+        if verb == "audit":
+            sub.add_argument("run", help="a run directory")
         if verb == "export":
             sub.add_argument("checkpoint", help="a run's checkpoints/step-N")
             sub.add_argument("directory", help="a new directory")
@@ -89,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs one verb. A mistake or failure prints a message on stderr and gives exit status 1; Ctrl-C gives 130."""
     args, overrides = _parser().parse_known_args(argv)
-    if args.verb in ("doctor", "sample", "export") and overrides:
+    if args.verb in ("doctor", "sample", "export", "audit") and overrides:
         return verbs.fail(
             f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help"
         )
@@ -116,6 +119,8 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
         return report()
     if args.verb == "sample":
         return verbs.ended(verbs.sample(args))
+    if args.verb == "audit":
+        return verbs.audit(args)
     if args.verb == "export":
         return verbs.ended(verbs.export(args))
     from torchtitan_rl.config.load import apply_overrides, load_config

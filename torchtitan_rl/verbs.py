@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-__all__ = ["ended", "fail", "dry_run", "train", "train_with_restarts", "evaluate", "export", "sample"]
+__all__ = ["ended", "fail", "dry_run", "train", "train_with_restarts", "evaluate", "audit", "export", "sample"]
 
 _ATTACH_S = 60.0
 
@@ -185,6 +185,22 @@ async def evaluate(args: argparse.Namespace, config) -> int:
     return await _guarded(
         args, partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights), body
     )
+
+
+def audit(args: argparse.Namespace) -> int:
+    """Prints what became of a run's draws, and problems. Returns 1 where there are problems."""
+    from torchtitan_rl.observability import audit as auditing
+    from torchtitan_rl.observability.run_dir import RunDir
+
+    run_dir = RunDir(args.run)
+    if not run_dir.ledger_file.exists():
+        raise ValueError(f"run={args.run!r}: has no ledger.jsonl; give a run directory that has begun reinforcement")
+    counts, problems = auditing.audit(run_dir)
+    print(", ".join(f"{name} {number}" for name, number in counts.items()))
+    for problem in problems:
+        print(f"problem: {problem}")
+    print("the records agree" if not problems else f"{len(problems)} problems")
+    return 1 if problems else 0
 
 
 async def export(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.conftest import small_config
 from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.audit import audit
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.ends import Preempted
@@ -62,6 +63,13 @@ def counted(path: Path) -> list[dict]:
     ]
 
 
+def audited(path: Path) -> dict[str, int]:
+    """The counts of a run whose records agree."""
+    counts, problems = audit(RunDir(path))
+    assert problems == []
+    return counts
+
+
 def rollouts(path: Path) -> list[tuple]:
     return [(r["step"], r["rollout_id"], r["text"], r["reward"]) for r in attempts.read_rollouts(RunDir(path))]
 
@@ -104,7 +112,10 @@ def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bytes(stops, undisturb
     loop.run_until_complete(run(config(path), resume_from="auto"))
     assert counted(path) == counted(undisturbed)
     assert rollouts(path) == rollouts(undisturbed)
-    assert len(attempts.attempts(RunDir(path))) == len(stops) + 1
+    counts = audited(path)
+    assert counts.pop("attempts") == len(stops) + 1
+    assert counts == {k: v for k, v in audited(undisturbed).items() if k != "attempts"}
+    assert (counts["admitted"], counts["trained"], counts["cut_short"]) == (16, 16, 0)
     ended, expected = (path / "checkpoints" / "step-4", undisturbed / "checkpoints" / "step-4")
     assert (ended / "hf" / "model.safetensors").read_bytes() == (expected / "hf" / "model.safetensors").read_bytes()
 
@@ -245,7 +256,7 @@ def test_a_killed_controller_is_started_again_and_ends_with_the_same_bytes(undis
     os.kill(attempts.attempts(RunDir(path))[-1]["pid"], signal.SIGKILL)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
-    assert len(attempts.attempts(RunDir(path))) == 2
+    assert audited(path)["attempts"] == 2
     assert counted(path) == counted(undisturbed) and rollouts(path) == rollouts(undisturbed)
 
 

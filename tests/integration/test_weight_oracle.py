@@ -38,7 +38,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_generator_that_keeps_a_tensor_of_the_version_before_is_lost_at_once(dtype, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), dtype]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)

@@ -26,6 +26,7 @@ __all__ = [
     "begin",
     "attempts",
     "cut_metrics",
+    "read_ledger",
     "read_rollouts",
     "end_for_good",
     "reason_of_end",
@@ -109,15 +110,31 @@ def cut_metrics(run_dir: RunDir, size: int, attempt: int) -> int:
     return tail.count(b"\n")
 
 
+def read_ledger(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    """The records of draws that count, in order: of attempts before a later one went on from an earlier step, only the
+    draws that had ended by that step."""
+    begun = _begun(run_dir)
+    for record in _complete_lines(run_dir.ledger_file):
+        ended = record["event"] != "admitted"  # a draw admitted after step n ends by step n + 1 at the earliest
+        bound = [step for attempt, step in begun.items() if attempt > record["attempt"]]
+        if all(record["step"] <= step if ended else record["step"] < step for step in bound):
+            yield record
+
+
 def read_rollouts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """The records of all rollouts that count, step by step: without those of an attempt after the step from which a
     later attempt went on. Such rollouts did not train the policy that the run ended with."""
-    begun = {a["attempt"]: a["step"] if a["phase"] == "reinforcement" else 0 for a in attempts(run_dir)}
+    begun = _begun(run_dir)
     for file in sorted(run_dir.rollouts.glob("step-*.jsonl")):
         for record in _complete_lines(file):
             attempt = record.get("attempt", 1)
             if all(record["step"] <= step for later, step in begun.items() if later > attempt):
                 yield record
+
+
+def _begun(run_dir: RunDir) -> dict[int, int]:
+    """Attempt -> steps of the reinforcement phase before it."""
+    return {a["attempt"]: a["step"] if a["phase"] == "reinforcement" else 0 for a in attempts(run_dir)}
 
 
 def end_for_good(run_dir: RunDir, reason: str) -> None:

@@ -51,7 +51,7 @@ class Recorder:
     """Passes facts and spans on to every listener, in order.
 
     Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `rollouts` (`step`, `groups`),
-    `note` (`text`).
+    `draws` (`step`, `records` of `run.ledger`), `note` (`text`).
     Example::
 
         with recorder.span("generate") as span:

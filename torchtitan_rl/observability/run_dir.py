@@ -3,6 +3,7 @@
 config.json            what ran
 metrics.jsonl          one line per step or evaluation
 logs/                  one file per process
+ledger.jsonl           two lines per draw: admitted, and how it ended; see `run.ledger`
 rollouts/              step-NNNNNN.jsonl, one line per rollout
 checkpoints/step-N     resumable state after N steps; see `weights.checkpoint`
 attempts.jsonl         one line per start of the run; see `observability.attempts`
@@ -35,6 +36,7 @@ class RunDir:
         self.path = Path(path)
         self.config_file = self.path / "config.json"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.ledger_file = self.path / "ledger.jsonl"
         self.logs = self.path / "logs"
         self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
@@ -113,6 +115,10 @@ class RunDir:
                 f"{self.metrics_file}: holds a line that is not JSON ({error}): {error.doc[:80]!r}; remove that line"
             ) from error
 
+    def log_draws(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Appends one line per record of `run.ledger` to ledger.jsonl."""
+        _append(self.ledger_file, [{"step": step, "attempt": self.attempt, **record} for record in records])
+
     def log_rollouts(self, step: int, phase: str, groups: list[RolloutGroup]) -> None:
         """Appends one line per rollout to `rollouts/step-NNNNNN.jsonl`."""
         _append(
@@ -133,7 +139,8 @@ class RunDir:
 
 
 class JsonLines(Listener):
-    """Writes metrics and rollouts to a run's directory, one line per step or evaluation and one per rollout."""
+    """Writes metrics, draws and rollouts to a run's directory: one line per step or evaluation, two per draw, one per
+    rollout."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
@@ -141,6 +148,8 @@ class JsonLines(Listener):
     def fact(self, kind: str, what: dict[str, Any]) -> None:
         if kind == "metrics":
             self.run_dir.log_metrics(what["line"])
+        elif kind == "draws":
+            self.run_dir.log_draws(what["step"], what["records"])
         elif kind == "rollouts":
             self.run_dir.log_rollouts(what["step"], "reinforcement", what["groups"])
 
@@ -150,6 +159,7 @@ def _rollout_record(rollout: Rollout) -> dict[str, Any]:
     versions = [version for completion in completions for version in completion.policy_versions]
     return {
         "rollout_id": rollout.id,
+        "draw": rollout.group,
         "task_id": rollout.task.id,
         "prompt": rollout.task.prompt,
         "text": rollout.text,

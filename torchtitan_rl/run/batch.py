@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchtitan_rl.run.draws import Draw
 from torchtitan_rl.run.ends import Ended
 from torchtitan_rl.types import RolloutGroup
 
@@ -14,6 +15,8 @@ __all__ = ["Batch", "NothingToTrainOn"]
 class Batch:
     """The groups that were rolled out for one batch."""
 
+    draws: list[Draw] = field(default_factory=list)
+    """The draws that were rolled out, replacements included."""
     groups: list[RolloutGroup] = field(default_factory=list)
     """The groups to train on."""
     left_out: list[RolloutGroup] = field(default_factory=list)
@@ -25,8 +28,8 @@ class Batch:
 
 
 class NothingToTrainOn(Ended):
-    """The filters left no group to train on. `left_out` holds the groups that filters left out."""
+    """The filters left no group of `batch` to train on."""
 
-    def __init__(self, message: str, left_out: list[RolloutGroup]) -> None:
+    def __init__(self, message: str, batch: Batch) -> None:
         super().__init__(message)
-        self.left_out = left_out
+        self.batch = batch

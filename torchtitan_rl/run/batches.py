@@ -27,9 +27,17 @@ class Batches:
         draws: Draws,
         *,
         max_tokens: int,
+        admitted: Callable[[list[Draw]], None],
     ) -> None:
-        """`play` is `Rollouts.play`; `max_tokens` is the limit of a completion."""
-        self._config, self._play, self._draws, self._max_tokens = config, play, draws, max_tokens
+        """`play` is `Rollouts.play`; `max_tokens` is the limit of a completion; `admitted` is told of draws that are
+        about to be played."""
+        self._config, self._draws, self._max_tokens = config, draws, max_tokens
+
+        def admit_and_play(draws: list[Draw], counts: Counter) -> Awaitable[list[RolloutGroup]]:
+            admitted(draws)
+            return play(draws, counts)
+
+        self._play = admit_and_play
 
     async def next_batch(self) -> Batch:
         """Rollouts of the next slots. With filters on, or groups dropped for a failure: the groups that are left, and
@@ -39,7 +47,7 @@ class Batches:
         groups = await self._play(draws, counts)
         failed = counts["failure/dropped_groups"]
         if groups and not failed and not filters.zero_variance and filters.overlong == "keep":
-            return Batch(groups=groups, sampled=groups, metrics=dict(counts))
+            return Batch(draws=draws, groups=groups, sampled=groups, metrics=dict(counts))
         return await fill_batch(
             self._play, self._draws.replace, draws, groups, self._config, counts, max_tokens=self._max_tokens
         )

@@ -9,6 +9,7 @@ import logging
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
@@ -61,7 +62,7 @@ class Checkpoints:
     ) -> None:
         self.config, self.run_dir, self.state, self.recorder = config, run_dir, state, recorder
         self._roles, self._weights, self._tokenizer, self._draws = roles, weights, tokenizer, draws
-        self._writing: asyncio.Task | None = None
+        self._writing: asyncio.Task[dict[str, Any]] | None = None
         self._failure = ""
 
     async def save(self, *, last: bool = False) -> Path:
@@ -82,7 +83,7 @@ class Checkpoints:
             content = copy.deepcopy(dataclasses.asdict(state))
             content |= {"random": random_states(), "metrics_bytes": self.run_dir.metrics_size()}
         except (OSError, RuntimeError) as error:
-            self._failed(path, error)
+            self._record(self._failed(path, state.phase_step, error))
             return path
         stage_s = time.perf_counter() - began
         self._writing = asyncio.ensure_future(self._write(path, content, parts, stage_s))
@@ -91,8 +92,9 @@ class Checkpoints:
     async def finish(self) -> None:
         """Waits until the checkpoint that is being written is on disk."""
         if self._writing is not None:
-            await self._writing
+            line = await self._writing
             self._writing = None
+            self._record(line)  # here and not in `_write`: the place of the line must not depend on the disk
 
     async def require_written(self) -> None:
         """Waits as `finish` does. Raises RuntimeError when the last checkpoint could not be written."""
@@ -106,7 +108,9 @@ class Checkpoints:
         if self.config.trainer.lora is not None:
             await policy.save_adapter(checkpoint.adapter_dir(written))
 
-    async def _write(self, path: Path, content: dict, parts: dict[TrainingClient, Path], stage_s: float) -> None:
+    async def _write(
+        self, path: Path, content: dict, parts: dict[TrainingClient, Path], stage_s: float
+    ) -> dict[str, Any]:
         began, written = time.perf_counter(), checkpoint.beside(path)
         try:
             files: dict[str, list] = {}
@@ -118,17 +122,14 @@ class Checkpoints:
             await asyncio.to_thread(checkpoint.point_to, path)
         except WorkerLost as error:  # the run's next call to the role fails for the same reason, and ends the run
             self._failure = str(error)
-            return
+            return {}
         except (OSError, RuntimeError) as error:
-            self._failed(path, error)
-            return
+            return self._failed(path, content["phase_step"], error)
         self._failure = ""
         write_s = time.perf_counter() - began
-        self._record(
-            content,
-            {"checkpoint/name": path.name, "checkpoint/failed": 0, "time/stage_s": stage_s, "time/write_s": write_s},
-        )
         await self._delete_old()
+        line = _line(path, content["phase_step"], failed=0)
+        return line | {"time/stage_s": stage_s, "time/write_s": write_s}
 
     async def _delete_old(self) -> None:
         config, names = self.config.controller, [path.name for path in complete(self.run_dir.checkpoints)]
@@ -139,7 +140,8 @@ class Checkpoints:
             except (OSError, RuntimeError) as error:
                 logger.warning("checkpoint=%s: could not be deleted: %s", name, error)
 
-    def _failed(self, path: Path, error: BaseException) -> None:
+    def _failed(self, path: Path, step: int, error: BaseException) -> dict[str, Any]:
+        """Reports that a checkpoint could not be written. Returns the line of metrics that says so."""
         self._failure = f"{path.name}: {error}"
         newest = [other.name for other in complete(self.run_dir.checkpoints)][-1:] or ["none"]
         logger.warning(
@@ -147,10 +149,16 @@ class Checkpoints:
             path, newest[0], error,
         )  # fmt: skip
         shutil.rmtree(checkpoint.beside(path), ignore_errors=True)
-        self._record(dataclasses.asdict(self.state), {"checkpoint/name": path.name, "checkpoint/failed": 1})
+        return _line(path, step, failed=1)
 
-    def _record(self, state: dict, line: dict[str, float | str]) -> None:
+    def _record(self, line: dict[str, Any]) -> None:
+        if not line:
+            return
         try:
-            self.recorder.fact("metrics", line={"step": state["phase_step"], "phase": "checkpoint", **line}, text="")
+            self.recorder.fact("metrics", line=line, text="")
         except OSError as error:  # the file system that has no room for a checkpoint may have none for a line
             logger.warning("metrics: a line could not be written: %s", error)
+
+
+def _line(path: Path, step: int, *, failed: int) -> dict[str, Any]:
+    return {"step": step, "phase": "checkpoint", "checkpoint/name": path.name, "checkpoint/failed": failed}

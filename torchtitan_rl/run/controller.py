@@ -23,8 +23,8 @@ from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import JsonLines, RunDir
-from torchtitan_rl.run import lines, resume, training
-from torchtitan_rl.run.batch import NothingToTrainOn
+from torchtitan_rl.run import ledger, lines, resume, training
+from torchtitan_rl.run.batch import Batch, NothingToTrainOn
 from torchtitan_rl.run.batches import Batches
 from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
@@ -68,7 +68,13 @@ class Controller(AbstractAsyncContextManager):
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
         self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights)
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
-        self.batches = Batches(config.algorithm, self.player.play, self.draws, max_tokens=config.sampling.max_tokens)
+        self.batches = Batches(
+            config.algorithm,
+            self.player.play,
+            self.draws,
+            max_tokens=config.sampling.max_tokens,
+            admitted=lambda draws: recorder.fact("draws", step=self.state.step, records=ledger.admissions(draws)),
+        )
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.draws, self.state, recorder
         )
@@ -203,7 +209,7 @@ class Controller(AbstractAsyncContextManager):
         except Ended as end:
             attempts.end_for_good(self.run_dir, str(end))
             if isinstance(end, NothingToTrainOn):
-                self.recorder.fact("rollouts", step=self.state.step, groups=end.left_out)
+                self._record_batch(end.batch)
                 await self.save_checkpoint()
             raise
 
@@ -224,13 +230,17 @@ class Controller(AbstractAsyncContextManager):
                     await self.weights.refresh(config, since=first, step=state.step)
                 line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds)
                 recorder.fact("metrics", line=line, text=lines.summary(line, num_steps))
-                recorder.fact("rollouts", step=state.step, groups=batch.groups + batch.left_out)
+                self._record_batch(batch)
                 recorder.advance(phase, state.step - first, text=f"reward {line['reward/mean']:.3f}")
                 if passed(config.controller.eval_every, first, state.step) and state.step < num_steps:
                     await self.evaluate("validation")
                     await self.evaluate_sets()
                 if state.step < num_steps:
                     await self._between_steps(first)
+
+    def _record_batch(self, batch: Batch) -> None:
+        self.recorder.fact("draws", step=self.state.step, records=ledger.ends(batch))
+        self.recorder.fact("rollouts", step=self.state.step, groups=batch.groups + batch.left_out)
 
     async def _between_steps(self, since: int) -> None:
         """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted, after a checkpoint,

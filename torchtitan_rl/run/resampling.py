@@ -31,7 +31,7 @@ async def fill_batch(
     further round plays `replace(draws)` for the slots without a group: dynamic sampling of DAPO (arXiv:2503.14476), but
     with the missing slots only, not a whole batch. Raises NothingToTrainOn when no group passes.
     """
-    filters, batch = config.filters, Batch()
+    filters, batch = config.filters, Batch(draws=list(draws))
     rounds, tried = 1, len(draws)
     while True:
         batch.sampled += groups
@@ -43,6 +43,7 @@ async def fill_batch(
         if not draws or rounds > limit:
             break
         draws = replace(draws)
+        batch.draws += draws
         groups = await play(draws, counts)
         rounds, tried = rounds + 1, tried + len(draws)
     missing = len(draws)
@@ -54,7 +55,7 @@ async def fill_batch(
     if filters.drops:
         batch.metrics |= {"filter/resampled_tasks": tried - config.tasks_per_step, "filter/missing_tasks": missing}
     if not batch.groups:
-        raise NothingToTrainOn(_explanation(batch, config, rounds), batch.left_out)
+        raise NothingToTrainOn(_explanation(batch, config, rounds), batch)
     return batch
 
 

@@ -173,7 +173,7 @@ class Source:
 
 
 def filled(play, config):
-    return asyncio.run(Batches(config, play, Draws(Source()), max_tokens=8).next_batch())
+    return asyncio.run(Batches(config, play, Draws(Source()), max_tokens=8, admitted=lambda draws: None).next_batch())
 
 
 MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
@@ -220,7 +220,7 @@ def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
     tasks = Tasks(EQUAL, [0.5, 0.5])
     with pytest.raises(NothingToTrainOn) as stall:
         filled(tasks.play, config(zero_variance=True, max_stalled_rounds=3))
-    assert len(tasks.asked) == 3 and len(stall.value.left_out) == 6
+    assert len(tasks.asked) == 3 and len(stall.value.batch.left_out) == 6
     assert str(stall.value) == (
         "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on "
         "(filter/missing_tasks=2, filter/resampled_tasks=4, filter/zero_variance_groups=6; rewards from 0.5 to 1); "

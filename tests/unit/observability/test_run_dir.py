@@ -114,6 +114,7 @@ def test_rollouts(tmp_path):
     assert records[0] == {
         "step": 7,
         "attempt": 1,
+        "draw": "",
         "phase": "reinforcement",
         "group_id": "7/0",
         "rollout_id": "7/0/0",

@@ -7,10 +7,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.unit.config.test_load import refusal, run_config
+from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
 from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.run.evaluation import eval_families, evaluate
+from torchtitan_rl.run.failures import Failures
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.pass_rate_filter import prompt_hash
 from torchtitan_rl.types import Completion, Task
@@ -50,7 +52,7 @@ class CountedOut:
         return Completion(tokens=tokens, logprobs=[0.0], policy_versions=[0], finish_reason="stop")
 
 
-def evaluation(**fields):
+def evaluation(family=None, failures=None, **fields):
     sampler = CountedOut()
 
     def policy(temperature):
@@ -58,7 +60,14 @@ def evaluation(**fields):
 
     return asyncio.run(
         evaluate(
-            policy, Letters(), EvalSetConfig(**fields), name="set", label="eval/0", seed=0, config=ControllerConfig()
+            policy,
+            family or Letters(),
+            EvalSetConfig(**fields),
+            name="set",
+            label="eval/0",
+            seed=0,
+            config=ControllerConfig(),
+            failures=failures,
         )
     )
 
@@ -95,6 +104,21 @@ def test_the_pass_rates_it_measured():
     ]
     assert [(rate.split, rate.num_correct, rate.num_samples) for rate in greedy] == [("test", 0, 1), ("test", 0, 1)]
     assert sampled[2].prompt_hash == prompt_hash(Letters().task("validation", 2)) != sampled[1].prompt_hash
+
+
+def test_a_task_whose_reward_fails_to_the_last_counts_as_wrong_where_failures_do_not_end_the_run():
+    class Flaky(Letters):
+        def reward(self, task, completions):
+            if task.prompt == "d":
+                raise OSError("judge is away")
+            return super().reward(task, completions)
+
+    with pytest.raises(RuntimeError, match="judge is away"):
+        evaluation(Flaky())
+    failures = Failures(AlgorithmConfig(on_rollout_failure="retry", rollout_retries=1, max_failed_frac=1.0))
+    line = evaluation(Flaky(), failures).metrics()
+    assert line["eval/accuracy"] == 0.25  # c alone; d is right, and nobody judged it
+    assert (line["failure/reward"], line["failure/dropped_groups"]) == (2, 1)
 
 
 def test_greedy_alone_and_a_single_task():
