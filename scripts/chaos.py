@@ -123,9 +123,11 @@ def everything(process: psutil.Process) -> list[psutil.Process]:
 
 
 def kill_run(output_dir: Path, steps: int, kills: int, draw: random.Random) -> None:
-    """Kills the whole run `kills` times, the last two in a row, and lets it end."""
+    """Kills the whole run `kills` times, at least once in its supervised phase, the last two in a row, and lets it
+    end."""
     total = max(4, steps // 4) + steps
-    targets = sorted(draw.uniform(0, total) for _ in range(kills - 1))
+    supervised = max(4, steps // 4)
+    targets = sorted([draw.uniform(1, supervised), *(draw.uniform(0, total) for _ in range(kills - 2))])
     targets.append(targets[-1])  # twice in a row: the second one during the start, or right after it
     for number, target in enumerate(targets, 1):
         process = start(output_dir, steps, "--resume", "auto")

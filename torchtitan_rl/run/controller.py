@@ -218,6 +218,7 @@ class Controller(AbstractAsyncContextManager):
         config, state, recorder = self.config, self.state, self.recorder
         num_steps, state.phase, state.phase_step = config.controller.num_steps, "reinforcement", state.step
         with recorder.span("reinforcement", total=num_steps) as phase:
+            recorder.advance(phase, state.step)
             while state.step < num_steps:
                 first = state.step
                 with recorder.span("step") as step:
