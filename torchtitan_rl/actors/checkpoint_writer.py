@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,10 @@ class CheckpointWriter:
             self._stager = DefaultStager(options)
             if dist.get_world_size() > 1:  # a group of its own: collectives of training go on in another thread
                 self._group = dist.new_group(backend="gloo")
-        staged = self._stager.stage(state)
+        # Tensors alone: the stager takes as long for a key or a number as for a small tensor.
+        tensors = list(_tensors(state))
+        copies = iter(self._stager.stage({"tensors": tensors})["tensors"])  # type: ignore[index]  # no future: not async
+        staged = _with_tensors(state, copies)
         self._writing = self._thread.submit(self._write, staged, _random_states(), checkpoint.model_dir(path))
 
     def written(self) -> dict[str, list] | None:
@@ -77,13 +82,26 @@ class CheckpointWriter:
         return checkpoint.checksums(directory.parent, mine)
 
 
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a nested state, in order."""
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, torch.Tensor):
+        yield state
+
+
+def _with_tensors(state: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """A nested state with other tensors in the places of its own."""
+    if isinstance(state, dict):
+        return {name: _with_tensors(value, tensors) for name, value in state.items()}
+    return next(tensors) if isinstance(state, torch.Tensor) else copy.deepcopy(state)
+
+
 def _nbytes(state: Any) -> int:
     """Bytes of this rank's parts of all tensors in a nested state."""
-    if isinstance(state, dict):
-        return sum(map(_nbytes, state.values()))
-    if isinstance(state, DTensor):
-        return state.to_local().nbytes
-    return state.nbytes if isinstance(state, torch.Tensor) else 0
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in _tensors(state))
+    return sum(tensor.nbytes for tensor in local)
 
 
 def _random_states() -> dict[str, torch.Tensor]:
