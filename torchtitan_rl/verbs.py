@@ -62,15 +62,17 @@ def dry_run(args: argparse.Namespace, config) -> int:
 def train_with_restarts(args: argparse.Namespace, config, argv: list[str]) -> int:
     """`train` under `launch.restarts`; `argv` are the arguments of the command."""
     from torchtitan_rl.launch.restarts import run_with_restarts
+    from torchtitan_rl.run.resume import place
     from torchtitan_rl.run.start import output_path
 
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
     arguments = argv[argv.index("train") + 1 :]
-    place = next(i for i, argument in enumerate(arguments) if argument.startswith("--max-restarts"))
-    del arguments[place : place + (1 if "=" in arguments[place] else 2)]
-    if not config.output_dir and args.resume in ("", "latest", "auto"):
-        arguments += ["--output-dir", str(output_path(config, absolute=False))]  # the same one for every attempt
+    at = next(i for i, argument in enumerate(arguments) if argument.startswith("--max-restarts"))
+    del arguments[at : at + (1 if "=" in arguments[at] else 2)]
+    if not config.output_dir:  # the same one for every attempt
+        directory = place(config, args.resume)[0] if args.resume else output_path(config, absolute=False)
+        arguments += ["--output-dir", str(directory)]
     return run_with_restarts(arguments, args.max_restarts)
 
 
@@ -90,7 +92,8 @@ async def _guarded(args, start, body) -> int:
 
             hosts = await attach(args.hosts, timeout_s=_ATTACH_S)
         controller = await start(hosts=hosts, backend=args.backend)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _sigterm, controller, asyncio.current_task())
+        if args.verb == "train":  # no other verb has anything to keep
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _sigterm, controller, asyncio.current_task())
         await body(controller)
         return 0
     except asyncio.CancelledError:

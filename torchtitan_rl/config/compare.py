@@ -52,10 +52,18 @@ def is_harmless(path: str) -> bool:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted path -> (value before, value now) of every field that differs between two `config.resolve.resolved`; None
-    stands for a field that one of them lacks."""
+    stands for a field that one of them lacks. Fields that did not exist yet when `before` was written are left out; a
+    section that was None then is a difference of each of its fields."""
     left, right = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(now))))  # tuples become lists, as in files
-    paths = [*left, *(path for path in right if path not in left)]
+    switched_on = [path for path in right if path not in left and any(part in left for part in _sections(path))]
+    paths = [*left, *switched_on]
     return {path: (left.get(path), right.get(path)) for path in paths if left.get(path) != right.get(path)}
+
+
+def _sections(path: str) -> list[str]:
+    """The sections that a field is in, outermost first. Example: `a.b.c` is in `a` and `a.b`."""
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from torchtitan_rl.run.start import output_path
 from torchtitan_rl.run.state import RunState, set_random_states
 from torchtitan_rl.weights import checkpoint
 
-__all__ = ["Resumption", "find", "open_run", "state_of", "restore"]
+__all__ = ["Resumption", "find", "place", "open_run", "state_of", "restore"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,7 +45,7 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
     `auto` also begins a run that is not there yet or has no checkpoint. Raises ValueError where there is nothing to
     resume, where no checkpoint is usable, and for a config that does not fit the checkpoint.
     """
-    path, chosen = _place(config, resume)
+    path, chosen = place(config, resume)
     checkpoints = path / "checkpoints"
     candidates = [chosen] if chosen else _candidates(checkpoints)
     if not candidates:
@@ -72,8 +72,8 @@ def find(config: RunConfig, resume: str) -> Resumption | None:
     )
 
 
-def _place(config: RunConfig, resume: str) -> tuple[Path, Path | None]:
-    """(run directory, the checkpoint that `resume` names or None)."""
+def place(config: RunConfig, resume: str) -> tuple[Path, Path | None]:
+    """(run directory, the checkpoint that `resume` names or None). Raises ValueError as `find` does."""
     if resume in ("latest", "auto"):
         if not config.output_dir:
             raise ValueError(f"--resume={resume}: needs the run's directory; give it as --output-dir")

@@ -67,6 +67,15 @@ def test_a_part_that_is_switched_off_is_a_difference_of_each_of_its_fields():
     assert not all(map(is_harmless, found))
 
 
+def test_a_field_of_a_newer_version_is_no_difference_and_a_section_switched_on_is():
+    before, now = json.loads(json.dumps(resolved(config()))), config()
+    del before["algorithm"]["on_rollout_failure"]
+    before["roles"]["critic"] = None
+    found = differences(before, resolved(now))
+    assert "algorithm.on_rollout_failure" not in found
+    assert found["roles.critic.trainer.training.seq_len"] == (None, now.roles.critic.trainer.training.seq_len)
+
+
 def test_the_list_of_harmless_fields_names_fields_that_exist():
     from torchtitan_rl.config import compare
 
