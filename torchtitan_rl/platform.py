@@ -103,7 +103,7 @@ def missing_grouped_mm(dtype: str) -> str:
         out = torch._grouped_mm(rows, weight.transpose(-2, -1), offs=torch.tensor([1, 3], dtype=torch.int32))
         out.square().sum().backward()
     except (AttributeError, NotImplementedError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         return (
             "experts need torch's grouped matrix product, "
             f"which torch {torch.__version__} refuses on this CPU ({reason})"

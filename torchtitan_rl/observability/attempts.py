@@ -71,7 +71,13 @@ _held: dict[Path, IO[str]] = {}
 
 
 def begin(run_dir: RunDir, resumed_from: str | None, phase: str = "", step: int = 0) -> int:
-    """Notes a new attempt: where it goes on (`phase` and `step` of the checkpoint). Returns its number, from 1."""
+    """Notes a new attempt: where it goes on (`phase` and `step` of the checkpoint). Returns its number, from 1.
+
+    Files of records that end in half a line, because the attempt before was killed, lose the half: the next record
+    would be written behind it.
+    """
+    for records in (run_dir.path / "attempts.jsonl", run_dir.ledger_file, *run_dir.rollouts.glob("step-*.jsonl")):
+        _drop_half_line(records)
     number = len(attempts(run_dir)) + 1
     record = {
         "attempt": number,
@@ -151,6 +157,12 @@ def reason_of_end(run_dir: RunDir) -> str:
 def forget_end(run_dir: RunDir) -> None:
     """Removes what `end_for_good` noted."""
     (run_dir.path / "ended.json").unlink(missing_ok=True)
+
+
+def _drop_half_line(file: Path) -> None:
+    content = file.read_bytes() if file.exists() else b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(file, content.rfind(b"\n") + 1)
 
 
 def _complete_lines(file) -> Iterator[dict[str, Any]]:

@@ -96,6 +96,7 @@ async def stopped_on_failure(launcher: Launcher | LocalLauncher, run_dir: RunDir
         launcher.kill()  # an interrupt does not wait
         if launcher.attached:  # `kill` ends no process there
             await launcher.stop()
+        attempts.unlock(run_dir)
         raise
     except Exception:
         await launcher.stop()

@@ -35,7 +35,9 @@ async def supervise(
 
     `bad_step(roles, steps, data)` is told of a step that was skipped or had no finite loss; `between_steps(n)` is
     awaited between step n + 1 and the next."""
-    supervised, state.phase = config.supervised, "supervised"
+    supervised = config.supervised
+    if state.phase != "supervised" or state.phase_step >= supervised.num_steps:  # not resumed within the phase
+        state.phase, state.phase_step, state.supervised_source = "supervised", 0, {}
     source = source_of(family, "train", config.seed)
     if state.supervised_source:
         source.load_state_dict(state.supervised_source)

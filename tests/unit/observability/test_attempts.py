@@ -31,7 +31,14 @@ def test_attempts_are_numbered_and_a_line_cut_off_by_a_crash_does_not_count(run_
     assert attempts.begin(run_dir, "step-20", "reinforcement", 20) == 2 == run_dir.attempt
     with open(run_dir.path / "attempts.jsonl", "a") as file:
         file.write('{"attempt": 3, "resu')
+    run_dir.log_draws(20, [{"draw": "0/0", "event": "admitted"}])
+    with open(run_dir.ledger_file, "a") as file:
+        file.write('{"draw": "1/0", "eve')
     first, second = attempts.attempts(run_dir)
+    assert attempts.begin(run_dir, "step-40", "reinforcement", 40) == 3  # behind no half line
+    run_dir.log_draws(40, [{"draw": "1/0", "event": "admitted"}])
+    assert [record["draw"] for record in attempts.read_ledger(run_dir)] == ["0/0", "1/0"]
+    assert len(attempts.attempts(run_dir)) == 3
     assert (first["resumed_from"], second["resumed_from"], second["step"]) == (None, "step-20", 20)
 
 
