@@ -24,6 +24,11 @@ from pathlib import Path
 
 import psutil
 
+from torchtitan_rl.observability.attempts import attempts as attempts_of
+from torchtitan_rl.observability.attempts import read_rollouts
+from torchtitan_rl.observability.audit import audit
+from torchtitan_rl.observability.run_dir import RunDir
+
 ROOT = Path(__file__).parents[1]
 COLUMNS = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/", "completion/", "critic/")
 WAITS_S = 600.0
@@ -66,9 +71,6 @@ def compared(output_dir: Path) -> tuple[list[dict], list[tuple]]:
         for line in lines(output_dir)
         if line["phase"] != "checkpoint"
     ]
-    from torchtitan_rl.observability.attempts import read_rollouts
-    from torchtitan_rl.observability.run_dir import RunDir
-
     order = [
         (r["step"], r["task_id"], r["rollout_id"], r["text"], r["reward"]) for r in read_rollouts(RunDir(output_dir))
     ]
@@ -151,9 +153,8 @@ def kill_run(output_dir: Path, steps: int, kills: int, draw: random.Random) -> N
         raise RuntimeError(f"the last attempt ended with status {status}; see {output_dir}.log")
 
 
-def attempts(output_dir: Path) -> list[str]:
-    file = output_dir / "attempts.jsonl"
-    return file.read_text().splitlines() if file.exists() else []
+def attempts(output_dir: Path) -> list[dict]:
+    return attempts_of(RunDir(output_dir))
 
 
 def kill_one(output_dir: Path, steps: int, kills: int, who: list[str], draw: random.Random) -> None:
@@ -177,7 +178,7 @@ def kill_one(output_dir: Path, steps: int, kills: int, who: list[str], draw: ran
 
 def find(who: str, output_dir: Path, process: psutil.Process) -> int:
     """Process id of the controller, of the policy's first rank or of the store, in the newest attempt."""
-    controller = psutil.Process(json.loads(attempts(output_dir)[-1])["pid"])
+    controller = psutil.Process(attempts(output_dir)[-1]["pid"])
     if who == "controller":
         return controller.pid
     children = {child.pid: name(child, output_dir) for child in controller.children(recursive=True)}
@@ -204,9 +205,6 @@ def main() -> int:
     else:
         kill_one(disturbed, args.steps, args.kills, args.who.split(","), draw)
     (metrics, order), (metrics_too, order_too) = compared(undisturbed), compared(disturbed)
-    from torchtitan_rl.observability.audit import audit
-    from torchtitan_rl.observability.run_dir import RunDir
-
     counts, problems = audit(RunDir(disturbed))
     for problem in problems:
         print(f"problem: {problem}")

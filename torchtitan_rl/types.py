@@ -134,6 +134,8 @@ class Rollout:
     """The reward of a masked rollout counts among the group's rewards, but the rollout's tokens do not train."""
     end_reason: str = ""
     """Why a rollout in an environment ended: `"done"`, or the limit `"turns"`, `"tokens"` or `"time"`."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by what was waited for: `play`, the workflow with its sampling and environment; `reward`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,6 +148,9 @@ class RolloutGroup:
     """One advantage per rollout, from an estimator; the mean over a rollout's tokens for precomputed advantages."""
     precomputed: bool = False
     """Whether `advantages` are the turns' precomputed advantages, not an estimator's."""
+    left_out: str = ""
+    """The filter that left the group out of training: `"zero_variance"` or `"overlong"`; empty for a group that
+    trains."""
 
     @property
     def rewards(self) -> list[float]:

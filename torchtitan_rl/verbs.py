@@ -196,8 +196,8 @@ def audit(args: argparse.Namespace) -> int:
     from torchtitan_rl.observability.run_dir import RunDir
 
     run_dir = RunDir(args.run)
-    if not run_dir.ledger_file.exists():
-        raise ValueError(f"run={args.run!r}: has no ledger.jsonl; give a run directory that has begun reinforcement")
+    if not run_dir.tables["ledger"]:
+        raise ValueError(f"run={args.run!r}: has no ledger; give a run directory that has begun reinforcement")
     counts, problems = auditing.audit(run_dir)
     print(", ".join(f"{name} {number}" for name, number in counts.items()))
     for problem in problems:

@@ -1,7 +1,6 @@
 """Grouping hook, precomputed advantages, filters and the stall guard in the loop of a real run."""
 
 import contextlib
-import json
 import math
 
 import pytest
@@ -41,8 +40,7 @@ def one_batch(loop, controller):
 
 
 def records(controller, step):
-    file = controller.run_dir.path / "rollouts" / f"step-{step:06d}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [record for record in controller.run_dir.tables["rollouts"].read() if record["step"] == step]
 
 
 def varied(task, completions):

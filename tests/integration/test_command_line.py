@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 
 from tests.integration.leftovers import nothing_left
 from torchtitan_rl import metrics
+from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "torchtitan_rl.cli"]
@@ -77,8 +80,19 @@ def test_a_run_leaves_the_files_it_promises(short_runs):
     config = json.loads((path / "config.json").read_text())
     assert config["algorithm"]["loss_fn"]["function"] == "torchtitan_rl.algorithm.losses:ppo"
     assert all(record["mismatch/kl"] <= 1e-6 for record in records if record["phase"] == "reinforcement")
-    rollouts = [json.loads(line) for line in (path / "rollouts" / "step-000001.jsonl").read_text().splitlines()]
-    assert len(rollouts) == 16 and {"task_id", "group_id", "rollout_id", "reward"} <= rollouts[0].keys()
+    rollouts = [record for record in attempts.read_rollouts(RunDir(path)) if record["step"] == 1]
+    assert len(rollouts) == 16
+    for record in rollouts:
+        (turn,), (sequence,) = record["turns"], record["sequences"]
+        assert turn["prompt"] == record["prompt"]
+        assert re.sub("<(eos|pad)>", "", turn["text"]) == record["text"]  # a turn has special tokens too
+        sampled = [x for x, mask in zip(sequence["policy_logprobs"], sequence["loss_mask"], strict=True) if mask]
+        assert sampled == pytest.approx(turn["logprobs"], abs=1e-5)  # both sides are of one policy version
+        assert record["seconds"].keys() == {"play", "reward"} and record["answer"]
+    assert [record["version"] for record in attempts.read_versions(RunDir(path))][-2:] == [4, 5]
+    assert {file.suffix for name in ("rollouts", "ledger", "versions") for file in (path / name).iterdir()} == {
+        ".parquet"
+    }
     assert (path / "checkpoints" / "step-2" / "COMPLETE").exists()
     assert (path / "curve.png").stat().st_size > 1000
     logs = {log.name: log.read_text().splitlines() for log in (path / "logs").iterdir()}

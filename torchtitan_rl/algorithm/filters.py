@@ -42,17 +42,17 @@ def filtered(
             for rollout in overlong:
                 rollout.masked = True
         elif filters.overlong == "drop" and overlong:
-            left_out.append(dataclasses.replace(group, rollouts=overlong))
+            left_out.append(dataclasses.replace(group, rollouts=overlong, left_out="overlong"))
             group = dataclasses.replace(group, rollouts=[r for r in group.rollouts if not _cut_off(r)])
             if not group.rollouts:
                 counts["filter/overlong_groups"] += 1
                 continue
         if all(rollout.masked for rollout in group.rollouts):
             counts["filter/overlong_groups"] += 1
-            left_out.append(group)
+            left_out.append(dataclasses.replace(group, left_out="overlong"))
         elif filters.zero_variance and all_equal(group.rewards) and not _weighs_itself(group, config):
             counts["filter/zero_variance_groups"] += 1
-            left_out.append(group)
+            left_out.append(dataclasses.replace(group, left_out="zero_variance"))
         else:
             kept.append(group)
     if filters.zero_variance:

@@ -100,6 +100,9 @@ class ControllerConfig:
     """Name of an evaluation (`validation`, or one of `eval_sets`) whose best checkpoint is kept too; empty: none."""
     checkpoint_export: Literal["last", "all", "none"] = "last"
     """Which checkpoints also hold the weights as a Hugging Face directory. `torchtitan-rl export` makes one later."""
+    record_tokens: bool = True
+    """Whether rollout records hold turns, tokens and both sides' log-probabilities: some 100 bytes a token until the
+    next checkpoint turns the records into Parquet. False keeps texts, rewards and counts."""
     max_hours: float = 0.0
     """Hours after which the run writes a checkpoint and ends with exit status 75, to be resumed; 0: no limit."""
     start_timeout_s: float = 300.0

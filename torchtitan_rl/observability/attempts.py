@@ -1,6 +1,6 @@
 """Attempts of a run: each start in the same run directory, from where it went on, and what of earlier attempts counts.
 
-attempts.jsonl                 one line per attempt
+attempts/                      a table with one record per attempt
 metrics.before-attempt-N.jsonl the lines that attempt N cut off metrics.jsonl: steps after the checkpoint it began from
 run.lock                       locked while a run is going on; names the process
 ended.json                     why the run ended, if starting it again cannot mend that
@@ -28,6 +28,7 @@ __all__ = [
     "cut_metrics",
     "read_ledger",
     "read_rollouts",
+    "read_versions",
     "end_for_good",
     "reason_of_end",
     "forget_end",
@@ -73,32 +74,25 @@ _held: dict[Path, IO[str]] = {}
 def begin(run_dir: RunDir, resumed_from: str | None, phase: str = "", step: int = 0) -> int:
     """Notes a new attempt: where it goes on (`phase` and `step` of the checkpoint). Returns its number, from 1.
 
-    Files of records that end in half a line, because the attempt before was killed, lose the half: the next record
-    would be written behind it.
+    Every table goes on in a part of its own, because a kill of the attempt before may have cut a line of the last part.
     """
-    for records in (run_dir.path / "attempts.jsonl", run_dir.ledger_file, *run_dir.rollouts.glob("step-*.jsonl")):
-        _drop_half_line(records)
     number = len(attempts(run_dir)) + 1
     record = {
-        "attempt": number,
-        "resumed_from": resumed_from,
         "phase": phase,
-        "step": step,
+        "resumed_from": resumed_from,
         "at": datetime.now().astimezone().isoformat(timespec="seconds"),
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-    with open(run_dir.path / "attempts.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
     run_dir.attempt = number
+    run_dir.tables["attempts"].rotate()
+    run_dir.record("attempts", step, [record], durable=True)
     return number
 
 
 def attempts(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The attempts so far, in order; a line that a crash cut off is left out."""
-    return list(_complete_lines(run_dir.path / "attempts.jsonl"))
+    """The attempts so far, in order."""
+    return list(run_dir.tables["attempts"].read())
 
 
 def cut_metrics(run_dir: RunDir, size: int, attempt: int) -> int:
@@ -120,7 +114,7 @@ def read_ledger(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """The records of draws that count, in order: of attempts before a later one went on from an earlier step, only the
     draws that had ended by that step."""
     begun = _begun(run_dir)
-    for record in _complete_lines(run_dir.ledger_file):
+    for record in run_dir.tables["ledger"].read():
         ended = record["event"] != "admitted"  # a draw admitted after step n ends by step n + 1 at the earliest
         bound = [step for attempt, step in begun.items() if attempt > record["attempt"]]
         if all(record["step"] <= step if ended else record["step"] < step for step in bound):
@@ -128,14 +122,21 @@ def read_ledger(run_dir: RunDir) -> Iterator[dict[str, Any]]:
 
 
 def read_rollouts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
-    """The records of all rollouts that count, step by step: without those of an attempt after the step from which a
-    later attempt went on. Such rollouts did not train the policy that the run ended with."""
+    """The records of all rollouts that count, in order: without those of an attempt after the step from which a later
+    attempt went on. Such rollouts did not train the policy that the run ended with."""
+    return _counting(run_dir, "rollouts")
+
+
+def read_versions(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    """The records of all publications that count, in order; see `read_rollouts`."""
+    return _counting(run_dir, "versions")
+
+
+def _counting(run_dir: RunDir, table: str) -> Iterator[dict[str, Any]]:
     begun = _begun(run_dir)
-    for file in sorted(run_dir.rollouts.glob("step-*.jsonl")):
-        for record in _complete_lines(file):
-            attempt = record.get("attempt", 1)
-            if all(record["step"] <= step for later, step in begun.items() if later > attempt):
-                yield record
+    for record in run_dir.tables[table].read():
+        if all(record["step"] <= step for later, step in begun.items() if later > record["attempt"]):
+            yield record
 
 
 def _begun(run_dir: RunDir) -> dict[int, int]:
@@ -157,15 +158,3 @@ def reason_of_end(run_dir: RunDir) -> str:
 def forget_end(run_dir: RunDir) -> None:
     """Removes what `end_for_good` noted."""
     (run_dir.path / "ended.json").unlink(missing_ok=True)
-
-
-def _drop_half_line(file: Path) -> None:
-    content = file.read_bytes() if file.exists() else b""
-    if content and not content.endswith(b"\n"):
-        os.truncate(file, content.rfind(b"\n") + 1)
-
-
-def _complete_lines(file) -> Iterator[dict[str, Any]]:
-    if file.exists():
-        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
-            yield json.loads(line)

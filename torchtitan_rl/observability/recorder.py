@@ -50,8 +50,9 @@ class Listener:
 class Recorder:
     """Passes facts and spans on to every listener, in order.
 
-    Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `rollouts` (`step`, `groups`),
-    `draws` (`step`, `records` of `run.ledger`), `note` (`text`).
+    Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `trained` (`sequences`, the
+    datums of a batch with the policy's log-probabilities), `rollouts` (`step`, `groups`), `draws` (`step`, `records` of
+    `run.ledger`), `version` (`step`, `version`, `seconds` of the publication), `note` (`text`).
     Example::
 
         with recorder.span("generate") as span:

@@ -3,27 +3,28 @@
 config.json            what ran
 metrics.jsonl          one line per step or evaluation
 logs/                  one file per process
-ledger.jsonl           two lines per draw: admitted, and how it ended; see `run.ledger`
-rollouts/              step-NNNNNN.jsonl, one line per rollout
+rollouts/              a table with one record per rollout; see `observability.tables` and `observability.records`
+ledger/                a table with two records per draw: admitted, and how it ended; see `run.ledger`
+versions/              a table with one record per publication of the policy's weights
+attempts/              a table with one record per start of the run; see `observability.attempts`
 checkpoints/step-N     resumable state after N steps; see `weights.checkpoint`
-attempts.jsonl         one line per start of the run; see `observability.attempts`
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan_rl.observability.recorder import Listener
+from torchtitan_rl.observability.records import SCHEMAS, Trained, rollout_records
+from torchtitan_rl.observability.tables import Table, encode
 
-if TYPE_CHECKING:
-    from torchtitan_rl.types import Rollout, RolloutGroup
-
-__all__ = ["RunDir", "JsonLines"]
+__all__ = ["RunDir", "RunDirWriter"]
 
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_@]*")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -36,12 +37,11 @@ class RunDir:
         self.path = Path(path)
         self.config_file = self.path / "config.json"
         self.metrics_file = self.path / "metrics.jsonl"
-        self.ledger_file = self.path / "ledger.jsonl"
         self.logs = self.path / "logs"
-        self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
+        self.tables = {name: Table(self.path / name, schema) for name, schema in SCHEMAS.items()}
         self.attempt = 1
-        """The number of this attempt at the run, which every rollout's record names."""
+        """The number of this attempt at the run, which every record names."""
 
     @classmethod
     def create(cls, path: str | Path) -> RunDir:
@@ -49,7 +49,7 @@ class RunDir:
         run."""
         run_dir = cls(path)
         try:
-            for directory in (run_dir.path, run_dir.logs, run_dir.rollouts, run_dir.checkpoints):
+            for directory in (run_dir.path, run_dir.logs, run_dir.checkpoints):
                 directory.mkdir(parents=True, exist_ok=True)
                 # Write a file: permissions do not show that a file system is read-only or full.
                 probe = directory / ".probe"
@@ -74,7 +74,7 @@ class RunDir:
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Writes config.json. `config` is plain data, such as `config.resolve.resolved` returns."""
-        self.config_file.write_text(json.dumps(_encode(config), indent=2) + "\n", encoding="utf-8")
+        self.config_file.write_text(json.dumps(encode(config), indent=2) + "\n", encoding="utf-8")
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl. On return the operating system has the line. Floats keep every bit.
@@ -92,7 +92,8 @@ class RunDir:
                 raise ValueError(
                     f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor"
                 )
-        _append(self.metrics_file, [metrics])
+        with self.metrics_file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(json.dumps(encode(metrics), ensure_ascii=False) + "\n")
 
     def metrics_size(self) -> int:
         """Bytes of metrics.jsonl, all of them on disk."""
@@ -115,79 +116,36 @@ class RunDir:
                 f"{self.metrics_file}: holds a line that is not JSON ({error}): {error.doc[:80]!r}; remove that line"
             ) from error
 
-    def log_draws(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Appends one line per record of `run.ledger` to ledger.jsonl."""
-        _append(self.ledger_file, [{"step": step, "attempt": self.attempt, **record} for record in records])
-
-    def log_rollouts(self, step: int, phase: str, groups: list[RolloutGroup]) -> None:
-        """Appends one line per rollout to `rollouts/step-NNNNNN.jsonl`."""
-        _append(
-            self.rollouts / f"step-{step:06d}.jsonl",
-            [
-                {
-                    "step": step,
-                    "attempt": self.attempt,
-                    "phase": phase,
-                    "group_id": group.id,
-                    **_rollout_record(rollout),
-                    "advantage": None if group.advantages is None else group.advantages[index],
-                }
-                for group in groups
-                for index, rollout in enumerate(group.rollouts)
-            ],
+    def record(self, table: str, step: int, records: list[dict[str, Any]], *, durable: bool = False) -> None:
+        """Appends records to a table of `observability.records`; each names the step and this attempt."""
+        self.tables[table].append(
+            [{"step": step, "attempt": self.attempt, **record} for record in records], durable=durable
         )
 
 
-class JsonLines(Listener):
-    """Writes metrics, draws and rollouts to a run's directory: one line per step or evaluation, two per draw, one per
-    rollout."""
+class RunDirWriter(Listener):
+    """Writes what the loop tells to a run's directory: metrics, rollouts, draws and policy versions."""
 
-    def __init__(self, run_dir: RunDir) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run_dir: RunDir, decode: Callable[[list[int]], str] | None = None) -> None:
+        """`decode` turns tokens into text; with None, rollouts are recorded without what is per turn or token."""
+        self.run_dir, self._decode = run_dir, decode
+        self._trained: list[Trained] = []
 
     def fact(self, kind: str, what: dict[str, Any]) -> None:
         if kind == "metrics":
             self.run_dir.log_metrics(what["line"])
         elif kind == "draws":
-            self.run_dir.log_draws(what["step"], what["records"])
+            self.run_dir.record("ledger", what["step"], what["records"])
+        elif kind == "version":
+            now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+            record = {"version": what["version"], "at": now, "seconds": what["seconds"]}
+            self.run_dir.record("versions", what["step"], [record])
+        elif kind == "trained" and self._decode is not None:
+            self._trained = what["sequences"]
         elif kind == "rollouts":
-            self.run_dir.log_rollouts(what["step"], "reinforcement", what["groups"])
-
-
-def _rollout_record(rollout: Rollout) -> dict[str, Any]:
-    completions = [turn.completion for turn in rollout.turns]
-    versions = [version for completion in completions for version in completion.policy_versions]
-    return {
-        "rollout_id": rollout.id,
-        "draw": rollout.group,
-        "task_id": rollout.task.id,
-        "prompt": rollout.task.prompt,
-        "text": rollout.text,
-        **({"end_reason": rollout.end_reason} if rollout.end_reason else {}),
-        "reward": rollout.reward,
-        "num_tokens": [len(completion.tokens) for completion in completions],  # per turn
-        "finish_reason": completions[-1].finish_reason if completions else None,
-        "policy_version_min": min(versions, default=None),
-        "policy_version_max": max(versions, default=None),
-    }
-
-
-def _append(file: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(json.dumps(_encode(record), ensure_ascii=False) + "\n" for record in records)
-    # A lone surrogate cannot be UTF-8, but its backslash form is a valid JSON escape.
-    with file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
-        stream.write(lines)
-
-
-def _encode(value: Any) -> Any:
-    """JSON has no NaN and no infinity: both become text that `float()` parses."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _encode(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_encode(item) for item in value]
-    return value
+            records = rollout_records(what["groups"], self._trained, self._decode)
+            self.run_dir.record("rollouts", what["step"], [{"phase": "reinforcement", **record} for record in records])
+            self._trained = []
 
 
 def _decode(metrics: dict[str, Any]) -> dict[str, Any]:

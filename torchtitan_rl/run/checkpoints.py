@@ -128,6 +128,7 @@ class Checkpoints:
         self._failure = ""
         write_s = time.perf_counter() - began
         await self._delete_old()
+        await self._seal_records()
         line = _line(path, content["phase_step"], failed=0)
         return line | {"time/stage_s": stage_s, "time/write_s": write_s}
 
@@ -139,6 +140,15 @@ class Checkpoints:
                 await self._roles["policy"].remove_checkpoint(self.run_dir.checkpoints / name)
             except (OSError, RuntimeError) as error:
                 logger.warning("checkpoint=%s: could not be deleted: %s", name, error)
+
+    async def _seal_records(self) -> None:
+        """Turns the records so far into Parquet."""
+        for name, table in self.run_dir.tables.items():
+            table.rotate()
+            try:
+                await asyncio.to_thread(table.seal)
+            except OSError as error:
+                logger.warning("table=%s: stays as JSON lines until the next checkpoint: %s", name, error)
 
     def _failed(self, path: Path, step: int, error: BaseException) -> dict[str, Any]:
         """Reports that a checkpoint could not be written. Returns the line of metrics that says so."""

@@ -8,6 +8,7 @@ Scripts, the command line and the notebook drive the same object::
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -22,7 +23,8 @@ from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
-from torchtitan_rl.observability.run_dir import JsonLines, RunDir
+from torchtitan_rl.observability.records import Trained
+from torchtitan_rl.observability.run_dir import RunDir, RunDirWriter
 from torchtitan_rl.run import ledger, lines, resume, training
 from torchtitan_rl.run.batch import Batch, NothingToTrainOn
 from torchtitan_rl.run.batches import Batches
@@ -107,7 +109,8 @@ class Controller(AbstractAsyncContextManager):
         inputs = read_inputs(config)
         absolute = hosts is not None and hosts.attached
         run_dir, found = resume.open_run(config, resume_from, absolute=absolute)
-        recorder = Recorder([JsonLines(run_dir), *([Display(progress)] if progress is not None else [])])
+        writer = RunDirWriter(run_dir, inputs.tokenizer.decode if config.controller.record_tokens else None)
+        recorder = Recorder([writer, *([Display(progress)] if progress is not None else [])])
         for note in found.notes if found is not None else ():
             recorder.fact("note", text=note)
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"))
@@ -267,12 +270,16 @@ class Controller(AbstractAsyncContextManager):
         with self.recorder.span("score") as score:
             data = await training.scored(groups, self.roles, algorithm)
         line.mean("time/score_s", score.seconds)
-        for _ in range(algorithm.num_epochs):
+        trained: list[Trained] = []
+        for epoch in range(algorithm.num_epochs):
             for minibatch in minibatches(data, algorithm.tasks_per_minibatch, algorithm.reduction):
-                steps = await training.step_on(minibatch, self.roles, self.config, self.state.step, line)
+                steps, logprobs = await training.step_on(minibatch, self.roles, self.config, self.state.step, line)
                 self.state.step = self.state.phase_step = self.state.step + 1
                 if bad := self.state.count(steps):
                     self._bad_step(bad, steps, minibatch)
+                if epoch == 0:
+                    trained += zip(minibatch, logprobs, strict=True)
+        self.recorder.fact("trained", sequences=trained)
         return {"step": self.state.step, **line.line()}
 
     # Parts of a step, for the notebook and for loops of your own.
@@ -288,7 +295,10 @@ class Controller(AbstractAsyncContextManager):
     async def publish(self) -> int:
         """Sends the trainer's weights to every generator. Returns the policy version that now serves unpinned
         requests."""
-        return await self.weights.publish()
+        began = time.perf_counter()
+        version = await self.weights.publish()
+        self.recorder.fact("version", step=self.state.step, version=version, seconds=time.perf_counter() - began)
+        return version
 
     async def evaluate(self, split: Split, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is correct. The result is

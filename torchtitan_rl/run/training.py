@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable
 
+import torch
+
 from torchtitan_rl.algorithm import soft_targets
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.objective import policy_objective, with_kept_weights
@@ -33,9 +35,12 @@ async def scored(groups: list[RolloutGroup], roles: dict[str, TrainingClient], c
 
 async def step_on(
     minibatch: list[Datum], roles: dict[str, TrainingClient], config: RunConfig, step: int, line: StepMetrics
-) -> dict[str, tuple[OptimStepOutput, float]]:
-    """Optimizer step number `step` (from 0) of every role that trains. Returns role -> (output of `optim_step`, loss);
-    adds metrics to `line`."""
+) -> tuple[dict[str, tuple[OptimStepOutput, float]], list[torch.Tensor]]:
+    """Optimizer step number `step` (from 0) of every role that trains; adds metrics to `line`.
+
+    Returns role -> (output of `optim_step`, loss), and the policy's log-probabilities of the minibatch before the step,
+    one tensor per datum.
+    """
     policy, others = roles["policy"], {}
     if config.algorithm.recompute_logprobs_per_minibatch:
         minibatch = await scoring.with_old_logprobs(minibatch, policy, line)
@@ -56,7 +61,7 @@ async def step_on(
     line.add(output, optim)
     line.mean("time/forward_backward_s", forward_backward_s)
     line.mean("time/optim_s", step_s - forward_backward_s)
-    return {"policy": (optim, output.loss), **dict(zip(others, answers, strict=True))}
+    return {"policy": (optim, output.loss), **dict(zip(others, answers, strict=True))}, output.policy_logprobs
 
 
 def optim_params(config: RunConfig, role: str, step: int) -> OptimParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -65,14 +66,17 @@ async def run_group(
     """
     patient, tried = tried is not None, tried or _once  # a group that may be dropped first plays to its end
 
-    def played(i: int, retry: int) -> Awaitable:
-        return workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
+    async def played(i: int, retry: int) -> list[Rollout]:
+        began = time.perf_counter()
+        attempt = await workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
+        for rollout in (rollouts := rollouts_of(attempt, task)):
+            rollout.seconds["play"] = time.perf_counter() - began
+        return rollouts
 
     calls = (tried(partial(played, i), "workflow") for i in range(n))
     attempts: list = await asyncio.gather(*calls, return_exceptions=patient)
     if failed := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
         raise failed
-    attempts = [rollouts_of(attempt, task) for attempt in attempts]
     rollouts = [rollout for attempt in attempts for rollout in (attempt[:1] if first_only else attempt)]
     if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
         raise RuntimeError(
@@ -85,10 +89,10 @@ async def run_group(
         if rollout.reward is None and rollout.turns and all(turn.reward is None for turn in rollout.turns)
     ]
     if unjudged:
-        texts = [rollout.text for rollout in unjudged]
+        texts, began = [rollout.text for rollout in unjudged], time.perf_counter()
         rewards = await tried(lambda retry: judge(reward, task, texts, reward_timeout_s), "reward")
         for rollout, value in zip(unjudged, rewards, strict=True):
-            rollout.reward = value
+            rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began
     for rollout in rollouts:
         rollout.group = group_id
     return RolloutGroup(id=group_id, rollouts=rollouts)

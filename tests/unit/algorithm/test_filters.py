@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -47,14 +48,14 @@ def test_without_filters_everything_passes_untouched():
 def test_groups_whose_rewards_are_all_equal_are_left_out():
     right, mixed, wrong = (group(*attempts(0, rewards)) for rewards in ([1.0, 1.0], [1.0, 0.0], [0.0, 0.0]))
     kept, left_out = filtered([right, mixed, wrong], config(zero_variance=True), max_tokens=8)
-    assert kept == [mixed] and left_out == [right, wrong]
+    assert kept == [mixed] and left_out == [replace(group, left_out="zero_variance") for group in (right, wrong)]
 
 
 def test_a_group_that_weighs_itself_needs_no_variance():
     own = group(rollout("0/0/0", turn([1], [2], advantages=0.5)))
     assert filtered([own], config(zero_variance=True), max_tokens=8) == ([own], [])
     ignored = config(zero_variance=True, precomputed_advantages="ignore")
-    assert filtered([own], ignored, max_tokens=8) == ([], [own])
+    assert filtered([own], ignored, max_tokens=8) == ([], [replace(own, left_out="zero_variance")])
 
 
 def test_dropped_rollouts_leave_their_group():
@@ -69,6 +70,7 @@ def test_dropping_may_leave_equal_rewards():
     made = group(sized(2, 1.0), sized(8, 0.0, i=1, truncated=True))
     kept, left_out = filtered([made], config(overlong="drop", zero_variance=True), max_tokens=8)
     assert kept == [] and ids(left_out) == [["0/0/1"], ["0/0/0"]]
+    assert [group.left_out for group in left_out] == ["overlong", "zero_variance"]
 
 
 def test_masked_rollouts_count_among_their_siblings_and_do_not_train():
@@ -84,7 +86,7 @@ def test_masked_rollouts_count_among_their_siblings_and_do_not_train():
 
 def test_a_group_of_masked_rollouts_only_is_left_out():
     made = group(sized(3, 1.0, truncated=True), sized(3, 0.0, i=1, truncated=True))
-    assert filtered([made], config(overlong="mask"), max_tokens=3) == ([], [made])
+    assert filtered([made], config(overlong="mask"), max_tokens=3) == ([], [replace(made, left_out="overlong")])
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,15 @@ def test_a_run_directory_has_one_live_run(run_dir):
 def test_attempts_are_numbered_and_a_line_cut_off_by_a_crash_does_not_count(run_dir):
     assert attempts.begin(run_dir, None) == 1
     assert attempts.begin(run_dir, "step-20", "reinforcement", 20) == 2 == run_dir.attempt
-    with open(run_dir.path / "attempts.jsonl", "a") as file:
+    with open(run_dir.path / "attempts" / "000002.jsonl", "a") as file:
         file.write('{"attempt": 3, "resu')
-    run_dir.log_draws(20, [{"draw": "0/0", "event": "admitted"}])
-    with open(run_dir.ledger_file, "a") as file:
+    run_dir.record("ledger", 20, [{"draw": "0/0", "event": "admitted"}])
+    with open(run_dir.path / "ledger" / "000001.jsonl", "a") as file:
         file.write('{"draw": "1/0", "eve')
     first, second = attempts.attempts(run_dir)
+    run_dir = RunDir(run_dir.path)  # another process
     assert attempts.begin(run_dir, "step-40", "reinforcement", 40) == 3  # behind no half line
-    run_dir.log_draws(40, [{"draw": "1/0", "event": "admitted"}])
+    run_dir.record("ledger", 40, [{"draw": "1/0", "event": "admitted"}])
     assert [record["draw"] for record in attempts.read_ledger(run_dir)] == ["0/0", "1/0"]
     assert len(attempts.attempts(run_dir)) == 3
     assert (first["resumed_from"], second["resumed_from"], second["step"]) == (None, "step-20", 20)
@@ -61,8 +62,9 @@ def test_metrics_after_a_checkpoint_are_put_aside(run_dir):
 
 def test_rollouts_of_steps_that_were_taken_again_do_not_count(run_dir):
     def rollout(attempt, step):
-        with open(run_dir.rollouts / f"step-{step:06d}.jsonl", "a") as file:
-            file.write(json.dumps({"attempt": attempt, "step": step}) + "\n")
+        assert attempt == run_dir.attempt
+        run_dir.record("rollouts", step, [{"rollout_id": "0/0/0"}])
+        run_dir.record("versions", step, [{"version": step}])
 
     attempts.begin(run_dir, None)
     for step in (1, 2, 3, 4):
@@ -73,11 +75,12 @@ def test_rollouts_of_steps_that_were_taken_again_do_not_count(run_dir):
     rollout(3, 3)
     found = [(record["step"], record["attempt"]) for record in attempts.read_rollouts(run_dir)]
     assert found == [(1, 1), (2, 1), (3, 3)]
+    assert [record["version"] for record in attempts.read_versions(run_dir)] == [1, 2, 3]
 
 
 def test_a_run_resumed_in_its_supervised_phase_begins_reinforcement_anew(run_dir):
     attempts.begin(run_dir, None)
-    (run_dir.rollouts / "step-000001.jsonl").write_text('{"attempt": 1, "step": 1}\n')
+    run_dir.record("rollouts", 1, [{"rollout_id": "0/0/0"}])
     attempts.begin(run_dir, "supervised-200", "supervised", 200)
     assert list(attempts.read_rollouts(run_dir)) == []
 

@@ -17,14 +17,13 @@ class Made:
         attempts.begin(self.run_dir, None)
 
     def admit(self, step, *draws):
-        self.run_dir.log_draws(step, [{"draw": draw, "event": "admitted", "task_id": "t"} for draw in draws])
+        self.run_dir.record("ledger", step, [{"draw": draw, "event": "admitted", "task_id": "t"} for draw in draws])
 
     def end(self, step, event, *draws):
-        self.run_dir.log_draws(step, [{"draw": draw, "event": event} for draw in draws])
+        self.run_dir.record("ledger", step, [{"draw": draw, "event": event} for draw in draws])
         if event != "failed":
-            with open(self.run_dir.rollouts / f"step-{step:06d}.jsonl", "a") as file:
-                for draw in draws:
-                    file.write(json.dumps({"step": step, "attempt": self.run_dir.attempt, "draw": draw}) + "\n")
+            self.run_dir.record("rollouts", step, [{"draw": draw} for draw in draws])
+            self.run_dir.tables["rollouts"].rotate()
 
     def line(self, step):
         self.run_dir.log_metrics({"step": step, "phase": "reinforcement", "reward/mean": 0.0})
@@ -85,7 +84,7 @@ def test_draws_that_were_taken_again_after_a_crash_count_once(made):
         (lambda made: made.line(3), "step 3: has a line of metrics, and no draw was trained"),
         (lambda made: made.line(2), "metrics: step 2 has 2 lines"),
         (
-            lambda made: (made.run_dir.rollouts / "step-000002.jsonl").unlink(),
+            lambda made: (made.run_dir.path / "rollouts" / "000002.jsonl").unlink(),
             "draw 2/0: ended at step 2, its rollouts are recorded at []",
         ),
     ],

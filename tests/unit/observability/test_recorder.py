@@ -7,7 +7,7 @@ import pytest
 from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Listener, Recorder
-from torchtitan_rl.observability.run_dir import JsonLines, RunDir
+from torchtitan_rl.observability.run_dir import RunDir, RunDirWriter
 
 
 class Notes(Listener):
@@ -54,7 +54,7 @@ def test_a_span_that_goes_on_says_how_long_it_has_taken_so_far():
 
 def test_a_run_directory_gets_lines_of_metrics(tmp_path):
     run_dir = RunDir.create(tmp_path / "run")
-    Recorder([JsonLines(run_dir)]).fact("metrics", line={"step": 3, "phase": "evaluation"}, text="for people")
+    Recorder([RunDirWriter(run_dir)]).fact("metrics", line={"step": 3, "phase": "evaluation"}, text="for people")
     assert run_dir.read_metrics() == [{"step": 3, "phase": "evaluation"}]
 
 

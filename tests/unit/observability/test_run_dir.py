@@ -6,29 +6,14 @@ import math
 import pytest
 
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 
 LINE = {"step": 3, "phase": "reinforcement", "reward/mean": 0.1, "time/step_s": 1e-300, "optim/lr": 1 / 3}
-
-
-def rollout(id, *turns, **fields):
-    """Each turn is (tokens, policy versions, finish reason)."""
-    completions = [
-        Completion(tokens=tokens, logprobs=[-1.0] * len(tokens), policy_versions=versions, finish_reason=why)
-        for tokens, versions, why in turns
-    ]
-    turns = [Turn(prompt_tokens=[1], completion=completion) for completion in completions]
-    return Rollout(id=id, task=Task(id="sort/train/17", prompt="cab="), turns=turns, **fields)
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
 
 
 def test_layout(tmp_path):
     path = tmp_path / "runs" / "a b"
     run_dir = RunDir.create(path)
-    assert sorted(entry.name for entry in path.iterdir()) == ["checkpoints", "logs", "metrics.jsonl", "rollouts"]
+    assert sorted(entry.name for entry in path.iterdir()) == ["checkpoints", "logs", "metrics.jsonl"]
     assert run_dir.checkpoint_path(40) == path / "checkpoints" / "step-40"
     assert not run_dir.checkpoint_path(40).exists()
     assert run_dir.read_metrics() == []
@@ -102,35 +87,6 @@ def test_a_line_cut_off_by_a_crash_is_left_out_and_a_broken_one_is_an_error(tmp_
         file.write("\n")
     with pytest.raises(RuntimeError, match="holds a line that is not JSON"):
         run_dir.read_metrics()
-
-
-def test_rollouts(tmp_path):
-    run_dir = RunDir.create(tmp_path)
-    first = rollout("7/0/0", ([4, 5, 6], [2, 2, 3], "stop"), ([7], [4], "length"), reward=1.0, text="abc é\u2028\n")
-    group = RolloutGroup(id="7/0", rollouts=[first, rollout("7/0/1")], advantages=[0.5, -0.5])
-    run_dir.log_rollouts(7, "reinforcement", [group])
-    run_dir.log_rollouts(7, "evaluation", [RolloutGroup(id="e/0", rollouts=[rollout("e/0/0", text="\udc80")])])
-    records = lines(tmp_path / "rollouts" / "step-000007.jsonl")
-    assert records[0] == {
-        "step": 7,
-        "attempt": 1,
-        "draw": "",
-        "phase": "reinforcement",
-        "group_id": "7/0",
-        "rollout_id": "7/0/0",
-        "task_id": "sort/train/17",
-        "prompt": "cab=",
-        "text": "abc é\u2028\n",
-        "reward": 1.0,
-        "advantage": 0.5,
-        "num_tokens": [3, 1],
-        "finish_reason": "length",
-        "policy_version_min": 2,
-        "policy_version_max": 4,
-    }
-    assert (records[1]["advantage"], records[1]["num_tokens"], records[1]["finish_reason"]) == (-0.5, [], None)
-    assert (records[2]["phase"], records[2]["advantage"], records[2]["text"]) == ("evaluation", None, "\udc80")
-    assert len(records) == 3
 
 
 def test_config(tmp_path):

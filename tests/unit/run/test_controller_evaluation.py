@@ -10,7 +10,7 @@ from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.launch.stack import Stack
 from torchtitan_rl.observability.recorder import Recorder
-from torchtitan_rl.observability.run_dir import JsonLines, RunDir
+from torchtitan_rl.observability.run_dir import RunDir, RunDirWriter
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.start import read_inputs
 from torchtitan_rl.tasks.letter_sort import LetterSort
@@ -40,7 +40,7 @@ def controller_of(config, path):
     # Which started nothing.
     launcher = Launcher(log_dir=None, start_timeout_s=1.0, call_timeout_s=1.0)
     stack = Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
-    return Controller(config, inputs, run_dir, Recorder([JsonLines(run_dir)]), stack)
+    return Controller(config, inputs, run_dir, Recorder([RunDirWriter(run_dir)]), stack)
 
 
 @pytest.fixture

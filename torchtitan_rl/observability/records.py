@@ -1,0 +1,168 @@
+"""What a run records besides metrics: rollouts, draws, policy versions and attempts. `docs/run_directory.md` describes
+the columns.
+
+A record is a dict of plain data with the columns of its schema; a column may be missing. `read_rollouts`,
+`read_ledger` and `read_versions` of `observability.attempts` read the tables, and leave out what later attempts took
+again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
+
+__all__ = ["SCHEMAS", "Trained", "rollout_records"]
+
+_TEXT, _INT, _FLOAT = pa.string(), pa.int32(), pa.float64()
+_BEGIN = {"step": _INT, "attempt": _INT}
+
+TURN = pa.struct(
+    {
+        "prompt": _TEXT,
+        "text": _TEXT,
+        "reward": _FLOAT,
+        "num_prompt_tokens": _INT,
+        "finish_reason": _TEXT,
+        "tokens": pa.list_(_INT),
+        "logprobs": pa.list_(_FLOAT),
+        "policy_versions": pa.list_(_INT),
+    }
+)
+SEQUENCE = pa.struct(
+    {
+        "tokens": pa.list_(_INT),
+        "target_tokens": pa.list_(_INT),
+        "loss_mask": pa.list_(pa.int8()),
+        "advantages": pa.list_(_FLOAT),
+        "token_weights": pa.list_(_FLOAT),
+        "policy_logprobs": pa.list_(_FLOAT),
+    }
+)
+SCHEMAS = {
+    "rollouts": pa.schema(
+        _BEGIN
+        | {
+            "phase": _TEXT,
+            "group_id": _TEXT,
+            "rollout_id": _TEXT,
+            "draw": _TEXT,
+            "role": _TEXT,
+            "task_id": _TEXT,
+            "prompt": _TEXT,
+            "answer": _TEXT,
+            "text": _TEXT,
+            "reward": _FLOAT,
+            "reward_parts": pa.map_(_TEXT, _FLOAT),
+            "advantage": _FLOAT,
+            "left_out": _TEXT,
+            "num_tokens": pa.list_(_INT),
+            "finish_reason": _TEXT,
+            "end_reason": _TEXT,
+            "policy_version_min": _INT,
+            "policy_version_max": _INT,
+            "seconds": pa.map_(_TEXT, _FLOAT),
+            "turns": pa.list_(TURN),
+            "sequences": pa.list_(SEQUENCE),
+        }
+    ),
+    "ledger": pa.schema(
+        _BEGIN | {"draw": _TEXT, "event": _TEXT, "task_id": _TEXT, "version_min": _INT, "version_max": _INT}
+    ),
+    "versions": pa.schema(_BEGIN | {"version": _INT, "at": _TEXT, "seconds": _FLOAT}),
+    "attempts": pa.schema(
+        _BEGIN | {"phase": _TEXT, "resumed_from": _TEXT, "at": _TEXT, "pid": pa.int64(), "host": _TEXT}
+    ),
+}
+"""Table -> columns. Tables of text, counts and float64, so that a record read back is the record that was written."""
+
+Trained = tuple["Datum", Any]
+"""A training sequence, and the policy's log-probability of each of its targets when it trained first, (T,)."""
+
+
+def rollout_records(
+    groups: Sequence[RolloutGroup], trained: Sequence[Trained], decode: Callable[[list[int]], str] | None
+) -> list[dict[str, Any]]:
+    """One record per rollout of `groups`. `trained` has the training sequences; `Datum.rollout` is a rollout's place
+    among all rollouts of the groups. `decode` turns tokens into text; None leaves out whatever is per token or turn."""
+    sequences: dict[int, list[Trained]] = {}
+    for datum, logprobs_T in trained:
+        sequences.setdefault(datum.rollout, []).append((datum, logprobs_T))
+    rollouts = [(group, index) for group in groups for index in range(len(group.rollouts))]
+    return [
+        {
+            "group_id": group.id,
+            **_of_rollout(group.rollouts[index]),
+            "advantage": None if group.advantages is None else group.advantages[index],
+            "left_out": group.left_out,
+            **({} if decode is None else _per_token(group.rollouts[index], sequences.get(place, []), decode)),
+        }
+        for place, (group, index) in enumerate(rollouts)
+    ]
+
+
+def _of_rollout(rollout: Rollout) -> dict[str, Any]:
+    completions = [turn.completion for turn in rollout.turns]
+    versions = [version for completion in completions for version in completion.policy_versions]
+    return {
+        "rollout_id": rollout.id,
+        "draw": rollout.group,
+        "role": rollout.role,
+        "task_id": rollout.task.id,
+        "prompt": _as_text(rollout.task.prompt),
+        "answer": _as_text(rollout.task.answer),
+        "text": rollout.text,
+        "end_reason": rollout.end_reason,
+        "reward": rollout.reward,
+        "seconds": rollout.seconds,
+        "num_tokens": [len(completion.tokens) for completion in completions],
+        "finish_reason": completions[-1].finish_reason if completions else None,
+        "policy_version_min": min(versions, default=None),
+        "policy_version_max": max(versions, default=None),
+    }
+
+
+def _as_text(value: Any) -> str | None:
+    """Text as it is; anything else as JSON, or as Python writes it where JSON cannot."""
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+
+
+def _per_token(rollout: Rollout, trained: list[Trained], decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    turns, before = [], []
+    for turn in rollout.turns:
+        turns.append(_of_turn(turn, before, decode))
+        before = turn.prompt_tokens + turn.completion.tokens
+    return {"turns": turns, "sequences": [_of_sequence(datum, logprobs_T) for datum, logprobs_T in trained]}
+
+
+def _of_turn(turn: Turn, before: list[int], decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    """`before` has the tokens up to the turn: a prompt that begins with them is recorded without them."""
+    completion, continues = turn.completion, turn.prompt_tokens[: len(before)] == before
+    return {
+        "prompt": decode(turn.prompt_tokens[len(before) :] if continues else turn.prompt_tokens),
+        "text": decode(completion.tokens),
+        "reward": turn.reward,
+        "num_prompt_tokens": len(turn.prompt_tokens),
+        "finish_reason": completion.finish_reason,
+        "tokens": completion.tokens,
+        "logprobs": completion.logprobs,
+        "policy_versions": completion.policy_versions,
+    }
+
+
+def _of_sequence(datum: Datum, logprobs_T) -> dict[str, Any]:
+    """Lists of one entry per token. Data with several targets a token is recorded without what is per target."""
+    inputs, one_target = datum.loss_inputs, datum.target_tokens.dim() == 1
+    return {
+        "tokens": datum.tokens.tolist(),
+        "loss_mask": inputs["loss_mask"].int().tolist(),
+        "advantages": inputs["advantages"].tolist() if "advantages" in inputs else None,
+        "target_tokens": datum.target_tokens.tolist() if one_target else None,
+        "token_weights": inputs["weights"].tolist() if one_target else None,
+        "policy_logprobs": logprobs_T.tolist() if one_target and logprobs_T.dim() == 1 else None,
+    }

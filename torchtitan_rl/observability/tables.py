@@ -1,0 +1,135 @@
+"""Tables of records that grow while a run goes on: JSON lines first, Parquet from the next checkpoint on.
+
+A table is a directory of numbered parts. Records are appended to the newest part, a file of JSON lines that any program
+can follow. `Table.seal` begins a new part and turns the older ones into Parquet::
+
+    rollouts/000001.parquet
+    rollouts/000002.parquet
+    rollouts/000003.jsonl      the part that grows
+
+A part never changes its number, and counts once however a crash falls: where a Parquet file exists, the JSON lines of
+the same number are a left-over. A crash may cut the last line of a part; the next process begins a part of its own, and
+readers leave the cut line out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+__all__ = ["Table", "encode"]
+
+
+class Table:
+    """The records in `directory`, each a dict with the columns of `schema`. A column may be missing in a record: None
+    is read for it.
+
+    Example: `Table(Path("run/ledger"), pa.schema({"step": pa.int32()})).append([{"step": 3}])`.
+    """
+
+    def __init__(self, directory: Path, schema: pa.Schema) -> None:
+        self.directory, self.schema = directory, schema
+        self._number = 0
+        """The part that this process appends to; 0 before its first record."""
+
+    def append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
+        """Adds records. On return the operating system has them, and with `durable` the disk. Raises ValueError for a
+        column that the schema lacks."""
+        if unknown := {name for record in records for name in record} - set(self.schema.names):
+            raise ValueError(
+                f"table={self.directory.name}: has no column {', '.join(sorted(unknown))}; its columns are "
+                f"{', '.join(self.schema.names)}"
+            )
+        if not self._number:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._number = max(self._parts(), default=0) + 1
+        lines = "".join(json.dumps(encode(record), ensure_ascii=False) + "\n" for record in records)
+        # A lone surrogate cannot be UTF-8, but its backslash form is a valid JSON escape.
+        with open(self._lines(self._number), "a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(lines)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def rotate(self) -> None:
+        """Lets the next record begin a new part."""
+        if self._number and self._lines(self._number).exists():
+            self._number += 1
+
+    def seal(self) -> None:
+        """Turns the parts before the newest one into Parquet. May run in a thread while records are appended."""
+        for number in self._parts():
+            if number != self._number and (lines := self._lines(number)).exists():
+                columnar, beside = self._columnar(number), self._columnar(number).with_suffix(".writing")
+                if not columnar.exists():
+                    table = pa.Table.from_pylist(list(self._read_lines(lines)), schema=self.schema)
+                    pq.write_table(table, beside, compression="zstd")
+                    with open(beside, "rb") as file:
+                        os.fsync(file.fileno())
+                    beside.rename(columnar)
+                lines.unlink()
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Every complete record, in the order of writing; also while another process appends and seals."""
+        for number in sorted(self._parts()):
+            try:
+                if not self._columnar(number).exists():
+                    yield from list(self._read_lines(self._lines(number)))
+                    continue
+            except FileNotFoundError:  # sealed meanwhile
+                pass
+            yield from pq.read_table(self._columnar(number), schema=self.schema).to_pylist(maps_as_pydicts="strict")
+
+    def __bool__(self) -> bool:
+        """Whether anything was ever written."""
+        return bool(self._parts())
+
+    def _lines(self, number: int) -> Path:
+        return self.directory / f"{number:06d}.jsonl"
+
+    def _columnar(self, number: int) -> Path:
+        return self.directory / f"{number:06d}.parquet"
+
+    def _parts(self) -> set[int]:
+        files = self.directory.iterdir() if self.directory.exists() else ()
+        return {int(file.stem) for file in files if file.suffix in (".jsonl", ".parquet") and file.stem.isdecimal()}
+
+    def _read_lines(self, file: Path) -> Iterator[dict[str, Any]]:
+        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
+            record = json.loads(line)
+            yield {field.name: _decode(record.get(field.name), field.type) for field in self.schema}
+
+
+def encode(value: Any) -> Any:
+    """A value as JSON has it: NaN and the infinities become text that `float()` parses."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    return value
+
+
+def _decode(value: Any, kind: pa.DataType) -> Any:
+    """The value that `encode` was given, by the type of its column, with None for the fields that it lacks."""
+    if value is None:
+        return None
+    if pa.types.is_floating(kind):
+        return float(value)
+    if pa.types.is_string(kind):  # Parquet holds UTF-8, which has no lone surrogate
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if pa.types.is_list(kind):
+        return [_decode(item, kind.value_type) for item in value]
+    if pa.types.is_struct(kind):
+        return {field.name: _decode(value.get(field.name), field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return {key: _decode(item, kind.item_type) for key, item in value.items()}
+    return value
