@@ -132,6 +132,7 @@ def _sigterm(controller, task: asyncio.Task) -> None:
 
 
 async def train(args: argparse.Namespace, config) -> int:
+    from torchtitan_rl.hosts.watchdog import alive
     from torchtitan_rl.observability.plot import plot_curve
     from torchtitan_rl.observability.progress import Progress
     from torchtitan_rl.run.controller import Controller
@@ -162,7 +163,10 @@ async def train(args: argparse.Namespace, config) -> int:
             ]
         )
 
-    return await _guarded(args, partial(Controller.launch, config, progress=progress, resume_from=args.resume), body)
+    with alive(config.controller.hang_timeout_s):
+        return await _guarded(
+            args, partial(Controller.launch, config, progress=progress, resume_from=args.resume), body
+        )
 
 
 async def evaluate(args: argparse.Namespace, config) -> int:

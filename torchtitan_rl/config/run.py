@@ -105,6 +105,9 @@ class ControllerConfig:
     next checkpoint turns the records into Parquet. False keeps texts, rewards and counts."""
     max_hours: float = 0.0
     """Hours after which the run writes a checkpoint and ends with exit status 75, to be resumed; 0: no limit."""
+    hang_timeout_s: float = 300.0
+    """Seconds without a sign of life of the controller after which `--max-restarts` kills the controller and
+    begins another attempt."""
     start_timeout_s: float = 300.0
     """Seconds that actors may take to load their model."""
     call_timeout_s: float = 600.0

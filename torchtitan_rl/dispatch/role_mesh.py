@@ -71,7 +71,7 @@ class RoleMesh:
     data-parallel major.
 
     On several hosts, `hosts` holds the address of each rank's host, for errors, and `lost_hosts` returns the hosts that
-    do not answer.
+    do not answer. `stopped` names the processes of the run on this machine that somebody has stopped (SIGSTOP).
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class RoleMesh:
         timeout_s: float,
         hosts: Sequence[str] = (),
         lost_hosts: Callable[[], Awaitable[list[str]]] | None = None,
+        stopped: Callable[[], list[str]] = list,
     ):
         self.role, self.actors, self.timeout_s = role, actors, timeout_s
-        self.hosts, self._lost_hosts = hosts, lost_hosts
+        self.hosts, self._lost_hosts, self._stopped = hosts, lost_hosts, stopped
         self.num_ranks, self._tp = num_ranks, tensor_parallel_size
         self.data_parallel_size = num_ranks // tensor_parallel_size
         self._workers = [actors.flatten("rank").slice(rank=rank) for rank in range(num_ranks)]
@@ -175,11 +176,15 @@ class RoleMesh:
         return f"{self.role}-{rank}.{endpoint}" + (f" on {self.hosts[rank]}" if self.hosts else "")
 
     async def _culprit(self, endpoint: str, first: BaseException) -> BaseException:
-        """The error to raise for a failed call: a lost host if there is one, else a dead process, else `first`."""
+        """The error to raise for a failed call: names a lost host if there is one, else a stopped process, else a dead
+        process; else `first`."""
         if self._lost_hosts is not None and (lost := await self._lost_hosts()):
             return ProcessDied(
                 f"{self.role}.{endpoint}: host {', '.join(lost)} is gone: its worker does not answer ({first})"
             )
+        if stopped := self._stopped():  # Monarch takes a stopped process for a dead one
+            kind = WorkerLost if isinstance(first, WorkerLost) else RuntimeError
+            return kind(f"{self.role}.{endpoint}: no answer, {', '.join(stopped)} is stopped (SIGSTOP): {first}")
         if isinstance(first, ProcessDied):
             return first
         # The rank that died may have answered the call first, so ask every rank. A rank that is busy, or waits for the

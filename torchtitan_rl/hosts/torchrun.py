@@ -13,15 +13,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 
 from torchtitan_rl.environment import end_with_parent, without_torchrun
+from torchtitan_rl.hosts.watchdog import SIGNS_OF_LIFE, end_if_overdue
 
 __all__ = ["main"]
 
@@ -71,8 +74,10 @@ def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
     watch.start()
     if rank == 0:
         again = ["--resume", "auto"] if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else []
-        children.append(_start("torchtitan_rl.cli", "train", *arguments, *again, "--hosts", ",".join(workers)))
-        return _lead(watch, *children)
+        with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
+            os.environ[SIGNS_OF_LIFE] = file = f"{directory}/signs_of_life.json"
+            children.append(_start("torchtitan_rl.cli", "train", *arguments, *again, "--hosts", ",".join(workers)))
+            return _lead(watch, Path(file), *children)
     return _follow(watch, *children)
 
 
@@ -183,11 +188,12 @@ class _Watch(threading.Thread):
         return None
 
 
-def _lead(watch: _Watch, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
+def _lead(watch: _Watch, signs_of_life: Path, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
     """Rank 0: waits for the controller to end and announces its exit status. After a host has failed, the controller
-    has 10 s to report the failure before the run ends."""
+    has 10 s to report the failure before the run ends. A controller that gives no sign of life is killed."""
     deadline = None
     while (status := controller.poll()) is None:
+        end_if_overdue(signs_of_life)
         trouble = watch.trouble() or _ended(worker, watch.address(0))
         if trouble and deadline is None:
             deadline = time.monotonic() + _LAST_WORDS_S

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import monarch.actor
+import psutil
 from monarch.spmd import SPMDActor, setup_torch_elastic_env_async
 
 from torchtitan_rl.actors.generator import Generator
@@ -178,6 +179,7 @@ class Launcher:
             timeout_s=self.call_timeout_s,
             hosts=addresses,
             lost_hosts=self.hosts.lost,
+            stopped=self.stopped,
         )
         pids = await mesh.call_each("where", timeout_s=self.start_timeout_s)
         if not self.hosts.attached:
@@ -185,6 +187,18 @@ class Launcher:
             self._role_pids[role] = pids
         await mesh.call_each("setup", timeout_s=self.start_timeout_s)
         return mesh
+
+    def stopped(self) -> list[str]:
+        """The processes of the run on this machine that somebody has stopped (SIGSTOP), each with its role."""
+        names = {pid: f"{role}-{rank}" for role, pids in self._role_pids.items() for rank, pid in enumerate(pids)}
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            try:
+                if process.status() == psutil.STATUS_STOPPED:
+                    found.append(f"{names.get(process.pid, 'the store')} (pid {process.pid})")
+            except psutil.NoSuchProcess:
+                pass
+        return found
 
     def _note_failure(self, failure) -> None:
         report = " ".join(str(failure.report()).split())

@@ -1,7 +1,8 @@
 """Starting a run again when it was killed or failed: torchrun's own restarts around the command `train`.
 
 torchrun (`torch.distributed.elastic`) starts the command as its one worker and starts it again when it ends with
-another status than 0. The command writes its real status to a file, and ends with 0 where a restart would not help.
+another status than 0. `hosts.watchdog` kills a command that gives no sign of life. The command writes its real status
+to a file, and ends with 0 where a restart would not help.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import uuid
 from pathlib import Path
 
 from torchtitan_rl.environment import end_with_parent, without_torchrun
+from torchtitan_rl.hosts import watchdog
 
 __all__ = ["run_with_restarts", "attempt", "leave_outcome"]
 
@@ -39,7 +41,8 @@ def run_with_restarts(arguments: list[str], max_restarts: int) -> int:
         )
         command = ("-m", "torchtitan_rl.cli", "train", *arguments, "--outcome", str(outcome))
         try:
-            elastic_launch(config, sys.executable)(*command)
+            with watchdog.watch(Path(directory) / "signs_of_life.json"):
+                elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
             ended = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else "failed"
@@ -62,6 +65,7 @@ def attempt() -> int:
     os.environ.clear()
     os.environ.update(kept)
     end_with_parent(signal.SIGKILL)
+    watchdog.sign_of_life(watchdog.START_S)
     return restarts
 
 

@@ -1,0 +1,90 @@
+"""A process of a run that somebody stops (SIGSTOP) makes no run hang: the run ends, or its supervisor begins again.
+
+Run by `pytest -m slow tests/integration/test_stopped.py`.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.leftovers import nothing_left
+from tests.integration.test_command_line import ROOT, lines
+from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.run_dir import RunDir
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import chaos
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+STEPS = 12
+DEADLINE_S = 12.0
+HANG_S = 8.0
+
+
+def _begun(path: Path, *more: str) -> psutil.Popen:
+    """A run that has made six steps, of both phases."""
+    process = chaos.start(path, STEPS, *more)
+    assert chaos.wait_until(lambda: chaos.has_come(path, 6), process), (path.parent / "run.log").read_text()[-500:]
+    return process
+
+
+@pytest.mark.parametrize("who", ["trainer", "store"])
+def test_a_stopped_process_ends_the_run_within_the_deadline_of_a_call_and_is_named(tmp_path, who):
+    path = tmp_path / "run"
+    with nothing_left(within_s=10):
+        process = _begun(path, "--controller.call-timeout-s", str(DEADLINE_S))
+        victims = chaos.find_all(who, path, process)
+        for pid in victims:
+            os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        status = process.wait(DEADLINE_S + 20)
+        took = time.monotonic() - start
+    said = (tmp_path / "run.log").read_text()
+    named = (
+        f"policy-0 (pid {victims[0]})"
+        if who == "trainer"
+        else f"the store (pid {victims[0]}), the store (pid {victims[1]})"
+    )
+    assert status == 1 and f"{named} is stopped (SIGSTOP)" in said, said[-500:]
+    print(f"{who}: the run ended after {took:.1f} s")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_torchrun_begins_a_launch_over_hosts_again(tmp_path, number):
+    path, script = tmp_path / "run", str(ROOT / "scripts" / "train_torchrun.sh")
+    command = chaos.command(path, STEPS, "--controller.hang-timeout-s", str(HANG_S), "--max-restarts", "1")
+    arguments = command[command.index("train") + 1 :]
+    environment = os.environ | {"MASTER_PORT": str(_free_port()), "TORCHTITAN_RL_PYTHON": sys.executable}
+    with nothing_left(within_s=10), open(tmp_path / "run.log", "w") as log:
+        process = psutil.Popen([script, *arguments], env=environment, cwd=ROOT, stdout=log, stderr=log)
+        assert chaos.wait_until(lambda: chaos.has_come(path, 6), process), (tmp_path / "run.log").read_text()[-500:]
+        os.kill(attempts.attempts(RunDir(path))[-1]["pid"], number)
+        assert process.wait(300) == 0, (tmp_path / "run.log").read_text()[-1000:]
+    assert len(attempts.attempts(RunDir(path))) == 2
+    assert [line["step"] for line in lines(path) if line["phase"] == "reinforcement"] == list(range(1, STEPS + 1))
+
+
+def test_a_stopped_controller_is_killed_by_its_supervisor_and_the_run_goes_on_to_its_end(tmp_path):
+    path = tmp_path / "run"
+    with nothing_left(within_s=10):
+        process = _begun(path, "--max-restarts", "1", "--controller.hang-timeout-s", str(HANG_S))
+        begun = attempts.attempts(RunDir(path))
+        os.kill(begun[-1]["pid"], signal.SIGSTOP)
+        start = time.monotonic()
+        assert chaos.wait_until(lambda: len(attempts.attempts(RunDir(path))) == 2, process)
+        took = time.monotonic() - start
+        assert process.wait(300) == 0
+    assert [line["step"] for line in lines(path) if line["phase"] == "reinforcement"] == list(range(1, STEPS + 1))
+    print(f"controller: another attempt began after {took:.1f} s")
