@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from tests.integration.leftovers import nothing_left
+from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.run_dir import RunDir
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -158,9 +160,10 @@ def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
     [
         pytest.param("worker", r"error: .*host 127\.0\.0\.2:\d+", marks=pytest.mark.slow),
         pytest.param("everything", r"error: .*host 127\.0\.0\.2:\d+", marks=pytest.mark.slow),
+        pytest.param("controller", r"error: the controller was ended by signal 9", marks=pytest.mark.slow),
         ("rank", r"error: policy-1\.\w+ on 127\.0\.0\.2:\d+: its process died"),
     ],
-    ids=["worker", "everything", "rank"],
+    ids=["worker", "everything", "controller", "rank"],
 )
 def test_what_dies_is_named_with_its_host_within_fifteen_seconds(launch, tmp_path, victim, named):
     run = launch("--supervised.num-steps", "5000")
@@ -172,6 +175,8 @@ def test_what_dies_is_named_with_its_host_within_fifteen_seconds(launch, tmp_pat
     start = time.monotonic()
     if victim == "worker":
         worker.kill()
+    elif victim == "controller":
+        os.kill(attempts.attempts(RunDir(tmp_path / "run"))[-1]["pid"], signal.SIGKILL)
     elif victim == "rank":
         first_line = (tmp_path / "run" / "logs" / "policy-1.log").read_text().splitlines()[0]
         os.kill(int(re.search(r"pid (\d+)", first_line)[1]), signal.SIGKILL)

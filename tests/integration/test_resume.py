@@ -217,6 +217,34 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(undisturbed, loop, tmp_p
         subprocess.run(["umount", str(full)], check=True)
 
 
+def test_a_directory_that_becomes_read_only_costs_checkpoints_and_not_the_run(loop, tmp_path, caplog):
+    place, path = tmp_path / "place", tmp_path / "run"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    path.mkdir()
+    (path / "checkpoints").symlink_to(place)
+    short = config(path, controller__num_steps=2, controller__checkpoint_every=2, controller__eval_every=0)
+
+    async def go():
+        async with await Controller.launch(short, backend="local") as controller:
+            subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+            await controller.train()
+
+    try:
+        expected = "the last checkpoint could not be written: step-2: .*Read-only file system"
+        with pytest.raises(RuntimeError, match=expected):
+            loop.run_until_complete(go())
+        lines = RunDir(path).read_metrics()
+        saved = [line["checkpoint/failed"] for line in lines if line["phase"] == "checkpoint"]
+        assert saved and all(saved) and list(place.iterdir()) == []
+        assert [line["step"] for line in lines if line["phase"] == "reinforcement"] == [1, 2]
+        assert "the run goes on without it (the newest complete one: none)" in caplog.text
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
 FLAGS = {
     "supervised.num-steps": 3,
     "supervised.batch-size": 8,

@@ -55,6 +55,30 @@ def test_a_stopped_process_ends_the_run_within_the_deadline_of_a_call_and_is_nam
     print(f"{who}: the run ended after {took:.1f} s")
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_nothing_is_left_however_a_run_ends(tmp_path, number, status):
+    path = tmp_path / "run"
+    with nothing_left(within_s=10):
+        process = _begun(path)
+        processes = chaos.everything(process)
+        assert len(processes) >= 5  # controller, trainer, generator, two of the store
+        os.kill(process.pid, number)
+        assert process.wait(60) == status
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert not alive
+
+
+def test_nothing_is_left_after_an_error(tmp_path):
+    path = tmp_path / "run"
+    with nothing_left(within_s=10):
+        process = _begun(path)
+        processes = chaos.everything(process)
+        os.kill(chaos.find("trainer", path, process), signal.SIGKILL)
+        assert process.wait(60) == 1
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert not alive
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
