@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_determinism, set_pg_timeouts
 
 from torchtitan_rl.actors.build import build_model, build_optimizers
-from torchtitan_rl.actors.operations import TRAINED_ROLES, TRAINER_NEEDS, require
+from torchtitan_rl.actors.operations import TRAINED_ROLES, TRAINER_NEEDS
 from torchtitan_rl.actors.trainer_files import TrainerFiles
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -23,7 +24,7 @@ from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimPara
 from torchtitan_rl.weights.exchange import WeightExchange
 from torchtitan_rl.weights.versioned import VersionedStore
 
-__all__ = ["TrainerRank"]
+__all__ = ["TrainerRank", "require"]
 
 logger = logging.getLogger(__name__)
 
@@ -168,3 +169,17 @@ class TrainerRank:
         if part == "gradients":
             return gradient_tensors(self.model)
         return optimizer_tensors(self.optimizers) if self.optimizers is not None else []
+
+
+def require(operation: str, role: str, parts: Mapping[str, Any]) -> None:
+    """Raises RuntimeError unless the device holds the operation's parts (`parts`: a `residency.Part` by name), and
+    ValueError for an operation on gradients of a role that does not train."""
+    needed = TRAINER_NEEDS[operation]
+    if "gradients" in needed and role not in TRAINED_ROLES:
+        raise ValueError(f"role={role!r}: is only scored; {operation} needs one of {', '.join(TRAINED_ROLES)}")
+    missing = [name for name in needed if not parts[name].on_device]
+    if missing:
+        raise RuntimeError(
+            f"{role}.{operation}: {' and '.join(missing)} offloaded; call it through a TrainingClient, "
+            "which brings back what an operation needs"
+        )
