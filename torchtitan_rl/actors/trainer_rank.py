@@ -19,6 +19,7 @@ from torchtitan_rl.actors.trainer_files import TrainerFiles
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
+from torchtitan_rl.model.scoring import score
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights.exchange import WeightExchange
@@ -90,7 +91,15 @@ class TrainerRank:
     ) -> Accumulated:
         """Scores this rank's microbatches, in order: log-probabilities (a critic: values), and with `top_k` the
         likeliest tokens, with `hidden` the hidden states."""
-        result = self._accumulate(batches, None, temperature, top_k=top_k, hidden=hidden)
+        result = score(
+            self.model,
+            batches,
+            self.device,
+            temperature=temperature,
+            multiple_of=self.parallel_dims.tp,
+            top_k=top_k,
+            hidden=hidden,
+        )
         if self._tensor_parallel_rank:  # dispatch reads tensor-parallel rank 0 only, and rows are large
             result.rows = {}
         return result
@@ -99,18 +108,14 @@ class TrainerRank:
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
     ) -> Accumulated:
         """Adds the gradient of this rank's microbatches, in order."""
-        return self._accumulate(batches, loss_fn, temperature, loss_weight=loss_weight)
-
-    def _accumulate(self, batches, loss_fn: LossFunction | None, temperature: float, **changes) -> Accumulated:
-        # Sequence parallelism cuts the packed tokens into one equal part per TP rank.
         return accumulate_gradients(
             self.model,
             batches,
             loss_fn,
             self.device,
             temperature=temperature,
-            multiple_of=self.parallel_dims.tp,
-            **changes,
+            loss_weight=loss_weight,
+            multiple_of=self.parallel_dims.tp,  # sequence parallelism cuts the packed tokens into equal parts
         )
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
@@ -120,13 +125,9 @@ class TrainerRank:
             name: getattr(self.config.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")
         }
         params = OptimParams(**{name: defaults[name] if value is None else value for name, value in given.items()})
+        parameters, experts_apart = list(self.model.parameters()), self.parallel_dims.ep_enabled
         norm, stepped = clip_and_step(
-            list(self.model.parameters()),
-            self.optimizers,
-            params,
-            max_grad_norm=params.max_grad_norm,
-            grad_scale=grad_scale,
-            expert_parallel=self.parallel_dims.ep_enabled,
+            parameters, self.optimizers, params, grad_scale=grad_scale, expert_parallel=experts_apart
         )
         self.policy_version += stepped
         if not self._train_timeout_set:  # the first step compiles and allocates; later steps get a tighter limit

@@ -11,7 +11,8 @@ import torch
 
 from torchtitan_rl.algorithm import soft_targets
 from torchtitan_rl.algorithm.datums import minibatches, to_datums
-from torchtitan_rl.algorithm.objective import policy_objective, with_kept_weights
+from torchtitan_rl.algorithm.objective import policy_objective
+from torchtitan_rl.algorithm.terms import with_kept_weights
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
