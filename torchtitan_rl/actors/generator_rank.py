@@ -68,8 +68,8 @@ class GeneratorRank:
     async def fetch(self, version: int, verify: bool) -> None:
         """Stages a version from the store. Raises RuntimeError for tensors that do not fit this model."""
         manifest, payload = await self.store.fetch(version, verify=verify)
-        difference = layout.explain_difference(manifest.entries, self.engine.held())
-        if difference:
+        if {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()} != self.engine.held():
+            difference = layout.explain_difference(manifest.entries, self.engine.held())
             raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
         self.engine.stage(version, layout.read(payload, manifest))
 

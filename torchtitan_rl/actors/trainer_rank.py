@@ -23,6 +23,7 @@ from torchtitan_rl.model.scoring import score
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights.exchange import WeightExchange
+from torchtitan_rl.weights.role_copies import RoleCopies
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["TrainerRank", "require"]
@@ -34,7 +35,8 @@ class TrainerRank:
     """A torchtitan model, sharded by torchtitan's canonical plan, and an optimizer. The process group must exist.
 
     A `critic` has a value head; `reference` and `teacher` only score and have no optimizer. `run` executes an operation
-    of `operations.TRAINER_NEEDS`: a method of this class, of `WeightExchange` or of `TrainerFiles`.
+    of `operations.TRAINER_NEEDS`: a method of this class, of `WeightExchange`, `RoleCopies` or
+    `TrainerFiles`.
     """
 
     def __init__(
@@ -59,20 +61,15 @@ class TrainerRank:
         )
         self.model, self.shape, self.adapter = built.model, built.shape, built.adapter
         tensor_parallel = self.parallel_dims.get_optional_mesh("tp")
-        self._tensor_parallel_rank = 0 if tensor_parallel is None else tensor_parallel.get_local_rank()
+        self.tensor_parallel = 0 if tensor_parallel is None else tensor_parallel.get_local_rank(), self.parallel_dims.tp
+        """This rank's index in the tensor-parallel group, and the group's size."""
         self.optimizers = None
         if role in TRAINED_ROLES:
             self.optimizers = build_optimizers(config, built.spec, self.model, self.parallel_dims)
         self.exchange = WeightExchange(
-            self.model,
-            role=role,
-            n_kv_heads=self.shape.n_kv_heads,
-            config=config,
-            device=device,
-            tensor_parallel=(self._tensor_parallel_rank, self.parallel_dims.tp),
-            store=store,
+            self.model, n_kv_heads=self.shape.n_kv_heads, config=config, device=device, store=store
         )
-        doers = (self, self.exchange, TrainerFiles(self))
+        doers = (self, self.exchange, RoleCopies(self), TrainerFiles(self))
         self._operations = {
             name: next(getattr(doer, name) for doer in doers if hasattr(doer, name)) for name in TRAINER_NEEDS
         }
@@ -100,7 +97,7 @@ class TrainerRank:
             top_k=top_k,
             hidden=hidden,
         )
-        if self._tensor_parallel_rank:  # dispatch reads tensor-parallel rank 0 only, and rows are large
+        if self.tensor_parallel[0]:  # dispatch reads tensor-parallel rank 0 only, and rows are large
             result.rows = {}
         return result
 

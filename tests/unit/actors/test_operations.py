@@ -51,8 +51,10 @@ def test_each_operation_is_done_by_one_class():
     from torchtitan_rl.actors.trainer_files import TrainerFiles
     from torchtitan_rl.actors.trainer_rank import TrainerRank
     from torchtitan_rl.weights.exchange import WeightExchange
+    from torchtitan_rl.weights.role_copies import RoleCopies
 
     doers = {
-        name: [c for c in (TrainerRank, WeightExchange, TrainerFiles) if hasattr(c, name)] for name in TRAINER_NEEDS
+        name: [c for c in (TrainerRank, WeightExchange, RoleCopies, TrainerFiles) if hasattr(c, name)]
+        for name in TRAINER_NEEDS
     }
     assert {name: len(found) for name, found in doers.items()} == dict.fromkeys(TRAINER_NEEDS, 1)
