@@ -1,8 +1,8 @@
 """The parts that each operation of a role needs on the device: one table for clients, placement, meshes and ranks.
 
 A trainer's operation has three places: the client's method (`dispatch.training_client`), the row of `TRAINER_NEEDS`,
-and the implementation (a method of `TrainerRank`, `WeightExchange`, `RoleCopies` or `TrainerFiles`). Meshes and the actor forward an
-operation by name.
+and the implementation (a method of `TrainerRank`, `WeightExchange`, `RoleCopies` or `TrainerFiles`). Meshes and the
+actor forward an operation by name.
 """
 
 from __future__ import annotations

@@ -73,6 +73,12 @@ class SamplingSteps(ABC):
             self._versions.served = version
             await self._on_all(lambda replica: replica.pull(version))
 
+    async def pull_newest(self) -> int:
+        """Every healthy replica loads what the trainer holds now, as a version of its own. Returns the version."""
+        version = await self._versions.publish()
+        await self.pull(version)
+        return version
+
     async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
         indices = await self._some_healthy()
         results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)

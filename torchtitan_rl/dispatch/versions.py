@@ -124,6 +124,10 @@ class OneVersion:
         self.served: int | None = None
         """The version that `SamplingClient.load_hf` gave the weights; None before that call."""
 
+    async def publish(self) -> int:
+        """Raises RuntimeError: nobody trains."""
+        raise RuntimeError("publish: these generators hold the weights of a directory; launch without hf_weights")
+
     def pin(self, version: int, holder: str) -> None:
         """Raises ValueError: without a store, no version but the one that generators hold exists."""
         raise ValueError(

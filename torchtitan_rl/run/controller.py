@@ -116,9 +116,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
                 state = None if found is None or found.checkpoint is None else resume.state_of(found)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)
                 if state is not None:
-                    await resume.restore(
-                        found, config, state, stack.roles, controller.weights, controller.draws, controller.publish
-                    )
+                    await resume.restore(found, config, state, stack.roles, controller.weights, controller.draws)
                 elif hf_weights is None:
                     await controller.publish()
         return controller

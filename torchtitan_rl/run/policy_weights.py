@@ -25,6 +25,10 @@ class PolicyWeights:
         self.teacher_version: int | None = None
         """The version of the snapshot; None before the first call of `teacher` or `set_teacher`."""
 
+    async def publish(self) -> int:
+        """Sends the policy's weights to every generator. Returns their version."""
+        return await self._generator.pull_newest()
+
     async def copy_to(self, role: str) -> None:
         """`role` takes over the policy's weights, bit for bit, through the store."""
         await self._versions.copy(self._roles["policy"], self._roles[role])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -165,10 +164,9 @@ async def restore(
     roles: dict[str, TrainingClient],
     weights: PolicyWeights,
     draws: Draws,
-    publish: Callable[[], Awaitable[int]],
 ) -> None:
-    """Loads weights, optimizers, snapshot, position in the data and random states of a checkpoint, and calls `publish`
-    for the policy's weights."""
+    """Loads weights, optimizers, snapshot, position in the data and random states of a checkpoint, and publishes the
+    policy's weights."""
     found = resumption.checkpoint
     await asyncio.gather(
         *(
@@ -179,7 +177,7 @@ async def restore(
         )
     )
     draws.load_state_dict(state.draws)
-    await publish()
+    await weights.publish()
     if state.teacher_version is not None:
         await weights.load_teacher(state.teacher_version, checkpoint.teacher_file(found))
     set_random_states(resumption.state["random"])

@@ -17,7 +17,6 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.records import Trained
@@ -46,8 +45,6 @@ class Reinforcement:
     stop: StopRequest
     roles: dict[str, TrainingClient]
     generator: SamplingClient
-    versions: PolicyVersions | None
-    """None with generators alone: their weights are never trained or replaced."""
     weights: PolicyWeights
     batches: Batches
     checkpoints: Checkpoints
@@ -144,8 +141,7 @@ class Reinforcement:
         """Sends the trainer's weights to every generator. Returns the policy version that now serves unpinned
         requests."""
         began = time.perf_counter()
-        version = await self.versions.publish()
-        await self.generator.pull(version)
+        version = await self.generator.pull_newest()
         self.recorder.fact("version", step=self.state.step, version=version, seconds=time.perf_counter() - began)
         return version
 

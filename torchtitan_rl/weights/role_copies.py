@@ -35,9 +35,8 @@ class RoleCopies:
         offered = {name: entry for name, entry in manifest.entries.items() if name not in own}
         if difference := layout.explain_difference(offered, held):
             raise RuntimeError(f"{self.rank.role}.pull_copy: the published weights do not fit this model: {difference}")
-        load_whole(
-            self.rank.model, {n: t for n, t in layout.read(payload, manifest).items() if n not in own}, self.rank.device
-        )
+        tensors = {name: tensor for name, tensor in layout.read(payload, manifest).items() if name not in own}
+        load_whole(self.rank.model, tensors, self.rank.device)
 
     async def push_head(self, transport: str) -> None:
         """Publishes the head's weight in the trainer's dtype, for another trainer role to hold as a teacher's head."""

@@ -53,8 +53,6 @@ def test_each_operation_is_done_by_one_class():
     from torchtitan_rl.weights.exchange import WeightExchange
     from torchtitan_rl.weights.role_copies import RoleCopies
 
-    doers = {
-        name: [c for c in (TrainerRank, WeightExchange, RoleCopies, TrainerFiles) if hasattr(c, name)]
-        for name in TRAINER_NEEDS
-    }
+    classes = (TrainerRank, WeightExchange, RoleCopies, TrainerFiles)
+    doers = {name: [c for c in classes if hasattr(c, name)] for name in TRAINER_NEEDS}
     assert {name: len(found) for name, found in doers.items()} == dict.fromkeys(TRAINER_NEEDS, 1)
