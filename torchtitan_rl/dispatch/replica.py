@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
+from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
-from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
+from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Request
 
 __all__ = ["Replica", "ReplicaLost"]

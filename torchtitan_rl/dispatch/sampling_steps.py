@@ -10,12 +10,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
+from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
-from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
+from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Completion, Request, SamplingParams
 
 __all__ = ["SamplingSteps", "fail"]

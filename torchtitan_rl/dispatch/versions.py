@@ -13,7 +13,7 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.versioned import VersionedStore
 
-__all__ = ["PolicyVersions", "OneVersion"]
+__all__ = ["PolicyVersions"]
 
 
 class PolicyVersions:
@@ -115,25 +115,3 @@ class PolicyVersions:
     def held(self) -> dict[int, list[str]]:
         """Version to the names of its holders."""
         return {version: sorted(+holders) for version, holders in sorted(self._holders.items())}
-
-
-class OneVersion:
-    """Stands in for `PolicyVersions` where generators hold one version: the weights of a Hugging Face directory."""
-
-    def __init__(self) -> None:
-        self.served: int | None = None
-        """The version that `SamplingClient.load_hf` gave the weights; None before that call."""
-
-    async def publish(self) -> int:
-        """Raises RuntimeError: nobody trains."""
-        raise RuntimeError("publish: these generators hold the weights of a directory; launch without hf_weights")
-
-    def pin(self, version: int, holder: str) -> None:
-        """Raises ValueError: without a store, no version but the one that generators hold exists."""
-        raise ValueError(
-            f"policy_version={version}: is not published; these generators hold the weights of a directory, as version "
-            f"{self.served}, and nobody trains; leave policy_version out"
-        )
-
-    async def release(self, version: int, holder: str) -> None:
-        """Does nothing: no version is ever pinned."""

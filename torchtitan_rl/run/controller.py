@@ -22,8 +22,7 @@ from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import RunDir, RunDirWriter
-from torchtitan_rl.run import ledger, resume
-from torchtitan_rl.run.batches import Batches
+from torchtitan_rl.run import resume
 from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
 from torchtitan_rl.run.ends import Ended, StopRequest
@@ -33,7 +32,7 @@ from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.run.state import RunState
 from torchtitan_rl.run.supervised import supervise
-from torchtitan_rl.run.training import Reinforcement
+from torchtitan_rl.run.training import Batches, Reinforcement
 from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.validation.run import missing_weights, validate
 
@@ -71,7 +70,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             self.player.play,
             self.draws,
             max_tokens=config.sampling.max_tokens,
-            admitted=lambda draws: recorder.fact("draws", step=self.state.step, records=ledger.admissions(draws)),
+            admitted=self._admitted,
         )
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.draws, self.state, recorder
