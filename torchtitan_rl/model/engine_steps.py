@@ -10,7 +10,9 @@ import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -60,7 +62,8 @@ class EngineSteps(ABC):
     def __init__(self, config: GeneratorConfig, spec: ModelSpec, *, leads: bool) -> None:
         """`leads`: this rank is rank 0, which gets the requests."""
         self._config, self._spec, self._leads = config, spec, leads
-        self._held = vllm_model.whole_parameters(spec, config.dtype)
+        self.held = vllm_model.whole_parameters(spec, config.dtype)
+        """Shape and dtype of every unsharded parameter that the model takes, by torchtitan's name."""
         self._commands: queue.SimpleQueue[tuple[Command, list[Future]]] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[Future] = queue.SimpleQueue()
         self._in_flight: dict[str, _InFlight] = {}
@@ -97,10 +100,6 @@ class EngineSteps(ABC):
         """Copies a staged version into the model between two engine steps. Every rank must have staged the version."""
         return self._ask(Command("load", version))
 
-    def held(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every unsharded parameter that the model takes, by torchtitan's name."""
-        return self._held
-
     def _ask(self, command: Command) -> Future:
         future: Future = Future()
         self._send(command, [future])
@@ -135,13 +134,9 @@ class EngineSteps(ABC):
     def _next(self) -> tuple[Command, list[Future]]:
         command, futures = Command(), []
         if self._leads:
-            try:
-                if self._engine.has_unfinished_requests():
-                    command, futures = self._commands.get_nowait()
-                else:
-                    command, futures = self._commands.get(timeout=_IDLE_WAIT_S)
-            except queue.Empty:
-                pass
+            wait_s = 0.0 if self._engine.has_unfinished_requests() else _IDLE_WAIT_S
+            with suppress(queue.Empty):
+                command, futures = self._commands.get(timeout=wait_s)
         if self._config.tensor_parallel_degree > 1:
             command = vllm_internals.from_leader(command)
         return command, futures
@@ -170,19 +165,10 @@ class EngineSteps(ABC):
             future.set_result(None)
 
     def _add_all(self, requests: list[tuple[str, Request]], futures: list[Future]) -> None:
-        for index, (request_id, request) in enumerate(requests):
-            self._add(request_id, request, futures[index] if self._leads else None)
+        for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures
+            self._add(request_id, request, future)
 
     def _add(self, request_id: str, request: Request, future: Future | None) -> None:
-        if self._asleep:
-            if future is not None:
-                future.set_exception(
-                    RuntimeError(
-                        f"asleep={sorted(self._asleep)}: the generator gave its device to a trainer; sample through a "
-                        "SamplingClient, which wakes it"
-                    )
-                )
-            return
         prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self._num_loads)}
         try:
             engine_id = self._engine.add_request(request_id, prompt, engine_params(request))

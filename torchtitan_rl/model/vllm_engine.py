@@ -128,7 +128,7 @@ class Engine(EngineSteps):
             self._engine.reset_prefix_cache()
             if platform.can_sleep():
                 self._engine.sleep(level=1)
-        self._asleep = {"weights", "kv_cache"}
+        self._asleep, self._do["add"] = {"weights", "kv_cache"}, self._refuse
         _answer(futures)
 
     def _wake_now(self, part: str, futures: list[Future]) -> None:
@@ -137,7 +137,16 @@ class Engine(EngineSteps):
         if part in self._asleep and platform.can_sleep():
             self._engine.wake_up(tags=[part])
         self._asleep.discard(part)
+        if not self._asleep:
+            self._do["add"] = self._add_all
         _answer(futures)
+
+    def _refuse(self, _: Any, futures: list[Future]) -> None:
+        _answer(
+            futures,
+            f"asleep={sorted(self._asleep)}: the generator gave its device to a trainer; sample through a "
+            "SamplingClient, which wakes it",
+        )
 
 
 def _answer(futures: list[Future], error: str = "") -> None:

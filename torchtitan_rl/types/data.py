@@ -190,12 +190,9 @@ class Datum:
                 raise ValueError(
                     f"datum.{name}: has {len(tensor)} entries where tokens has {length}; give one per token"
                 )
-        for name, tensor in {"target_tokens": self.target_tokens, **self.loss_inputs}.items():
-            if tensor.dim() > (1 if name == "loss_mask" else 2) or 0 in tensor.shape:
-                raise ValueError(
-                    f"datum.{name}: has shape {tuple(tensor.shape)}; give "
-                    + ("(T,)" if name == "loss_mask" else "(T,) or (T, n)")
-                )
+            allowed = ["(T,)"] if name == "loss_mask" else ["(T,)", "(T, n)"]
+            if tensor.dim() > len(allowed) or 0 in tensor.shape:
+                raise ValueError(f"datum.{name}: has shape {tuple(tensor.shape)}; give {' or '.join(allowed)}")
         weights = self.loss_inputs.get("weights", self.target_tokens)
         if weights.dim() == 2 and weights.shape != self.target_tokens.shape:
             raise ValueError(
