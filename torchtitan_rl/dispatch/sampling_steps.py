@@ -16,7 +16,7 @@ from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
-from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.types import Completion, Request, SamplingParams
 
 __all__ = ["SamplingSteps", "fail"]
@@ -28,7 +28,7 @@ class SamplingSteps(ABC):
     def __init__(
         self,
         replicas: list[RoleMesh],
-        versions: PolicyVersions | OneVersion,
+        versions: VersionHolders | OneVersion,
         *,
         max_model_len: int,
         timeout_s: float,
