@@ -13,7 +13,6 @@ __all__ = [
     "local_device",
     "distributed_backend",
     "attention_backend",
-    "needs_whole_heads",
     "can_sleep",
     "has_float8",
     "grouped_mm_multiple",
@@ -25,7 +24,6 @@ __all__ = [
     "num_cores",
     "pin",
     "unpin",
-    "to_device",
 ]
 
 logger = logging.getLogger(__name__)
@@ -54,14 +52,6 @@ def attention_backend(compute_dtype: str) -> Literal["sdpa", "varlen"]:
     """Training attention over packed documents. FlashAttention's variable-length kernel exists on CUDA only, and
     torchtitan casts the kernel's inputs to bfloat16 whatever the model's compute dtype."""
     return "varlen" if device_type() == "cuda" and compute_dtype == "bfloat16" else "sdpa"
-
-
-def needs_whole_heads(query: torch.Tensor) -> bool:
-    """Whether torch has no fused attention for query heads that share key and value heads: in float32 on CUDA.
-
-    FlashAttention needs 16 bits, the memory-efficient kernel needs as many key heads as query heads, and the remaining
-    kernel keeps a score for every pair of tokens."""
-    return query.is_cuda and query.dtype == torch.float32
 
 
 def can_sleep() -> bool:
@@ -176,10 +166,3 @@ def unpin(buffer: torch.Tensor) -> None:
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of this process
 _pinned: set[int] = set()  # addresses
-
-
-def to_device(tensors, device: torch.device):
-    """Moves a tensor, or the tensors of a nested dict, to the device; a no-op on CPU."""
-    if isinstance(tensors, dict):
-        return {name: to_device(value, device) for name, value in tensors.items()}
-    return tensors.to(device, non_blocking=True)

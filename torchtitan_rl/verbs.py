@@ -228,8 +228,8 @@ async def sample(args: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
     from torchtitan_rl.config.actors import GeneratorConfig
+    from torchtitan_rl.dispatch.one_version import OneVersion
     from torchtitan_rl.dispatch.sampling_client import SamplingClient
-    from torchtitan_rl.dispatch.versions import OneVersion
     from torchtitan_rl.launch.actors import Launcher
     from torchtitan_rl.types import SamplingParams
     from torchtitan_rl.weights.checkpoint import hf_weights

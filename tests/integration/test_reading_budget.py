@@ -8,24 +8,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # What it is, and little more. The aim is 38 files, 4,500 and 1,800 lines: lower these numbers when the way is shorter.
-# The ledger, the question whether to stop, and the check of every load are on the way of each step since runs resume.
+# The ledger, the question whether to stop, the check of every load and the records of tokens are on the way of each step.
 OFF = tuple(
     f"{name}.py"
     for name in (
         *("algorithm/distill", "algorithm/filters", "algorithm/precomputed", "algorithm/soft_targets"),
-        *(
-            "dispatch/placement",
-            "dispatch/router",
-            "model/lora",
-            "run/resampling",
-            "run/scoring",
-            "run/checkpoints",
-            "run/resume",
-        ),
-        *("run/failures", "run/numeric_guard", "dispatch/repair"),
+        *("algorithm/terms", "algorithm/turn_rewards", "actors/operations", "types/calls"),
+        *("dispatch/placement", "dispatch/router", "dispatch/repair", "dispatch/sampling_client"),
+        *("dispatch/training_client", "dispatch/versions", "model/lora", "model/scoring", "model/vllm_engine"),
+        *("run/controller", "run/resampling", "run/scoring", "run/checkpoints", "run/resume", "run/state"),
+        *("run/failures", "run/numeric_guard", "run/policy_weights", "tasks/complaints", "weights/role_copies"),
     )
 )
-CEILING = {"files": 51, "file_lines": 6400, "function_lines": 2400}
+CEILING = {"files": 42, "file_lines": 5330, "function_lines": 2365}
 
 
 def test_a_plain_step_runs_through_no_more_than_it_did():

@@ -13,8 +13,8 @@ from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.algorithm.soft_targets import with_soft_columns
 from torchtitan_rl.tasks.letter_sort import hinted
 from torchtitan_rl.weights import checkpoint
+from torchtitan_rl.workflows.policy import single_turn
 from torchtitan_rl.workflows.self_distill import distill_group, self_distill
-from torchtitan_rl.workflows.single_turn import single_turn
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,7 +18,7 @@ from torchtitan_rl.config.run import RoleConfig, RunConfig
 from torchtitan_rl.memory import generator_parts, gpu_bytes, layer_activations, run_parts, trainer_parts
 from torchtitan_rl.model.residency import device_bytes, gradient_tensors, model_tensors
 from torchtitan_rl.model.spec import build_spec, training_spec
-from torchtitan_rl.model.train_step import forward_logprobs
+from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.types import Microbatch
 
@@ -136,7 +136,7 @@ def tiny_model(shape, dtype=torch.float32, policy=None):
 def forward(model, lengths):
     tokens_T = torch.arange(sum(lengths)) % 64
     batch = Microbatch(tokens_T=tokens_T, target_tokens_T=tokens_T, lengths=lengths, loss_inputs={})
-    return forward_logprobs(model, batch, torch.device("cpu"), temperature=1.0)["policy_logprobs"]
+    return head_outputs(model, batch, torch.device("cpu"), temperature=1.0)["policy_logprobs"]
 
 
 def test_parameters_gradients_and_moments_are_what_torch_holds():

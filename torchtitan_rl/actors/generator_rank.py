@@ -68,8 +68,8 @@ class GeneratorRank:
     async def fetch(self, version: int, verify: bool) -> None:
         """Stages a version from the store. Raises RuntimeError for tensors that do not fit this model."""
         manifest, payload = await self.store.fetch(version, verify=verify)
-        difference = layout.explain_difference(manifest.entries, self.engine.held())
-        if difference:
+        if {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()} != self.engine.held:
+            difference = layout.explain_difference(manifest.entries, self.engine.held)
             raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
         self.engine.stage(version, layout.read(payload, manifest))
 
@@ -79,7 +79,7 @@ class GeneratorRank:
         for file in sorted(Path(directory).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
-        state, held = self.engine.from_hf(tensors), self.engine.held()
+        state, held = self.engine.from_hf(tensors), self.engine.held
         offered = {
             name: layout.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
             for name, tensor in state.items()

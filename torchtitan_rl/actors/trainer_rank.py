@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -13,17 +14,19 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_determinism, set_pg_timeouts
 
 from torchtitan_rl.actors.build import build_model, build_optimizers
-from torchtitan_rl.actors.operations import TRAINED_ROLES, TRAINER_NEEDS, require
+from torchtitan_rl.actors.operations import TRAINED_ROLES, TRAINER_NEEDS
 from torchtitan_rl.actors.trainer_files import TrainerFiles
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
+from torchtitan_rl.model.scoring import score
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights.exchange import WeightExchange
+from torchtitan_rl.weights.role_copies import RoleCopies
 from torchtitan_rl.weights.versioned import VersionedStore
 
-__all__ = ["TrainerRank"]
+__all__ = ["TrainerRank", "require"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,8 @@ class TrainerRank:
     """A torchtitan model, sharded by torchtitan's canonical plan, and an optimizer. The process group must exist.
 
     A `critic` has a value head; `reference` and `teacher` only score and have no optimizer. `run` executes an operation
-    of `operations.TRAINER_NEEDS`: a method of this class, of `WeightExchange` or of `TrainerFiles`.
+    of `operations.TRAINER_NEEDS`: a method of this class, of `WeightExchange`, `RoleCopies` or
+    `TrainerFiles`.
     """
 
     def __init__(
@@ -57,20 +61,15 @@ class TrainerRank:
         )
         self.model, self.shape, self.adapter = built.model, built.shape, built.adapter
         tensor_parallel = self.parallel_dims.get_optional_mesh("tp")
-        self._tensor_parallel_rank = 0 if tensor_parallel is None else tensor_parallel.get_local_rank()
+        self.tensor_parallel = 0 if tensor_parallel is None else tensor_parallel.get_local_rank(), self.parallel_dims.tp
+        """This rank's index in the tensor-parallel group, and the group's size."""
         self.optimizers = None
         if role in TRAINED_ROLES:
             self.optimizers = build_optimizers(config, built.spec, self.model, self.parallel_dims)
         self.exchange = WeightExchange(
-            self.model,
-            role=role,
-            n_kv_heads=self.shape.n_kv_heads,
-            config=config,
-            device=device,
-            tensor_parallel=(self._tensor_parallel_rank, self.parallel_dims.tp),
-            store=store,
+            self.model, n_kv_heads=self.shape.n_kv_heads, config=config, device=device, store=store
         )
-        doers = (self, self.exchange, TrainerFiles(self))
+        doers = (self, self.exchange, RoleCopies(self), TrainerFiles(self))
         self._operations = {
             name: next(getattr(doer, name) for doer in doers if hasattr(doer, name)) for name in TRAINER_NEEDS
         }
@@ -89,8 +88,16 @@ class TrainerRank:
     ) -> Accumulated:
         """Scores this rank's microbatches, in order: log-probabilities (a critic: values), and with `top_k` the
         likeliest tokens, with `hidden` the hidden states."""
-        result = self._accumulate(batches, None, temperature, top_k=top_k, hidden=hidden)
-        if self._tensor_parallel_rank:  # dispatch reads tensor-parallel rank 0 only, and rows are large
+        result = score(
+            self.model,
+            batches,
+            self.device,
+            temperature=temperature,
+            multiple_of=self.parallel_dims.tp,
+            top_k=top_k,
+            hidden=hidden,
+        )
+        if self.tensor_parallel[0]:  # dispatch reads tensor-parallel rank 0 only, and rows are large
             result.rows = {}
         return result
 
@@ -98,18 +105,14 @@ class TrainerRank:
         self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
     ) -> Accumulated:
         """Adds the gradient of this rank's microbatches, in order."""
-        return self._accumulate(batches, loss_fn, temperature, loss_weight=loss_weight)
-
-    def _accumulate(self, batches, loss_fn: LossFunction | None, temperature: float, **changes) -> Accumulated:
-        # Sequence parallelism cuts the packed tokens into one equal part per TP rank.
         return accumulate_gradients(
             self.model,
             batches,
             loss_fn,
             self.device,
             temperature=temperature,
-            multiple_of=self.parallel_dims.tp,
-            **changes,
+            loss_weight=loss_weight,
+            multiple_of=self.parallel_dims.tp,  # sequence parallelism cuts the packed tokens into equal parts
         )
 
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
@@ -119,13 +122,9 @@ class TrainerRank:
             name: getattr(self.config.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")
         }
         params = OptimParams(**{name: defaults[name] if value is None else value for name, value in given.items()})
+        parameters, experts_apart = list(self.model.parameters()), self.parallel_dims.ep_enabled
         norm, stepped = clip_and_step(
-            list(self.model.parameters()),
-            self.optimizers,
-            params,
-            max_grad_norm=params.max_grad_norm,
-            grad_scale=grad_scale,
-            expert_parallel=self.parallel_dims.ep_enabled,
+            parameters, self.optimizers, params, grad_scale=grad_scale, expert_parallel=experts_apart
         )
         self.policy_version += stepped
         if not self._train_timeout_set:  # the first step compiles and allocates; later steps get a tighter limit
@@ -168,3 +167,17 @@ class TrainerRank:
         if part == "gradients":
             return gradient_tensors(self.model)
         return optimizer_tensors(self.optimizers) if self.optimizers is not None else []
+
+
+def require(operation: str, role: str, parts: Mapping[str, Any]) -> None:
+    """Raises RuntimeError unless the device holds the operation's parts (`parts`: a `residency.Part` by name), and
+    ValueError for an operation on gradients of a role that does not train."""
+    needed = TRAINER_NEEDS[operation]
+    if "gradients" in needed and role not in TRAINED_ROLES:
+        raise ValueError(f"role={role!r}: is only scored; {operation} needs one of {', '.join(TRAINED_ROLES)}")
+    missing = [name for name in needed if not parts[name].on_device]
+    if missing:
+        raise RuntimeError(
+            f"{role}.{operation}: {' and '.join(missing)} offloaded; call it through a TrainingClient, "
+            "which brings back what an operation needs"
+        )

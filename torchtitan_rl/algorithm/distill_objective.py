@@ -6,8 +6,7 @@ import dataclasses
 
 import torch
 
-from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, reverse_kl
-from torchtitan_rl.algorithm.mismatch import mismatch
+from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, mismatch, reverse_kl
 from torchtitan_rl.config.algorithm import DistillConfig
 from torchtitan_rl.types import LossFunction, LossInputs
 

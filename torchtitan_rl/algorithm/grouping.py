@@ -8,6 +8,7 @@ from collections import Counter
 
 from torchtitan_rl.algorithm.grouping_hook import hooked_groups
 from torchtitan_rl.algorithm.precomputed import drop_stale
+from torchtitan_rl.algorithm.turn_rewards import fill_from_turns
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Rollout, RolloutGroup
 
@@ -72,33 +73,10 @@ def fill_rewards(group: RolloutGroup) -> None:
     """
     rewards = [rollout.reward for rollout in group.rollouts]
     if None in rewards:
-        _fill_from_turns(group)
+        fill_from_turns(group)
         rewards = [rollout.reward for rollout in group.rollouts]
     for rollout, reward in zip(group.rollouts, rewards, strict=True):
         if not math.isfinite(reward):
             raise ValueError(
                 f"reward={reward}: of rollout {rollout.id} is not finite; give every rollout a finite reward"
-            )
-
-
-def _fill_from_turns(group: RolloutGroup) -> None:
-    own = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-    turns = [turn for rollout in group.rollouts for turn in rollout.turns]
-    if not own and all(turn.reward is None and turn.advantages is not None for turn in turns):
-        for rollout in group.rollouts:  # no judge: the workflow gave its own advantages
-            rollout.reward = 0.0
-        return
-    if own:
-        logger.warning(
-            "group %s: %d of %d rollouts have a reward; all take what their last turn earned",
-            group.id,
-            len(own),
-            len(group.rollouts),
-        )
-    for rollout in group.rollouts:
-        rollout.reward = rollout.turns[-1].reward if rollout.turns else None
-        if rollout.reward is None:
-            raise ValueError(
-                f"rollout={rollout.id}: its last turn has no reward, and {len(own)} of {len(group.rollouts)} "
-                f"rollouts of group {group.id} have one of their own; give every rollout a reward, or every last turn"
             )

@@ -23,10 +23,13 @@ __all__ = [
     "dro",
     "gspo",
     "importance_sampling",
+    "kl_sum",
     "masked_difference",
     "masked_sum",
+    "mismatch",
     "ppo",
     "reverse_kl",
+    "sampled_metrics",
     "trained_before",
     "value_loss",
 ]
@@ -236,3 +239,39 @@ def _check_clip(clip_low: float, clip_high: float) -> None:
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
         if not value >= 0:
             raise ValueError(f"{name}={value}: must not be negative, it is a distance from a ratio of 1; use 0.2")
+
+
+# Metrics of any loss.
+
+
+def sampled_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
+    """Metric sums of any loss on sampled data: entropy, and how far trainer and generator disagree.
+
+    Empty for a critic and for data without `sampling_logprobs`. With several targets per position only the entropy:
+    the targets are then not the sampled tokens.
+    """
+    if inputs.policy_logprobs is None or "sampling_logprobs" not in inputs.tensors:
+        return {}
+    with torch.no_grad():
+        sums = {"policy/entropy": inputs.entropy[inputs.loss_mask > 0].sum()}
+        return sums | (mismatch(inputs.policy_logprobs, inputs) if inputs.policy_logprobs.dim() == 1 else {})
+
+
+def mismatch(policy_T: torch.Tensor, inputs: LossInputs) -> dict[str, torch.Tensor]:
+    """Metrics over sampled tokens: the sum of KL(generator || trainer), the largest difference of log-probabilities."""
+    mask_T = inputs.loss_mask > 0
+    difference_T = torch.where(mask_T, policy_T - inputs.sampling_logprobs, 0.0)
+    return {
+        "mismatch/kl": kl_sum(inputs.sampling_logprobs, policy_T, mask_T),
+        "mismatch/logprob_diff_max": difference_T.abs().max(),
+    }
+
+
+def kl_sum(logprobs_T: torch.Tensor, others_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """Sum over tokens of k3, an estimate of KL(p || q) from tokens sampled from p, in float64.
+
+    k3 = r - 1 - log r >= 0 with r = q / p: Schulman 2020, "Approximating KL divergence". `logprobs_T` are p's,
+    `others_T` q's; masked tokens count 0, even with log-probabilities that are not finite.
+    """
+    away_T = torch.where(mask_T, others_T - logprobs_T, 0.0).double()
+    return (torch.expm1(away_T) - away_T).sum()

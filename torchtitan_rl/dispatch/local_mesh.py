@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torchtitan_rl.actors.operations import entry
+from torchtitan_rl.actors.operations import ENTRIES
 from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe
 
 __all__ = ["LocalMesh"]
@@ -65,7 +65,7 @@ class LocalMesh:
         name = f"{self.role}-0.{endpoint}"
         try:
             async with self._turn:
-                method, first = entry(endpoint)
+                method, first = ENTRIES.get(endpoint, (endpoint, ()))
                 answer = getattr(self._worker, method)(*first, *args)
                 if inspect.isawaitable(answer):
                     answer = await _within(answer, timeout_s, name)

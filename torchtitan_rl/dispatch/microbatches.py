@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from torchtitan_rl.types import Datum, Microbatch
 
-__all__ = ["Plan", "plan_microbatches", "check_alike", "pack", "filler"]
+__all__ = ["plan_microbatches", "check_alike", "pack", "filler"]
 
 
-@dataclass(slots=True)
-class Plan:
-    """`ranks[r][m]` lists the datums (by index into the data) of microbatch m of data-parallel rank r.
-
-    Every rank has the same number of microbatches; an empty list is a filler that cannot train.
-    """
-
-    ranks: list[list[list[int]]]
-
-
-def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> Plan:
+def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
     """Balances datums over ranks by tokens, then cuts each rank's share into microbatches of at most `max_tokens`.
+    `plan[r][m]` lists the datums (by index into `lengths`) of microbatch m of rank r. Every rank has the same number of
+    microbatches; an empty list is a filler that cannot train.
 
     The cap is soft: a longer datum gets a microbatch of its own. Balancing over ranks is longest first (LPT). Within a
     rank a datum goes into the fullest microbatch that still has room (best fit), which wastes few tokens of the cap.
@@ -36,7 +26,7 @@ def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> Pl
         loads[rank] += lengths[index]
     planned = [_best_fit(share, lengths, max_tokens) for share in ranks]
     count = max(1, *(len(microbatches) for microbatches in planned))
-    return Plan([microbatches + [[]] * (count - len(microbatches)) for microbatches in planned])
+    return [microbatches + [[]] * (count - len(microbatches)) for microbatches in planned]
 
 
 def _best_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:

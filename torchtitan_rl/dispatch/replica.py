@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
+from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
-from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
+from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.types import Request
 
 __all__ = ["Replica", "ReplicaLost"]
@@ -33,7 +34,7 @@ class Replica:
     def __init__(
         self,
         mesh: RoleMesh,
-        versions: PolicyVersions | OneVersion,
+        versions: VersionHolders | OneVersion,
         verify: bool,
         on_load: Callable[[], None] | None = None,
     ):

@@ -8,7 +8,7 @@ from typing import Any
 
 from monarch.actor import ActorError
 
-from torchtitan_rl.actors.operations import entry
+from torchtitan_rl.actors.operations import ENTRIES
 
 __all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe"]
 
@@ -50,7 +50,7 @@ async def _awaited(call):
 
 def _send(worker: Any, endpoint: str, *args):
     """Sends a call to one actor. Returns the answer as an awaitable."""
-    name, first = entry(endpoint)
+    name, first = ENTRIES.get(endpoint, (endpoint, ()))
     return getattr(worker, name).call_one(*first, *args)
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchtitan_rl.config.run import COLOCATION, RunConfig
+from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
+from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.hosts.inventory import local_host
 from torchtitan_rl.hosts.preflight import check_hosts

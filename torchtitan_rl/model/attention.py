@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torchtitan.models.common.attention import VarlenAttention
 
-from torchtitan_rl import adapters, platform
+from torchtitan_rl import adapters
 
-__all__ = ["PackedDocuments", "PackedSDPA"]
+__all__ = ["PackedDocuments", "PackedSDPA", "needs_whole_heads"]
 
 adapters.adapt_torchtitan()
 
@@ -114,7 +114,7 @@ class PackedSDPA(VarlenAttention):
         self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: PackedDocuments, scale=None, enable_gqa=False, **kwargs
     ):
         layout = attention_masks
-        if enable_gqa and platform.needs_whole_heads(q_BLNH):
+        if enable_gqa and needs_whole_heads(q_BLNH):
             k_BLNH, v_BLNH = (_without_gqa(x, q_BLNH.shape[2]) for x in (k_BLNH, v_BLNH))
             enable_gqa = False
         q, k, v = (_ToDense.apply(x[0], layout.to_dense_P, layout.to_packed_T) for x in (q_BLNH, k_BLNH, v_BLNH))
@@ -126,3 +126,11 @@ class PackedSDPA(VarlenAttention):
             out = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=enable_gqa)
             dense.append(out.transpose(1, 2).flatten(0, 1))
         return _ToPacked.apply(torch.cat(dense), layout.to_packed_T)[None]
+
+
+def needs_whole_heads(query: torch.Tensor) -> bool:
+    """Whether torch has no fused attention for query heads that share key and value heads: in float32 on CUDA.
+
+    FlashAttention needs 16 bits, the memory-efficient kernel needs as many key heads as query heads, and the remaining
+    kernel keeps a score for every pair of tokens."""
+    return query.is_cuda and query.dtype == torch.float32

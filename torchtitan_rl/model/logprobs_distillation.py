@@ -239,7 +239,7 @@ class DistillationHead(LogprobHead):
             said["teacher_kl"] = chunked_kl(
                 hidden_TD,
                 weight_VD,
-                teacher_hidden_TD.to(teacher_VD.dtype),
+                F.pad(teacher_hidden_TD, (0, 0, 0, len(hidden_TD) - len(teacher_hidden_TD))).to(teacher_VD.dtype),
                 teacher_VD,
                 chunk_tokens=smaller_chunk,
                 **softmax,

@@ -16,14 +16,17 @@ adapters.adapt_torchtitan()
 
 
 class ValueHead(Linear):
-    """Hidden states (1, T, D) to values (1, T), at least float32. Whole on every tensor-parallel rank."""
+    """Hidden states (1, T, D) to `predicted_values` (1, T), at least float32. Whole on every tensor-parallel rank."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def target(self, targets: torch.Tensor, temperature: float) -> None:
+        """Does nothing: a value depends on neither."""
+
+    def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
         values = super().forward(input)
         if isinstance(values, DTensor):
             values = values.to_local()
-        return values[..., 0].to(torch.promote_types(values.dtype, torch.float32))
+        return {"predicted_values": values[..., 0].to(torch.promote_types(values.dtype, torch.float32))}

@@ -8,13 +8,11 @@ Scripts, the command line and the notebook drive the same object::
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Literal
 
-from torchtitan_rl.algorithm.datums import minibatches
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
@@ -23,30 +21,27 @@ from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
-from torchtitan_rl.observability.records import Trained
 from torchtitan_rl.observability.run_dir import RunDir, RunDirWriter
-from torchtitan_rl.run import ledger, lines, resume, training
-from torchtitan_rl.run.batch import Batch, NothingToTrainOn
-from torchtitan_rl.run.batches import Batches
+from torchtitan_rl.run import resume
 from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
-from torchtitan_rl.run.ends import Ended, Preempted, StopRequest
+from torchtitan_rl.run.ends import Ended, StopRequest
 from torchtitan_rl.run.evaluation import Evaluation, Evaluations
-from torchtitan_rl.run.numeric_guard import note_bad_step
-from torchtitan_rl.run.policy_weights import PolicyWeights, passed
+from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.run.state import RunState
 from torchtitan_rl.run.supervised import supervise
-from torchtitan_rl.types import Datum, RolloutGroup
+from torchtitan_rl.run.training import Batches, Reinforcement
+from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.validation.run import missing_weights, validate
 
 __all__ = ["Controller"]
 
 
-class Controller(AbstractAsyncContextManager):
+class Controller(Reinforcement, AbstractAsyncContextManager):
     """A running policy, made by `launch`. `trainer` and `generator` are the clients; `weights` sends the trainer's
-    weights to the generators.
+    weights to the generators. The steps of reinforcement are in `Reinforcement` (`run/training.py`).
 
     `state.step` counts the optimizer steps of the reinforcement phase; `policy_version` counts the steps of all phases.
     """
@@ -75,7 +70,7 @@ class Controller(AbstractAsyncContextManager):
             self.player.play,
             self.draws,
             max_tokens=config.sampling.max_tokens,
-            admitted=lambda draws: recorder.fact("draws", step=self.state.step, records=ledger.admissions(draws)),
+            admitted=self._admitted,
         )
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.draws, self.state, recorder
@@ -147,11 +142,6 @@ class Controller(AbstractAsyncContextManager):
         """The policy's client."""
         return self.role("policy")
 
-    @property
-    def policy_version(self) -> int:
-        """The version that serves unpinned requests. A version is a number of optimizer steps."""
-        return self.generator.policy_version
-
     # The run.
 
     async def train(self) -> dict[str, Evaluation]:
@@ -201,87 +191,6 @@ class Controller(AbstractAsyncContextManager):
             if name in ("reference", "critic") and role.model is None:  # reference and critic start here too
                 await self.weights.copy_to(name)
 
-    async def reinforce(self) -> None:
-        """The steps of the reinforcement phase that are left.
-
-        Raises NothingToTrainOn, after a checkpoint, when the filters leave nothing; Diverged after several bad steps in
-        a row; Preempted, after a checkpoint, when the run was asked to stop.
-        """
-        try:
-            await self._reinforce()
-        except Ended as end:
-            attempts.end_for_good(self.run_dir, str(end))
-            if isinstance(end, NothingToTrainOn):
-                self._record_batch(end.batch)
-                await self.save_checkpoint()
-            raise
-
-    async def _reinforce(self) -> None:
-        """Generates, trains, publishes, and evaluates every `eval_every` steps."""
-        config, state, recorder = self.config, self.state, self.recorder
-        num_steps, state.phase, state.phase_step = config.controller.num_steps, "reinforcement", state.step
-        with recorder.span("reinforcement", total=num_steps) as phase:
-            recorder.advance(phase, state.step)
-            while state.step < num_steps:
-                first = state.step
-                with recorder.span("step") as step:
-                    with recorder.span("generate") as generate:
-                        batch = await self.batches.next_batch()
-                    line = lines.of_batch(batch.sampled, self.policy_version, self.generator.health()) | batch.metrics
-                    line |= await self.train_on(batch.groups)
-                    with recorder.span("sync") as sync:
-                        await self.publish()
-                    await self.weights.refresh(config, since=first, step=state.step)
-                line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds)
-                recorder.fact("metrics", line=line, text=lines.summary(line, num_steps))
-                self._record_batch(batch)
-                recorder.advance(phase, state.step - first, text=f"reward {line['reward/mean']:.3f}")
-                if passed(config.controller.eval_every, first, state.step) and state.step < num_steps:
-                    await self.evaluate("validation")
-                    await self.evaluate_sets()
-                if state.step < num_steps:
-                    await self._between_steps(first)
-
-    def _record_batch(self, batch: Batch) -> None:
-        self.recorder.fact("draws", step=self.state.step, records=ledger.ends(batch))
-        self.recorder.fact("rollouts", step=self.state.step, groups=batch.groups + batch.left_out)
-
-    async def _between_steps(self, since: int) -> None:
-        """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted, after a checkpoint,
-        where the run is to stop."""
-        reason = self.stop.reason()
-        if reason or passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
-            await self.checkpoints.save()
-        if reason:
-            await self.checkpoints.require_written()
-            raise Preempted(reason)
-
-    def _bad_step(self, roles: list[str], steps: dict, data: list[Datum]) -> None:
-        note_bad_step(
-            self.run_dir, self.state, roles, steps, data, max_skipped=self.config.controller.max_skipped_steps
-        )
-
-    async def train_on(self, groups: list[RolloutGroup]) -> dict:
-        """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
-
-        Does not publish. `mismatch/*` are computed on the first minibatch, before its step.
-        """
-        algorithm, line = self.config.algorithm, lines.StepMetrics()
-        with self.recorder.span("score") as score:
-            data = await training.scored(groups, self.roles, algorithm)
-        line.mean("time/score_s", score.seconds)
-        trained: list[Trained] = []
-        for epoch in range(algorithm.num_epochs):
-            for minibatch in minibatches(data, algorithm.tasks_per_minibatch, algorithm.reduction):
-                steps, logprobs = await training.step_on(minibatch, self.roles, self.config, self.state.step, line)
-                self.state.step = self.state.phase_step = self.state.step + 1
-                if bad := self.state.count(steps):
-                    self._bad_step(bad, steps, minibatch)
-                if epoch == 0:
-                    trained += zip(minibatch, logprobs, strict=True)
-        self.recorder.fact("trained", sequences=trained)
-        return {"step": self.state.step, **line.line()}
-
     # Parts of a step, for the notebook and for loops of your own.
 
     async def rollouts(self, draws: list[Draw]) -> list[RolloutGroup]:
@@ -292,13 +201,9 @@ class Controller(AbstractAsyncContextManager):
         """
         return await self.player.play(draws, Counter())
 
-    async def publish(self) -> int:
-        """Sends the trainer's weights to every generator. Returns the policy version that now serves unpinned
-        requests."""
-        began = time.perf_counter()
-        version = await self.weights.publish()
-        self.recorder.fact("version", step=self.state.step, version=version, seconds=time.perf_counter() - began)
-        return version
+    async def evaluate_all(self) -> None:
+        await self.evaluate("validation")
+        await self.evaluate_sets()
 
     async def evaluate(self, split: Split, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is correct. The result is

@@ -19,8 +19,7 @@ from torchtitan_rl.run.intervals import pass_at_k as chance_of_one
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
 from torchtitan_rl.workflows.group import GroupFailed, run_group
-from torchtitan_rl.workflows.policy import Policy
-from torchtitan_rl.workflows.single_turn import single_turn
+from torchtitan_rl.workflows.policy import Policy, single_turn
 
 if TYPE_CHECKING:  # it imports Monarch, which a dry run does without
     from torchtitan_rl.run.rollouts import Rollouts

@@ -1,25 +1,19 @@
-"""Where the policy's weights go: to generators, to reference and critic, and to the snapshot of self-distillation."""
+"""Where the policy's weights go besides the generators: to reference and critic, and to the snapshot of
+self-distillation."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 
-__all__ = ["PolicyWeights", "passed"]
-
-
-def passed(every: int, since: int, step: int) -> bool:
-    """Whether a multiple of `every` lies in (`since`, `step`]; False for `every` = 0."""
-    return every > 0 and step // every > since // every
+__all__ = ["PolicyWeights"]
 
 
 class PolicyWeights:
-    """Publishes the policy's weights, copies them to other roles, and pins the snapshot: the version that scores for
-    self-distillation.
+    """Copies the policy's weights to other roles, and pins the snapshot: the version that scores for self-distillation.
 
     `versions` is None with generators alone: their weights are never trained or replaced.
     """
@@ -32,23 +26,12 @@ class PolicyWeights:
         """The version of the snapshot; None before the first call of `teacher` or `set_teacher`."""
 
     async def publish(self) -> int:
-        """Sends the trainer's weights to every generator. Returns the policy version that now serves unpinned
-        requests."""
-        version = await self._versions.publish()
-        await self._generator.pull(version)
-        return version
+        """Sends the policy's weights to every generator. Returns their version."""
+        return await self._generator.pull_newest()
 
     async def copy_to(self, role: str) -> None:
         """`role` takes over the policy's weights, bit for bit, through the store."""
         await self._versions.copy(self._roles["policy"], self._roles[role])
-
-    async def refresh(self, config: RunConfig, *, since: int, step: int) -> None:
-        """Makes the newest policy the reference, and the snapshot, where a refresh fell due after step `since` and by
-        `step`."""
-        if passed(config.roles.refresh_reference_every, since, step):
-            await self.copy_to("reference")
-        if passed(config.algorithm.refresh_teacher_every, since, step):
-            await self.set_teacher(self._generator.policy_version)
 
     async def teacher(self) -> int:
         """The version of the snapshot. The first call makes the newest version the snapshot, unless one is set."""

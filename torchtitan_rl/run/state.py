@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import torch
-
-from torchtitan_rl.types import OptimStepOutput
 
 __all__ = ["RunState", "random_states", "set_random_states"]
 
@@ -39,15 +36,6 @@ class RunState:
     """Name of an evaluation -> step of the reinforcement phase -> accuracy."""
     warm_start: dict | None = None
     """The evaluation before reinforcement; None before it was made."""
-
-    def count(self, steps: dict[str, tuple[OptimStepOutput, float]]) -> list[str]:
-        """Counts one optimizer step of each role of `steps`, which has the step's output and loss. Returns the roles
-        whose step was bad: skipped, or with a loss that is not finite."""
-        self.policy_version = steps["policy"][0].policy_version
-        bad = [role for role, (optim, loss) in steps.items() if optim.skipped or not math.isfinite(loss)]
-        for role in steps:
-            self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if role in bad else 0
-        return bad
 
 
 def random_states() -> dict[str, Any]:

@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Callable
 
 from torchtitan_rl.algorithm.demonstrations import demonstration_datums
 from torchtitan_rl.algorithm.losses import cross_entropy
-from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.state import RunState
-from torchtitan_rl.run.training import timed
+from torchtitan_rl.run.training import count_bad, lr_factor, timed
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.types import Datum, OptimParams
 
@@ -54,7 +53,7 @@ async def supervise(
                 optim, step_s = await timed(optim_step, span.began)
             state.phase_step, state.supervised_source = step + 1, source.state_dict()
             steps = {"policy": (optim, output.loss)}
-            if bad := state.count(steps):
+            if bad := count_bad(state, steps):
                 bad_step(bad, steps, data)
             line = {
                 "step": step + 1,

@@ -1,25 +1,198 @@
-"""From judged groups to optimizer steps: the training data of a batch, and one step on a minibatch of it."""
+"""The reinforcement phase: the loop over batches, from judged groups to training data, one optimizer step."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import torch
 
 from torchtitan_rl.algorithm import soft_targets
-from torchtitan_rl.algorithm.datums import to_datums
-from torchtitan_rl.algorithm.objective import policy_objective, with_kept_weights
-from torchtitan_rl.algorithm.schedules import lr_factor
-from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.algorithm.datums import minibatches, to_datums
+from torchtitan_rl.algorithm.objective import policy_objective
+from torchtitan_rl.algorithm.terms import with_kept_weights
+from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.run import scoring
+from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.recorder import Recorder
+from torchtitan_rl.observability.records import Trained
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.run import ledger, lines, scoring
+from torchtitan_rl.run.batch import Batch, NothingToTrainOn
+from torchtitan_rl.run.checkpoints import Checkpoints
+from torchtitan_rl.run.draws import Draw, Draws
+from torchtitan_rl.run.ends import Ended, Preempted, StopRequest
 from torchtitan_rl.run.lines import StepMetrics
+from torchtitan_rl.run.numeric_guard import note_bad_step
+from torchtitan_rl.run.policy_weights import PolicyWeights
+from torchtitan_rl.run.resampling import fill_batch
+from torchtitan_rl.run.state import RunState
 from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup
 
-__all__ = ["scored", "step_on", "optim_params", "timed"]
+__all__ = ["Batches", "Reinforcement", "scored", "step_on", "optim_params", "lr_factor", "count_bad", "timed"]
+
+
+class Batches:
+    """Rolls out slots in order, `tasks_per_step` slots for each batch.
+
+    The tasks of a batch depend on the seed and on the filters' decisions, not on the step that trains on the batch.
+    """
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        play: Callable[[list[Draw], Counter], Awaitable[list[RolloutGroup]]],
+        draws: Draws,
+        *,
+        max_tokens: int,
+        admitted: Callable[[list[Draw]], None],
+    ) -> None:
+        """`play` is `Rollouts.play`; `max_tokens` is the limit of a completion; `admitted` is told of draws that are
+        about to be played."""
+        self._config, self._draws, self._max_tokens = config, draws, max_tokens
+
+        def admit_and_play(draws: list[Draw], counts: Counter) -> Awaitable[list[RolloutGroup]]:
+            admitted(draws)
+            return play(draws, counts)
+
+        self._play = admit_and_play
+
+    async def next_batch(self) -> Batch:
+        """Rollouts of the next slots. With filters on, or groups dropped for a failure: the groups that are left, and
+        replacements for the slots of the others. Raises NothingToTrainOn."""
+        filters, counts = self._config.filters, Counter()
+        draws = self._draws.next(self._config.tasks_per_step)
+        groups = await self._play(draws, counts)
+        failed = counts["failure/dropped_groups"]
+        if groups and not failed and not filters.zero_variance and filters.overlong == "keep":
+            return Batch(draws=draws, groups=groups, sampled=groups, metrics=dict(counts))
+        return await fill_batch(
+            self._play, self._draws.replace, draws, groups, self._config, counts, max_tokens=self._max_tokens
+        )
+
+
+class Reinforcement:
+    """The reinforcement phase of a run. `Controller` adds what is before, between and after its steps."""
+
+    config: RunConfig
+    run_dir: RunDir
+    recorder: Recorder
+    state: RunState
+    stop: StopRequest
+    roles: dict[str, TrainingClient]
+    generator: SamplingClient
+    weights: PolicyWeights
+    batches: Batches
+    checkpoints: Checkpoints
+
+    async def reinforce(self) -> None:
+        """The steps of the reinforcement phase that are left.
+
+        Raises NothingToTrainOn, after a checkpoint, when the filters leave nothing; Diverged after several bad steps in
+        a row; Preempted, after a checkpoint, when the run was asked to stop.
+        """
+        try:
+            await self._reinforce()
+        except Ended as end:
+            attempts.end_for_good(self.run_dir, str(end))
+            if isinstance(end, NothingToTrainOn):
+                self._record_batch(end.batch)
+                await self.checkpoints.save(last=True)
+                await self.checkpoints.require_written()
+            raise
+
+    async def _reinforce(self) -> None:
+        """Generates, trains, publishes, and evaluates every `eval_every` steps."""
+        config, state, recorder = self.config, self.state, self.recorder
+        num_steps, state.phase, state.phase_step = config.controller.num_steps, "reinforcement", state.step
+        with recorder.span("reinforcement", total=num_steps) as phase:
+            recorder.advance(phase, state.step)
+            while state.step < num_steps:
+                first = state.step
+                with recorder.span("step") as step:
+                    with recorder.span("generate") as generate:
+                        batch = await self.batches.next_batch()
+                    line = lines.of_batch(batch.sampled, self.policy_version, self.generator.health()) | batch.metrics
+                    line |= await self.train_on(batch.groups)
+                    with recorder.span("sync") as sync:
+                        await self.publish()
+                    if _passed(config.roles.refresh_reference_every, first, state.step):
+                        await self.weights.copy_to("reference")
+                    if _passed(config.algorithm.refresh_teacher_every, first, state.step):
+                        await self.weights.set_teacher(self.policy_version)
+                line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds)
+                recorder.fact("metrics", line=line, text=lines.summary(line, num_steps))
+                self._record_batch(batch)
+                recorder.advance(phase, state.step - first, text=f"reward {line['reward/mean']:.3f}")
+                if state.step < num_steps:
+                    if _passed(config.controller.eval_every, first, state.step):
+                        await self.evaluate_all()
+                    await self._between_steps(first)
+
+    def _admitted(self, draws: list[Draw]) -> None:
+        self.recorder.fact("draws", step=self.state.step, records=ledger.admissions(draws))
+
+    def _record_batch(self, batch: Batch) -> None:
+        self.recorder.fact("draws", step=self.state.step, records=ledger.ends(batch))
+        self.recorder.fact("rollouts", step=self.state.step, groups=batch.groups + batch.left_out)
+
+    async def evaluate_all(self) -> None:
+        """The evaluations between steps: on the validation split, and those of `controller.eval_sets`."""
+        raise NotImplementedError
+
+    async def _between_steps(self, since: int) -> None:
+        """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted, after a checkpoint,
+        where the run is to stop."""
+        reason = self.stop.reason()
+        if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
+            await self.checkpoints.save()
+        if reason:
+            await self.checkpoints.require_written()
+            raise Preempted(reason)
+
+    async def train_on(self, groups: list[RolloutGroup]) -> dict:
+        """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
+
+        Does not publish. `mismatch/*` are computed on the first minibatch, before its step.
+        """
+        algorithm, line = self.config.algorithm, StepMetrics()
+        with self.recorder.span("score") as score:
+            data = await scored(groups, self.roles, algorithm)
+        line.mean("time/score_s", score.seconds)
+        trained: list[Trained] = []
+        for epoch in range(algorithm.num_epochs):
+            for minibatch in minibatches(data, algorithm.tasks_per_minibatch, algorithm.reduction):
+                steps, logprobs = await step_on(minibatch, self.roles, self.config, self.state.step, line)
+                self.state.step = self.state.phase_step = self.state.step + 1
+                if bad := count_bad(self.state, steps):
+                    self._bad_step(bad, steps, minibatch)
+                if epoch == 0:
+                    trained += zip(minibatch, logprobs, strict=True)
+        self.recorder.fact("trained", sequences=trained)
+        return {"step": self.state.step, **line.line()}
+
+    def _bad_step(self, roles: list[str], steps: dict, data: list[Datum]) -> None:
+        note_bad_step(
+            self.run_dir, self.state, roles, steps, data, max_skipped=self.config.controller.max_skipped_steps
+        )
+
+    async def publish(self) -> int:
+        """Sends the trainer's weights to every generator. Returns the policy version that now serves unpinned
+        requests."""
+        began = time.perf_counter()
+        version = await self.generator.pull_newest()
+        self.recorder.fact("version", step=self.state.step, version=version, seconds=time.perf_counter() - began)
+        return version
+
+    @property
+    def policy_version(self) -> int:
+        """The version that serves unpinned requests. A version is a number of optimizer steps."""
+        return self.generator.policy_version
 
 
 async def scored(groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig) -> list[Datum]:
@@ -75,3 +248,32 @@ async def timed(awaitable: Awaitable, start: float):
     """(result, seconds since `start`)."""
     result = await awaitable
     return result, time.perf_counter() - start
+
+
+def lr_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
+    """Factor for optimizer step `step` (from 0) of `num_steps`; `num_steps` may be 1, or all steps warm-up."""
+    # Rounded first: 0.07 x 100 is 7.000000000000001 in floating point, which is not eight steps.
+    warmup_steps = config.warmup_steps or math.ceil(round(config.warmup_ratio * num_steps, 9))
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if config.decay == "constant":
+        return 1.0
+    remaining = num_steps - warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, remaining - 1))
+    shape = 1 - progress if config.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.final_factor + (1 - config.final_factor) * shape
+
+
+def count_bad(state: RunState, steps: dict[str, tuple[OptimStepOutput, float]]) -> list[str]:
+    """Counts one optimizer step of each role of `steps`, which has the step's output and loss. Returns the roles whose
+    step was bad: skipped, or with a loss that is not finite."""
+    state.policy_version = steps["policy"][0].policy_version
+    bad = [role for role, (optim, loss) in steps.items() if optim.skipped or not math.isfinite(loss)]
+    for role in steps:
+        state.skipped_in_a_row[role] = state.skipped_in_a_row[role] + 1 if role in bad else 0
+    return bad
+
+
+def _passed(every: int, since: int, step: int) -> bool:
+    """Whether a multiple of `every` lies in (`since`, `step`]; False for `every` = 0."""
+    return every > 0 and step // every > since // every

@@ -10,9 +10,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from torchtitan_rl.tasks.complaints import complaint, name_of, said
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.outcomes import outcome, outcome_in_thread, until
-from torchtitan_rl.tasks.reward_process import RewardProcessError, outcome_in_process
+from torchtitan_rl.tasks.reward_process import outcome_in_process
 from torchtitan_rl.types import Task
 
 __all__ = ["judge", "reward_function"]
@@ -42,14 +43,14 @@ async def judge(reward: TaskFamily | Reward, task: Task, completions: list[str],
                 value, error = await until(outcome(lambda: value), deadline)
     except TimeoutError:
         late = f"gave no answer for task {task.id!r} within {timeout_s:g} s; make it faster or allow it more time"
-        raise RuntimeError(f"{_name(bare)}: {late}") from None
+        raise RuntimeError(f"{name_of(bare)}: {late}") from None
     if error is not None:
-        raise RuntimeError(f"{_name(bare)}: {_said(error)} for task {task.id!r}; mend the reward function") from error
+        raise RuntimeError(f"{name_of(bare)}: {said(error)} for task {task.id!r}; mend the reward function") from error
     if hasattr(value, "tolist"):  # a numpy array or a tensor
         value = value.tolist()
     rewards = [_number(reward) for reward in value] if isinstance(value, (list, tuple)) else []
-    if len(rewards) != len(completions) or not all(map(_finite, rewards)):
-        raise RuntimeError(f"{_name(bare)}: {_complaint(value, len(completions), task)}")
+    if len(rewards) != len(completions) or any(number is None or not math.isfinite(number) for number in rewards):
+        raise RuntimeError(f"{name_of(bare)}: {complaint(value, rewards, len(completions), task)}")
     return rewards
 
 
@@ -76,42 +77,3 @@ def _number(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
-
-
-def _finite(number: float | None) -> bool:
-    return number is not None and math.isfinite(number)
-
-
-def _complaint(value: Any, num_completions: int, task: Task) -> str:
-    """The end of an error message about the answer of a reward function: what is wrong, what to return."""
-    wanted = f"return a list of {num_completions} finite numbers, one per completion"
-    if not isinstance(value, (list, tuple)):
-        returned = "None" if value is None else f"{type(value).__name__} {_short(value)}"
-        return f"returned {returned} for task {task.id!r}; {wanted}"
-    if len(value) != num_completions:
-        counts = f"{len(value)} rewards for the {num_completions} completions"
-        return f"returned {counts} of task {task.id!r}; {wanted}"
-    read = [_number(reward) for reward in value]
-    position = next(i for i, number in enumerate(read) if not _finite(number))
-    reward, number = value[position], read[position]
-    returned = f"{type(reward).__name__} {_short(reward)}" if number is None else str(number)
-    return f"returned {returned} at position {position} for task {task.id!r}; {wanted}"
-
-
-def _said(error: BaseException) -> str:
-    if isinstance(error, RewardProcessError):
-        return str(error)
-    return "raised " + " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
-
-
-def _short(value: Any) -> str:
-    """The value's repr as one line of at most 80 characters."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _name(function: Callable) -> str:
-    """`reward=module:qualname` of a function, a method or a callable object."""
-    if not hasattr(function, "__qualname__"):
-        function = type(function)
-    return f"reward={function.__module__}:{function.__qualname__}"

@@ -7,8 +7,7 @@ import os
 import torch
 
 from torchtitan_rl import platform
-from torchtitan_rl.weights.layout import Manifest
-from torchtitan_rl.weights.shared_memory import open_shared
+from torchtitan_rl.weights.layout import Manifest, open_shared
 
 __all__ = ["PinnedPayloads"]
 

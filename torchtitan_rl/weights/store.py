@@ -7,7 +7,7 @@ from typing import Any
 import torchstore
 
 from torchtitan_rl import adapters
-from torchtitan_rl.weights.shared_memory import SharedBuffers
+from torchtitan_rl.weights.layout import SharedBuffers
 from torchtitan_rl.weights.versioned import MemoryStore, VersionedStore
 
 __all__ = ["WeightStore", "MemoryStore", "SharedBuffers"]

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from torchtitan_rl import platform
-from torchtitan_rl.weights.layout import Manifest, checksum
+from torchtitan_rl.weights.layout import Manifest, checksum, host_name, open_shared
 from torchtitan_rl.weights.pinned import PinnedPayloads
-from torchtitan_rl.weights.shared_memory import host_name, open_shared
 
 __all__ = ["VersionedStore", "MemoryStore"]
 
@@ -26,7 +25,8 @@ class VersionedStore(ABC):
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
-        self._pinned = PinnedPayloads()
+        self._pinned = None if platform.device_type() == "cpu" else PinnedPayloads()
+        """Segments that stay mapped between versions, for copies to a GPU."""
 
     async def publish(self, manifest: Manifest, payload: torch.Tensor, *, handle: str, verify: bool) -> None:
         """Makes a version visible. With an empty `handle` the store keeps the payload, else only the handle."""
@@ -45,8 +45,7 @@ class VersionedStore(ABC):
             )
         manifest: Manifest = await self._get(_key(version, "manifest"))
         if manifest.handle:
-            on_cpu = platform.device_type() == "cpu"
-            payload = open_shared(manifest) if on_cpu else self._pinned.open(manifest)
+            payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
         else:
             payload = await self._get(_key(version, "payload"))
         if verify and manifest.checksum and checksum(payload) != manifest.checksum:
@@ -96,7 +95,8 @@ class MemoryStore(VersionedStore):
 
     async def stop(self) -> None:
         self._held.clear()
-        self._pinned.close()
+        if self._pinned is not None:
+            self._pinned.close()
 
     async def _put(self, key: str, value: Any) -> None:
         self._held[key] = value

@@ -13,8 +13,7 @@ from torchtitan_rl.tasks.family import TaskFamily, stream
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
-from torchtitan_rl.workflows.policy import Policy
-from torchtitan_rl.workflows.single_turn import single_turn
+from torchtitan_rl.workflows.policy import Policy, single_turn
 
 __all__ = ["run_group", "rollouts_of", "workflow_of", "GroupFailed"]
 

@@ -1,4 +1,4 @@
-"""The policy as a workflow sees it: text or messages in, tokens out."""
+"""The policy as a workflow sees it, text or messages in, tokens out; and the simplest workflow, of one turn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from torchtitan_rl.types import Completion, SamplingParams, Task
+from torchtitan_rl.tasks.family import stream
+from torchtitan_rl.types import Completion, Rollout, SamplingParams, Task, Turn
 from torchtitan_rl.workflows.chat import Chat
 
-__all__ = ["Policy", "Prompt", "Sampler", "SamplingFailed"]
+__all__ = ["Policy", "Prompt", "Sampler", "SamplingFailed", "single_turn"]
 
 Prompt = str | list[dict[str, str]] | list[int]
 """Text, chat messages, or tokens."""
@@ -105,3 +106,15 @@ class Policy:
 
     def text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+
+
+async def single_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
+    """Answers the task's prompt once. The reward is filled in by `run_group`."""
+    tokens = policy.prompt_tokens(task)
+    completion = await policy.complete(tokens, seed=stream(seed, 0))  # turn 0
+    return Rollout(
+        id=rollout_id,
+        task=task,
+        turns=[Turn(prompt_tokens=tokens, completion=completion)],
+        text=policy.text(completion),
+    )

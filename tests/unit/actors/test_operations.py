@@ -2,7 +2,8 @@
 
 import pytest
 
-from torchtitan_rl.actors.operations import NEEDS, TRAINER_NEEDS, TRAINER_PARTS, entry, parts_of, require
+from torchtitan_rl.actors.operations import ENTRIES, NEEDS, TRAINER_NEEDS, TRAINER_PARTS, parts_of
+from torchtitan_rl.actors.trainer_rank import require
 from torchtitan_rl.model.residency import Part
 
 
@@ -42,16 +43,16 @@ def test_every_part_that_is_needed_is_one_that_some_role_holds():
 
 
 def test_a_trainers_operations_have_one_entry_and_what_it_is_told_besides_has_its_own():
-    assert entry("forward") == ("run", ("forward",))
-    assert [entry(name) for name in ("offload", "where", "sample")] == [("offload", ()), ("where", ()), ("sample", ())]
+    assert ENTRIES["forward"] == ("run", ("forward",))
+    assert not ENTRIES.keys() & {"offload", "where", "sample"}
 
 
 def test_each_operation_is_done_by_one_class():
     from torchtitan_rl.actors.trainer_files import TrainerFiles
     from torchtitan_rl.actors.trainer_rank import TrainerRank
     from torchtitan_rl.weights.exchange import WeightExchange
+    from torchtitan_rl.weights.role_copies import RoleCopies
 
-    doers = {
-        name: [c for c in (TrainerRank, WeightExchange, TrainerFiles) if hasattr(c, name)] for name in TRAINER_NEEDS
-    }
+    classes = (TrainerRank, WeightExchange, RoleCopies, TrainerFiles)
+    doers = {name: [c for c in classes if hasattr(c, name)] for name in TRAINER_NEEDS}
     assert {name: len(found) for name, found in doers.items()} == dict.fromkeys(TRAINER_NEEDS, 1)

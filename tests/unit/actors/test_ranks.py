@@ -53,11 +53,9 @@ def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkey
 
     exchange = WeightExchange(
         SimpleNamespace(named_buffers=lambda: [], state_dict=lambda: {"w": torch.tensor([1.0, 2.0])}),
-        role="policy",
         n_kv_heads=1,
         config=TrainerConfig(),
         device=SimpleNamespace(type="cuda"),
-        tensor_parallel=(0, 1),
         store=Store(),
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

@@ -18,12 +18,12 @@ from torchtitan_rl.algorithm.losses import (
     importance_sampling,
     ppo,
     reverse_kl,
+    sampled_metrics,
     trained_before,
     value_loss,
 )
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.model.train_step import sampled_metrics
 from torchtitan_rl.types import LossInputs
 
 POLICY_LOSSES = [importance_sampling, ppo]

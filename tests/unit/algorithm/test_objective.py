@@ -12,8 +12,9 @@ from torchtitan.config import ParallelismConfig
 from torchtitan_rl.algorithm.corrections import masked_sequence, masked_token, truncated_sequence, truncated_token
 from torchtitan_rl.algorithm.datums import with_inputs
 from torchtitan_rl.algorithm.losses import gspo, importance_sampling, ppo
-from torchtitan_rl.algorithm.objective import policy_objective, with_kept_weights, with_kl_reward
+from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.reductions import sequence_mean, token_mean
+from torchtitan_rl.algorithm.terms import with_kept_weights, with_kl_reward
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.spec import build_spec, training_spec

@@ -12,8 +12,8 @@ from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RoleConfig, RolesConfig
 from torchtitan_rl.validation.run import validate
+from torchtitan_rl.workflows.policy import single_turn
 from torchtitan_rl.workflows.self_distill import self_distill
-from torchtitan_rl.workflows.single_turn import single_turn
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.py"
 

@@ -26,43 +26,43 @@ def datum(*tokens, **loss_inputs):
 
 def test_the_longest_datum_goes_first_to_the_rank_with_the_fewest_tokens():
     # 5 to rank 0, 4 to rank 1, 3 to rank 1 (now 7 tokens), 2 to rank 0 (7 tokens). Neither pair fits into 6 tokens.
-    assert plan_microbatches([5, 3, 4, 2], 2, 6).ranks == [[[0], [3]], [[2], [1]]]
-    assert plan_microbatches([5, 3, 4, 2], 2, 7).ranks == [[[0, 3]], [[1, 2]]]
+    assert plan_microbatches([5, 3, 4, 2], 2, 6) == [[[0], [3]], [[2], [1]]]
+    assert plan_microbatches([5, 3, 4, 2], 2, 7) == [[[0, 3]], [[1, 2]]]
 
 
 def test_a_datum_goes_into_the_fullest_microbatch_that_has_room():
     # 6 leaves 4 over and 5 leaves 5: the 3 goes beside the 6.
-    assert plan_microbatches([6, 5, 3], 1, 10).ranks == [[[0, 2], [1]]]
+    assert plan_microbatches([6, 5, 3], 1, 10) == [[[0, 2], [1]]]
     # 20 leaves 10 over, 16 leaves 14 and takes the 13, which leaves 1: the 1 goes there, not into the first.
-    assert plan_microbatches([20, 16, 13, 1], 1, 30).ranks == [[[0], [1, 2, 3]]]
+    assert plan_microbatches([20, 16, 13, 1], 1, 30) == [[[0], [1, 2, 3]]]
 
 
 def test_a_datum_longer_than_the_cap_has_a_microbatch_of_its_own():
-    assert plan_microbatches([3, 12, 3], 1, 6).ranks == [[[1], [0, 2]]]
+    assert plan_microbatches([3, 12, 3], 1, 6) == [[[1], [0, 2]]]
 
 
 def test_ranks_with_less_to_do_get_fillers():
-    assert plan_microbatches([4], 3, 8).ranks == [[[0]], [[]], [[]]]
-    assert plan_microbatches([8, 4, 4], 2, 4).ranks == [[[0], []], [[1], [2]]]
-    assert plan_microbatches([], 2, 8).ranks == [[[]], [[]]]
+    assert plan_microbatches([4], 3, 8) == [[[0]], [[]], [[]]]
+    assert plan_microbatches([8, 4, 4], 2, 4) == [[[0], []], [[1], [2]]]
+    assert plan_microbatches([], 2, 8) == [[[]], [[]]]
 
 
 def test_datums_of_equal_length_keep_their_order():
-    assert plan_microbatches([2, 2, 2, 2], 2, 2).ranks == [[[0], [2]], [[1], [3]]]
-    assert plan_microbatches([2, 2, 2, 2], 1, 4).ranks == [[[0, 1], [2, 3]]]
+    assert plan_microbatches([2, 2, 2, 2], 2, 2) == [[[0], [2]], [[1], [3]]]
+    assert plan_microbatches([2, 2, 2, 2], 1, 4) == [[[0, 1], [2, 3]]]
 
 
 @settings(deadline=None, derandomize=True)
 @batches
 def test_every_datum_is_somewhere_exactly_once(lengths, num_ranks, max_tokens):
-    ranks = plan_microbatches(lengths, num_ranks, max_tokens).ranks
+    ranks = plan_microbatches(lengths, num_ranks, max_tokens)
     assert sorted(i for microbatches in ranks for members in microbatches for i in members) == list(range(len(lengths)))
 
 
 @settings(deadline=None, derandomize=True)
 @batches
 def test_every_rank_has_as_many_microbatches_as_the_others_and_at_least_one(lengths, num_ranks, max_tokens):
-    ranks = plan_microbatches(lengths, num_ranks, max_tokens).ranks
+    ranks = plan_microbatches(lengths, num_ranks, max_tokens)
     assert len(ranks) == num_ranks
     (count,) = {len(microbatches) for microbatches in ranks}
     assert count >= 1
@@ -72,7 +72,7 @@ def test_every_rank_has_as_many_microbatches_as_the_others_and_at_least_one(leng
 @settings(deadline=None, derandomize=True)
 @batches
 def test_microbatches_keep_to_the_cap_unless_they_are_one_datum(lengths, num_ranks, max_tokens):
-    for microbatches in plan_microbatches(lengths, num_ranks, max_tokens).ranks:
+    for microbatches in plan_microbatches(lengths, num_ranks, max_tokens):
         for members in microbatches:
             assert members == sorted(members)
             assert len(members) <= 1 or sum(lengths[i] for i in members) <= max_tokens
@@ -81,7 +81,7 @@ def test_microbatches_keep_to_the_cap_unless_they_are_one_datum(lengths, num_ran
 @settings(deadline=None, derandomize=True)
 @batches
 def test_no_two_ranks_differ_by_more_than_the_longest_datum(lengths, num_ranks, max_tokens):
-    ranks = plan_microbatches(lengths, num_ranks, max_tokens).ranks
+    ranks = plan_microbatches(lengths, num_ranks, max_tokens)
     loads = [sum(lengths[i] for members in microbatches for i in members) for microbatches in ranks]
     assert max(loads) - min(loads) <= max(lengths)
 

@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
+from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.replica import ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
+from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Completion, SamplingParams
 
 

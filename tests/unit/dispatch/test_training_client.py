@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
-from torchtitan_rl.dispatch.training_client import TrainingClient, _agreed, _merge
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.training_steps import _agreed, _merge
 from torchtitan_rl.types import Accumulated, Datum, OptimStepOutput
 
 
@@ -124,9 +125,9 @@ def test_order_survives_any_plan(lengths, num_ranks, max_tokens):
                 )
             ),
         )
-        for microbatches in plan.ranks
+        for microbatches in plan
     ]
-    merged = _merge(answers, plan.ranks, [datum(length) for length in lengths], who="policy.forward")
+    merged = _merge(answers, plan, [datum(length) for length in lengths], who="policy.forward")
     assert [x.tolist() for x in merged.policy_logprobs] == [[float(i)] * n for i, n in enumerate(lengths)]
     assert merged.metrics["x"] == pytest.approx(len(lengths) / sum(lengths))
 

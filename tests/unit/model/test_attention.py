@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl import platform
+from torchtitan_rl.model import attention
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
 
 NAMES = ("output", "query gradient", "key gradient", "value gradient")
@@ -155,7 +155,7 @@ def test_heads_repeated_for_a_kernel_that_cannot_share_them_change_nothing(monke
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     results = []
     for whole_heads in (False, True):
-        monkeypatch.setattr(platform, "needs_whole_heads", lambda query, whole_heads=whole_heads: whole_heads)
+        monkeypatch.setattr(attention, "needs_whole_heads", lambda query, whole_heads=whole_heads: whole_heads)
         inputs = random_inputs(lengths, seed=5)
         output = packed_attention(*inputs, lengths)
         output.square().sum().backward()
@@ -168,4 +168,4 @@ def test_heads_repeated_for_a_kernel_that_cannot_share_them_change_nothing(monke
 @pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_float32_on_cuda_needs_them(cuda, dtype):
-    assert platform.needs_whole_heads(SimpleNamespace(is_cuda=cuda, dtype=dtype)) is (cuda and dtype == torch.float32)
+    assert attention.needs_whole_heads(SimpleNamespace(is_cuda=cuda, dtype=dtype)) is (cuda and dtype == torch.float32)

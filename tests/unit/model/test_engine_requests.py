@@ -9,7 +9,8 @@ from torchtitan_rl.types import Request, SamplingParams
 
 adapters.prepare_vllm(eager=True)
 
-from torchtitan_rl.model.engine_requests import completion, engine_params, scores  # noqa: E402
+from torchtitan_rl.model.engine_scores import scores  # noqa: E402
+from torchtitan_rl.model.engine_steps import completion, engine_params  # noqa: E402
 
 
 def scored(logprob, rank):

@@ -12,7 +12,7 @@ from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.logprobs import LogprobHead, chunked_logprobs
 from torchtitan_rl.model.spec import build_spec, training_spec
-from torchtitan_rl.model.train_step import forward_logprobs
+from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.types import Microbatch
 
 SHAPE = dict(vocab_size=11, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24, max_seq_len=32)
@@ -45,7 +45,7 @@ def adapted(config, *, seed=0, **changes):
 
 
 def logprobs(model):
-    return forward_logprobs(model, BATCH, torch.device("cpu"), temperature=1.0)["policy_logprobs"]
+    return head_outputs(model, BATCH, torch.device("cpu"), temperature=1.0)["policy_logprobs"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

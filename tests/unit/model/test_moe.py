@@ -19,7 +19,7 @@ from torchtitan_rl.model.experts import Experts, Gate
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec, flavor_shape, shape_of, training_spec
-from torchtitan_rl.model.train_step import forward_logprobs
+from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.types import Microbatch
 from torchtitan_rl.validation.run import validate
@@ -205,7 +205,7 @@ def test_the_trainers_model_is_transformers_qwen3_moe(tie_embeddings, tmp_path):
             lengths=[len(tokens)] * vocab,
             loss_inputs={},
         )
-        logprobs_T = forward_logprobs(model, batch, CPU, temperature=1.0)["policy_logprobs"]
+        logprobs_T = head_outputs(model, batch, CPU, temperature=1.0)["policy_logprobs"]
     torch.testing.assert_close(logprobs_T.view(vocab, -1).T, expected_LV, rtol=0, atol=1e-4)
     assert expected_LV.std() > 0.5  # a model that says something, so that agreement means something
 

@@ -11,7 +11,7 @@ from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.attention import PackedSDPA
 from torchtitan_rl.model.logprobs import LogprobHead
 from torchtitan_rl.model.spec import build_spec, flavor_shape, shape_of, training_spec
-from torchtitan_rl.model.train_step import forward_logprobs
+from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.types import Microbatch
 
 VIEW = SimpleNamespace(parallelism=ParallelismConfig(spmd_backend="partial_dtensor"))
@@ -230,7 +230,7 @@ def every_logprob(model, tokens, vocab_size, **kwargs):
         loss_inputs={},
     )
     with torch.no_grad():
-        said = forward_logprobs(model, batch, CPU, **{"temperature": 1.0, **kwargs})
+        said = head_outputs(model, batch, CPU, **{"temperature": 1.0, **kwargs})
         logprobs, entropy = said["policy_logprobs"], said["entropy"]
     return logprobs.view(vocab_size, length).T, entropy.view(vocab_size, length)[0]
 
@@ -273,9 +273,7 @@ def test_packed_documents_and_padding_do_not_change_a_log_probability():
             loss_inputs={},
         )
         with torch.no_grad():
-            return forward_logprobs(model, batch, CPU, temperature=1.0, **kwargs)["policy_logprobs"].split(
-                batch.lengths
-            )
+            return head_outputs(model, batch, CPU, temperature=1.0, **kwargs)["policy_logprobs"].split(batch.lengths)
 
     alone = [score([i])[0] for i in range(3)]
     for order in ([0, 1, 2], [2, 0, 1]):

@@ -7,6 +7,7 @@ import numpy
 import torch
 
 from torchtitan_rl.run.state import RunState, random_states, set_random_states
+from torchtitan_rl.run.training import count_bad
 from torchtitan_rl.types import OptimStepOutput
 
 
@@ -16,10 +17,12 @@ def step(version: int, *, skipped: bool = False, loss: float = 0.5) -> tuple[Opt
 
 def test_bad_steps_are_counted_in_a_row_for_each_role():
     state = RunState(seed=0)
-    assert state.count({"policy": step(0, skipped=True), "critic": step(0)}) == ["policy"]
-    assert state.count({"policy": step(1, loss=float("nan")), "critic": step(0)}) == ["policy"]  # taken, and no number
+    assert count_bad(state, {"policy": step(0, skipped=True), "critic": step(0)}) == ["policy"]
+    assert count_bad(state, {"policy": step(1, loss=float("nan")), "critic": step(0)}) == [
+        "policy"
+    ]  # taken, and no number
     assert state.skipped_in_a_row == {"policy": 2, "critic": 0} and state.policy_version == 1
-    assert state.count({"policy": step(2), "critic": step(0, loss=float("inf"))}) == ["critic"]
+    assert count_bad(state, {"policy": step(2), "critic": step(0, loss=float("inf"))}) == ["critic"]
     assert state.skipped_in_a_row == {"policy": 0, "critic": 1}
 
 

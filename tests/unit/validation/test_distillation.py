@@ -15,8 +15,8 @@ from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.validation.algorithm import check_algorithm
 from torchtitan_rl.validation.distillation import check_distill
+from torchtitan_rl.workflows.policy import single_turn
 from torchtitan_rl.workflows.self_distill import distill_group, postprocess_opsd, self_distill
-from torchtitan_rl.workflows.single_turn import single_turn
 
 
 def check(*roles, distill=None, **algorithm):

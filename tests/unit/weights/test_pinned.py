@@ -7,8 +7,8 @@ import torch
 
 from torchtitan_rl import platform
 from torchtitan_rl.weights import layout
+from torchtitan_rl.weights.layout import SharedBuffers, host_name, open_shared
 from torchtitan_rl.weights.pinned import PinnedPayloads
-from torchtitan_rl.weights.shared_memory import SharedBuffers, host_name, open_shared
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from torchtitan_rl.tasks.letter_sort import hinted
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.group import rollouts_of
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
+from torchtitan_rl.workflows.policy import single_turn
 from torchtitan_rl.workflows.self_distill import distill_group, self_distill
-from torchtitan_rl.workflows.single_turn import single_turn
 
 TASK = Task(id="sort/1", prompt="cab=", answer="abc")
 

@@ -1,4 +1,4 @@
-"""The data that flows through a run, from a task to an optimizer step.
+"""The data that flows through a run, from a task to a loss.
 
 Shape letters of this package: T tokens of one sequence or of one packed microbatch, G rollouts of a group, B batch,
 L sequence length, V vocabulary, D hidden size, N heads, H head size, K targets or likeliest tokens of one position.
@@ -23,11 +23,6 @@ __all__ = [
     "Datum",
     "LossInputs",
     "LossFunction",
-    "Microbatch",
-    "Accumulated",
-    "OptimParams",
-    "ForwardBackwardOutput",
-    "OptimStepOutput",
 ]
 
 
@@ -195,12 +190,9 @@ class Datum:
                 raise ValueError(
                     f"datum.{name}: has {len(tensor)} entries where tokens has {length}; give one per token"
                 )
-        for name, tensor in {"target_tokens": self.target_tokens, **self.loss_inputs}.items():
-            if tensor.dim() > (1 if name == "loss_mask" else 2) or 0 in tensor.shape:
-                raise ValueError(
-                    f"datum.{name}: has shape {tuple(tensor.shape)}; give "
-                    + ("(T,)" if name == "loss_mask" else "(T,) or (T, n)")
-                )
+            allowed = ["(T,)"] if name == "loss_mask" else ["(T,)", "(T, n)"]
+            if tensor.dim() > len(allowed) or 0 in tensor.shape:
+                raise ValueError(f"datum.{name}: has shape {tuple(tensor.shape)}; give {' or '.join(allowed)}")
         weights = self.loss_inputs.get("weights", self.target_tokens)
         if weights.dim() == 2 and weights.shape != self.target_tokens.shape:
             raise ValueError(
@@ -249,80 +241,3 @@ class LossInputs:
 
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """`(LossInputs, **loss_config) -> (token sum, metric sums)`."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Microbatch:
-    """Datums packed end to end along T. Built by dispatch; `lengths` and the tensors agree."""
-
-    tokens_T: torch.Tensor
-    target_tokens_T: torch.Tensor
-    """(T,) or (T, K)."""
-    lengths: list[int]
-    """Tokens of each datum, in packed order."""
-    loss_inputs: dict[str, torch.Tensor]
-    """Float32, each (T,) or (T, n)."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Accumulated:
-    """One rank's share of a `forward_backward` call."""
-
-    rows: dict[str, list[torch.Tensor]]
-    """By the output's name (`policy_logprobs`, a critic's `predicted_values`, `top_tokens`, ...): one tensor per datum,
-    in the order of the microbatches."""
-    loss: float
-    sums: dict[str, float]
-    """Metric sums over tokens; names ending in `_max` are maxima."""
-    interval: tuple[float, float] = (0.0, 0.0)
-    """Start and end on this rank, in seconds since the epoch."""
-
-
-@dataclass(kw_only=True, slots=True)
-class OptimParams:
-    """Optimizer parameters of one step; None takes the trainer config's value."""
-
-    lr: float | None = None
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
-    max_grad_norm: float | None = None
-
-
-@dataclass(kw_only=True, slots=True)
-class ForwardBackwardOutput:
-    """The result of one `forward_backward` call; lists follow the order of the call's data."""
-
-    policy_logprobs: list[torch.Tensor]
-    """Per datum, float32 (T,) or (T, K) in the targets' shape: the role's log-probability of every target; empty for a
-    critic."""
-    values: list[torch.Tensor]
-    """Per datum, float32 of length T: a critic's value of every position; empty for other roles."""
-    loss: float
-    """The weighted token sum over the whole call."""
-    num_tokens: int
-    """Targets with a non-zero loss mask."""
-    metrics: dict[str, float]
-    """Means and maxima over the `num_tokens` targets, under the names of `metrics.py`."""
-    interval: tuple[float, float]
-    """First rank's start and last rank's end, in seconds since the epoch of the workers' clocks."""
-    top_tokens: list[torch.Tensor] = field(default_factory=list)
-    """Per datum, int64 (T, top_k): the likeliest tokens at each position, best first; empty without `top_k`."""
-    top_logprobs: list[torch.Tensor] = field(default_factory=list)
-    """Per datum, float32 (T, top_k): log-probabilities of `top_tokens` over the whole vocabulary; empty without
-    `top_k`."""
-    hidden: list[torch.Tensor] = field(default_factory=list)
-    """Per datum, (T, D) in the role's compute dtype: the head's input, after the last norm; empty unless requested."""
-
-
-@dataclass(kw_only=True, slots=True)
-class OptimStepOutput:
-    """The result of one `optim_step`."""
-
-    grad_norm: float
-    """L2 norm of the accumulated gradient before clipping."""
-    lr: float
-    policy_version: int
-    """Version after the step: one more than before unless `skipped`."""
-    skipped: bool
-    """True when the gradient was not finite: the parameters are unchanged and the gradient is dropped."""

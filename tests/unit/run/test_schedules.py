@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.algorithm.schedules import lr_factor
 from torchtitan_rl.config.algorithm import ScheduleConfig
+from torchtitan_rl.run.training import lr_factor
 
 
 def factors(num_steps, **config):

@@ -1,0 +1,80 @@
+"""Corrections and regularisers: terms of an objective beside its loss, and what they change in the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import torch
+
+from torchtitan_rl.algorithm.datums import with_inputs
+from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
+from torchtitan_rl.algorithm.losses import masked_difference, masked_sum
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.types import Datum, LossInputs
+
+__all__ = ["corrected", "regularized", "with_kept_weights", "with_kl_reward"]
+
+
+def corrected(inputs: LossInputs, *, loss_fn, correction_fn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`loss_fn` with the weights of trained tokens multiplied by the correction's factors."""
+    factor_T, correction_metrics = correction_fn(inputs)
+    weights_T = torch.where(inputs.loss_mask > 0, inputs.weights * factor_T.detach(), 0.0)
+    loss, metrics = loss_fn(dataclasses.replace(inputs, tensors={**inputs.tensors, "weights": weights_T}))
+    return loss, {**correction_metrics, **metrics}
+
+
+def regularized(
+    inputs: LossInputs, *, loss_fn, kl_coef: float, kl_estimator: str, entropy_coef: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`loss_fn` plus the KL to the reference, less the entropy, each times its coefficient and the token weights."""
+    loss, metrics = loss_fn(inputs)
+    if kl_coef:
+        difference_T = masked_difference(inputs, inputs.policy_logprobs, inputs.reference_logprobs)
+        loss = loss + kl_coef * masked_sum(inputs, inputs.weights * KL_ESTIMATORS[kl_estimator](difference_T))
+    if entropy_coef:
+        entropy_T = torch.where(inputs.loss_mask > 0, inputs.entropy, 0.0)
+        loss = loss - entropy_coef * masked_sum(inputs, inputs.weights * entropy_T)
+    return loss, metrics
+
+
+def with_kl_reward(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
+    """Datums whose advantages include the KL to the reference if `kl_in="reward"`; else `data` itself.
+
+    The policy's log-probabilities in this KL are the generator's, because the trainer has not scored the batch yet.
+    """
+    if not config.kl_coef or config.kl_in != "reward":
+        return data
+    return [
+        dataclasses.replace(
+            datum,
+            loss_inputs={
+                **datum.loss_inputs,
+                "advantages": penalized(
+                    datum.loss_inputs["advantages"],
+                    datum.loss_inputs["loss_mask"],
+                    datum.loss_inputs["sampling_logprobs"],
+                    datum.loss_inputs["reference_logprobs"],
+                    coef=config.kl_coef,
+                ),
+            },
+        )
+        for datum in data
+    ]
+
+
+def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]:
+    """Datums of one optimizer step whose weights are a mean over the tokens that `config.correction_fn` keeps.
+
+    The correction rejects a token by a factor of 0. The reduction receives masks without rejected tokens, so a rejected
+    token has weight 0 in every term of the objective and is not in the mean's denominator. The denominator spans all
+    datums of the step, so the factors are computed here, before a split into microbatches; the data must hold
+    `old_logprobs`.
+    """
+    correction = partial(config.correction_fn, **config.correction_config)
+    kept = []
+    for datum in data:
+        alone = torch.zeros(len(datum), dtype=torch.long)
+        factor_T, _ = correction(LossInputs(datum=alone, num_datums=1, tensors=datum.loss_inputs))
+        kept.append(torch.where(factor_T > 0, datum.loss_inputs["loss_mask"], 0.0))
+    return with_inputs(data, weights=config.reduction(kept, [datum.group for datum in data]))

@@ -1,0 +1,203 @@
+"""What a step asks of the generators: completions, and the weights of a version. Replicas that fail are reported to
+`SamplingClient`."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+
+from torchtitan_rl.dispatch.one_version import OneVersion
+from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.repair import Repair
+from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
+from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.dispatch.router import Router
+from torchtitan_rl.dispatch.version_holders import VersionHolders
+from torchtitan_rl.types import Completion, Request, SamplingParams
+
+__all__ = ["SamplingSteps", "fail"]
+
+
+class SamplingSteps(ABC):
+    """`sample` and `pull` over all replicas. `SamplingClient` adds scoring, routing, and what follows a loss."""
+
+    def __init__(
+        self,
+        replicas: list[RoleMesh],
+        versions: VersionHolders | OneVersion,
+        *,
+        max_model_len: int,
+        timeout_s: float,
+        verify: bool = True,
+        placement: Placement | None = None,
+        repair: Repair | None = None,
+    ):
+        """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
+        lost replicas; None: they stay lost."""
+        self._versions, self._placement = versions, placement
+        self._router = router = Router(len(replicas)) if len(replicas) > 1 else None
+        self._replica = lambda mesh, index: Replica(
+            mesh, versions, verify, None if router is None else partial(router.loaded, index)
+        )
+        self._replicas = [self._replica(mesh, index) for index, mesh in enumerate(replicas)]
+        self._repair, self._broken = repair, ""
+        """`_broken`: why no replica is replaced any more; empty while replacements are possible."""
+        self._repairing: set[int] = set()
+        self._repaired = asyncio.Event()
+        self._waiting: list[tuple[list, int | None]] = []
+        """Requests that wait for a replacement, with the version they are pinned to."""
+        self._probed = False
+        self._max_model_len, self._timeout_s = max_model_len, timeout_s
+        self._pending: dict[int | None, list[tuple[Request, asyncio.Future]]] = defaultdict(list)
+        self._tasks: set[asyncio.Task] = set()
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version that serves unpinned requests; None before the first pull."""
+        return self._versions.served
+
+    def health(self) -> dict[str, str]:
+        """Role of each replica -> `"healthy"`, or why the replica is out of use. A death shows once a call to the
+        replica has failed."""
+        return {replica.mesh.role: replica.lost or "healthy" for replica in self._replicas}
+
+    async def pull(self, version: int) -> None:
+        """Every healthy replica loads a published version and drops its caches. Raises RuntimeError when no replica is
+        left."""
+        if self._repair is not None and not self._probed:
+            self._probe(self._repair)
+        async with self._turn("pull"):
+            self._versions.served = version
+            await self._on_all(lambda replica: replica.pull(version))
+
+    async def pull_newest(self) -> int:
+        """Every healthy replica loads what the trainer holds now, as a version of its own. Returns the version."""
+        version = await self._versions.publish()
+        await self.pull(version)
+        return version
+
+    async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
+        indices = await self._some_healthy()
+        results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)
+        for index, result in zip(indices, results, strict=True):
+            if isinstance(result, ReplicaLost):
+                self._lose(self._replicas[index], result)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ReplicaLost):
+                raise result
+        await self._some_healthy()
+
+    async def _some_healthy(self) -> list[int]:
+        """The same as `_healthy`, after the end of repairs if all replicas are being replaced."""
+        while self._repairing and all(replica.lost is not None for replica in self._replicas):
+            self._repaired.clear()
+            await self._repaired.wait()
+        return self._healthy()
+
+    def _healthy(self) -> list[int]:
+        """Indices of the replicas that are not lost. Raises RuntimeError, naming every replica, when all are lost, and
+        when lost replicas are not replaced any more."""
+        if self._broken:
+            raise RuntimeError(self._broken)
+        left = [index for index, replica in enumerate(self._replicas) if replica.lost is None]
+        if not left:
+            reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
+            raise RuntimeError(f"no generator replica is left ({reasons}); look at their logs and start the run again")
+        return left
+
+    def _turn(self, operation: str) -> AbstractAsyncContextManager:
+        """The generators' turn on the devices for as long as the block runs; no wait where no role shares devices."""
+        return nullcontext() if self._placement is None else self._placement.turn("generator", operation)
+
+    async def sample(
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
+    ) -> Completion:
+        """One completion. Raises ValueError for an empty prompt, and when prompt and completion exceed the context."""
+        if len(tokens) + params.max_tokens > self._max_model_len:
+            raise ValueError(
+                f"prompt of {len(tokens)} tokens + max_tokens={params.max_tokens}: exceed "
+                f"generator.max_model_len={self._max_model_len}; shorten one or raise the other"
+            )
+        if not tokens:
+            raise ValueError("prompt=[]: has no tokens; give at least one")
+        completion = await self._submit(Request(list(tokens), params), policy_version)
+        completion.filtered = params.top_k > 0 or params.top_p < 1.0
+        return completion
+
+    async def _submit(self, request: Request, version: int | None):
+        if self.policy_version is None:
+            raise RuntimeError("policy_version=None: the generators hold no weights yet; publish and pull first")
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        if not self._pending[version]:
+            # Two iterations of the event loop: requests of asyncio tasks that started in this iteration travel too.
+            loop.call_soon(loop.call_soon, self._flush, version)
+        self._pending[version].append((request, future))
+        return await future
+
+    def _flush(self, version: int | None) -> None:
+        self._dispatch(self._pending.pop(version), version)
+
+    def _dispatch(self, batch: list, version: int | None) -> None:
+        """Sends each request to the replica that the router chooses. Without a router there is one replica."""
+        try:
+            healthy = self._healthy()
+        except RuntimeError as error:
+            if self._repairing and not self._broken:
+                self._waiting.append((batch, version))
+            else:
+                fail(batch, error)
+            return
+        shares = {healthy[0]: batch} if self._router is None else self._routed(batch, version, healthy)
+        for index, share in shares.items():
+            self._start(self._send(index, share, version))
+
+    async def _send(self, index: int, batch: list, version: int | None) -> None:
+        replica, lost = self._replicas[index], False
+        try:
+            async with self._turn("sample"):
+                answers = await replica.sample([request for request, _ in batch], version, self._timeout_s)
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():
+                    (future.set_exception if isinstance(answer, ValueError) else future.set_result)(answer)
+        except ReplicaLost as error:
+            lost = True
+            self._lose(replica, error)
+        except asyncio.CancelledError:
+            fail(batch, RuntimeError("sampling: the client was closed before the generators answered"))
+            raise
+        except Exception as error:
+            fail(batch, error)
+        finally:
+            if self._router is not None:
+                self._router.finished(index, len(batch), version)
+        if lost:
+            self._dispatch([call for call in batch if not call[1].done()], version)
+
+    def _start(self, work: Coroutine) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @abstractmethod
+    def _routed(self, batch: list, version: int | None, healthy: list[int]) -> dict[int, list]:
+        """Index of a replica -> its share of the requests."""
+
+    @abstractmethod
+    def _lose(self, replica: Replica, error: ReplicaLost) -> None:
+        """Takes a replica out of use, keeps the first reason, and replaces the replica or ends its processes."""
+
+    @abstractmethod
+    def _probe(self, repair: Repair) -> None:
+        """Begins to ask every replica for signs of life."""
+
+
+def fail(batch: list, error: BaseException) -> None:
+    """The error as the answer to every request that has none."""
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(error)

@@ -1,0 +1,221 @@
+"""What a vLLM engine does in a step of a run: takes requests, samples, loads weights.
+
+Commands travel from the caller's thread to the engine's thread. With tensor parallelism rank 0 broadcasts the next
+command, because ranks that stepped different schedules would wait for each other forever.
+"""
+
+from __future__ import annotations
+
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+from torchtitan.protocols.model_spec import ModelSpec
+from vllm import LLMEngine
+from vllm import SamplingParams as EngineSamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind
+
+from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.model import vllm_internals, vllm_model
+from torchtitan_rl.model.engine_scores import scores, scoring_params
+from torchtitan_rl.types import Completion, Request, SamplingParams
+
+__all__ = ["EngineSteps", "Command", "engine_params", "completion"]
+
+_IDLE_WAIT_S = 0.5  # an idle rank 0 broadcasts this often, well within the collective's time limit
+
+
+@dataclass(slots=True)
+class _InFlight:
+    engine_id: str
+    version_starts: list[tuple[int, int]]
+    """(number of tokens already sampled, policy version from there on)."""
+    future: Future | None
+    """The caller's future; None on ranks other than 0."""
+    top_k: int = 0
+    """`Request.top_k` of a scoring request."""
+
+
+@dataclass(slots=True)
+class Command:
+    """An instruction that every rank executes before the next engine step. Data only: rank 0 broadcasts commands."""
+
+    kind: Literal["add", "load", "sleep", "wake"] = "add"
+    argument: Any = field(default_factory=list)
+    """`add`: a list of (request id, request). `load`: a policy version. `wake`: a part's name. `sleep`: unused."""
+
+
+class EngineSteps(ABC):
+    """`submit` requests and `load` weights from any thread of rank 0's process; both return futures. `Engine` adds the
+    thread."""
+
+    _engine: LLMEngine
+    model: Any
+
+    def __init__(self, config: GeneratorConfig, spec: ModelSpec, *, leads: bool) -> None:
+        """`leads`: this rank is rank 0, which gets the requests."""
+        self._config, self._spec, self._leads = config, spec, leads
+        self.held = vllm_model.whole_parameters(spec, config.dtype)
+        """Shape and dtype of every unsharded parameter that the model takes, by torchtitan's name."""
+        self._commands: queue.SimpleQueue[tuple[Command, list[Future]]] = queue.SimpleQueue()
+        self._probes: queue.SimpleQueue[Future] = queue.SimpleQueue()
+        self._in_flight: dict[str, _InFlight] = {}
+        self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._asleep: set[str] = set()
+        self._current: list[Future] = []
+        """Futures of the command being executed."""
+        self._do: dict[str, Callable[[Any, list[Future]], None]] = {"add": self._add_all, "load": self._load_staged}
+        """By the kind of a command: what executes it."""
+        self._counter = 0
+        self._failure: BaseException | None = None
+        self.policy_version, self._num_loads = -1, 0
+
+    # Methods that the actor calls.
+
+    def submit(self, requests: list[Request]) -> list[Future]:
+        """Admits requests together, in order, before the next engine step; returns a future per request.
+
+        The future of a sampling request gives a Completion. The future of a scoring request gives one log-probability
+        per token but the first; with `top_k`, a pair of tensors (T - 1, top_k): tokens and log-probabilities."""
+        command, futures = Command(), []
+        for request in requests:
+            self._counter += 1
+            command.argument.append((str(self._counter), request))
+            futures.append(Future())
+        self._send(command, futures)
+        return futures
+
+    def stage(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Keeps the tensors of a version on this rank until rank 0 commands the load."""
+        self._staged[version] = tensors
+
+    def load(self, version: int) -> Future:
+        """Copies a staged version into the model between two engine steps. Every rank must have staged the version."""
+        return self._ask(Command("load", version))
+
+    def _ask(self, command: Command) -> Future:
+        future: Future = Future()
+        self._send(command, [future])
+        return future
+
+    def _send(self, command: Command, futures: list[Future]) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine has stopped: {self._failure!r}")
+        self._commands.put((command, futures))
+        if self._failure is not None:  # the thread died after the first check and may have missed this command
+            self._fail_waiting()
+
+    @abstractmethod
+    def _fail_waiting(self) -> None:
+        """Raises from every waiting call why the thread has ended."""
+
+    # Methods that run on the engine's thread.
+
+    def _iterate(self) -> None:
+        """Executes one command, then takes one engine step if there is work."""
+        while not self._probes.empty():
+            self._probes.get_nowait().set_result(None)
+        command, futures = self._next()
+        self._current = futures
+        self._do[command.kind](command.argument, futures)
+        self._current = []
+        if self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.finished:
+                    self._finish(output)
+
+    def _next(self) -> tuple[Command, list[Future]]:
+        command, futures = Command(), []
+        if self._leads:
+            wait_s = 0.0 if self._engine.has_unfinished_requests() else _IDLE_WAIT_S
+            with suppress(queue.Empty):
+                command, futures = self._commands.get(timeout=wait_s)
+        if self._config.tensor_parallel_degree > 1:
+            command = vllm_internals.from_leader(command)
+        return command, futures
+
+    def _load_staged(self, version: int, futures: list[Future]) -> None:
+        assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
+        tensors = self._staged.pop(version)
+        if self._config.model_impl == "vllm":  # vLLM's own Qwen3 takes Hugging Face's names and repacks weights
+            head = tensors["lm_head.weight"]
+            tensors = self._spec.state_dict_adapter(self._spec.model, None).to_hf(tensors) | {"lm_head.weight": head}
+            vllm_internals.reload_weights(self._engine, tensors)
+        else:
+            with torch.inference_mode():
+                self.model.load_weights(tensors.items())
+                if wrong := self.model.differs_from(tensors.items()) if self._config.verify_loaded else "":
+                    raise RuntimeError(
+                        f"policy_version={version}: the engine holds other values of {wrong} than were sent"
+                    )
+        self.policy_version, self._num_loads = version, self._num_loads + 1
+        for request in self._in_flight.values():
+            request.version_starts.append((vllm_internals.num_sampled(self._engine, request.engine_id), version))
+        # Requests carry the number of loads as cache salt, so old blocks never match; the reset frees old blocks.
+        if not self._engine.has_unfinished_requests() and not self._engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset after a pull")
+        for future in futures:
+            future.set_result(None)
+
+    def _add_all(self, requests: list[tuple[str, Request]], futures: list[Future]) -> None:
+        for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures
+            self._add(request_id, request, future)
+
+    def _add(self, request_id: str, request: Request, future: Future | None) -> None:
+        prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self._num_loads)}
+        try:
+            engine_id = self._engine.add_request(request_id, prompt, engine_params(request))
+        except (ValueError, TypeError, VLLMClientError) as error:  # the request is at fault, not the engine
+            if future is not None:
+                future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {error}"))
+            return
+        self._in_flight[request_id] = _InFlight(engine_id, [(0, self.policy_version)], future, request.top_k)
+
+    def _finish(self, output) -> None:
+        request = self._in_flight.pop(output.request_id)
+        if request.future is None:
+            return
+        scored = output.prompt_logprobs is not None
+        request.future.set_result(
+            scores(output, request.top_k) if scored else completion(output, request.version_starts)
+        )
+
+
+def engine_params(request: Request) -> EngineSamplingParams:
+    """vLLM's sampling parameters; a request without parameters scores the prompt. Raises vLLM's error for values that
+    vLLM refuses."""
+    params: SamplingParams | None = request.params
+    if params is None:
+        return scoring_params(request)
+    return EngineSamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        stop=params.stop,
+        ignore_eos=params.ignore_eos,
+        logprobs=0,
+        detokenize=bool(params.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion(output: Any, version_starts: list[tuple[int, int]]) -> Completion:
+    """The completion of a finished `RequestOutput`. `version_starts`: (number of tokens already sampled, policy version
+    from there on), the first at 0."""
+    sampled = output.outputs[0]
+    tokens = list(sampled.token_ids)
+    logprobs = [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)]
+    versions: list[int] = []
+    for (_, version), (end, _) in zip(version_starts, [*version_starts[1:], (len(tokens), 0)]):
+        versions += [version] * (end - len(versions))
+    return Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason)

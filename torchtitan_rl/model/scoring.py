@@ -1,0 +1,50 @@
+"""A forward without gradient: what a model says of given tokens."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan_rl.model.train_step import add_rows, head_outputs
+from torchtitan_rl.types import Accumulated, Microbatch
+
+__all__ = ["score"]
+
+_ROWS = {
+    "policy_logprobs": torch.float32,
+    "predicted_values": torch.float32,
+    "top_tokens": torch.int64,
+    "top_logprobs": torch.float32,
+    "hidden": None,
+}
+"""Model outputs that `Accumulated.rows` returns, and the dtype of each; None keeps the output's dtype."""
+
+
+def score(
+    model,
+    batches: list[Microbatch],
+    device: torch.device,
+    *,
+    temperature: float = 1.0,
+    multiple_of: int = 1,
+    top_k: int = 0,
+    hidden: bool = False,
+) -> Accumulated:
+    """Log-probabilities of the targets, or a critic's values. A language model can also return the `top_k` likeliest
+    tokens and the `hidden` states that enter the head."""
+    began = time.time()
+    result = Accumulated(rows={}, loss=0.0, sums={})
+    asked = {"top_k": top_k, "hidden": hidden} if top_k or hidden else {}
+    with torch.no_grad():
+        for batch in batches:
+            outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **asked)
+            for name in outputs.keys() & _ROWS.keys():
+                add_rows(result, name, outputs[name].to(_ROWS[name] or outputs[name].dtype), batch.lengths)
+    # Without a backward FSDP leaves the last group gathered: `model.parameters()` would not be the optimizer's.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    result.interval = (began, time.time())
+    return result

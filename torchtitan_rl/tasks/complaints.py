@@ -1,0 +1,48 @@
+"""Errors about reward functions: whose fault, and what to mend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan_rl.tasks.reward_process import RewardProcessError
+from torchtitan_rl.types import Task
+
+__all__ = ["complaint", "said", "name_of"]
+
+
+def complaint(value: Any, read: list[float | None], num_completions: int, task: Task) -> str:
+    """The end of an error message about the answer of a reward function: what is wrong, what to return. `read` has the
+    numbers of the answer, None for what is no number."""
+    wanted = f"return a list of {num_completions} finite numbers, one per completion"
+    if not isinstance(value, (list, tuple)):
+        returned = "None" if value is None else f"{type(value).__name__} {_short(value)}"
+        return f"returned {returned} for task {task.id!r}; {wanted}"
+    if len(value) != num_completions:
+        counts = f"{len(value)} rewards for the {num_completions} completions"
+        return f"returned {counts} of task {task.id!r}; {wanted}"
+    position, number = next((i, number) for i, number in enumerate(read) if number is None or not math.isfinite(number))
+    reward = value[position]
+    returned = f"{type(reward).__name__} {_short(reward)}" if number is None else str(number)
+    return f"returned {returned} at position {position} for task {task.id!r}; {wanted}"
+
+
+def said(error: BaseException) -> str:
+    """What happened, as it continues the function's name."""
+    if isinstance(error, RewardProcessError):
+        return str(error)
+    return "raised " + " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+
+
+def _short(value: Any) -> str:
+    """The value's repr as one line of at most 80 characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def name_of(function: Callable) -> str:
+    """`reward=module:qualname` of a function, a method or a callable object."""
+    if not hasattr(function, "__qualname__"):
+        function = type(function)
+    return f"reward={function.__module__}:{function.__qualname__}"

@@ -1,0 +1,33 @@
+"""The data that flows through a run, from a task to an optimizer step, under one name."""
+
+from torchtitan_rl.types.calls import Accumulated, ForwardBackwardOutput, Microbatch, OptimParams, OptimStepOutput
+from torchtitan_rl.types.data import (
+    Completion,
+    Datum,
+    LossFunction,
+    LossInputs,
+    Request,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Task,
+    Turn,
+)
+
+__all__ = [
+    "Task",
+    "SamplingParams",
+    "Request",
+    "Completion",
+    "Turn",
+    "Rollout",
+    "RolloutGroup",
+    "Datum",
+    "LossInputs",
+    "LossFunction",
+    "Microbatch",
+    "Accumulated",
+    "OptimParams",
+    "ForwardBackwardOutput",
+    "OptimStepOutput",
+]
