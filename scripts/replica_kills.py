@@ -46,13 +46,13 @@ class Recoveries:
         self._answered: set[int] = set()
         sample = Replica.sample
 
-        async def noted(replica: Replica, requests, *args):
+        async def noted(replica: Replica, requests, *args) -> list:
             answers = await sample(replica, requests, *args)
             if requests:
                 self._answered.add(id(replica))
             return answers
 
-        Replica.sample = noted  # type: ignore[method-assign]
+        Replica.sample = noted  # type: ignore[assignment]
 
     async def run(self) -> None:
         replicas = self.controller.generator._replicas

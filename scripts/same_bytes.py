@@ -5,11 +5,10 @@
     ... --load 4 --jitter                                             the second run with work beside it, and stops
 
 Arguments it does not know go to both runs, such as `--seed 1` or `--generator.num-replicas 2`. Compared are the columns
-of `COLUMNS` in every line of `metrics.jsonl`, and every line of `rollouts/`. Exit status 1 on a difference.
+of `COLUMNS` in every line of `metrics.jsonl`, and every record of `rollouts/`. Exit status 1 on a difference.
 """
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -20,6 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from torchtitan_rl.observability.attempts import read_rollouts
+from torchtitan_rl.observability.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/", "completion/", "advantage/")
@@ -91,30 +93,37 @@ def busy(count: int):
 
 
 def compare(first: Path, second: Path) -> int:
-    """Prints where each file first differs, or that none does. Returns the exit status."""
-    rollouts = {f"rollouts/{file.name}" for path in (first, second) for file in path.glob("rollouts/*")}
+    """Prints where metrics and rollouts first differ, or that none does. Returns the exit status."""
     names, num_lines, same = set(), 0, True
-    for file in ["metrics.jsonl", *sorted(rollouts)]:
-        lines, others = (read(path / file, "" if file in rollouts else COLUMNS) for path in (first, second))
+    for what, rows in (("metrics.jsonl", metrics), ("rollouts", rollouts)):
+        lines, others = rows(first), rows(second)
+        if what == "rollouts" and lines and others:  # versions of the package may record more or fewer columns
+            both = lines[0].keys() & others[0].keys() - {"seconds"}
+            lines, others = ([{k: row[k] for k in both} for row in of_run] for of_run in (lines, others))
         names, num_lines = names.union(*lines), num_lines + len(lines)
         differing = (i for i, (a, b) in enumerate(zip(lines, others)) if a != b)
         if (i := next(differing, None)) is not None:
             keys = [key for key in lines[i] | others[i] if lines[i].get(key) != others[i].get(key)]
             shown = "; ".join(f"{key} {lines[i].get(key)} and {others[i].get(key)}" for key in keys)
-            print(f"{file}: first differs in line {i + 1}: {shown}")
+            print(f"{what}: first differs in line {i + 1}: {shown}")
             same = False
         elif len(lines) != len(others):
-            print(f"{file}: has {len(lines)} lines in the first run and {len(others)} in the second")
+            print(f"{what}: has {len(lines)} lines in the first run and {len(others)} in the second")
             same = False
     if same:
         print(f"identical: {len(names)} columns, {num_lines} lines")
     return 0 if same else 1
 
 
-def read(file: Path, columns: str | tuple[str, ...]) -> list[dict[str, str]]:
-    """The lines of a JSON lines file, values as Python writes them, of names that start with `columns`."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [{k: repr(value) for k, value in json.loads(line).items() if k.startswith(columns)} for line in lines]
+def metrics(run: Path) -> list[dict[str, str]]:
+    """The compared columns of metrics.jsonl, values as Python writes them."""
+    lines = RunDir(run).read_metrics()
+    return [{k: repr(value) for k, value in line.items() if k.startswith(COLUMNS)} for line in lines]
+
+
+def rollouts(run: Path) -> list[dict[str, str]]:
+    """The records of all rollouts, values as Python writes them."""
+    return [{k: repr(value) for k, value in record.items()} for record in read_rollouts(RunDir(run))]
 
 
 if __name__ == "__main__":

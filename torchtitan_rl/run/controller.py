@@ -63,7 +63,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         self.state = state or RunState(seed=config.seed)
         self.stop = StopRequest(config.controller.max_hours)
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
-        self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights)
+        self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights, self.state.calls)
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
         self.batches = Batches(
             config.algorithm,
@@ -146,6 +146,13 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
 
     async def train(self) -> dict[str, Evaluation]:
         """Warm start, reinforcement, and one evaluation on the test split. Returns the evaluations by name."""
+        try:
+            return await self._train()
+        except Ended as end:
+            attempts.end_for_good(self.run_dir, str(end))
+            raise
+
+    async def _train(self) -> dict[str, Evaluation]:
         config, state, warm = self.config.controller, self.state, self.config.supervised.num_steps > 0
         if state.phase in ("start-up", "supervised"):
             if warm:
@@ -168,24 +175,18 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
     async def supervise(self) -> None:
         """Runs the supervised phase, then gives its weights to the generators and to the roles that start from the
         policy."""
-        try:
-            await supervise(
-                self.config,
-                self.supervised_family,
-                self.player,
-                self.trainer,
-                self.state,
-                self.recorder,
-                bad_step=self._bad_step,
-                between_steps=self._between_steps,
-            )
-        except Ended as end:
-            attempts.end_for_good(self.run_dir, str(end))
-            raise
+        await supervise(
+            self.config,
+            self.supervised_family,
+            self.player,
+            self.trainer,
+            self.state,
+            self.recorder,
+            bad_step=self._bad_step,
+            between_steps=self._between_steps,
+        )
         await self.publish()
-        if (
-            self.weights.teacher_version is not None
-        ):  # chosen before this phase: reinforcement starts from the new weights
+        if self.weights.teacher_version is not None:  # reinforcement starts from the new weights
             await self.weights.set_teacher(self.policy_version)
         for name, role in self.config.roles.configured().items():
             if name in ("reference", "critic") and role.model is None:  # reference and critic start here too

@@ -28,14 +28,23 @@ class Failures:
     """What a run does about a workflow, an environment or a reward that raises or is late, as
     `algorithm.on_rollout_failure` says. Faults of the generators are none of these: they end the run."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    def __init__(self, config: AlgorithmConfig, counted: dict[str, int]) -> None:
+        """`counted` has the calls of the run so far, further tries included (`calls`), and the failed calls by cause
+        (`environment`, `workflow`, `reward`). Counting goes on in it: a checkpoint holds it."""
         self.retries = config.rollout_retries if config.on_rollout_failure == "retry" else 0
         self.max_failed_frac = config.max_failed_frac
-        self.calls = 0
-        """Calls so far in this attempt at the run, further tries included."""
-        self.failed: Counter[str] = Counter()
-        """Failed calls by cause: `environment`, `workflow` or `reward`."""
-        self._told: Counter[str] = Counter()
+        self.counted = counted
+        self._told = Counter(self.failed)
+
+    @property
+    def calls(self) -> int:
+        """Calls so far, of all attempts at the run."""
+        return self.counted.get("calls", 0)
+
+    @property
+    def failed(self) -> Counter[str]:
+        """Failed calls so far, by cause."""
+        return Counter({cause: number for cause, number in self.counted.items() if cause != "calls"})
 
     async def tried(self, call: Callable[[int], Awaitable[Any]], stage: str) -> Any:
         """The result of `call(retry)`, from retry 0 on. Raises GroupFailed after the last retry, and TooManyFailures.
@@ -43,7 +52,7 @@ class Failures:
         `stage` is `workflow` or `reward`.
         """
         for retry in range(self.retries + 1):
-            self.calls += 1
+            self.counted["calls"] = self.calls + 1
             try:
                 return await call(retry)
             except (SamplingFailed, Ended):
@@ -63,11 +72,11 @@ class Failures:
         groups = [result for result in played if not isinstance(result, GroupFailed)]
         counts.update({f"failure/{cause}": n - self._told[cause] for cause, n in self.failed.items()})
         counts["failure/dropped_groups"] += len(played) - len(groups)
-        self._told = Counter(self.failed)
+        self._told = self.failed
         return groups
 
     def _count(self, cause: str, error: Exception) -> None:
-        self.failed[cause] += 1
+        self.counted[cause] = self.counted.get(cause, 0) + 1
         logger.warning("a rollout failed (%s): %s", cause, error)
         failed = self.failed.total()
         if self.calls >= _FROM and failed > self.max_failed_frac * self.calls:

@@ -26,11 +26,18 @@ class Rollouts:
     """Plays tasks with the newest policy. `generator` samples; `weights` has the snapshot for self-distillation."""
 
     def __init__(
-        self, config: RunConfig, family: TaskFamily, tokenizer, generator: SamplingClient, weights: PolicyWeights
+        self,
+        config: RunConfig,
+        family: TaskFamily,
+        tokenizer,
+        generator: SamplingClient,
+        weights: PolicyWeights,
+        counted: dict[str, int],
     ) -> None:
+        """`counted` counts calls and failures, see `run.failures`."""
         self.config, self.family, self.tokenizer = config, family, tokenizer
         self.generator, self.weights = generator, weights
-        self.failures = None if config.algorithm.on_rollout_failure == "fail" else Failures(config.algorithm)
+        self.failures = None if config.algorithm.on_rollout_failure == "fail" else Failures(config.algorithm, counted)
 
     async def play(self, draws: list[Draw], counts: Counter) -> list[RolloutGroup]:
         """`group_size` rollouts of each draw's task, with rewards, grouped as the algorithm says.

@@ -32,6 +32,8 @@ class RunState:
     """`Draws.state_dict()`: the next slot, and the state of the source of tasks."""
     supervised_source: dict = field(default_factory=dict)
     """The state of the supervised phase's source of tasks; empty before the first supervised step."""
+    calls: dict[str, int] = field(default_factory=dict)
+    """Calls of workflows and rewards, and failed calls by cause; see `run.failures`."""
     accuracies: dict[str, dict[str, float]] = field(default_factory=dict)
     """Name of an evaluation -> step of the reinforcement phase -> accuracy."""
     warm_start: dict | None = None

@@ -71,7 +71,8 @@ def test_rewards_that_differ_by_rounding_are_equal_to_estimators_filter_and_metr
     assert [x.tolist() for x in reinforce_pp_baseline([noise, noise])] == [[0.0] * 4] * 2
     assert reinforce_pp_baseline([noise, spread])[0].tolist() == [0.0] * 4
     group = RolloutGroup(id="0/0", rollouts=made.attempts(0, NOISE))
-    assert filtered([group], AlgorithmConfig(filters=FilterConfig(zero_variance=True)), max_tokens=8) == ([], [group])
+    kept, left_out = filtered([group], AlgorithmConfig(filters=FilterConfig(zero_variance=True)), max_tokens=8)
+    assert kept == [] and [each.left_out for each in left_out] == ["zero_variance"]
     assert lines.of_batch([group], 0, {})["reward/zero_std_frac"] == 1.0
 
 

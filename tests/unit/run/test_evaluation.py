@@ -115,7 +115,7 @@ def test_a_task_whose_reward_fails_to_the_last_counts_as_wrong_where_failures_do
 
     with pytest.raises(RuntimeError, match="judge is away"):
         evaluation(Flaky())
-    failures = Failures(AlgorithmConfig(on_rollout_failure="retry", rollout_retries=1, max_failed_frac=1.0))
+    failures = Failures(AlgorithmConfig(on_rollout_failure="retry", rollout_retries=1, max_failed_frac=1.0), {})
     line = evaluation(Flaky(), failures).metrics()
     assert line["eval/accuracy"] == 0.25  # c alone; d is right, and nobody judged it
     assert (line["failure/reward"], line["failure/dropped_groups"]) == (2, 1)

@@ -16,7 +16,7 @@ TASK = Task(id="t", prompt="p", answer="a")
 
 
 def failures(mode: str, **settings) -> Failures:
-    return Failures(AlgorithmConfig(on_rollout_failure=mode, **settings))
+    return Failures(AlgorithmConfig(on_rollout_failure=mode, **settings), {})
 
 
 def attempts(*outcomes: BaseException | None, log: list | None = None):
@@ -107,3 +107,15 @@ def test_too_many_failures_end_the_run_with_their_causes():
     assert str(caught.value) == (
         "algorithm.max_failed_frac=0.25: 11 of 33 calls have failed (11 environment); the last: down"
     )
+
+
+def test_counting_goes_on_where_the_attempt_before_stopped():
+    counted = {"calls": 31, "reward": 20}
+    failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=0.5), counted)
+
+    async def fail(retry):
+        raise ValueError("late")
+
+    with pytest.raises(TooManyFailures, match=r"21 of 32 calls have failed \(21 reward\); the last: late"):
+        asyncio.run(failures.tried(fail, "reward"))
+    assert counted == {"calls": 32, "reward": 21}
