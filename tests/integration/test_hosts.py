@@ -258,6 +258,9 @@ def test_a_slurm_job_is_printed_and_not_submitted(tmp_path):
             "4",
             "--time-limit",
             "01:00:00",
+            "--requeue",
+            "--output-dir",
+            "runs/job",
             "--dry-run",
             "--trainer.num-hosts",
             "2",
@@ -273,6 +276,6 @@ def test_a_slurm_job_is_printed_and_not_submitted(tmp_path):
     assert result.returncode == 0, result.stderr
     for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=01:00:00"):
         assert line in result.stdout.splitlines()
-    assert f"torchtitan_rl.cli train {QUICKSTART} --trainer.num-hosts 2" in result.stdout
-    assert "--hosts job" in result.stdout
+    assert f"torchtitan_rl.cli train {QUICKSTART} --output-dir runs/job --trainer.num-hosts 2" in result.stdout
+    assert "--hosts job --resume auto; status=$?; test $status -eq 75" in result.stdout
     assert "validated by --dry-run only" in result.stderr and list(tmp_path.iterdir()) == []

@@ -23,6 +23,9 @@ from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
 
 __all__ = ["main"]
 
+_PREEMPTED = 75
+"""Exit status of a run that was asked to stop and has written a checkpoint: `run.ends.PREEMPTED_STATUS`."""
+
 _WARNING = "validated by --dry-run only: no scheduler has been given such a job yet"
 
 
@@ -39,6 +42,14 @@ def main(argv: list[str]) -> int:
         check_fits(config, [_node(args, index) for index in range(args.num_hosts)])
         print(f"note: {_WARNING}", file=sys.stderr)
         train = [sys.executable, "-m", "torchtitan_rl.cli", "train", args.config, *overrides, "--hosts", "job"]
+        if args.requeue and args.scheduler != "slurm":
+            raise ValueError("--requeue: is Slurm's; use train --max-restarts, or the cluster's restart policy")
+        if args.resume or args.requeue:
+            if not config.output_dir:
+                raise ValueError(
+                    "output_dir='': a job that goes on with a run needs the run's directory; set --output-dir"
+                )
+            train += ["--resume", args.resume or "auto"]
         return (_slurm if args.scheduler == "slurm" else _kubernetes)(args, train)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -59,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus-per-host", type=int, default=0, help="0: hosts without GPUs, with as many cores as this one"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, submit nothing")
+    parser.add_argument(
+        "--resume", default="", metavar="latest|auto|DIR", help="go on with a run, as train --resume does"
+    )
+    parser.add_argument(
+        "--requeue", action="store_true", help="slurm: submit the job again when it was preempted or its time was up"
+    )
     parser.add_argument("--time-limit", help="slurm: HH:MM:SS")
     parser.add_argument("--partition", help="slurm")
     parser.add_argument("--account", help="slurm")
@@ -83,6 +100,9 @@ def _slurm(args: argparse.Namespace, train: list[str]) -> int:
     """Submits one Slurm allocation, which runs the workers and, on its first node, the controller."""
     from monarch.job import SlurmJob
 
+    if args.requeue:  # the run has written a checkpoint and ended with this status
+        again = f'test $status -eq {_PREEMPTED} && scontrol requeue "$SLURM_JOB_ID"'
+        train = ["bash", "-c", f"{shlex.join(train)}; status=$?; {again}; exit $status"]
     job = SlurmJob(
         {"hosts": args.num_hosts},
         python_exe=sys.executable,
