@@ -1,7 +1,7 @@
 """Trainer meshes of any layout without a generator: for tests of numbers and for scripts/numerics_table.py."""
 
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import torch
 
@@ -51,12 +51,35 @@ async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL, *, own
         mesh = await launcher.start_trainer(config, model, role="policy", seed=0)
         if own_teacher:
             await launcher.start_store()
-            trainer = client(mesh)
-            versions = PolicyVersions(trainer, launcher.store, WeightSyncConfig(), torch.float32, one_host=True)
-            await versions.copy_head(trainer, trainer)
+            await _hold_own_head(mesh, launcher.store)
         yield mesh
     finally:
         await launcher.stop()
+
+
+async def _hold_own_head(mesh, store) -> None:
+    trainer = client(mesh)
+    versions = PolicyVersions(trainer, store, WeightSyncConfig(), torch.float32, one_host=True)
+    await versions.copy_head(trainer, trainer)
+
+
+@contextmanager
+def local_trainers(loop, log_dir):
+    """Starts trainers of one rank in this process, which costs no process: `start(config)`, with `own_teacher` as above."""
+    from torchtitan_rl.launch.local import LocalLauncher
+
+    launcher = LocalLauncher(log_dir=str(log_dir), start_timeout_s=60, call_timeout_s=60)
+
+    async def start(config, own_teacher):
+        mesh = await launcher.start_trainer(config, MODEL, role="policy", seed=0)
+        if own_teacher:
+            await _hold_own_head(mesh, launcher.store)
+        return mesh
+
+    try:
+        yield lambda config, *, own_teacher=False: loop.run_until_complete(start(config, own_teacher))
+    finally:
+        loop.run_until_complete(launcher.stop())
 
 
 def started(loop, config, **how):

@@ -25,12 +25,12 @@ def _mismatch(generated: torch.Tensor, trained: torch.Tensor) -> tuple[float, fl
     return float(difference.abs().max()), float((torch.expm1(difference) - difference).mean())
 
 
-async def _two_steps(config):
+async def _two_steps(config, backend="actors"):
     """Log-probabilities after two optimizer steps: the trainer's on recorded data, the generator's on given tokens,
     and of sampled completions and the three likeliest tokens of the data both (generator's, trainer's)."""
     from torchtitan_rl.run.controller import Controller
 
-    async with await Controller.launch(config) as controller:
+    async with await Controller.launch(config, backend=backend) as controller:
         data = random_datums(7)
         for _ in range(2):
             await controller.trainer.forward_backward(data, importance_sampling)
@@ -63,7 +63,8 @@ async def _two_steps(config):
 
 @pytest.fixture(scope="module")
 def reference(loop, tmp_path_factory):
-    return loop.run_until_complete(_two_steps(small_config(tmp_path_factory.mktemp("one") / "run")))
+    """One rank, in this process."""
+    return loop.run_until_complete(_two_steps(small_config(tmp_path_factory.mktemp("one") / "run"), "local"))
 
 
 @pytest.mark.parametrize("dp, tp", [(2, 1), (1, 2)])
@@ -97,7 +98,7 @@ def test_generator_and_trainer_agree_in_float32(reference):
 
 def test_a_bfloat16_generator_stays_near_the_trainer(loop, tmp_path):
     trained, scored, _, both = loop.run_until_complete(
-        _two_steps(small_config(tmp_path / "run", generator__dtype="bfloat16"))
+        _two_steps(small_config(tmp_path / "run", generator__dtype="bfloat16"), "local")
     )
     for largest, kl in (_mismatch(scored, trained), _mismatch(*both)):
         assert 1e-4 < largest < 0.1 and kl <= 1e-3, (largest, kl)

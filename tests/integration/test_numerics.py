@@ -1,4 +1,4 @@
-"""Gradients and updates do not depend on how the work was laid out: real meshes, no generator.
+"""Gradients and updates do not depend on how the work was laid out: real meshes, no generator. One rank is in this process.
 
 There is no padded mode to compare with the packed one: datums are always packed. What padding there is, is all here:
 attention's buckets, TP's filling up to a multiple of its size (odd token counts), and fillers where data-parallel
@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.helpers import distillation_datums, flat, random_datums, relative_l2
-from tests.integration.layouts import client, recorded_batches, replay, started, trainer_config
+from tests.integration.layouts import client, local_trainers, recorded_batches, replay, started, trainer_config
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo, reverse_kl
 from torchtitan_rl.types import OptimParams
 
@@ -29,6 +29,7 @@ LAYOUTS = {
     "full": dict(activation_checkpoint="full"),
 }
 DISTILLED = ["dp2", "tp2", "dp2-tp2"]
+ONE_RANK = ["selective", "full"]
 
 
 async def ten_steps(trainer, path, save=False):
@@ -42,16 +43,25 @@ async def ten_steps(trainer, path, save=False):
 
 
 @pytest.fixture(scope="module")
-def one_rank(loop, tmp_path_factory):
+def here(loop, tmp_path_factory):
+    """Starts trainers of one rank, in this process."""
+    with local_trainers(loop, tmp_path_factory.mktemp("logs")) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def one_rank(loop, here, tmp_path_factory):
     """(mesh, its update over ten batches, a checkpoint of its initial weights)."""
-    mesh, stop = started(loop, trainer_config(), own_teacher=True)
+    mesh = here(trainer_config(), own_teacher=True)
     path = tmp_path_factory.mktemp("initial")
-    yield mesh, loop.run_until_complete(ten_steps(client(mesh), path, save=True)), path
-    stop()
+    return mesh, loop.run_until_complete(ten_steps(client(mesh), path, save=True)), path
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def laid_out(loop, request):
+def laid_out(loop, here, request):
+    if request.param in ONE_RANK:
+        yield here(trainer_config(**LAYOUTS[request.param]))
+        return
     mesh, stop = started(loop, trainer_config(**LAYOUTS[request.param]), own_teacher=request.param in DISTILLED)
     yield mesh
     stop()
