@@ -49,7 +49,7 @@ def split(state):
 
 @pytest.fixture(scope="module")
 def trained(loop, tmp_path_factory):
-    """In one process: a stack of one rank after two steps, and what it was and wrote: before, after, base/, checkpoint."""
+    """A stack in this process after two steps, and what it was and wrote: before, after, base/, checkpoint."""
     from torchtitan_rl.run.controller import Controller
 
     directory = tmp_path_factory.mktemp("lora")
