@@ -1,10 +1,18 @@
 """One running stack, shared by the tests that do not break it: real actors, real engine, real store."""
 
 import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from tests.integration.leftovers import nothing_left
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
 
@@ -36,6 +44,64 @@ def loop():
     asyncio.set_event_loop(loop)
     yield loop
     loop.close()
+
+
+SHORT = [
+    *("--supervised.num-steps", "2", "--supervised.batch-size", "8"),
+    *("--algorithm.tasks-per-step", "4", "--algorithm.group-size", "4"),
+    *("--controller.num-steps", "2", "--controller.eval-every", "1", "--controller.pass-at-k", "2"),
+    *("--controller.eval-tasks", "8", "--controller.test-tasks", "8"),
+]
+"""A short run of the quickstart, as arguments of the command."""
+
+
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory) -> SimpleNamespace:
+    """A short run by the command, with actors: its directory `path`, its `stdout`, and the command lines of the
+    `processes` it had."""
+    path = tmp_path_factory.mktemp("short") / "run"
+    with nothing_left():
+        return watched(["train", str(ROOT / "configs" / "quickstart.py"), *SHORT], path)
+
+
+def watched(arguments: list[str], path: Path, typed: str = "") -> SimpleNamespace:
+    """Runs the command to its end; `typed` is its standard input. See `short_run`."""
+    command, processes = [sys.executable, "-m", "torchtitan_rl.cli", *arguments, "--output-dir", str(path)], set()
+    with (
+        tempfile.TemporaryFile("w+") as stdin,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        stdin.write(typed)
+        stdin.seek(0)
+        process = subprocess.Popen(command, cwd=ROOT, stdin=stdin, stdout=out, stderr=err)
+        end = time.monotonic() + 150
+        while process.poll() is None:
+            assert time.monotonic() < end
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.Error):  # it has ended by now
+                    processes.add(" ".join(child.cmdline()))
+            time.sleep(0.2)
+        out.seek(0), err.seek(0)
+        assert process.returncode == 0, err.read()
+        return SimpleNamespace(path=path, stdout=out.read(), processes=processes)
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """The command in this process: what is refused before anything starts needs no other."""
+    from torchtitan_rl import cli, verbs
+
+    monkeypatch.chdir(ROOT)
+    # The command ends its process with this status; nothing else of it is replaced.
+    monkeypatch.setattr(verbs, "ended", lambda coroutine, status=int: status(asyncio.run(coroutine)))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        capsys.readouterr()
+        status = cli.main(list(arguments))
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

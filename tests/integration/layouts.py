@@ -1,7 +1,7 @@
 """Trainer meshes of any layout without a generator: for tests of numbers and for scripts/numerics_table.py."""
 
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import torch
 
@@ -38,25 +38,58 @@ def trainer_config(dp: int = 1, tp: int = 1, replicate: int = 1, **changes) -> T
     return config
 
 
-@asynccontextmanager
-async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL, *, own_teacher: bool = False):
-    """A running mesh; the weights depend on the seed alone, not on the layout.
-
-    `own_teacher`: it holds its own head as a teacher's, which has been through a store.
-    """
+def a_launcher():
     from torchtitan_rl.launch.actors import Launcher
 
-    launcher = Launcher(log_dir=None, start_timeout_s=240, call_timeout_s=400)  # compiling takes long
+    return Launcher(log_dir=None, start_timeout_s=240, call_timeout_s=400)  # compiling takes long
+
+
+@asynccontextmanager
+async def trainer_mesh(config: TrainerConfig, model: ModelConfig = MODEL, *, own_teacher: bool = False, launcher=None):
+    """A running mesh; the weights depend on the seed alone, not on the layout.
+
+    `own_teacher`: it holds its own head as a teacher's, which has been through a store. A `launcher` that is given has
+    one already; it runs on when the mesh ends.
+    """
+    own, launcher = launcher is None, launcher or a_launcher()
     try:
         mesh = await launcher.start_trainer(config, model, role="policy", seed=0)
         if own_teacher:
-            await launcher.start_store()
-            trainer = client(mesh)
-            versions = PolicyVersions(trainer, launcher.store, WeightSyncConfig(), torch.float32, one_host=True)
-            await versions.copy_head(trainer, trainer)
+            if own:
+                await launcher.start_store()
+            await _hold_own_head(mesh, launcher.store)
         yield mesh
     finally:
-        await launcher.stop()
+        if own:
+            await launcher.stop()
+        else:
+            await launcher._meshes.pop().stop("the tests have what they need of it")
+            launcher.pids.clear()
+
+
+async def _hold_own_head(mesh, store) -> None:
+    trainer = client(mesh)
+    versions = PolicyVersions(trainer, store, WeightSyncConfig(), torch.float32, one_host=True)
+    await versions.copy_head(trainer, trainer)
+
+
+@contextmanager
+def local_trainers(loop, log_dir):
+    """`start(config)` starts a trainer of one rank in this process; `own_teacher` as above."""
+    from torchtitan_rl.launch.local import LocalLauncher
+
+    launcher = LocalLauncher(log_dir=str(log_dir), start_timeout_s=60, call_timeout_s=60)
+
+    async def start(config, own_teacher):
+        mesh = await launcher.start_trainer(config, MODEL, role="policy", seed=0)
+        if own_teacher:
+            await _hold_own_head(mesh, launcher.store)
+        return mesh
+
+    try:
+        yield lambda config, *, own_teacher=False: loop.run_until_complete(start(config, own_teacher))
+    finally:
+        loop.run_until_complete(launcher.stop())
 
 
 def started(loop, config, **how):

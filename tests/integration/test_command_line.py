@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.conftest import SHORT, small_config
 from tests.integration.leftovers import nothing_left
 from torchtitan_rl import metrics
 from torchtitan_rl.observability import attempts
@@ -20,26 +21,6 @@ from torchtitan_rl.observability.run_dir import RunDir
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "torchtitan_rl.cli"]
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
-SHORT = [
-    "--supervised.num-steps",
-    "2",
-    "--supervised.batch-size",
-    "8",
-    "--algorithm.tasks-per-step",
-    "4",
-    "--algorithm.group-size",
-    "4",
-    "--controller.num-steps",
-    "2",
-    "--controller.eval-every",
-    "1",
-    "--controller.eval-tasks",
-    "8",
-    "--controller.test-tasks",
-    "8",
-    "--controller.pass-at-k",
-    "2",
-]
 
 
 def run(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess:
@@ -52,23 +33,13 @@ def leftovers():
         yield
 
 
-@pytest.fixture(scope="module")
-def short_runs(tmp_path_factory) -> list[Path]:
-    """The same short run twice."""
-    paths = [tmp_path_factory.mktemp("runs") / name for name in ("first", "second")]
-    for path in paths:
-        result = run("train", QUICKSTART, *SHORT, "--output-dir", str(path))
-        assert result.returncode == 0, result.stderr
-        assert "greedy accuracy after reinforcement (test, looked at once)" in result.stdout
-    return paths
-
-
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_the_files_it_promises(short_runs):
-    path = short_runs[0]
+def test_a_run_leaves_the_files_it_promises(short_run):
+    path = short_run.path
+    assert "greedy accuracy after reinforcement (test, looked at once)" in short_run.stdout
     records = lines(path)
     for phase, names in (
         ("supervised", metrics.SUPERVISED),
@@ -100,19 +71,23 @@ def test_a_run_leaves_the_files_it_promises(short_runs):
     assert "policy" in logs["policy-0.log"][0] and "pid" in logs["policy-0.log"][0]
 
 
-def test_the_same_seed_gives_the_same_bytes(short_runs):
+@pytest.mark.slow  # the faster variant is in test_backends_agree.py, whose second run has the other backend
+def test_the_same_seed_gives_the_same_bytes(short_run, tmp_path):
+    result = run("train", QUICKSTART, *SHORT, "--output-dir", str(tmp_path / "second"))
+    assert result.returncode == 0, result.stderr
     columns = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/")
     first, second = (
-        [{k: repr(v) for k, v in r.items() if k.startswith(columns)} for r in lines(p)] for p in short_runs
+        [{k: repr(v) for k, v in r.items() if k.startswith(columns)} for r in lines(p)]
+        for p in (short_run.path, tmp_path / "second")
     )
     assert first == second
 
 
-def test_a_checkpoint_evaluates_and_samples(short_runs, tmp_path):
-    checkpoint = str(short_runs[0] / "checkpoints" / "step-2")
+def test_a_checkpoint_evaluates_and_samples(short_run, tmp_path):
+    checkpoint = str(short_run.path / "checkpoints" / "step-2")
     result = run("eval", QUICKSTART, *SHORT, "--checkpoint", checkpoint, "--output-dir", str(tmp_path / "eval"))
     assert result.returncode == 0, result.stderr
-    after = [r for r in lines(short_runs[0]) if r["phase"] == "evaluation" and r["eval/split"] == "validation"][-1]
+    after = [r for r in lines(short_run.path) if r["phase"] == "evaluation" and r["eval/split"] == "validation"][-1]
     assert f"validation accuracy {after['eval/accuracy']:.4f}" in result.stdout
     result = run("sample", "--checkpoint", checkpoint, "--prompt", "szyci=", "--max-tokens", "4")
     assert result.returncode == 0 and len(result.stdout.splitlines()) == 1, result.stdout
@@ -148,13 +123,13 @@ def mistake(result: subprocess.CompletedProcess, *expected: str) -> None:
         (["train", QUICKSTART, "--output-dir", "/proc/nowhere"], ["output_dir='/proc/nowhere'", "cannot be written"]),
     ],
 )
-def test_mistakes_are_refused_before_anything_starts(arguments, expected):
-    mistake(run(*arguments, timeout=60), *expected)
+def test_mistakes_are_refused_before_anything_starts(here, arguments, expected):
+    mistake(here(*arguments), *expected)
 
 
-def test_a_half_written_checkpoint_is_refused(tmp_path):
+def test_a_half_written_checkpoint_is_refused(here, tmp_path):
     (tmp_path / "step-5" / "model").mkdir(parents=True)
-    mistake(run("eval", QUICKSTART, "--checkpoint", str(tmp_path / "step-5")), "step-5", "is incomplete")
+    mistake(here("eval", QUICKSTART, "--checkpoint", str(tmp_path / "step-5")), "step-5", "is incomplete")
 
 
 def test_a_file_without_a_config_is_refused(tmp_path):
@@ -192,10 +167,16 @@ def test_a_bad_reward_function_ends_the_run_with_its_name(tmp_path, body, expect
     mistake(result, "bad:reward", expected)
 
 
-def test_a_prompt_longer_than_its_limit_is_refused(tmp_path):
-    limit = ("--sampling.max-prompt-tokens", "5")
-    result = run("train", QUICKSTART, *SHORT, *limit, "--backend", "local", "--output-dir", str(tmp_path / "run"))
-    mistake(result, "sampling.max_prompt_tokens=5", "its prompt has")
+def test_a_prompt_longer_than_its_limit_is_refused(loop, tmp_path):
+    from torchtitan_rl.run.controller import Controller
+
+    async def train():
+        config = small_config(tmp_path / "run", sampling__max_prompt_tokens=5)
+        async with await Controller.launch(config, backend="local") as controller:
+            await controller.train()
+
+    with pytest.raises(ValueError, match="its prompt has 7 tokens, sampling.max_prompt_tokens=5; raise it"):
+        loop.run_until_complete(train())
 
 
 @pytest.mark.parametrize("generator_tp", [pytest.param("1", marks=pytest.mark.slow), "2"])
@@ -231,12 +212,13 @@ def test_ctrl_c_ends_a_run_within_five_seconds_and_says_where(tmp_path, generato
 
 
 def test_dry_run_and_show_need_neither_vllm_nor_monarch():
-    for config in ("qwen3_0_6b_gsm8k.py", "reasoning_gym.py", "quickstart.py"):
-        script = (
-            "import sys; from torchtitan_rl.cli import main; "
-            f"code = main(['train', 'configs/{config}', '--dry-run']) or main(['show', 'configs/{config}']); "
-            "print([m for m in ('vllm', 'monarch') if m in sys.modules]); sys.exit(code)"
-        )
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
-        assert result.returncode == 0, result.stderr
-        assert "valid; nothing was started" in result.stdout and result.stdout.strip().endswith("[]")
+    configs = [f"configs/{name}.py" for name in ("qwen3_0_6b_gsm8k", "reasoning_gym", "quickstart")]
+    script = (
+        "import sys; from torchtitan_rl.cli import main; "
+        f"code = any(main(['train', config, '--dry-run']) or main(['show', config]) for config in {configs}); "
+        "print([m for m in ('vllm', 'monarch') if m in sys.modules]); sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert all(f"{config}: valid; nothing was started" in result.stdout for config in configs)
+    assert result.stdout.strip().endswith("[]")

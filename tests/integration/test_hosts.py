@@ -166,7 +166,7 @@ def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
     ids=["worker", "everything", "controller", "rank"],
 )
 def test_what_dies_is_named_with_its_host_within_fifteen_seconds(launch, tmp_path, victim, named):
-    run = launch("--supervised.num-steps", "5000")
+    run = launch("--supervised.num-steps", "5000", "--generator.num-replicas", "1")
     run.wait_for_metrics()
     processes = run.descendants()
     (worker,) = [
@@ -193,7 +193,7 @@ def test_what_dies_is_named_with_its_host_within_fifteen_seconds(launch, tmp_pat
 
 
 def test_a_host_that_does_not_come_ends_the_wait(launch):
-    run = launch(ranks=(0,), TORCHTITAN_RL_JOIN_S="10")
+    run = launch(ranks=(0,), TORCHTITAN_RL_JOIN_S="4")
     assert run.wait(120) != [0]
     assert "1/2 clients joined" in run.text(), run.text()  # torchrun's own words
 
@@ -216,14 +216,8 @@ def test_more_hosts_than_the_launch_has_are_refused_with_the_numbers(launch):
         (["--trainer.num-threads", "1000"], "trainer.num_threads=1000: this host has"),
     ],
 )
-def test_a_dry_run_refuses_what_does_not_fit(arguments, expected):
-    result = subprocess.run(
-        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--dry-run", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_a_dry_run_refuses_what_does_not_fit(here, arguments, expected):
+    result = here("train", QUICKSTART, "--dry-run", *arguments)
     assert result.returncode == 1 and expected in result.stderr, result.stderr
 
 
@@ -234,14 +228,8 @@ def test_a_dry_run_refuses_what_does_not_fit(arguments, expected):
         ("tcp://127.0.0.1:1,tcp://127.0.0.1:1", "a worker is named twice"),
     ],
 )
-def test_addresses_of_another_form_are_refused(hosts, expected):
-    result = subprocess.run(
-        [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, "--hosts", hosts],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_addresses_of_another_form_are_refused(here, hosts, expected):
+    result = here("train", QUICKSTART, "--hosts", hosts)
     assert result.returncode == 1 and expected in result.stderr, result.stderr
 
 

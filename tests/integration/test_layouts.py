@@ -8,6 +8,7 @@ import torch
 from tests.integration.conftest import small_config
 from tests.integration.helpers import random_datums
 from torchtitan_rl.algorithm.losses import importance_sampling
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import Completion, Datum, OptimParams, SamplingParams
 
 # 19 tokens; completions of different lengths leave 4, 3, 2 and at last 1 sequence to decode.
@@ -25,13 +26,17 @@ def _mismatch(generated: torch.Tensor, trained: torch.Tensor) -> tuple[float, fl
     return float(difference.abs().max()), float((torch.expm1(difference) - difference).mean())
 
 
-async def _two_steps(config):
-    """Log-probabilities after two optimizer steps: the trainer's on recorded data, the generator's on given tokens,
-    and of sampled completions and the three likeliest tokens of the data both (generator's, trainer's)."""
+async def _two_steps(config, backend="actors", export=None):
+    """Parameters and the trainer's forward at the start, exported to `export`. Then log-probabilities after
+    two optimizer steps: the trainer's on recorded data, the generator's on given tokens, and of sampled completions and
+    the three likeliest tokens of the data both (generator's, trainer's)."""
     from torchtitan_rl.run.controller import Controller
 
-    async with await Controller.launch(config) as controller:
+    async with await Controller.launch(config, backend=backend) as controller:
         data = random_datums(7)
+        start = await controller.trainer.parameters(), await controller.trainer.forward(data)
+        if export is not None:
+            await controller.trainer.save_hf_model(export, eos=1, pad=0)
         for _ in range(2):
             await controller.trainer.forward_backward(data, importance_sampling)
             await controller.trainer.optim_step(OptimParams(lr=1e-3))
@@ -58,24 +63,43 @@ async def _two_steps(config):
                 + [logprobs_TK.flatten() for logprobs_TK in best]
             ),
         )
-        return torch.cat(output.policy_logprobs), torch.cat([torch.tensor(s) for s in scored]), sampled, both
+        scored = torch.cat([torch.tensor(s) for s in scored])
+        return start, torch.cat(output.policy_logprobs), scored, sampled, both
 
 
 @pytest.fixture(scope="module")
-def reference(loop, tmp_path_factory):
-    return loop.run_until_complete(_two_steps(small_config(tmp_path_factory.mktemp("one") / "run")))
+def exported(tmp_path_factory):
+    return tmp_path_factory.mktemp("exported") / "model"
 
 
-@pytest.mark.parametrize("dp, tp", [(2, 1), (1, 2)])
-def test_two_steps_give_the_log_probabilities_of_one_rank(loop, reference, tmp_path, dp, tp):
-    config = small_config(
-        tmp_path / "run",
-        generator__tensor_parallel_degree=2,
-        trainer__parallelism__tensor_parallel_degree=tp,
-        trainer__parallelism__data_parallel_shard_degree=dp,
-    )
-    trained, scored, sampled, both = loop.run_until_complete(_two_steps(config))
-    expected_trained, expected_scored, expected_sampled, _ = reference
+@pytest.fixture(scope="module")
+def reference(loop, exported, tmp_path_factory):
+    """One rank, in this process."""
+    config = small_config(tmp_path_factory.mktemp("one") / "run")
+    return loop.run_until_complete(_two_steps(config, "local", exported))
+
+
+@pytest.fixture(scope="module", params=["dp2, from a directory", "tp2, from the seed"])
+def laid_out(loop, reference, exported, request, tmp_path_factory):
+    config = small_config(tmp_path_factory.mktemp("two") / "run", generator__tensor_parallel_degree=2)
+    if request.param.startswith("dp2"):
+        config.trainer.parallelism.data_parallel_shard_degree = 2
+        config.model = ModelConfig(assets=str(exported), pretrained=True)  # what another run has exported
+    else:
+        config.trainer.parallelism.tensor_parallel_degree = 2
+    return loop.run_until_complete(_two_steps(config))
+
+
+def test_a_run_starts_from_the_weights_of_a_directory_or_of_the_seed(reference, laid_out):
+    (expected, expected_output), (weights, output) = reference[0], laid_out[0]
+    assert expected.keys() == weights.keys()
+    assert all(torch.equal(expected[name], weights[name]) for name in expected)
+    assert torch.allclose(torch.cat(output.policy_logprobs), torch.cat(expected_output.policy_logprobs), atol=1e-5)
+
+
+def test_two_steps_give_the_log_probabilities_of_one_rank(reference, laid_out):
+    _, trained, scored, sampled, both = laid_out
+    _, expected_trained, expected_scored, expected_sampled, _ = reference
     assert (trained - expected_trained).abs().max() <= 1e-4
     assert (scored - expected_scored).abs().max() <= 1e-4
     for completion, expected in zip(sampled, expected_sampled):
@@ -90,14 +114,14 @@ def _agree_in_float32(trained, scored, both):
 
 
 def test_generator_and_trainer_agree_in_float32(reference):
-    trained, scored, sampled, both = reference
+    _, trained, scored, sampled, both = reference
     assert sum(map(len, PROMPTS)) % 2 == 1 and len({len(c.tokens) for c in sampled}) > 1  # odd numbers of tokens
     _agree_in_float32(trained, scored, both)
 
 
 def test_a_bfloat16_generator_stays_near_the_trainer(loop, tmp_path):
-    trained, scored, _, both = loop.run_until_complete(
-        _two_steps(small_config(tmp_path / "run", generator__dtype="bfloat16"))
+    _, trained, scored, _, both = loop.run_until_complete(
+        _two_steps(small_config(tmp_path / "run", generator__dtype="bfloat16"), "local")
     )
     for largest, kl in (_mismatch(scored, trained), _mismatch(*both)):
         assert 1e-4 < largest < 0.1 and kl <= 1e-3, (largest, kl)

@@ -49,13 +49,13 @@ def split(state):
 
 @pytest.fixture(scope="module")
 def trained(loop, tmp_path_factory):
-    """A stack of one rank after two steps, and what it was and wrote: before, after, base/, checkpoint."""
+    """A stack in this process after two steps, and what it was and wrote: before, after, base/, checkpoint."""
     from torchtitan_rl.run.controller import Controller
 
     directory = tmp_path_factory.mktemp("lora")
 
     async def start():
-        controller = await Controller.launch(lora_config(directory / "run"))
+        controller = await Controller.launch(lora_config(directory / "run"), backend="local")
         await controller.trainer.save_hf_model(directory / "base", eos=1, pad=0)
         before = await controller.trainer.parameters()
         gradients = [await step(controller) for _ in range(2)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.integration.helpers import flat, random_datums, relative_l2
-from tests.integration.layouts import client, started, trainer_config
+from tests.integration.layouts import client, local_trainers, trainer_config
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.types import OptimParams
 
@@ -20,11 +20,11 @@ NO_CLIP = OptimParams(lr=1e-3, max_grad_norm=float("inf"))
 @pytest.fixture(scope="module", params=BOUND)
 def scaled(loop, request, tmp_path_factory):
     """(compute dtype, a one-rank trainer in it, a checkpoint of its initial weights)."""
-    mesh, stop = started(loop, trainer_config(training__mixed_precision_param=request.param))
-    trainer, path = client(mesh, 40), tmp_path_factory.mktemp("initial")
-    loop.run_until_complete(trainer.save_checkpoint(path))
-    yield request.param, trainer, path
-    stop()
+    with local_trainers(loop, tmp_path_factory.mktemp("logs")) as start:
+        mesh = start(trainer_config(training__mixed_precision_param=request.param))
+        trainer, path = client(mesh, 40), tmp_path_factory.mktemp("initial")
+        loop.run_until_complete(trainer.save_checkpoint(path))
+        yield request.param, trainer, path
 
 
 async def gradient(trainer, loss_weight=1.0):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.integration.conftest import ROOT
 from tests.integration.helpers import flat, random_datums, relative_l2
@@ -40,20 +41,13 @@ def moe_config(
     return config
 
 
-async def _train(config: RunConfig, export: Path | None = None) -> dict:
-    """One optimizer step from random weights, then both sides' log-probabilities of the same tokens."""
-    from torchtitan_rl.run.controller import Controller
-
-    async with await Controller.launch(config) as controller:
-        await controller.trainer.forward_backward(DATA, importance_sampling)
-        result = {"gradients": await controller.trainer.gradients()}
-        result["step"] = await controller.trainer.optim_step(OptimParams(lr=1e-2))
-        await controller.publish()
-        result["weights"] = await controller.trainer.parameters()
-        result |= await _score(controller)
-        if export is not None:
-            await controller.trainer.save_hf_model(export, eos=1, pad=0)
-        return result
+async def _train(controller) -> dict:
+    """One optimizer step, then both sides' log-probabilities of the same tokens."""
+    await controller.trainer.forward_backward(DATA, importance_sampling)
+    result = {"gradients": await controller.trainer.gradients()}
+    result["step"] = await controller.trainer.optim_step(OptimParams(lr=1e-2))
+    await controller.publish()
+    return result | {"weights": await controller.trainer.parameters()} | await _score(controller)
 
 
 async def _score(controller) -> dict:
@@ -65,13 +59,39 @@ async def _score(controller) -> dict:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    return tmp_path_factory.mktemp("moe") / "model"
+def one_rank(loop, tmp_path_factory):
+    """In this process: a step from random weights, and the directories with the weights before and after it."""
+    from torchtitan_rl.run.controller import Controller
+
+    directory = tmp_path_factory.mktemp("moe")
+
+    async def run():
+        async with await Controller.launch(moe_config(directory / "run"), backend="local") as controller:
+            await controller.trainer.save_hf_model(directory / "before", eos=1, pad=0)
+            result = await _train(controller)
+            await controller.trainer.save_hf_model(directory / "after", eos=1, pad=0)
+            return result | {"before": directory / "before", "after": directory / "after"}
+
+    return loop.run_until_complete(run())
 
 
 @pytest.fixture(scope="module")
-def expert_parallel(loop, exported, tmp_path_factory):
-    return loop.run_until_complete(_train(moe_config(tmp_path_factory.mktemp("ep") / "run", dp=2, ep=2), exported))
+def expert_parallel(loop, one_rank, tmp_path_factory):
+    """Starts from the weights after one rank's step, exports them, and makes that step itself."""
+    from torchtitan_rl.run.controller import Controller
+
+    directory = tmp_path_factory.mktemp("ep")
+    config = moe_config(directory / "run", dp=2, ep=2, generator_tp=2)
+    config.model = ModelConfig(assets=str(one_rank["after"]), pretrained=True)
+
+    async def run():
+        async with await Controller.launch(config) as controller:
+            loaded = {"weights": await controller.trainer.parameters()} | await _score(controller)
+            await controller.trainer.save_hf_model(directory / "again", eos=1, pad=0)
+            await controller.trainer.init_model(one_rank["before"])
+            return await _train(controller) | {"loaded": loaded, "again": directory / "again"}
+
+    return loop.run_until_complete(run())
 
 
 def test_generator_and_trainer_agree(expert_parallel):
@@ -89,34 +109,42 @@ def test_the_load_balancing_bias_moves_once_per_step(expert_parallel):
         assert torch.allclose(steps_E, steps_E.round(), atol=1e-4) and steps_E.max() <= 2.0001
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{"generator_tp": 2}, {"tp": 2, "activation_checkpoint": "full"}],
-    ids=["one rank", "tensor-parallel experts, recomputed"],
-)
-def test_other_layouts_give_the_gradients_of_expert_parallelism(loop, expert_parallel, layout, tmp_path):
-    result = loop.run_until_complete(_train(moe_config(tmp_path / "run", **layout)))
-    gradients, expected = result["gradients"], expert_parallel["gradients"]
-    assert relative_l2(flat(gradients), flat(expected)) <= 1e-5
-    experts = [name for name in expected if ".inner_experts." in name or ".router." in name or "ffn_norm" in name]
-    assert len(experts) == 2 * 5 and all(expected[name].any() for name in experts)
+def _same_step(result, expected):
+    gradients, expected_gradients = result["gradients"], expected["gradients"]
+    assert relative_l2(flat(gradients), flat(expected_gradients)) <= 1e-5
+    experts = [n for n in expected_gradients if ".inner_experts." in n or ".router." in n or "ffn_norm" in n]
+    assert len(experts) == 2 * 5 and all(expected_gradients[name].any() for name in experts)
     for name in experts:
-        assert relative_l2(gradients[name].double(), expected[name].double()) <= 1e-5, name
-    assert result["step"].grad_norm == pytest.approx(expert_parallel["step"].grad_norm, rel=1e-5)
+        assert relative_l2(gradients[name].double(), expected_gradients[name].double()) <= 1e-5, name
+    assert result["step"].grad_norm == pytest.approx(expected["step"].grad_norm, rel=1e-5)
     assert (result["scored"] - result["trained"]).abs().max() <= 1e-4
 
 
-def test_a_run_starts_from_exported_experts(loop, expert_parallel, exported, tmp_path):
+def test_expert_parallelism_gives_the_gradients_of_one_rank(one_rank, expert_parallel):
+    assert (one_rank["scored"] - one_rank["trained"]).abs().max() <= 1e-4
+    _same_step(expert_parallel, one_rank)
+
+
+def test_so_do_tensor_parallel_experts_that_are_recomputed(loop, expert_parallel, tmp_path):
     from torchtitan_rl.run.controller import Controller
 
     async def run():
-        config = moe_config(tmp_path / "run", dp=2, ep=2)
-        config.model = ModelConfig(assets=str(exported), pretrained=True)
+        config = moe_config(tmp_path / "run", tp=2, activation_checkpoint="full")
         async with await Controller.launch(config) as controller:
-            return await controller.trainer.parameters(), await _score(controller)
+            return await _train(controller)
 
-    weights, scores = loop.run_until_complete(run())
-    assert weights.keys() == expert_parallel["weights"].keys()
-    assert all(torch.equal(weights[name], expert_parallel["weights"][name]) for name in weights)
-    assert torch.allclose(scores["trained"], expert_parallel["trained"], atol=1e-5)
-    assert (scores["scored"] - scores["trained"]).abs().max() <= 1e-4
+    _same_step(loop.run_until_complete(run()), expert_parallel)
+
+
+def test_a_run_starts_from_exported_experts(one_rank, expert_parallel):
+    expected, loaded = one_rank, expert_parallel["loaded"]
+    assert loaded["weights"].keys() == expected["weights"].keys()
+    assert all(torch.equal(loaded["weights"][name], expected["weights"][name]) for name in expected["weights"])
+    assert any(expected["weights"][name].any() for name in expected["weights"] if name.endswith("expert_bias_E"))
+    assert torch.allclose(loaded["trained"], expected["trained"], atol=1e-5)
+    assert (loaded["scored"] - loaded["trained"]).abs().max() <= 1e-4
+
+
+def test_experts_on_several_ranks_are_exported_whole(one_rank, expert_parallel):
+    again, expected = (load_file(path / "model.safetensors") for path in (expert_parallel["again"], one_rank["after"]))
+    assert again.keys() == expected.keys() and all(torch.equal(again[name], expected[name]) for name in expected)

@@ -32,7 +32,7 @@ def test_the_calculator(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "to_datums", recorded)
 
     async def run():
-        async with await Controller.launch(config) as controller:
+        async with await Controller.launch(config, backend="local") as controller:
             await controller.supervise()
             await controller.reinforce()
             return await controller.evaluate("validation"), controller.tokenizer

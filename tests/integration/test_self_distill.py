@@ -44,7 +44,7 @@ def running(loop, tmp_path_factory):
     )
 
     async def run():
-        controller, scored = await Controller.launch(config), []
+        controller, scored = await Controller.launch(config, backend="local"), []
         score = controller.generator.score
 
         async def recorded(tokens, *, policy_version=None):
