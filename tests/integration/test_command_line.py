@@ -60,7 +60,7 @@ def test_a_run_leaves_the_files_it_promises(short_run):
         sampled = [x for x, mask in zip(sequence["policy_logprobs"], sequence["loss_mask"], strict=True) if mask]
         assert sampled == pytest.approx(turn["logprobs"], abs=1e-5)  # both sides are of one policy version
         assert record["seconds"].keys() == {"play", "reward"} and record["answer"]
-    assert [record["version"] for record in attempts.read_versions(RunDir(path))][-2:] == [4, 5]
+    assert [record["version"] for record in attempts.read_versions(RunDir(path))][-2:] == [3, 4]
     assert {file.suffix for name in ("rollouts", "ledger", "versions") for file in (path / name).iterdir()} == {
         ".parquet"
     }
