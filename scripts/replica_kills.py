@@ -94,6 +94,13 @@ async def train(path: Path, args: argparse.Namespace, seed: int, kills: int) -> 
         return report["test"].accuracy, recoveries.seconds
 
 
+def undisturbed(path: Path, args: argparse.Namespace, seed: int) -> float:
+    """Test accuracy of a run of that seed; a run that is there already is read and not made again."""
+    lines = RunDir(path).read_metrics()
+    done = [line["eval/accuracy"] for line in lines if line.get("eval/split") == "test"]
+    return done[-1] if done else asyncio.run(train(path, args, seed, 0))[0]
+
+
 def lengths(path: Path) -> list[int]:
     """Sampled tokens of each rollout that trained."""
     return [sum(r["num_tokens"]) for r in read_rollouts(RunDir(path)) if not r["left_out"]]
@@ -109,7 +116,7 @@ def main() -> int:
     parser.add_argument("--output-dir", default="")
     args = parser.parse_args()
     place = Path(args.output_dir or tempfile.mkdtemp(prefix="torchtitan-rl-replicas-")).absolute()
-    accuracies = [asyncio.run(train(place / f"seed-{seed}", args, seed, 0))[0] for seed in range(args.seeds)]
+    accuracies = [undisturbed(place / f"seed-{seed}", args, seed) for seed in range(args.seeds)]
     accuracy, seconds = asyncio.run(train(place / "disturbed", args, 0, args.kills))
     counts, problems = audit(RunDir(place / "disturbed"))
     for problem in problems:
