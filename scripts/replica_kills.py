@@ -1,6 +1,6 @@
 """Kills the replicas of a run's generator in turn and compares the run with undisturbed ones.
 
-    .venv/bin/python scripts/replica_kills.py [--kills 8] [--replicas 2] [--seeds 3] [--steps N] [--output-dir DIR]
+    .venv/bin/python scripts/replica_kills.py [--kills 8] [--replicas 2] [--spares 1] [--seeds 3] [--output-dir DIR]
 
 All runs have the quickstart's config with two replicas. Each kill waits until the replica killed before has completed a
 request again. Asked: the run finishes; its accuracy is within the spread of the undisturbed seeds, widened by the 95%
@@ -80,7 +80,7 @@ async def train(path: Path, args: argparse.Namespace, seed: int, kills: int) -> 
     config = load_config(str(ROOT / "configs" / "quickstart.py"))
     config.output_dir, config.seed = str(path), seed
     config.generator.num_replicas = args.replicas
-    config.generator.max_replica_restarts = max(1, kills)
+    config.generator.max_replica_restarts, config.generator.num_spares = max(1, kills), args.spares if kills else 0
     config.controller.num_steps = args.steps or config.controller.num_steps
     config.controller.test_tasks = args.test_tasks
     async with await Controller.launch(config) as controller:
@@ -110,6 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the quickstart has")
     parser.add_argument("--test-tasks", type=int, default=256)

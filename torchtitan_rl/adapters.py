@@ -104,9 +104,11 @@ def _log_once(message: str) -> None:
 
 def configure_monarch() -> None:
     """Declares a process or host dead after 8 s of silence. Monarch's default is 30 s and more, and silence is
-    sometimes the only sign of a death that Monarch gets."""
+    sometimes the only sign of a death that Monarch gets. Log lines of this process stay without Monarch's prefix."""
+    from monarch._src.actor import config
     from monarch.config import configure
 
+    config.prefix_python_logs_with_actor = False
     configure(get_actor_state_max_idle="8s", get_proc_state_max_idle="8s")
 
 

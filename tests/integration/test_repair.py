@@ -22,7 +22,8 @@ def controller(loop, tmp_path_factory):
     config = small_config(
         tmp_path_factory.mktemp("repair") / "run",
         generator__num_replicas=2,
-        generator__max_replica_restarts=4,
+        generator__max_replica_restarts=5,
+        generator__num_spares=1,
         generator__probe_every_s=0.5,
         generator__hang_timeout_s=HANG_S,
     )
@@ -46,6 +47,14 @@ async def _pid(controller, index) -> int:
     return (await controller.generator._replicas[index].mesh.call_each("where"))[0]
 
 
+async def _spare(controller) -> int:
+    """Waits until a spare is prepared; returns its process id."""
+    (preparing,) = controller.launcher._spares._preparing
+    procs, actors = await asyncio.wait_for(asyncio.shield(preparing), 60)
+    (pid,) = [pid for _, pid in await actors.prepare.call(True)]
+    return pid
+
+
 async def _all_healthy(controller) -> float:
     """Waits until every replica is healthy; returns the seconds that took."""
     start = time.monotonic()
@@ -57,6 +66,7 @@ async def _all_healthy(controller) -> float:
 
 def test_a_killed_replica_rejoins_with_the_served_version_and_its_requests_go_elsewhere(loop, controller):
     async def run():
+        spare = await _spare(controller)
         before = await _sample(controller, 64)
         victim, batch = await _pid(controller, 1), asyncio.ensure_future(_sample(controller, 64))
         await asyncio.sleep(0.05)
@@ -67,11 +77,11 @@ def test_a_killed_replica_rejoins_with_the_served_version_and_its_requests_go_el
         took = await _all_healthy(controller)
         replica = controller.generator._replicas[1]
         after = await replica.mesh.call_leader("sample", [])
-        return victim, before, during, version, took, replica, after, await _pid(controller, 1)
+        return victim, before, during, version, took, replica, after, await _pid(controller, 1) == spare
 
-    victim, before, during, version, took, replica, after, pid = loop.run_until_complete(run())
+    victim, before, during, version, took, replica, after, was_spare = loop.run_until_complete(run())
     assert [c.tokens for c in during] == [c.tokens for c in before]
-    assert pid != victim and replica.held == version == controller.policy_version and after == []
+    assert was_spare and replica.held == version == controller.policy_version and after == []
     assert controller.versions.held()[version] == ["generator-0", "generator-1", "newest"]
     assert controller.generator.num_restarts == 1
     print(f"rejoined after {took:.1f} s")
@@ -91,8 +101,21 @@ def test_a_stopped_replica_is_found_without_a_call_and_replaced(loop, controller
         return reason, answers, await controller.generator._replicas[0].mesh.call_leader("probe")
 
     reason, answers, _ = loop.run_until_complete(run())
-    assert reason.startswith("generator-0-0.probe: ")  # no answer within 6 s, unless Monarch misses the process before
+    assert reason.startswith("generator-0.probe: no answer, generator-0-0 (pid ") and "is stopped (SIGSTOP)" in reason
     assert all(len(answer.tokens) == 40 for answer in answers)
+
+
+def test_without_its_spare_a_replica_is_replaced_from_scratch(loop, controller):
+    async def run():
+        spare = await _spare(controller)
+        os.kill(spare, signal.SIGKILL)
+        os.kill(await _pid(controller, 1), signal.SIGKILL)
+        answers = await asyncio.wait_for(_sample(controller, 64), REJOINS_WITHIN_S)
+        await _all_healthy(controller)
+        return spare, await _pid(controller, 1), answers
+
+    spare, pid, answers = loop.run_until_complete(run())
+    assert pid != spare and len(answers) == 64
 
 
 def test_with_every_replica_gone_requests_wait_for_a_replacement(loop, controller):

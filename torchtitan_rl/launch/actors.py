@@ -26,6 +26,7 @@ from torchtitan_rl.environment import default_environment
 from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.hosts.bootstrap import claim_devices
 from torchtitan_rl.hosts.inventory import Devices, MeshSize, Place
+from torchtitan_rl.launch.spares import Spares
 
 __all__ = ["Launcher"]
 
@@ -59,6 +60,7 @@ class Launcher:
     """Monarch's mesh of processes of each generator replica."""
     _role_pids: dict[str, list[int]] = field(default_factory=dict)
     _num_restarts: int = 0
+    _spares: Spares | None = None
 
     def __post_init__(self) -> None:
         self._devices = Devices(self.hosts.hosts)
@@ -102,7 +104,7 @@ class Launcher:
         place = self._devices.take(MeshSize(role=role, num_ranks=ranks, replica=True, share_with=share_with))
 
         async def start(name: str) -> RoleMesh:
-            procs = await self._spawn(name, ranks, place)
+            procs = await self._spare_or_new(name, ranks, place)
             self._replicas[role] = procs
             if ranks > 1:
                 await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
@@ -114,6 +116,22 @@ class Launcher:
 
         self._starts[role] = start
         return await start(role)
+
+    def keep_spares(self, config: GeneratorConfig) -> None:
+        """Prepares processes for replacements of lost replicas. On other hosts replacements start from scratch."""
+        if not self.hosts.attached:
+            self._spares = Spares(
+                config.num_spares,
+                config.tensor_parallel_degree,
+                eager=config.enforce_eager,
+                spawn=self._spawn,
+                on_pids=self.pids.extend,
+            )
+            self._spares.fill()
+
+    async def _spare_or_new(self, name: str, ranks: int, place: Place):
+        spare = None if self._spares is None else await self._spares.take(place)
+        return await self._spawn(name, ranks, place) if spare is None else spare
 
     async def restart_generator(self, role: str) -> RoleMesh:
         """A replacement for a generator replica, on the same devices. Ends what is left of the replica first."""
@@ -128,7 +146,10 @@ class Launcher:
                 await asyncio.wait_for(_awaited(procs.stop("lost")), _END_WITHIN_S)
             except Exception as error:  # a mesh that has failed cannot be stopped in order
                 logger.warning("%s: did not stop in order (%s: %s)", role, type(error).__name__, error)
-        return await self._starts[role](f"{role}-restart{self._num_restarts}")
+        mesh = await self._starts[role](f"{role}-restart{self._num_restarts}")
+        if self._spares is not None:
+            self._spares.fill()
+        return mesh
 
     async def start_store(self) -> None:
         """Starts TorchStore: its volume on the first host and its controller, each in a process of its own."""
@@ -183,7 +204,7 @@ class Launcher:
         )
         pids = await mesh.call_each("where", timeout_s=self.start_timeout_s)
         if not self.hosts.attached:
-            self.pids += pids
+            self.pids += [pid for pid in pids if pid not in self.pids]  # a spare is known already
             self._role_pids[role] = pids
         await mesh.call_each("setup", timeout_s=self.start_timeout_s)
         return mesh
@@ -203,8 +224,8 @@ class Launcher:
     def _note_failure(self, failure) -> None:
         report = " ".join(str(failure.report()).split())
         self.failures.append(report)
-        # Every process has an actor that forwards logs. It dies with the process and needs no line of its own.
-        if not self._stopping and not failure.mesh_name.startswith("logger-"):
+        # Every process has an actor that forwards logs, and some have been spares: no line of their own.
+        if not self._stopping and not failure.mesh_name.startswith(("logger-", "spare-")):
             logger.warning("Monarch reports: %s", report[:500])
 
     async def stop(self, timeout_s: float = 5.0) -> None:

@@ -127,6 +127,8 @@ def _repair(config: RunConfig, launcher: Launcher | LocalLauncher) -> Repair | N
     generator = config.generator
     if not generator.max_replica_restarts or not isinstance(launcher, Launcher):
         return None
+    if generator.num_spares:
+        launcher.keep_spares(generator)
     return Repair(
         launcher.restart_generator,
         max_restarts=generator.max_replica_restarts,
