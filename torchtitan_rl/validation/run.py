@@ -157,6 +157,7 @@ def _check_numbers(config: RunConfig) -> None:
         ("algorithm.num_epochs", config.algorithm.num_epochs),
         ("generator.num_replicas", config.generator.num_replicas),
         ("generator.max_num_seqs", config.generator.max_num_seqs),
+        ("controller.hang_timeout_s", config.controller.hang_timeout_s),
         ("controller.eval_tasks", config.controller.eval_tasks),
         ("controller.test_tasks", config.controller.test_tasks),
         ("supervised.batch_size", config.supervised.batch_size),
@@ -166,6 +167,7 @@ def _check_numbers(config: RunConfig) -> None:
         ("controller.num_steps", config.controller.num_steps),
         ("supervised.num_steps", config.supervised.num_steps),
         ("supervised.lr", config.supervised.lr),
+        ("generator.num_spares", config.generator.num_spares),
     ):
         if not 0 <= number < float("inf"):
             raise ValueError(f"{where}={number}: must not be negative; use 0 or more")
