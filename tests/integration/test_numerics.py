@@ -74,7 +74,10 @@ def launcher(loop):
     loop.run_until_complete(launcher.stop())
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name == "replicate2-dp2" else []) for name in LAYOUTS],
+)
 def laid_out(loop, here, launcher, request):
     if request.param in ONE_RANK:
         yield here(trainer_config(**LAYOUTS[request.param]))

@@ -328,6 +328,7 @@ def test_saving_before_the_first_step_does_not_change_it(loop, apart, tmp_path):
     assert torch.equal(plain, saved) and torch.equal(plain, resumed)
 
 
+@pytest.mark.slow  # test_backends_agree.py has roles that share one device
 def test_sharing_every_device_changes_no_number_and_loses_no_gradient(loop, apart, tmp_path):
     from torchtitan_rl.run.controller import Controller
 

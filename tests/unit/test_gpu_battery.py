@@ -183,6 +183,7 @@ def test_a_check_that_does_not_exist_is_refused_with_the_nearest(capsys):
     assert "--only=quickstrat: there is no such check; did you mean quickstart?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_checks_with_a_small_form_run_on_a_cpu(tmp_path):
     names = ("environment", "attention-kernels", "logprob-chunk")
     checks = [check for check in CHECKS if check.name in names]
