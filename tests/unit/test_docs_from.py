@@ -89,8 +89,8 @@ def page(name):
 
 
 def example(name):
-    """(what they write, as text; our RunConfig) of a page's example."""
-    theirs, ours = re.findall(r"```(?:python|bash)\n(.*?)```", page(name), re.DOTALL)
+    """(what they write, as text; our RunConfig) of a page's example of both."""
+    theirs, ours = re.findall(r"```(?:python|bash)\n(.*?)```", page(name), re.DOTALL)[-2:]
     scope = {}
     exec(ours, scope)
     return theirs, scope["config"]()

@@ -19,6 +19,7 @@ from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.run.evaluation import eval_families
 from torchtitan_rl.tasks.family import TaskFamily, source_of
+from torchtitan_rl.tasks.vocabulary import warn_unknown_text
 
 if TYPE_CHECKING:
     from torchtitan_rl.launch.local import LocalLauncher
@@ -48,12 +49,15 @@ def read_inputs(config: RunConfig) -> Inputs:
         source_of(family, split, config.seed)  # refuses an empty split now, not at the end of the run
     supervised_family = family if config.supervised.task is None else config.supervised.task.build()
     source_of(supervised_family, "train", config.seed)
+    evaluated = eval_families(config, family)
+    tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(config.model)))
+    warn_unknown_text(tokenizer, [family, supervised_family, *evaluated.values()])
     return Inputs(
-        tokenizer=AutoTokenizer.from_pretrained(str(assets_dir(config.model))),
+        tokenizer=tokenizer,
         family=family,
         source=source_of(family, "train", config.seed),
         supervised_family=supervised_family,
-        eval_families=eval_families(config, family),
+        eval_families=evaluated,
     )
 
 

@@ -70,11 +70,11 @@ class TaskSource:
             return self.family.task(self.split, self.seed * 2**32 + 2**31 + drawn % 2**31)
         return self.family.task(self.split, drawn % self.num_tasks)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The source's position; everything else follows from the constructor's arguments."""
         return {"epoch": self.epoch, "cursor": self.cursor}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a `state_dict()`. Raises ValueError if the split now has fewer tasks than were visited."""
         if self.num_tasks is not None and state["cursor"] > self.num_tasks:
             raise ValueError(

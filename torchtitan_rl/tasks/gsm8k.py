@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.tasks.family import check_index, check_split
+from torchtitan_rl.tasks.tables import one_line, read_file
 from torchtitan_rl.types import Task
 
 __all__ = ["Gsm8k", "final_number"]
@@ -107,27 +107,11 @@ class Gsm8k:
                 raise ValueError("gsm8k.test_path=None: a local data set has no test rows; name a file of them")
             if path == self.config.path:
                 raise ValueError(f"gsm8k.test_path={path!r}: is the train file; name another file")
-        rows = _read_file(path, field) if is_file else _read_hub(path, self.config.subset, file)
+        rows = read_file(path, f"gsm8k.{field}") if is_file else _read_hub(path, self.config.subset, file)
         missing = {"question", "answer"} - set(rows.column_names)
         if missing:
             raise ValueError(f"gsm8k.{field}={path!r}: has no column {min(missing)!r}; give question and answer")
         return rows
-
-
-def _read_file(path: str, field: str) -> Any:
-    if not Path(path).is_file():
-        raise ValueError(f"gsm8k.{field}={path!r}: there is no such file; name a .jsonl or .parquet file")
-    import datasets  # slow to import
-
-    try:
-        read = datasets.Dataset.from_parquet if path.endswith(".parquet") else datasets.Dataset.from_json
-        return read(path)
-    except Exception as error:
-        # datasets wraps what it could not parse in errors of many kinds, whose cause says more than they do.
-        raise ValueError(
-            f"gsm8k.{field}={path!r}: cannot be read ({_one_line(error.__cause__ or error)}); "
-            "give one JSON object a line, or parquet"
-        ) from error
 
 
 def _read_hub(path: str, subset: str | None, split: str) -> Any:
@@ -137,14 +121,9 @@ def _read_hub(path: str, subset: str | None, split: str) -> Any:
         return datasets.load_dataset(path, subset, split=split)
     except Exception as error:  # no network, no such data set, ...: a dozen types in three libraries
         raise RuntimeError(
-            f"gsm8k.path={path!r}: could not be loaded from the hub ({_one_line(error)}); check the name and the "
+            f"gsm8k.path={path!r}: could not be loaded from the hub ({one_line(error)}); check the name and the "
             "network, or name local files in gsm8k.path and gsm8k.test_path"
         ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 # A minus sign, not a dash between two numbers; currency; digits, alone or in groups of three; maybe a denominator.

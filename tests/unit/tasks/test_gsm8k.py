@@ -156,7 +156,7 @@ def test_files_that_will_not_do_are_refused(files):
         ('{"question": "1+1?", "answer": "2"}\n', "the answer of test row 0 does not end with '#### <number>'"),
         ('{"question": "1+1?", "answer": "#### two"}\n', "the answer of test row 0 does not end with"),
         ("not json\n", "cannot be read"),
-        ("", "cannot be read"),
+        ("", "is empty"),
     ],
 )
 def test_rows_that_will_not_do_are_refused(files, content, complaint):

@@ -1,0 +1,223 @@
+"""Tasks from data that a user has: a JSONL, Parquet or CSV file, or an object of the `datasets` package."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan_rl.tasks import splits, tables
+from torchtitan_rl.tasks.family import SPLITS, TaskSource, check_index, check_split, stable_hash
+from torchtitan_rl.tasks.row_tasks import RowTasks
+from torchtitan_rl.types import Task
+
+__all__ = ["Dataset", "DatasetSource"]
+
+logger = logging.getLogger(__name__)
+
+
+class Dataset:
+    """One task per row. All rows are read and checked when the family is built.
+
+    The reward is an exact match with the answer unless the config has another. Raises ValueError for files, columns and
+    rows that do not fit, with the near names or the row's number (counted from 1), and for splits with common prompts.
+
+    Example: `Dataset.Config(train="train.jsonl", test="test.jsonl", prompt="question", system="Be brief.")`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        train: str = "train"
+        """A .jsonl, .json, .parquet or .csv file of train rows; with `data`, the name of the split of train rows."""
+        validation: str | None = None
+        """The same for validation; None: the split `validation` of `data`, or else rows drawn from train."""
+        test: str | None = None
+        """The same for the test; None: the split `test` of `data`, or else rows drawn from train."""
+        data: Any = None
+        """A `datasets.Dataset` (train rows) or `DatasetDict`, or a function that returns one; None: rows are in files.
+        Example: `functools.partial(datasets.load_dataset, "openai/gsm8k", "main")`."""
+        prompt: str = "prompt"
+        """Column of the prompt: text, or a list of chat messages. A dot leads into a column, as in `extra.question`."""
+        chat: bool = True
+        """Whether a prompt of text is a user's message for the chat template; False: the policy reads it as it is."""
+        system: str | None = None
+        """A system message for every task; None: none."""
+        system_column: str | None = None
+        """Column of each row's system message; None: none."""
+        answer: str | None = "answer"
+        """Column of the answer, which every row must have; None: rows have none, and `reward` needs none."""
+        demonstration: str | None = None
+        """Column of the completion to imitate, which every train row must have; None: there are none."""
+        from_row: Callable | None = None
+        """A function of a row that returns a dict with `prompt` and, where there are any, `system`, `answer` and
+        `demonstration`, in place of the columns; None: the columns."""
+        reward: Callable | None = None
+        """A reward function of (task, completions); None: 1 for a completion that is the answer, else 0."""
+        validation_fraction: float = 0.05
+        """Share of the train rows' different prompts that is drawn for validation where no rows are given for it."""
+        test_fraction: float = 0.05
+        """Share of the train rows' different prompts that is drawn for the test where no rows are given for it."""
+        overlap: Literal["refuse", "drop", "allow"] = "refuse"
+        """What follows when a prompt is in two splits: an error; its rows are left out of train before validation, of
+        validation before test; or nothing but a warning."""
+        seed: int = 0
+        """Decides which rows are drawn; the run's own seed decides the order of train tasks."""
+
+        def __post_init__(self) -> None:
+            if isinstance(self.data, Mapping) or hasattr(self.data, "column_names"):
+                self.data = tables.InMemory(self.data)
+            if self.system is not None and self.system_column is not None:
+                raise ValueError(f"dataset.system_column={self.system_column!r}: dataset.system is set too; keep one")
+            if not self.chat and (self.system is not None or self.system_column is not None):
+                raise ValueError("dataset.chat=False: a prompt of plain text has no system message; set chat=True")
+            if self.answer is None and self.reward is None and self.from_row is None:
+                raise ValueError(
+                    "dataset.answer=None: the reward compares with it; name a column, or give dataset.reward"
+                )
+            for name in ("validation_fraction", "test_fraction"):
+                if not 0.0 < getattr(self, name) < 1.0:
+                    raise ValueError(f"dataset.{name}={getattr(self, name)}: is no share of the rows; use 0 < x < 1")
+
+        def build(self) -> Dataset:
+            return Dataset(self)
+
+    name = "dataset"
+
+    def __init__(self, config: Dataset.Config) -> None:
+        self.config = config
+        if config.reward is not None:
+            self.reward = config.reward
+        given = {split: RowTasks(config, split, rows, name) for split, rows, name in _tables(config)}
+        digest, keys = hashlib.blake2b(digest_size=8), {}
+        for split, rows in given.items():
+            keys[split] = [_key(item, digest) for item in rows]
+        self.digest = digest.hexdigest()
+        """Hash of all prompts, answers and demonstrations."""
+        drawn = {s: getattr(config, f"{s}_fraction") for s in SPLITS[1:] if s not in given}
+        positions = {split: list(range(len(keys[split]))) for split in given}
+        if drawn:
+            positions |= splits.draw(keys["train"], drawn, config.seed)
+        self._rows = {split: given.get(split, given["train"]) for split in SPLITS}
+        self._positions = self._apart(keys, positions)
+
+    def num_tasks(self, split: str) -> int:
+        check_split(split)
+        return len(self._positions[split])
+
+    def task(self, split: str, index: int) -> Task:
+        """Only train tasks carry a demonstration."""
+        check_index(self, split, index)
+        item = self._rows[split].at(self._positions[split][index])
+        if split != "train":
+            item["demonstration"] = None
+        return Task(id=f"{self.name}/{split}/{index}", **item)
+
+    def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
+        """1 for a completion that is the answer but for white space around either, else 0."""
+        answer = str(task.answer).strip()
+        return [float(completion.strip() == answer) for completion in completions]
+
+    def source(self, split: str, seed: int) -> DatasetSource:
+        return DatasetSource(self, split, seed)
+
+    def _apart(self, keys: dict[str, list[int]], positions: dict[str, list[int]]) -> dict[str, list[int]]:
+        """`positions` without the rows that `config.overlap` leaves out; says what splits repeat and have in common."""
+        keys_of = {s: [keys.get(s, keys["train"])[position] for position in positions[s]] for s in SPLITS}
+        for split in SPLITS:
+            if repeated := splits.num_duplicates(keys_of[split]):
+                total = len(keys_of[split])
+                _say(f"dataset: {repeated} of {total} {split} rows have the prompt of an earlier {split} row")
+        left_out: dict[str, set[int]] = {split: set() for split in SPLITS}
+        for found in splits.overlaps(keys_of):
+            rows, position = self._rows[found.split], positions[found.split][found.positions[0]]
+            common = (
+                f"{len(found.positions)} of {len(keys_of[found.split])} {found.split} rows have a prompt of "
+                f"{found.held_out}, the first is {rows.row_name(position)}"
+            )
+            if self.config.overlap == "refuse":
+                raise ValueError(
+                    f"dataset.overlap='refuse': {common}; mend the data, or set 'drop' to leave such rows out of "
+                    f"{found.split}, or 'allow'"
+                )
+            dropped = self.config.overlap == "drop"
+            _say(f"dataset: {common}; {'they are left out' if dropped else 'its scores count what was trained on'}")
+            left_out[found.split].update(found.positions if dropped else ())
+        return {s: [p for i, p in enumerate(positions[s]) if i not in left_out[s]] for s in SPLITS}
+
+
+class DatasetSource(TaskSource):
+    """A `TaskSource` whose state names the data, so that no run goes on with other data."""
+
+    family: Dataset
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**TaskSource.state_dict(self), "data": self.family.digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a `state_dict()`. Raises ValueError for a state of other data."""
+        if state["data"] != self.family.digest:
+            raise ValueError(
+                f"dataset.train={self.family.config.train!r}: rows are not those that the run started with (hash "
+                f"{state['data']}, now {self.family.digest}); put them back, or start a new run"
+            )
+        TaskSource.load_state_dict(self, state)
+
+
+def _tables(config: Dataset.Config) -> Iterator[tuple[str, Any, str]]:
+    """(split, rows, their name for messages) of every split whose rows are given."""
+    chosen = {split: getattr(config, split) for split in SPLITS}
+    if config.data is None:
+        for split, path in chosen.items():
+            if path is not None:
+                yield split, tables.read_file(path, f"dataset.{split}"), path
+        return
+    data = config.data.data if isinstance(config.data, tables.InMemory) else _returned(config.data)
+    held = data if isinstance(data, Mapping) else {config.train: data}
+    for split, name in chosen.items():
+        if name is None and split in held and chosen["train"] != split:
+            name = split
+        if name is None:
+            continue
+        if name not in held:
+            has = f"has the splits {', '.join(held)}" if held is data else "is one Dataset, of train rows"
+            raise ValueError(
+                f"dataset.{split}={name!r}: is no split of dataset.data, which {has}; name one{tables.near(name, held)}"
+            )
+        if not hasattr(held[name], "num_rows"):
+            kind = type(held[name]).__name__
+            raise ValueError(f"dataset.data: its split {name!r} is a {kind}; give a datasets.Dataset, no stream")
+        if len(held[name]) == 0:
+            raise ValueError(f"dataset.{split}={name!r}: has no rows; give rows, or another split")
+        yield split, held[name], f"data[{name!r}]" if held is data else "data"
+
+
+def _returned(load: Any) -> Any:
+    if not callable(load):
+        raise ValueError(
+            f"dataset.data={load!r}: is no data; give a datasets.Dataset, a DatasetDict or a function that returns "
+            "one; files are named in dataset.train, .validation and .test"
+        )
+    try:
+        return load()
+    except Exception as error:  # whatever loading raises: no network, no such data set, a mistake in the function
+        raise RuntimeError(
+            f"dataset.data: its function raised {tables.one_line(error)}; mend it, or check the name and the network"
+        ) from error
+
+
+def _key(item: dict[str, Any], digest: Any) -> int:
+    """Hash of an item's prompt; adds the item to `digest`."""
+    prompt = json.dumps(item["prompt"], sort_keys=True)
+    rest = json.dumps([item["answer"], item["demonstration"]], sort_keys=True, default=lambda value: str(type(value)))
+    digest.update(f"{prompt}\n{rest}\n".encode())
+    return stable_hash(prompt)
+
+
+@functools.cache
+def _say(message: str) -> None:
+    """Warns; the same message is said once per process, however often a family of the same data is built."""
+    logger.warning("%s", message)

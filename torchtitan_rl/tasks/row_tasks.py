@@ -1,0 +1,127 @@
+"""From the rows of a table to what tasks hold: a prompt, an answer, a demonstration; every row is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchtitan_rl.tasks.tables import check_column, near, one_line, value_at
+
+__all__ = ["RowTasks"]
+
+_PARTS = ("prompt", "system", "answer", "demonstration")
+
+
+class RowTasks:
+    """The rows given for one split as dicts with `prompt`, `answer` and `demonstration`, by a `Dataset.Config`.
+
+    Raises ValueError for a column that does not exist. Iterating, and `at`, raise ValueError for a row that makes no
+    task, with its table and number.
+    """
+
+    def __init__(self, config: Any, split: str, rows: Any, name: str) -> None:
+        self.config, self.rows, self.name = config, rows.with_format(None), name  # plain values, not arrays or tensors
+        self.has_demonstrations = split == "train"
+        self.columns = {"prompt": config.prompt, "system": config.system_column, "answer": config.answer}
+        if self.has_demonstrations:
+            self.columns["demonstration"] = config.demonstration
+        if config.from_row is None:
+            for part, column in self.columns.items():
+                field = "system_column" if part == "system" else part
+                if column is not None:
+                    check_column(rows.features or dict.fromkeys(rows.column_names), column, f"dataset.{field}", name)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for position, row in enumerate(self.rows):
+            yield self._item(row, position)
+
+    def at(self, position: int) -> dict[str, Any]:
+        return self._item(self.rows[position], position)
+
+    def row_name(self, position: int) -> str:
+        """Example: `row 3 of train.jsonl`."""
+        return f"row {position + 1} of {self.name}"
+
+    def _item(self, row: dict[str, Any], position: int) -> dict[str, Any]:
+        if self.config.from_row is not None:
+            parts = self._made(row, position)
+        else:
+            parts = {part: value_at(row, column) for part, column in self.columns.items() if column is not None}
+        for part in self._needed():
+            value = parts.get(part)
+            if value is None or value == "" or value != value:  # NaN, as pandas writes what is missing
+                raise self._error(part, position, f"has no {part}", self._remedy(part))
+        answer, demonstration = parts.get("answer"), parts.get("demonstration")
+        if self.config.reward is None and not isinstance(answer, str | int | float):
+            kind = type(answer).__name__
+            raise self._error("answer", position, f"has a {kind}, which no text can equal", "give dataset.reward")
+        if not isinstance(demonstration, str | list | None):
+            kind = type(demonstration).__name__
+            raise self._error("demonstration", position, f"has a {kind}", "give the text of a completion")
+        return {"prompt": self._prompt(parts, position), "answer": answer, "demonstration": demonstration}
+
+    def _needed(self) -> list[str]:
+        """What every row must have: the prompt, the columns that the config names, an answer to compare with."""
+        if self.config.from_row is not None:
+            return ["prompt"] if self.config.reward is not None else ["prompt", "answer"]
+        named = [part for part, column in self.columns.items() if column is not None]
+        return named if self.config.reward is not None or "answer" in named else [*named, "answer"]
+
+    def _prompt(self, parts: dict[str, Any], position: int) -> str | list[dict[str, Any]]:
+        prompt, system = parts["prompt"], parts.get("system") or self.config.system
+        if isinstance(prompt, str):
+            if not self.config.chat and system is None:
+                return prompt
+            messages = [{"role": "user", "content": prompt}]
+        else:
+            messages = self._messages(prompt, position)
+        if system is None:
+            return messages
+        if not isinstance(system, str):
+            raise self._error("system", position, f"has a {type(system).__name__}", "give text")
+        if messages[0]["role"] == "system":
+            raise self._error("prompt", position, "has a system message already", "leave out dataset.system")
+        return [{"role": "system", "content": system}, *messages]
+
+    def _messages(self, prompt: Any, position: int) -> list[dict[str, Any]]:
+        """The messages without keys that are None: Arrow gives every message the keys of all."""
+        wanted = "give text, or messages such as [{'role': 'user', 'content': 'Hi'}]"
+        if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
+            raise self._error("prompt", position, f"has a {type(prompt).__name__}, not text or messages", wanted)
+        messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        for message in messages:
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise self._error("prompt", position, f"has a message {str(message)[:60]} without role or text", wanted)
+        if messages[-1]["role"] == "assistant":
+            wanted = "end prompts before it; dataset.from_row may take it off as the demonstration"
+            raise self._error("prompt", position, "ends with the assistant's message", wanted)
+        return messages
+
+    def _made(self, row: dict[str, Any], position: int) -> dict[str, Any]:
+        function: Any = self.config.from_row
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        try:
+            made = function(row)
+        except Exception as error:
+            where = f"{name} raised {one_line(error)} for {self.row_name(position)}"
+            raise ValueError(f"dataset.from_row: {where}; mend the function") from error
+        wanted = f"return a dict with {', '.join(_PARTS)}"
+        if not isinstance(made, dict):
+            kind = type(made).__name__
+            raise ValueError(f"dataset.from_row: {name} returned a {kind} for {self.row_name(position)}; {wanted}")
+        for part in made:
+            if part not in _PARTS:
+                where = f"{name} returned {part!r} for {self.row_name(position)}"
+                raise ValueError(f"dataset.from_row: {where}; {wanted}{near(str(part), _PARTS)}")
+        return made
+
+    def _error(self, part: str, position: int, problem: str, remedy: str) -> ValueError:
+        if self.config.from_row is not None:
+            return ValueError(f"dataset.from_row: its {part} for {self.row_name(position)}: {problem}; {remedy}")
+        field = "system_column" if part == "system" else part
+        column = self.columns.get(part)
+        return ValueError(f"dataset.{field}={column!r}: {self.row_name(position)} {problem}; {remedy}")
+
+    def _remedy(self, part: str) -> str:
+        drop = "fill it in or drop the row"
+        return f"{drop}, or set dataset.answer=None and a dataset.reward that needs none" if part == "answer" else drop
