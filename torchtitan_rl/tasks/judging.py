@@ -13,17 +13,24 @@ from typing import Any
 from torchtitan_rl.tasks.complaints import complaint, name_of, said
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.outcomes import outcome, outcome_in_thread, until
+from torchtitan_rl.tasks.reward_parts import read_parts
 from torchtitan_rl.tasks.reward_process import outcome_in_process
 from torchtitan_rl.types import Task
 
 __all__ = ["judge", "reward_function"]
 
-Reward = Callable[[Task, list[str]], Sequence[float] | Awaitable[Sequence[float]]]
+Parts = dict[str, list[float]]
+Answer = Sequence[float] | tuple[Sequence[float], dict[str, Sequence[float]]]
+Reward = Callable[[Task, list[str]], Answer | Awaitable[Answer]]
 
 
-async def judge(reward: TaskFamily | Reward, task: Task, completions: list[str], timeout_s: float) -> list[float]:
+async def judge(
+    reward: TaskFamily | Reward, task: Task, completions: list[str], timeout_s: float, parts: Parts | None = None
+) -> list[float]:
     """Rewards of sibling completions: calls `reward` (or the family's), enforces the deadline, checks the answer.
 
+    `parts` receives the numbers by name of an answer `(rewards, parts)`. A reward with a method `judged`, such as
+    `rewards.Rewards`, judges by it, and may have deadlines of its own.
     A plain function runs in a daemon thread, which blocks neither the event loop nor the process's end if it never
     returns. A function marked `reward_process.cpu_bound` runs in a process of a pool; the deadline kills that process.
     An async function runs on this event loop. Reward functions of several groups run concurrently.
@@ -31,6 +38,8 @@ async def judge(reward: TaskFamily | Reward, task: Task, completions: list[str],
     within `timeout_s`, or gives anything but one finite number per completion.
     """
     function, deadline = reward_function(reward, task), time.monotonic() + timeout_s
+    if hasattr(function, "judged"):
+        return await function.judged(task, completions, timeout_s, parts)
     bare = _without_partials(function)
     try:
         if getattr(bare, "cpu_bound", False):
@@ -46,12 +55,9 @@ async def judge(reward: TaskFamily | Reward, task: Task, completions: list[str],
         raise RuntimeError(f"{name_of(bare)}: {late}") from None
     if error is not None:
         raise RuntimeError(f"{name_of(bare)}: {said(error)} for task {task.id!r}; mend the reward function") from error
-    if hasattr(value, "tolist"):  # a numpy array or a tensor
-        value = value.tolist()
-    rewards = [_number(reward) for reward in value] if isinstance(value, (list, tuple)) else []
-    if len(rewards) != len(completions) or any(number is None or not math.isfinite(number) for number in rewards):
-        raise RuntimeError(f"{name_of(bare)}: {complaint(value, rewards, len(completions), task)}")
-    return rewards
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):  # (rewards, parts)
+        return read_parts(value, parts, functools.partial(_checked, task=task, num=len(completions)), name_of(bare))
+    return _checked(value, name_of(bare), task, len(completions))
 
 
 def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:
@@ -59,6 +65,16 @@ def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:
     if hasattr(reward, "reward_for"):
         return reward.reward_for(task)
     return reward if callable(reward) else reward.reward
+
+
+def _checked(value: Any, who: str, task: Task, num: int) -> list[float]:
+    """The `num` finite numbers that an answer must be."""
+    if hasattr(value, "tolist"):  # a numpy array or a tensor
+        value = value.tolist()
+    rewards = [_number(reward) for reward in value] if isinstance(value, (list, tuple)) else []
+    if len(rewards) != num or any(number is None or not math.isfinite(number) for number in rewards):
+        raise RuntimeError(f"{who}: {complaint(value, rewards, num, task)}")
+    return rewards
 
 
 def _without_partials(function: Callable) -> Callable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,6 +223,8 @@ def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
         raise ValueError(
             f"{where}.pass_at_k={eval_set.pass_at_k}: must be between 0 and num_samples={eval_set.num_samples}"
         )
+    if eval_set.correct_reward is not None and not math.isfinite(eval_set.correct_reward):
+        raise ValueError(f"{where}.correct_reward={eval_set.correct_reward}: is not finite; give a number, or None")
     if eval_set.num_samples and not eval_set.temperature > 0:
         raise ValueError(
             f"{where}.temperature={eval_set.temperature}: samples of one task would all be the same; use a positive one"
