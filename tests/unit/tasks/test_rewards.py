@@ -4,7 +4,9 @@ import asyncio
 import json
 import logging
 import pickle
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -228,3 +230,13 @@ def test_the_parts_stand_in_the_rollouts_of_a_group():
     group = asyncio.run(run_group(attempts(), TASK, None, 2, group_id="0/0", seed=0, reward=reward, reward_timeout_s=5))
     assert [rollout.reward for rollout in group.rollouts] == [0.5, 0.5]  # each said "x"
     assert [rollout.reward_parts for rollout in group.rollouts] == [{"exact": 0.0, "short": 1.0}] * 2
+
+
+def test_the_examples_of_the_page_run():
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+    scope = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, scope)
+    assert judged(scope["task"].reward, "ab", "b") == ([1.2, 0.2], {"exact": [1.0, 0.0], "format": [1.0, 1.0]})
+    assert judged(scope["graded"], "a") == ([0.5], {"length": [1.0]})
+    assert list(scope["reward"].functions) == ["exact", "judge"]
