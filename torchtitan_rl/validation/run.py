@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -36,9 +37,7 @@ __all__ = ["validate", "check_local", "missing_weights"]
 def validate(config: RunConfig) -> None:
     """Raises ValueError for the first mistake that shows before a process starts; changes nothing."""
     for part in (config.task, config.supervised.task, config.trainer.lora):
-        if dataclasses.is_dataclass(part):
-            # Runs __post_init__: an override sets one field without the checks of its section.
-            dataclasses.replace(part)  # type: ignore[type-var]
+        _check_again(part)
     shape = resolve_shape(config.model)
     _check_tokenizer(config.model, shape)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
@@ -205,6 +204,17 @@ def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
         )
 
 
+def _check_again(part: Any) -> None:
+    """Runs __post_init__ of a section and of the sections in it: an override sets one field without their checks."""
+    if isinstance(part, dict):
+        for item in part.values():
+            _check_again(item)
+    elif dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            _check_again(getattr(part, field.name, None))
+        dataclasses.replace(part)  # type: ignore[type-var]
+
+
 def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
     where = f"controller.eval_sets.{name}"
     if name in ("validation", "test") or not name.isidentifier():
@@ -212,8 +222,7 @@ def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
             f"{where}: the run's own evaluations are validation and test, and overrides contain the name; "
             "use another Python identifier"
         )
-    if dataclasses.is_dataclass(eval_set.task):
-        dataclasses.replace(eval_set.task)  # type: ignore[type-var]  # its own checks
+    _check_again(eval_set.task)
     check_positive(f"{where}.num_tasks", eval_set.num_tasks)
     if eval_set.split not in ("train", "validation", "test"):
         raise ValueError(f"{where}.split={eval_set.split!r}: is not a split; use train, validation or test")

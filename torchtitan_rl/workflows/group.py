@@ -92,7 +92,7 @@ async def run_group(
         rewards = await tried(lambda retry: judge(reward, task, texts, reward_timeout_s, parts), "reward")
         for i, (rollout, value) in enumerate(zip(unjudged, rewards, strict=True)):
             rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began
-            rollout.reward_parts = {name: values[i] for name, values in parts.items()}
+            rollout.reward_parts |= {name: values[i] for name, values in parts.items()}
     for rollout in rollouts:
         rollout.group = group_id
     return RolloutGroup(id=group_id, rollouts=rollouts)

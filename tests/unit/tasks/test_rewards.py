@@ -149,6 +149,20 @@ def test_a_sum_is_shown_set_and_read_back_like_any_section():
     assert rebuilt(plain) == Rewards({"exact": (math_equal, 3.0)})
 
 
+@pytest.mark.parametrize(
+    "flag, value, message",
+    [
+        ("functions.limited.concurrency", "0", "limited.concurrency=0: allows no call"),
+        ("weights.exact", "nan", "rewards.weights.exact=nan: is not finite"),
+    ],
+)
+def test_an_override_inside_a_sum_is_checked_before_the_start(flag, value, message):
+    config = run_config()
+    config.task.reward = Rewards({"exact": (exact, 1.0), "limited": Limited(short)})
+    apply_overrides(config, [f"--task.reward.{flag}", value])
+    assert refusal(validate, config).startswith(message)
+
+
 # Limited
 
 
