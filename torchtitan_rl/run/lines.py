@@ -75,17 +75,15 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
     }
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     line["time/reward_s"] = max(rollout.seconds.get("reward", 0.0) for rollout in rollouts)
-    if any(rollout.reward_parts for rollout in rollouts):
-        line |= part_means(rollouts, "reward/part_{}_mean")
-    if any(rollout.role != "policy" or rollout.end_reason for rollout in rollouts):
-        line |= _of_roles_and_environments(rollouts)
+    if any(rollout.role != "policy" or rollout.end_reason or rollout.reward_parts for rollout in rollouts):
+        line |= _of_features(rollouts)
     if len(health) > 1:
         line["generator/healthy_replicas"] = list(health.values()).count("healthy")
     return line
 
 
-def _of_roles_and_environments(rollouts: list[Rollout]) -> dict[str, float]:
-    line, by_role = {}, {}
+def _of_features(rollouts: list[Rollout]) -> dict[str, float]:
+    line, by_role = part_means(rollouts, "reward/part_{}_mean"), {}
     for rollout in rollouts:
         by_role.setdefault(rollout.role, []).append(rollout.reward)
     if len(by_role) > 1:

@@ -7,10 +7,10 @@ import inspect
 import math
 import numbers
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from torchtitan_rl.tasks.complaints import complaint, name_of, said
+from torchtitan_rl.tasks.complaints import complaint, late, name_of, said
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.outcomes import outcome, outcome_in_thread, until
 from torchtitan_rl.tasks.reward_parts import read_parts
@@ -20,8 +20,7 @@ from torchtitan_rl.types import Task
 __all__ = ["judge", "reward_function"]
 
 Parts = dict[str, list[float]]
-Answer = Sequence[float] | tuple[Sequence[float], dict[str, Sequence[float]]]
-Reward = Callable[[Task, list[str]], Answer | Awaitable[Answer]]
+Reward = Callable[[Task, list[str]], Any]
 
 
 async def judge(
@@ -29,18 +28,18 @@ async def judge(
 ) -> list[float]:
     """Rewards of sibling completions: calls `reward` (or the family's), enforces the deadline, checks the answer.
 
-    `parts` receives the numbers by name of an answer `(rewards, parts)`. A reward with a method `judged`, such as
-    `rewards.Rewards`, judges by it, and may have deadlines of its own.
     A plain function runs in a daemon thread, which blocks neither the event loop nor the process's end if it never
-    returns. A function marked `reward_process.cpu_bound` runs in a process of a pool; the deadline kills that process.
-    An async function runs on this event loop. Reward functions of several groups run concurrently.
+    returns; a `cpu_bound` one in a process, which the deadline kills; an async one on this event loop. A reward with a
+    method `judged`, such as `rewards.Rewards`, judges by it. `parts` receives the numbers of each part by name.
     Raises RuntimeError, in one line that names function and task, when the reward function raises, gives no answer
     within `timeout_s`, or gives anything but one finite number per completion.
     """
     function, deadline = reward_function(reward, task), time.monotonic() + timeout_s
     if hasattr(function, "judged"):
         return await function.judged(task, completions, timeout_s, parts)
-    bare = _without_partials(function)
+    bare = function
+    while isinstance(bare, functools.partial):
+        bare = bare.func
     try:
         if getattr(bare, "cpu_bound", False):
             value, error = await outcome_in_process(function, (task, list(completions)), timeout_s)
@@ -51,8 +50,7 @@ async def judge(
             if inspect.isawaitable(value):  # such as a partial or an object whose __call__ is async
                 value, error = await until(outcome(lambda: value), deadline)
     except TimeoutError:
-        late = f"gave no answer for task {task.id!r} within {timeout_s:g} s; make it faster or allow it more time"
-        raise RuntimeError(f"{name_of(bare)}: {late}") from None
+        raise RuntimeError(f"{name_of(bare)}: {late(task, timeout_s)}") from None
     if error is not None:
         raise RuntimeError(f"{name_of(bare)}: {said(error)} for task {task.id!r}; mend the reward function") from error
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):  # (rewards, parts)
@@ -75,12 +73,6 @@ def _checked(value: Any, who: str, task: Task, num: int) -> list[float]:
     if len(rewards) != num or any(number is None or not math.isfinite(number) for number in rewards):
         raise RuntimeError(f"{who}: {complaint(value, rewards, num, task)}")
     return rewards
-
-
-def _without_partials(function: Callable) -> Callable:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
 
 
 def _number(value: Any) -> float | None:
