@@ -34,7 +34,8 @@ REINFORCEMENT = (
     "completion/length_mean",  # tokens
     "completion/truncated_frac",  # ended by the token limit
     "tokens/generated_per_s",  # over the time of generation
-    "time/generate_s",
+    "time/generate_s",  # sampling, environments and rewards
+    "time/reward_s",  # the longest wait for the rewards of one group, within time/generate_s
     "time/sync_s",  # push and pull of weights
 )
 """In the line of every batch of the reinforcement phase; `step` is the number of optimizer steps after the batch.
@@ -51,6 +52,7 @@ score). By feature:
 - A critic: `critic/loss`, `critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `critic/skipped`.
 - Filters (docs/grouping.md): `filter/...`.
 - Environments: `rollout/turns_mean`, `rollout/limit_frac` (ended by a limit of turns, tokens or time).
+- A reward in parts (docs/rewards.md): `reward/part_NAME_mean` over the rollouts that have the part.
 - Several roles in a workflow: `reward/ROLE_mean` of each role.
 """
 
@@ -58,10 +60,12 @@ EVALUATION = (
     "eval/name",  # of the task family
     "eval/split",
     "eval/accuracy",  # fraction of greedy completions that are correct
+    "eval/reward_mean",  # of greedy completions; without those whose attempt failed
 )
 """In the line of every evaluation. `step` counts steps of the reinforcement phase: 0 is before the first step.
 
 Every line also has `eval/num_tasks`. With N samples per task: `eval/avg_at_N` (fraction of samples that are correct)
 and `eval/pass_at_K`. With two tasks or more: `eval/NAME_ci95_low` and `eval/NAME_ci95_high` of the accuracy, of
-avg_at_N and of pass_at_K (`run.intervals.mean_interval`).
+avg_at_N and of pass_at_K (`run.intervals.mean_interval`). With a reward in parts: `eval/reward_part_NAME_mean`, of
+greedy completions. An evaluation of which every attempt failed has no `eval/reward_mean`.
 """

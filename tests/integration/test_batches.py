@@ -2,10 +2,13 @@
 
 import contextlib
 import math
+from statistics import mean
 
 import pytest
 
 from torchtitan_rl.config.algorithm import FilterConfig
+from torchtitan_rl.tasks.limited import Limited
+from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import RolloutGroup
 
 
@@ -120,6 +123,36 @@ def test_a_run_with_nothing_to_train_on_ends_with_an_explanation(loop, controlle
             one_batch(loop, controller)
     assert (controller.state.step, controller.policy_version) == (step, version)
     assert (controller.run_dir.checkpoint_path(step) / "hf").is_dir()
+
+
+def test_the_parts_of_a_reward_are_in_lines_records_and_evaluations(loop, controller):
+    calls = []
+
+    async def flaky(task, completions):
+        calls.append(task.id)
+        if len(calls) % 3 == 0:
+            raise OSError("the service is away")
+        return [float(len(completion)) for completion in completions]
+
+    order, limited = controller.family.reward, Limited(flaky, concurrency=2, wait_s=0.01)
+    reward = Rewards({"order": (order, 1.0), "length": (limited, -0.125), "place": (varied, 0.0)})
+    with rewards(controller, reward):
+        line = one_batch(loop, controller)
+        loop.run_until_complete(controller.evaluate_all())
+    held = records(controller, controller.state.step)
+    assert len(held) == 16 and len(calls) > 12  # four groups, eight evaluated tasks, and what was tried again
+    for record in held:
+        parts = record["reward_parts"]
+        assert parts["length"] == len(record["text"])
+        assert record["reward"] == pytest.approx(parts["order"] - 0.125 * parts["length"])
+    assert {record["reward_parts"]["place"] for record in held} == {0.0, 1.0, 2.0, 3.0}
+    for name in ("order", "length", "place"):
+        assert line[f"reward/part_{name}_mean"] == pytest.approx(mean(r["reward_parts"][name] for r in held))
+    assert 0.01 < line["time/reward_s"] < line["time/generate_s"]
+    evaluated = controller.run_dir.read_metrics()[-1]
+    assert evaluated["eval/reward_mean"] == pytest.approx(
+        evaluated["eval/reward_part_order_mean"] - 0.125 * evaluated["eval/reward_part_length_mean"]
+    )
 
 
 def test_groups_without_a_turn_are_refused_before_the_trainer(loop, controller):

@@ -8,13 +8,13 @@ import pytest
 from torchtitan_rl import metrics
 from torchtitan_rl.run import intervals, lines
 from torchtitan_rl.run.lines import StepMetrics
-from torchtitan_rl.types import ForwardBackwardOutput, OptimStepOutput
+from torchtitan_rl.types import Completion, ForwardBackwardOutput, OptimStepOutput, Rollout, RolloutGroup, Task, Turn
 
 
 def test_reinforcement_has_what_supervised_has_and_no_name_twice():
     assert metrics.REINFORCEMENT[:7] == metrics.SUPERVISED
     every = metrics.REINFORCEMENT + metrics.EVALUATION
-    assert len(set(every)) == len(every) == 25
+    assert len(set(every)) == len(every) == 27
 
 
 def test_mean_std_divides_by_n():
@@ -109,3 +109,29 @@ def test_the_steps_of_a_batch_become_one_line():
         2,
     )
     assert (line["tokens/trained"], line["time/optim_s"], line["policy/clip_frac"]) == (4, 1.0, 0.0)
+
+
+def test_parts_of_rewards_and_the_longest_wait_for_rewards_are_in_the_line_of_a_batch():
+    completion = Completion(tokens=[1], logprobs=[0.0], policy_versions=[0], finish_reason="stop")
+
+    def group(i, waited, *parts):
+        turn = Turn(prompt_tokens=[1], completion=completion)
+        rollouts = [
+            Rollout(
+                id=f"{i}/{j}",
+                task=Task(id="t", prompt=""),
+                turns=[turn],
+                reward=1.0,
+                reward_parts=of_rollout,
+                seconds={"play": 9.0} | ({"reward": waited} if waited else {}),
+            )
+            for j, of_rollout in enumerate(parts)
+        ]
+        return RolloutGroup(id=str(i), rollouts=rollouts)
+
+    groups = [group(0, 0.25, {"exact": 1.0}, {"exact": 0.0}), group(1, 0.5, {"exact": 0.5, "format": -2.0}, {})]
+    line = lines.of_batch(groups, 0, {})
+    assert line["time/reward_s"] == 0.5
+    assert (line["reward/part_exact_mean"], line["reward/part_format_mean"]) == (0.5, -2.0)  # of those that have it
+    line = lines.of_batch([group(2, 0.0, {})], 0, {})  # an environment's own reward: nobody waited for it
+    assert line["time/reward_s"] == 0.0 and not [name for name in line if "part" in name]

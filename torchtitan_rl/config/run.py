@@ -68,6 +68,8 @@ class EvalSetConfig:
     pass@k."""
     temperature: float = 1.0
     """Temperature of the `num_samples` samples."""
+    correct_reward: float | None = None
+    """Smallest reward of a completion that counts as correct; None: `controller.correct_reward`."""
 
 
 @dataclass(kw_only=True, slots=True)

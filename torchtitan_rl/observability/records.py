@@ -119,6 +119,7 @@ def _of_rollout(rollout: Rollout) -> dict[str, Any]:
         "text": rollout.text,
         "end_reason": rollout.end_reason,
         "reward": rollout.reward,
+        "reward_parts": rollout.reward_parts or None,
         "seconds": rollout.seconds,
         "num_tokens": [len(completion.tokens) for completion in completions],
         "finish_reason": completions[-1].finish_reason if completions else None,

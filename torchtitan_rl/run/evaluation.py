@@ -18,6 +18,8 @@ from torchtitan_rl.run.intervals import mean_interval
 from torchtitan_rl.run.intervals import pass_at_k as chance_of_one
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
+from torchtitan_rl.tasks.reward_parts import part_means
+from torchtitan_rl.types import Rollout
 from torchtitan_rl.workflows.group import GroupFailed, run_group
 from torchtitan_rl.workflows.policy import Policy, single_turn
 
@@ -37,6 +39,9 @@ class Evaluation:
     num_tasks: int
     accuracy: float
     """Share of tasks whose greedy completion is correct."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Means over greedy completions: `eval/reward_mean`, and `eval/reward_part_NAME_mean` of each part of a reward in
+    parts. Attempts that failed do not count; empty where all did."""
     num_samples: int = 0
     """Samples per task, besides the greedy completion."""
     avg_at_n: float | None = None
@@ -57,6 +62,7 @@ class Evaluation:
             "eval/split": self.split,
             "eval/accuracy": self.accuracy,
             "eval/num_tasks": self.num_tasks,
+            **self.rewards,
         }
         line |= {name: number for name, number in self.failures.items() if number}
         if self.num_samples:
@@ -119,7 +125,9 @@ async def evaluate(
     tasks = [family.task(split, i) for i in range(num_tasks)]
     failed = Counter[str]()
 
-    async def num_correct(n: int, at: float) -> list[int]:
+    correct_reward = config.correct_reward if eval_set.correct_reward is None else eval_set.correct_reward
+
+    async def attempts(n: int, at: float) -> list[list[Rollout]]:
         groups: list = await asyncio.gather(
             *(
                 run_group(
@@ -140,15 +148,21 @@ async def evaluate(
         )
         for group in groups if failures is None else failures.complete(groups, failed):
             fill_rewards(group)  # a workflow of the user's own may have rewarded turns only
-        rewards = [[] if isinstance(group, GroupFailed) else group.rewards for group in groups]
-        return [sum(reward >= config.correct_reward for reward in of_task) for of_task in rewards]
+        return [[] if isinstance(group, GroupFailed) else group.rollouts for group in groups]
 
-    greedy = await num_correct(1, 0.0)
+    def num_correct(played: list[list[Rollout]]) -> list[int]:
+        return [sum(rollout.reward >= correct_reward for rollout in of_task) for of_task in played]
+
+    played = await attempts(1, 0.0)
+    greedy = num_correct(played)
     result = Evaluation(name=name, split=split, num_tasks=len(tasks), accuracy=mean(greedy), failures=failed)
+    if rollouts := [rollout for of_task in played for rollout in of_task]:
+        result.rewards["eval/reward_mean"] = mean(rollout.reward for rollout in rollouts)
+        result.rewards |= part_means(rollouts, "eval/reward_part_{}_mean")
     result.intervals["accuracy"] = mean_interval(greedy)
     counts, n = greedy, 1
     if num_samples:
-        counts, n = await num_correct(num_samples, eval_set.temperature), num_samples
+        counts, n = num_correct(await attempts(num_samples, eval_set.temperature)), num_samples
         averages = [count / n for count in counts]
         result.num_samples, result.avg_at_n = n, mean(averages)
         result.intervals[f"avg_at_{n}"] = mean_interval(averages)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from statistics import mean
 
 from torchtitan_rl.algorithm.advantages import all_equal
+from torchtitan_rl.tasks.reward_parts import part_means
 from torchtitan_rl.types import Rollout, RolloutGroup
 
 __all__ = ["StepMetrics", "of_batch", "of_times", "summary", "mean_std"]
@@ -73,15 +74,16 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
         "tokens/generated": sum(len(c.tokens) for c in completions),
     }
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if any(rollout.role != "policy" or rollout.end_reason for rollout in rollouts):
-        line |= _of_roles_and_environments(rollouts)
+    line["time/reward_s"] = max(rollout.seconds.get("reward", 0.0) for rollout in rollouts)
+    if any(rollout.role != "policy" or rollout.end_reason or rollout.reward_parts for rollout in rollouts):
+        line |= _of_features(rollouts)
     if len(health) > 1:
         line["generator/healthy_replicas"] = list(health.values()).count("healthy")
     return line
 
 
-def _of_roles_and_environments(rollouts: list[Rollout]) -> dict[str, float]:
-    line, by_role = {}, {}
+def _of_features(rollouts: list[Rollout]) -> dict[str, float]:
+    line, by_role = part_means(rollouts, "reward/part_{}_mean"), {}
     for rollout in rollouts:
         by_role.setdefault(rollout.role, []).append(rollout.reward)
     if len(by_role) > 1:

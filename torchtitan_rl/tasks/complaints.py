@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_rl.tasks.reward_process import RewardProcessError
 from torchtitan_rl.types import Task
 
-__all__ = ["complaint", "said", "name_of"]
+__all__ = ["complaint", "late", "said", "name_of"]
 
 
 def complaint(value: Any, read: list[float | None], num_completions: int, task: Task) -> str:
@@ -26,6 +26,11 @@ def complaint(value: Any, read: list[float | None], num_completions: int, task: 
     reward = value[position]
     returned = f"{type(reward).__name__} {_short(reward)}" if number is None else str(number)
     return f"returned {returned} at position {position} for task {task.id!r}; {wanted}"
+
+
+def late(task: Task, timeout_s: float) -> str:
+    """What a deadline ended, as it continues the function's name."""
+    return f"gave no answer for task {task.id!r} within {timeout_s:g} s; make it faster or allow it more time"
 
 
 def said(error: BaseException) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_rl.tasks.judging import Parts, Reward, judge
 from torchtitan_rl.types import Task
 
 __all__ = ["Env", "Message", "Observation", "Step", "Attempts"]
@@ -26,6 +28,8 @@ class Step:
     """What the policy reads next; ignored with `done`."""
     reward: float = 0.0
     """Reward of this step; a rollout's reward is the sum over its steps."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Numbers that the reward was made from, by name; a rollout's are the sums over its steps."""
     done: bool = False
     """Whether the play ends here."""
 
@@ -62,14 +66,14 @@ class Attempts(Env):
     """A single-turn task as an environment: after a wrong answer the policy reads `remark` and tries again, with
     `num_attempts` attempts in all.
 
-    The last attempt sets the reward. `reward(task, completions)` is a family's reward function, run in a thread. For
-    tasks whose prompt is a list of messages, the remark is a user's message.
+    The last attempt sets the reward. `reward` is a family or its reward function, see `judging.judge`. For tasks whose
+    prompt is a list of messages, the remark is a user's message.
     """
 
     def __init__(
         self,
         task: Task,
-        reward: Callable[[Task, list[str]], Sequence[float]],
+        reward: Reward,
         *,
         num_attempts: int,
         correct_reward: float = 1.0,
@@ -81,10 +85,11 @@ class Attempts(Env):
     async def reset(self) -> Observation:
         return self.task.prompt
 
-    def step(self, text: str) -> Step:
+    async def step(self, text: str) -> Step:
         self.left -= 1
-        (reward,) = self.reward(self.task, [text])
+        parts: Parts = {}
+        (reward,) = await judge(self.reward, self.task, [text], math.inf, parts)  # the play has the deadline
         if reward >= self.correct_reward or self.left == 0:
-            return Step(reward=reward, done=True)
+            return Step(reward=reward, reward_parts={name: part for name, (part,) in parts.items()}, done=True)
         chat = not isinstance(self.task.prompt, str)
         return Step(observation=[{"role": "user", "content": self.remark}] if chat else self.remark)

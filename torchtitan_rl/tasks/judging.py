@@ -7,31 +7,39 @@ import inspect
 import math
 import numbers
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from torchtitan_rl.tasks.complaints import complaint, name_of, said
+from torchtitan_rl.tasks.complaints import complaint, late, name_of, said
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.outcomes import outcome, outcome_in_thread, until
+from torchtitan_rl.tasks.reward_parts import read_parts
 from torchtitan_rl.tasks.reward_process import outcome_in_process
 from torchtitan_rl.types import Task
 
 __all__ = ["judge", "reward_function"]
 
-Reward = Callable[[Task, list[str]], Sequence[float] | Awaitable[Sequence[float]]]
+Parts = dict[str, list[float]]
+Reward = Callable[[Task, list[str]], Any]
 
 
-async def judge(reward: TaskFamily | Reward, task: Task, completions: list[str], timeout_s: float) -> list[float]:
+async def judge(
+    reward: TaskFamily | Reward, task: Task, completions: list[str], timeout_s: float, parts: Parts | None = None
+) -> list[float]:
     """Rewards of sibling completions: calls `reward` (or the family's), enforces the deadline, checks the answer.
 
     A plain function runs in a daemon thread, which blocks neither the event loop nor the process's end if it never
-    returns. A function marked `reward_process.cpu_bound` runs in a process of a pool; the deadline kills that process.
-    An async function runs on this event loop. Reward functions of several groups run concurrently.
+    returns; a `cpu_bound` one in a process, which the deadline kills; an async one on this event loop. A reward with a
+    method `judged`, such as `rewards.Rewards`, judges by it. `parts` receives the numbers of each part by name.
     Raises RuntimeError, in one line that names function and task, when the reward function raises, gives no answer
     within `timeout_s`, or gives anything but one finite number per completion.
     """
     function, deadline = reward_function(reward, task), time.monotonic() + timeout_s
-    bare = _without_partials(function)
+    if hasattr(function, "judged"):
+        return await function.judged(task, completions, timeout_s, parts)
+    bare = function
+    while isinstance(bare, functools.partial):
+        bare = bare.func
     try:
         if getattr(bare, "cpu_bound", False):
             value, error = await outcome_in_process(function, (task, list(completions)), timeout_s)
@@ -42,16 +50,12 @@ async def judge(reward: TaskFamily | Reward, task: Task, completions: list[str],
             if inspect.isawaitable(value):  # such as a partial or an object whose __call__ is async
                 value, error = await until(outcome(lambda: value), deadline)
     except TimeoutError:
-        late = f"gave no answer for task {task.id!r} within {timeout_s:g} s; make it faster or allow it more time"
-        raise RuntimeError(f"{name_of(bare)}: {late}") from None
+        raise RuntimeError(f"{name_of(bare)}: {late(task, timeout_s)}") from None
     if error is not None:
         raise RuntimeError(f"{name_of(bare)}: {said(error)} for task {task.id!r}; mend the reward function") from error
-    if hasattr(value, "tolist"):  # a numpy array or a tensor
-        value = value.tolist()
-    rewards = [_number(reward) for reward in value] if isinstance(value, (list, tuple)) else []
-    if len(rewards) != len(completions) or any(number is None or not math.isfinite(number) for number in rewards):
-        raise RuntimeError(f"{name_of(bare)}: {complaint(value, rewards, len(completions), task)}")
-    return rewards
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):  # (rewards, parts)
+        return read_parts(value, parts, functools.partial(_checked, task=task, num=len(completions)), name_of(bare))
+    return _checked(value, name_of(bare), task, len(completions))
 
 
 def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:
@@ -61,10 +65,14 @@ def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:
     return reward if callable(reward) else reward.reward
 
 
-def _without_partials(function: Callable) -> Callable:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
+def _checked(value: Any, who: str, task: Task, num: int) -> list[float]:
+    """The `num` finite numbers that an answer must be."""
+    if hasattr(value, "tolist"):  # a numpy array or a tensor
+        value = value.tolist()
+    rewards = [_number(reward) for reward in value] if isinstance(value, (list, tuple)) else []
+    if len(rewards) != num or any(number is None or not math.isfinite(number) for number in rewards):
+        raise RuntimeError(f"{who}: {complaint(value, rewards, num, task)}")
+    return rewards
 
 
 def _number(value: Any) -> float | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -35,9 +37,7 @@ __all__ = ["validate", "check_local", "missing_weights"]
 def validate(config: RunConfig) -> None:
     """Raises ValueError for the first mistake that shows before a process starts; changes nothing."""
     for part in (config.task, config.supervised.task, config.trainer.lora):
-        if dataclasses.is_dataclass(part):
-            # Runs __post_init__: an override sets one field without the checks of its section.
-            dataclasses.replace(part)  # type: ignore[type-var]
+        _check_again(part)
     shape = resolve_shape(config.model)
     _check_tokenizer(config.model, shape)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
@@ -204,6 +204,17 @@ def _check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
         )
 
 
+def _check_again(part: Any) -> None:
+    """Runs __post_init__ of a section and of the sections in it: an override sets one field without their checks."""
+    if isinstance(part, dict):
+        for item in part.values():
+            _check_again(item)
+    elif dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            _check_again(getattr(part, field.name, None))
+        dataclasses.replace(part)  # type: ignore[type-var]
+
+
 def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
     where = f"controller.eval_sets.{name}"
     if name in ("validation", "test") or not name.isidentifier():
@@ -211,8 +222,7 @@ def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
             f"{where}: the run's own evaluations are validation and test, and overrides contain the name; "
             "use another Python identifier"
         )
-    if dataclasses.is_dataclass(eval_set.task):
-        dataclasses.replace(eval_set.task)  # type: ignore[type-var]  # its own checks
+    _check_again(eval_set.task)
     check_positive(f"{where}.num_tasks", eval_set.num_tasks)
     if eval_set.split not in ("train", "validation", "test"):
         raise ValueError(f"{where}.split={eval_set.split!r}: is not a split; use train, validation or test")
@@ -222,6 +232,8 @@ def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
         raise ValueError(
             f"{where}.pass_at_k={eval_set.pass_at_k}: must be between 0 and num_samples={eval_set.num_samples}"
         )
+    if eval_set.correct_reward is not None and not math.isfinite(eval_set.correct_reward):
+        raise ValueError(f"{where}.correct_reward={eval_set.correct_reward}: is not finite; give a number, or None")
     if eval_set.num_samples and not eval_set.temperature > 0:
         raise ValueError(
             f"{where}.temperature={eval_set.temperature}: samples of one task would all be the same; use a positive one"

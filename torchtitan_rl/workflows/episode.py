@@ -63,6 +63,12 @@ class Episode:
             raise EnvironmentFailed(
                 f"{self.name}: step gave reward {step.reward!r} for task {self.task.id!r}; give a finite number"
             )
+        for name, number in step.reward_parts.items():
+            if not isinstance(number, numbers.Real) or not math.isfinite(number):
+                raise EnvironmentFailed(
+                    f"{self.name}: step gave reward part {name!r} {number!r} for task {self.task.id!r}; give a finite "
+                    "number"
+                )
         if not step.done:
             self._checked(step.observation, "step")
         self._steppable = not step.done

@@ -88,10 +88,11 @@ async def run_group(
         if rollout.reward is None and rollout.turns and all(turn.reward is None for turn in rollout.turns)
     ]
     if unjudged:
-        texts, began = [rollout.text for rollout in unjudged], time.perf_counter()
-        rewards = await tried(lambda retry: judge(reward, task, texts, reward_timeout_s), "reward")
-        for rollout, value in zip(unjudged, rewards, strict=True):
+        texts, parts, began = [rollout.text for rollout in unjudged], {}, time.perf_counter()
+        rewards = await tried(lambda retry: judge(reward, task, texts, reward_timeout_s, parts), "reward")
+        for i, (rollout, value) in enumerate(zip(unjudged, rewards, strict=True)):
             rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began
+            rollout.reward_parts |= {name: values[i] for name, values in parts.items()}
     for rollout in rollouts:
         rollout.group = group_id
     return RolloutGroup(id=group_id, rollouts=rollouts)

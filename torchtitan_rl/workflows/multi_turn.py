@@ -74,6 +74,8 @@ async def _play(rollout: Rollout, episode: Episode, policy: Policy, seed: int, l
         rollout.turns.append(Turn(prompt_tokens=dialogue.tokens, completion=completion, reward=0.0))
         step = await episode.step(policy.text(completion))
         rollout.turns[-1].reward = float(step.reward)
+        for name, number in step.reward_parts.items():
+            rollout.reward_parts[name] = rollout.reward_parts.get(name, 0.0) + float(number)
         if step.done:
             return "done"
         dialogue.extend(completion, step.observation)

@@ -28,6 +28,7 @@ PLAYED = rollout(
     turn([1, 2], [4, 5], [2, 3], "stop"),
     turn([1, 2, 4, 5, 6], [7], [4], "length"),
     reward=1.0,
+    reward_parts={"exact": 1.0, "format": -0.5},
     text="de f",
     seconds={"play": 0.5},
 )
@@ -65,7 +66,7 @@ def test_a_record_has_texts_turns_and_both_sides_of_the_training(tmp_path):
         "answer": '["abc"]',
         "text": "de f",
         "reward": 1.0,
-        "reward_parts": None,
+        "reward_parts": {"exact": 1.0, "format": -0.5},
         "advantage": 0.5,
         "left_out": "",
         "num_tokens": [2, 1],

@@ -118,12 +118,36 @@ def test_a_task_whose_reward_fails_to_the_last_counts_as_wrong_where_failures_do
     failures = Failures(AlgorithmConfig(on_rollout_failure="retry", rollout_retries=1, max_failed_frac=1.0), {})
     line = evaluation(Flaky(), failures).metrics()
     assert line["eval/accuracy"] == 0.25  # c alone; d is right, and nobody judged it
+    assert line["eval/reward_mean"] == (0.5 + 0.5 + 1.0) / 3  # of those that were judged
     assert (line["failure/reward"], line["failure/dropped_groups"]) == (2, 1)
 
 
 def test_greedy_alone_and_a_single_task():
-    line = evaluation(num_tasks=1).metrics()
-    assert line == {"eval/name": "set", "eval/split": "validation", "eval/accuracy": 0, "eval/num_tasks": 1}
+    assert evaluation(num_tasks=1).metrics() == {
+        "eval/name": "set",
+        "eval/split": "validation",
+        "eval/accuracy": 0,
+        "eval/num_tasks": 1,
+        "eval/reward_mean": 0.5,
+    }
+
+
+def test_what_counts_as_correct_is_a_matter_of_the_set():
+    line = evaluation(num_samples=4, correct_reward=0.5).metrics()
+    assert line["eval/accuracy"] == line["eval/avg_at_4"] == 1.0  # a wrong answer has 0.5
+    assert line["eval/reward_mean"] == (0.5 + 0.5 + 1.0 + 1.0) / 4
+    assert evaluation().metrics()["eval/accuracy"] == 0.5  # the controller's 1.0
+
+
+def test_the_parts_of_a_reward_have_curves_in_evaluations():
+    class InParts(Letters):
+        def reward(self, task, completions):
+            lengths = [float(len(completion)) for completion in completions]
+            return super().reward(task, completions), {"length": lengths, "prompt": [float(task.prompt == "d")]}
+
+    line = evaluation(InParts()).metrics()
+    assert (line["eval/reward_mean"], line["eval/accuracy"]) == (0.75, 0.5)
+    assert (line["eval/reward_part_length_mean"], line["eval/reward_part_prompt_mean"]) == (1.0, 0.25)
 
 
 def with_set(name="held_out", **fields):
@@ -159,6 +183,7 @@ def test_a_set_that_cannot_be_evaluated_or_told_apart_is_refused():
         ({"split": "dev"}, "controller.eval_sets.held_out.split='dev': is not a split"),
         ({"num_samples": -1}, "controller.eval_sets.held_out.num_samples=-1: must not be negative"),
         ({"num_samples": 4, "pass_at_k": 5}, "controller.eval_sets.held_out.pass_at_k=5: must be between 0 and num_s"),
+        ({"correct_reward": float("nan")}, "controller.eval_sets.held_out.correct_reward=nan: is not finite"),
         ({"num_samples": 4, "temperature": 0.0}, "controller.eval_sets.held_out.temperature=0.0: samples of one task"),
     ],
 )

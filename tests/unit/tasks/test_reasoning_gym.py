@@ -162,7 +162,7 @@ def test_wrong_answers_may_be_mended_in_several_turns():
     async def play(*texts):
         env = family.environment(task)
         assert await env.reset() == task.prompt
-        return [env.step(text) for text in texts]
+        return [await env.step(text) for text in texts]
 
     wrong, mended = asyncio.run(play("<answer>x</answer>", right))
     assert (wrong.done, wrong.reward, wrong.observation[0]["role"]) == (False, 0.0, "user")

@@ -12,6 +12,7 @@ from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.env import Attempts, Env, Step
 from torchtitan_rl.tasks.family import stable_hash
 from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import Task
 from torchtitan_rl.workflows.group import run_group, workflow_of
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
@@ -232,3 +233,32 @@ def test_attempts_lets_a_single_turn_task_be_mended():
     lost = play(attempts(), policy("acb", "ba"), task=task)
     # ba: no pair of its one is in order.
     assert ([turn.reward for turn in lost.turns], lost.end_reason) == ([0.0, 0.0], "done")
+
+
+def test_parts_of_an_environments_reward_add_up_over_its_steps():
+    class InParts(Echo):
+        async def step(self, said):
+            parts = {"said": float(len(said))} if said == "408" else {"said": float(len(said)), "called": 1.0}
+            return Step(observation="on", reward=0.5, reward_parts=parts, done=said == "408")
+
+    rollout = play(InParts(), policy("12", "34", "408<eos>"))
+    assert rollout.reward_parts == {"said": 7.0, "called": 2.0}
+
+    class Wrong(Echo):
+        async def step(self, said):
+            return Step(reward_parts={"said": float("nan")}, done=True)
+
+    with pytest.raises(
+        RuntimeError, match="step gave reward part 'said' nan for task 'calculator/train/1'; give a fin"
+    ):
+        play(Wrong(), policy("12"))
+
+
+def test_several_attempts_take_any_reward_and_keep_its_parts():
+    async def exact(task, completions):
+        return [float(completion == task.answer) for completion in completions]
+
+    task = Task(id="t/0", prompt="12*34=", answer="408")
+    rollout = play(Attempts(task, Rewards({"exact": (exact, 2.0)}), num_attempts=3), policy("7<eos>", "408<eos>"))
+    assert [turn.reward for turn in rollout.turns] == [0.0, 2.0]
+    assert rollout.reward_parts == {"exact": 1.0}

@@ -1,0 +1,139 @@
+"""A model behind an OpenAI-compatible endpoint as a judge. The `openai` package comes with vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl.tasks.judging import Parts, judge
+from torchtitan_rl.tasks.limited import OfLoop
+from torchtitan_rl.types import Task
+
+__all__ = ["HttpJudge", "only_number"]
+
+LONGEST_WAIT_S = 120.0
+"""Seconds that a server may ask the `openai` package to wait before a retry; a longer wait is no retry."""
+
+Message = dict[str, str]
+
+
+def only_number(text: str) -> float:
+    """The number in a judge's answer. Raises ValueError unless there is exactly one."""
+    numbers = re.findall(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
+    if len(numbers) != 1:
+        raise ValueError(
+            f"the judge answered {text[:80]!r}, which has {len(numbers)} numbers; ask for a number and nothing else, "
+            "or give HttpJudge a parse function"
+        )
+    return float(numbers[0])
+
+
+@dataclass(kw_only=True, slots=True)
+class HttpJudge:
+    """A reward function that asks a model about each completion, in a request of its own.
+
+    The `openai` package retries what may pass: no connection, no answer in time, status 408, 409, 429 and 5xx. It waits
+    half a second and longer, or as long as the server says. What fails after the last retry is a failed reward of the
+    run: `algorithm.on_rollout_failure` says what follows.
+
+    Example::
+
+        HttpJudge(base_url="http://localhost:8000/v1", model="Qwen/Qwen3-8B", concurrency=32,
+                  prompt="Question: {prompt}\\nAnswer: {completion}\\nHow good is it? Only a number from 0 to 1.")
+    """
+
+    base_url: str
+    """Address of the endpoint, up to and with its version."""
+    model: str
+    prompt: str | Callable[[Task, str], str | list[Message]]
+    """What the judge reads: a text in which {prompt}, {answer} and {completion} are filled in (write other braces
+    twice), or a function of (task, completion) that returns text or messages."""
+    parse: Callable[[str], float] = only_number
+    """The reward from the judge's answer. An error that `parse` raises is not retried; it fails the group's rewards."""
+    concurrency: int = 8
+    """Requests at a time."""
+    retries: int = 2
+    """Further tries of a request."""
+    timeout_s: float = 30.0
+    """Seconds of one try, waiting for a turn not included."""
+    request: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})
+    """Further fields of each request."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key; empty: the endpoint needs none."""
+    _held: OfLoop = field(default_factory=OfLoop, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"http_judge.base_url={self.base_url!r}: is no address; begin with http:// or https://")
+        if self.concurrency < 1:
+            raise ValueError(f"http_judge.concurrency={self.concurrency}: allows no request; use 1 or more")
+        if self.retries < 0:
+            raise ValueError(f"http_judge.retries={self.retries}: is not possible; use 0 or more")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"http_judge.timeout_s={self.timeout_s}: is not possible; use a positive number")
+        if isinstance(self.prompt, str):
+            try:
+                without = self.prompt.format(prompt="", answer="", completion="")
+            except (KeyError, IndexError, ValueError, AttributeError) as error:
+                raise ValueError(
+                    f"http_judge.prompt={self.prompt[:60]!r}: cannot be filled in ({type(error).__name__}: {error}); "
+                    "use {prompt}, {answer} and {completion}, and write other braces twice"
+                ) from None
+            if without == self.prompt.format(prompt="", answer="", completion="x"):
+                raise ValueError(
+                    f"http_judge.prompt={self.prompt[:60]!r}: does not show the judge the completion; put in "
+                    "{completion}"
+                )
+
+    async def __call__(self, task: Task, completions: list[str]) -> list[float]:
+        """One reward per completion; each is requested by itself. Raises the first error, once all have ended."""
+        client, slots = self._held.get(self._connect)
+        asked: list = await asyncio.gather(
+            *(self._ask(client, slots, task, completion) for completion in completions), return_exceptions=True
+        )
+        if failed := next((answer for answer in asked if isinstance(answer, BaseException)), None):
+            raise failed
+        return asked
+
+    async def judged(
+        self, task: Task, completions: list[str], timeout_s: float, parts: Parts | None = None
+    ) -> list[float]:
+        """As `judging.judge` calls it: the judge's own deadline counts, not the run's `timeout_s`."""
+        return await judge(self.__call__, task, completions, math.inf, parts)
+
+    async def _ask(self, client: Any, slots: asyncio.Semaphore, task: Task, completion: str) -> float:
+        asked = _filled(self.prompt, task, completion)
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        async with slots:
+            # The client's deadline begins again with every byte, and some servers send blanks while they think.
+            try:
+                async with asyncio.timeout((self.retries + 1) * (self.timeout_s + LONGEST_WAIT_S)):
+                    answer = await client.chat.completions.create(model=self.model, messages=messages, **self.request)
+            except Exception as error:
+                raise ConnectionError(f"{self.base_url}: {type(error).__name__}: {error}") from error
+        return self.parse(answer.choices[0].message.content or "")
+
+    def _connect(self) -> tuple[Any, asyncio.Semaphore]:
+        import openai  # takes a second
+
+        key = os.environ.get(self.api_key_env, "") if self.api_key_env else "none"
+        if not key:
+            raise ValueError(f"http_judge.api_key_env={self.api_key_env!r}: is not set; export the endpoint's key")
+        client = openai.AsyncOpenAI(
+            base_url=self.base_url, api_key=key, timeout=self.timeout_s, max_retries=self.retries
+        )
+        return client, asyncio.Semaphore(self.concurrency)
+
+
+def _filled(prompt: str | Callable[[Task, str], str | list[Message]], task: Task, completion: str) -> Any:
+    if not isinstance(prompt, str):
+        return prompt(task, completion)
+    asked = task.prompt
+    if not isinstance(asked, str):
+        asked = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
+    return prompt.format(prompt=asked, answer=task.answer, completion=completion)

@@ -1,0 +1,93 @@
+"""A reward function with limits of its own: calls at a time, retries, a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl.tasks.judging import Parts, judge
+from torchtitan_rl.types import Task
+
+__all__ = ["Limited", "OfLoop"]
+
+logger = logging.getLogger(__name__)
+
+
+class OfLoop:
+    """A value that belongs to one event loop, made when a loop first asks. Copies and pickles begin without it."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._value: Any = None
+
+    def get(self, make: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._value = loop, make()
+        return self._value
+
+    def __reduce__(self) -> tuple:
+        return OfLoop, ()
+
+
+@dataclass(slots=True)
+class Limited:
+    """A reward function that at most `concurrency` groups ask at a time, each up to `retries` times again.
+
+    What fails after the last retry is a failed reward of the run: `algorithm.on_rollout_failure` says what follows.
+
+    Example: `Limited(asks_a_service, concurrency=4, retries=2, timeout_s=20)`. Raises ValueError for limits that allow
+    nothing.
+    """
+
+    function: Callable
+    """The reward function, plain or async. A plain function that is late goes on in its thread, unless `cpu_bound`."""
+    concurrency: int = 8
+    """Calls at a time. One call judges the completions of one group."""
+    retries: int = 2
+    """Further tries of a call that raises, is late, or does not give one finite number per completion."""
+    timeout_s: float = 0.0
+    """Seconds of one try, waiting for a turn not included; 0: `controller.reward_timeout_s`."""
+    wait_s: float = 0.5
+    """Seconds before the first retry; each further wait is twice as long."""
+    _slots: OfLoop = field(default_factory=OfLoop, init=False, repr=False, compare=False)
+    _retried: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"limited.function={self.function!r}: is not callable; give a reward function")
+        if self.concurrency < 1:
+            raise ValueError(f"limited.concurrency={self.concurrency}: allows no call; use 1 or more")
+        for name in ("retries", "timeout_s", "wait_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"limited.{name}={getattr(self, name)}: is not possible; use 0 or more")
+
+    async def __call__(self, task: Task, completions: list[str]) -> tuple[list[float], Parts]:
+        """(rewards, parts), for a family's own `reward` method."""
+        parts: Parts = {}
+        return await self.judged(task, completions, math.inf, parts), parts
+
+    async def judged(
+        self, task: Task, completions: list[str], timeout_s: float, parts: Parts | None = None
+    ) -> list[float]:
+        """The function's rewards. Raises RuntimeError after the last retry."""
+        async with self._slots.get(lambda: asyncio.Semaphore(self.concurrency)):
+            for retry in range(self.retries + 1):
+                try:
+                    return await judge(self.function, task, completions, self.timeout_s or timeout_s, parts)
+                except RuntimeError as error:
+                    last = error
+                if retry < self.retries:
+                    self._tell(last)
+                    await asyncio.sleep(self.wait_s * 2**retry)
+        raise RuntimeError(f"{last} ({self.retries} retries)") from last
+
+    def _tell(self, error: RuntimeError) -> None:
+        """Logs the 1st, 10th, 100th ... retry as a warning, the others quietly: a service may fail one call in ten."""
+        self._retried += 1
+        loud = self._retried == 10 ** (len(str(self._retried)) - 1)
+        logger.log(logging.WARNING if loud else logging.DEBUG, "retry %d of a reward: %s", self._retried, error)
