@@ -119,6 +119,6 @@ def check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) -
         raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
 
 
-def check_positive(where: str, value: int) -> None:
+def check_positive(where: str, value: float) -> None:
     if value < 1:
         raise ValueError(f"{where}={value}: must be at least 1")
