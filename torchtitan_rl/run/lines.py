@@ -96,8 +96,7 @@ def _of_features(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def of_times(line: dict, step_s: float, generate_s: float, sync_s: float) -> dict[str, float]:
-    """Seconds of a whole step and of its parts; trained tokens per second of the step, generated tokens per second of
-    generation."""
+    """Seconds of a step and of its parts; trained tokens per second of the step, generated ones of the generation."""
     return {
         "time/step_s": step_s,
         "time/generate_s": generate_s,

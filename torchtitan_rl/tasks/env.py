@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl.tasks.judging import Parts, Reward, judge
+from torchtitan_rl.tasks.judging import Reward, judge
+from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
 __all__ = ["Env", "Message", "Observation", "Step", "Attempts"]

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl.tasks.judging import Parts, judge
+from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.limited import OfLoop
+from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
 __all__ = ["HttpJudge", "only_number"]

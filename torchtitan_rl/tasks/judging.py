@@ -13,13 +13,12 @@ from typing import Any
 from torchtitan_rl.tasks.complaints import complaint, late, name_of, said
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.outcomes import outcome, outcome_in_thread, until
-from torchtitan_rl.tasks.reward_parts import read_parts
+from torchtitan_rl.tasks.reward_parts import Parts, read_parts
 from torchtitan_rl.tasks.reward_process import outcome_in_process
 from torchtitan_rl.types import Task
 
 __all__ = ["judge", "reward_function"]
 
-Parts = dict[str, list[float]]
 Reward = Callable[[Task, list[str]], Any]
 
 
@@ -37,9 +36,7 @@ async def judge(
     function, deadline = reward_function(reward, task), time.monotonic() + timeout_s
     if hasattr(function, "judged"):
         return await function.judged(task, completions, timeout_s, parts)
-    bare = function
-    while isinstance(bare, functools.partial):
-        bare = bare.func
+    bare = function.func if isinstance(function, functools.partial) else function
     try:
         if getattr(bare, "cpu_bound", False):
             value, error = await outcome_in_process(function, (task, list(completions)), timeout_s)
@@ -54,8 +51,8 @@ async def judge(
     if error is not None:
         raise RuntimeError(f"{name_of(bare)}: {said(error)} for task {task.id!r}; mend the reward function") from error
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):  # (rewards, parts)
-        return read_parts(value, parts, functools.partial(_checked, task=task, num=len(completions)), name_of(bare))
-    return _checked(value, name_of(bare), task, len(completions))
+        return read_parts(value, parts, functools.partial(_checked, bare, task, len(completions)), name_of(bare))
+    return _checked(bare, task, len(completions), value)
 
 
 def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:
@@ -65,23 +62,19 @@ def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:
     return reward if callable(reward) else reward.reward
 
 
-def _checked(value: Any, who: str, task: Task, num: int) -> list[float]:
-    """The `num` finite numbers that an answer must be."""
-    if hasattr(value, "tolist"):  # a numpy array or a tensor
-        value = value.tolist()
+def _checked(function: Callable, task: Task, num: int, value: Any, part: str = "") -> list[float]:
+    """The `num` finite numbers that an answer, or a part of an answer, must be."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # a numpy array or a tensor
     rewards = [_number(reward) for reward in value] if isinstance(value, (list, tuple)) else []
     if len(rewards) != num or any(number is None or not math.isfinite(number) for number in rewards):
-        raise RuntimeError(f"{who}: {complaint(value, rewards, num, task)}")
+        raise RuntimeError(f"{name_of(function)}{part}: {complaint(value, rewards, num, task)}")
     return rewards
 
 
 def _number(value: Any) -> float | None:
     """One reward as a float; None for a value that is not a number."""
-    if getattr(value, "ndim", None) == 0:  # a numpy scalar or a tensor of one number
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        return None
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy scalar or a tensor of one number
     try:
-        return float(value)
+        return float(value) if isinstance(value, numbers.Real) else None
     except OverflowError:
         return math.inf

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl.tasks.judging import Parts, judge
+from torchtitan_rl.tasks.judging import judge
+from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
 __all__ = ["Limited", "OfLoop"]

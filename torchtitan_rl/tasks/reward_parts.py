@@ -8,26 +8,26 @@ from typing import Any
 
 from torchtitan_rl.types import Rollout
 
-__all__ = ["read_parts", "part_means"]
+__all__ = ["Parts", "read_parts", "part_means"]
+
+Parts = dict[str, list[float]]
+"""Name of a part -> one number per completion."""
 
 
 def read_parts(
-    value: tuple[Any, dict[str, Any]],
-    parts: dict[str, list[float]] | None,
-    checked: Callable[[Any, str], list[float]],
-    who: str,
+    value: tuple[Any, dict[str, Any]], parts: Parts | None, checked: Callable[..., list[float]], who: str
 ) -> list[float]:
     """The rewards of an answer `(rewards, parts)`; `parts`, unless None, becomes the numbers of each part by name.
 
-    `checked(numbers, who)` refuses anything but one finite number per completion. Raises RuntimeError for a part whose
-    name is no text.
+    `checked(numbers, part)` refuses anything but one finite number per completion, `part` being the part's name in the
+    message. Raises RuntimeError, which begins with `who`, for a part whose name is no text.
     """
-    rewards = checked(value[0], who)
+    rewards = checked(value[0])
     read = {}
     for name, numbers in value[1].items():
         if not isinstance(name, str) or not name:
             raise RuntimeError(f"{who}: returned a part named {name!r}; name each part by a text, such as 'format'")
-        read[name] = checked(numbers, f"{who}: part {name!r}")
+        read[name] = checked(numbers, f": part {name!r}")
     if parts is not None:
         parts.update(read)
     return rewards

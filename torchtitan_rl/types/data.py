@@ -146,8 +146,7 @@ class RolloutGroup:
     precomputed: bool = False
     """Whether `advantages` are the turns' precomputed advantages, not an estimator's."""
     left_out: str = ""
-    """The filter that left the group out of training: `"zero_variance"` or `"overlong"`; empty for a group that
-    trains."""
+    """The filter that left the group out of training, `"zero_variance"` or `"overlong"`; empty: the group trains."""
 
     @property
     def rewards(self) -> list[float]:

@@ -69,7 +69,7 @@ async def run_group(
         began = time.perf_counter()
         attempt = await workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
         for rollout in (rollouts := rollouts_of(attempt, task)):
-            rollout.seconds["play"] = time.perf_counter() - began
+            rollout.seconds["play"], rollout.group = time.perf_counter() - began, group_id
         return rollouts
 
     calls = (tried(partial(played, i), "workflow") for i in range(n))
@@ -82,19 +82,13 @@ async def run_group(
             f"algorithm.workflow: gave several rollouts of task {task.id!r} the id {twice[0]!r}; give each its "
             "own, such as f'{rollout_id}.judge'"
         )
-    unjudged = [
-        rollout
-        for rollout in rollouts
-        if rollout.reward is None and rollout.turns and all(turn.reward is None for turn in rollout.turns)
-    ]
+    unjudged = [r for r in rollouts if r.reward is None and r.turns and all(turn.reward is None for turn in r.turns)]
     if unjudged:
         texts, parts, began = [rollout.text for rollout in unjudged], {}, time.perf_counter()
         rewards = await tried(lambda retry: judge(reward, task, texts, reward_timeout_s, parts), "reward")
         for i, (rollout, value) in enumerate(zip(unjudged, rewards, strict=True)):
             rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began
             rollout.reward_parts |= {name: values[i] for name, values in parts.items()}
-    for rollout in rollouts:
-        rollout.group = group_id
     return RolloutGroup(id=group_id, rollouts=rollouts)
 
 
