@@ -176,9 +176,9 @@ class ModelConfig:
     """A model: its sizes, and the directory of its files."""
 
     assets: str = "chars"
-    """A Hugging Face directory with a tokenizer, or `"chars"`, the package's character tokenizer without weights. The
-    directory needs a config.json unless `shape` or `flavor` is set. Safetensors in the directory are the initial
-    weights; without safetensors the initial weights are random."""
+    """A Hugging Face directory with a tokenizer, or one of the package's tokenizers, without weights: `"chars"`, and
+    `"bytes"` with a chat template for tools. The directory needs a config.json unless `shape` or `flavor` is set.
+    Safetensors in the directory are the initial weights; without safetensors the initial weights are random."""
     shape: Qwen3Shape | None = None
     """Sizes of the model; None: those of `flavor`, or of the config.json in `assets`."""
     flavor: str | None = None

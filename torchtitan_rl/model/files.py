@@ -22,7 +22,7 @@ _TOKENIZER_FILES = (
 )
 
 
-BUILTIN_ASSETS = {"chars": Path(__file__).parent.parent / "assets" / "chars"}
+BUILTIN_ASSETS = {name: Path(__file__).parent.parent / "assets" / name for name in ("bytes", "chars")}
 
 
 def assets_dir(config: ModelConfig) -> Path:

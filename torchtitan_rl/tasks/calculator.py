@@ -11,7 +11,10 @@ from torchtitan_rl.tasks.env import Env, Observation, Step
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
 from torchtitan_rl.types import Task
 
-__all__ = ["Calculator", "CalculatorEnv", "calculate"]
+__all__ = ["TOOLS", "Calculator", "CalculatorEnv", "calculate"]
+
+TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "[a+b]"}}]
+"""What a chat template is told of the calculator: its name, and how a call is written."""
 
 
 class Calculator:
@@ -126,6 +129,7 @@ class CalculatorEnv(Env):
 
     def __init__(self, task: Task, *, call_reward: float) -> None:
         self.task, self.call_reward, self.given = task, call_reward, 0.0
+        self.tools = None if isinstance(task.prompt, str) else TOOLS
 
     async def reset(self) -> Observation:
         return self.task.prompt
