@@ -20,6 +20,7 @@ from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.run.evaluation import eval_families
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.vocabulary import warn_unknown_text
+from torchtitan_rl.workflows.turn_end import warn_open_turns
 
 if TYPE_CHECKING:
     from torchtitan_rl.launch.local import LocalLauncher
@@ -52,6 +53,8 @@ def read_inputs(config: RunConfig) -> Inputs:
     evaluated = eval_families(config, family)
     tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(config.model)))
     warn_unknown_text(tokenizer, [family, supervised_family, *evaluated.values()])
+    if config.algorithm.workflow is None:
+        warn_open_turns(tokenizer, family, config.sampling.stop_token_ids)
     return Inputs(
         tokenizer=tokenizer,
         family=family,
