@@ -18,7 +18,7 @@ from torchtitan_rl.validation.run import validate
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHAPE = Qwen3Shape(
-    vocab_size=400, dim=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=128, max_seq_len=512
+    vocab_size=400, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=128, max_seq_len=512
 )
 SYSTEM = {"from_trl": "End with #### and the number.", "from_verl": "As verl asks."}
 
