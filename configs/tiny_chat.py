@@ -1,4 +1,4 @@
-"""A tiny chat model: a 0.9M-parameter Qwen3 that reads bytes learns to call a tool, on two CPU cores.
+"""A tiny chat model: a 0.8M-parameter Qwen3 that reads bytes learns to call a tool, on two CPU cores.
 
 The chat template lists the calculator in a system message; a call is answered with a tool message. The warm start shows
 both ways to answer: three demonstrations in ten call the calculator and copy what it says, the others repeat the
@@ -17,6 +17,7 @@ Differs from the quickstart:
 - trainer.optimizer.lr: 0.0005, not 0.001
 - trainer.training.seq_len: 128, not 64
 - generator.max_model_len: 128, not 64
+- generator.max_num_seqs: 128, not 512; as many prompts as one iteration of the engine can read whole
 """
 
 import torchtitan_rl.config as rl
@@ -48,7 +49,7 @@ def config() -> rl.RunConfig:
         controller=rl.ControllerConfig(num_steps=60, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
         sampling=rl.SamplingConfig(max_prompt_tokens=32, max_tokens=16, max_turns=4, max_rollout_tokens=80),
         trainer=rl.TrainerConfig(optimizer=rl.AdamWConfig(lr=5e-4, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
-        generator=rl.GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=512, kv_cache_gib=0.25),
+        generator=rl.GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=128, kv_cache_gib=0.25),
     )
     config.trainer.training.seq_len = 128
     return config
