@@ -1,0 +1,34 @@
+"""A call of the run's reward on two made-up completions of a real task, before a process starts."""
+
+from __future__ import annotations
+
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.tasks.family import TaskFamily
+from torchtitan_rl.tasks.judging import judge
+
+__all__ = ["check_reward"]
+
+
+async def check_reward(config: RunConfig, family: TaskFamily) -> None:
+    """Raises RuntimeError where a reward fails on two made-up completions, one of them empty, of the first train task;
+    of a mixture, of each family's first.
+
+    Not where the task's environment or a workflow of the user's own gives the rewards, nor with
+    `controller.check_reward=False`.
+    """
+    if not config.controller.check_reward or config.algorithm.workflow is not None:
+        return
+    for index in range(len(getattr(family, "families", [family]))):
+        task = family.task("train", index)
+        environment = getattr(family, "environment", None)
+        if environment is not None and (env := environment(task)) is not None:
+            env.close()
+            continue
+        texts = (task.demonstration, task.answer, "made up")
+        completions = ["", next(text for text in texts if isinstance(text, str) and text)]
+        try:
+            await judge(family, task, completions, config.controller.reward_timeout_s)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error}\ncalled on two made-up completions; --no-reward-check skips this call"
+            ) from error
