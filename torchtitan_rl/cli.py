@@ -9,6 +9,7 @@ import traceback
 import warnings
 
 from torchtitan_rl import verbs
+from torchtitan_rl.observability.user_code import told
 
 __all__ = ["main"]
 
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return verbs.fail(str(error) or type(error).__name__)
+        return verbs.fail(told(error))
 
 
 def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int:

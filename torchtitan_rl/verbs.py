@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from torchtitan_rl.observability.user_code import told
+
 __all__ = ["ended", "fail", "dry_run", "train", "train_with_restarts", "evaluate", "audit", "export", "sample"]
 
 _ATTACH_S = 60.0
@@ -125,7 +127,7 @@ async def _guarded(args, start, body) -> int:
         args.final = isinstance(error, (Ended, ValueError))
         if args.debug:
             traceback.print_exc()
-        return fail(str(error) or type(error).__name__)
+        return fail(told(error))
     finally:
         if controller and args.hosts:
             await controller.close()  # other hosts' processes cannot be killed from here
@@ -234,7 +236,7 @@ async def export(args: argparse.Namespace) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return fail(str(error) or type(error).__name__)
+        return fail(told(error))
 
 
 async def sample(args: argparse.Namespace) -> int:
@@ -270,7 +272,7 @@ async def sample(args: argparse.Namespace) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return fail(str(error) or type(error).__name__)
+        return fail(told(error))
     finally:
         launcher.kill()
         logs.cleanup()

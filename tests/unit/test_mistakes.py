@@ -18,6 +18,7 @@ from torchtitan_rl import cli
 ROOT = Path(__file__).parents[2]
 HEAD = """import torchtitan_rl.config as rl
 from torchtitan_rl.algorithm import presets
+from torchtitan_rl.tasks.gsm8k import Gsm8k
 from torchtitan_rl.tasks.letter_sort import LetterSort
 import quickstart
 
@@ -62,6 +63,7 @@ LINES = {
     "a choice that does not exist, in the file": 'config.generator.model_runner = "v3"',
     "a name that is not imported": "config.algorithm.reduction = reductions.sequence_mean",
     "a config that is not returned": "return None",
+    "a data file that is not there": 'config.task = Gsm8k.Config(path="trian.jsonl", test_path="test.jsonl")',
 }
 FUNCTIONS = {
     "a reward that raises": (
@@ -95,6 +97,17 @@ FUNCTIONS = {
     "an estimator that divides by zero": (
         "def maxrl(rewards):\n    return (rewards - rewards.mean()) / rewards.mean()",
         "config.algorithm.advantage_fn = maxrl",
+    ),
+    "a task family that reads a file that is not there": (
+        "from dataclasses import dataclass\n\n"
+        "@dataclass\nclass Rows:\n    path: str = 'trian.jsonl'\n    def build(self):\n"
+        "        return list(open(self.path))",
+        "config.task = Rows()",
+    ),
+    "a misspelt field of a task of one's own": (
+        "from dataclasses import dataclass\n\n"
+        "@dataclass\nclass Rows:\n    max_rows: int = 100\n    def build(self): ...",
+        "config.task = Rows(); config.task.max_row = 5",
     ),
     "a workflow with other arguments": ("async def play(task, policy): ...", "config.algorithm.workflow = play"),
 }
@@ -173,12 +186,14 @@ def page() -> str:
 
 INTRODUCTION = f"""# Mistakes, and what is said of them
 
-{len(cases())} mistakes that a first afternoon may bring, each with what the command prints. `tests/unit/test_mistakes.py`
-makes every one of them and compares the message with this page.
+{len(cases())} mistakes that a first afternoon may bring, each with what the command prints.
+`tests/unit/test_mistakes.py` makes every one of them and compares the message with this page.
 
-All are found by `torchtitan-rl train CONFIG --dry-run`, and by `train` before a process starts. Both call the reward on two
-made-up completions of a real task; `--no-reward-check` leaves that out, for a reward that costs money. In a config file
-`config` is the quickstart's, and `my_run.py` is the file. A message about a function of yours ends with the file and line.
+All are found by `torchtitan-rl train CONFIG --dry-run`, and by `train` before a process starts. Both call the reward on
+two made-up completions of a real task; `--no-reward-check` leaves the call out, for a reward that costs money. In a
+config file `config` is the quickstart's, and `my_run.py` is the file. A message about a function of yours has the
+function's file and line. What only a run can show is said during the run: groups without signal, once, after ten steps
+in which at least nine groups in ten had equal rewards.
 """
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-__all__ = ["described", "defined_at", "raised_at"]
+__all__ = ["described", "defined_at", "raised_at", "told"]
 
 _OTHERS = tuple(  # where no file is the user's
     os.path.join(path, "")
@@ -50,6 +50,17 @@ def defined_at(function: Callable) -> str:
     if code is None or not _is_users(code.co_filename):
         return ""
     return f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def told(error: BaseException) -> str:
+    """An exception as a person is told of it: its message; for one that the user's own code raised, its type and line
+    as well."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and _is_users(frames[-1].filename):
+        return f"{described(error)}{raised_at(error)}; mend the file"
+    if not isinstance(error, (ValueError, RuntimeError, OSError)):
+        return f"{described(error)}{raised_at(error)}"
+    return str(error) or type(error).__name__
 
 
 def _is_users(file: str) -> bool:

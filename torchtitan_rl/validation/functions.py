@@ -9,7 +9,7 @@ import torch
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.observability.user_code import described, raised_at
+from torchtitan_rl.observability.user_code import defined_at, described, raised_at
 from torchtitan_rl.types import LossInputs, Rollout, RolloutGroup, Task
 
 __all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads_advantages"]
@@ -111,7 +111,12 @@ def probe_advantages(config: AlgorithmConfig) -> None:
             )
             for i, rewards_G in enumerate(rewards)
         ]
-        _tried("algorithm.advantage_fn", partial(estimate_advantages, groups, config), {})
+        estimator = config.advantage_fn[role] if isinstance(config.advantage_fn, dict) else config.advantage_fn
+        try:
+            _tried("algorithm.advantage_fn", partial(estimate_advantages, groups, config), {})
+        except ValueError as error:
+            place = defined_at(estimator)
+            raise ValueError(f"{error}{place if '.py:' not in str(error) else ''}") from error
 
 
 def probe_reduction(where: str, reduction: Callable) -> None:

@@ -14,7 +14,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
-from torchtitan_rl.config.resolve import function_name
+from torchtitan_rl.config.resolve import named
 from torchtitan_rl.config.run import EvalSetConfig, RunConfig
 from torchtitan_rl.model import files
 from torchtitan_rl.model.files import assets_dir
@@ -249,7 +249,7 @@ def _check_workflow(workflow: Callable | None) -> None:
         inspect.signature(workflow).bind(None, None, rollout_id="", seed=0)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"algorithm.workflow={function_name(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
+            f"algorithm.workflow={named(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
             f"({error}); give it that signature"
         ) from error
 

@@ -490,7 +490,7 @@ def test_a_workflow_takes_what_it_is_given():
     validate(config)
     message = invalid("algorithm", "workflow", value=wrong)
     assert message.startswith("algorithm.workflow=")
-    assert "wrong: cannot be called as (task, policy, rollout_id=, seed=)" in message
+    assert "cannot be called as (task, policy, rollout_id=, seed=)" in message and ".wrong (test_load.py:" in message
 
 
 @pytest.mark.parametrize(
