@@ -51,7 +51,7 @@ def with_value(path: str, value: Any):
         ("trainer.optimizer", AdamWConfig, "trainer.optimizer=AdamWConfig: is a class; write optimizer=AdamWConfig()"),
         ("task", LetterSort, "task=LetterSort: is a class, not a config of one; write task=LetterSort.Config()"),
         ("task", LetterSort.Config, "task=LetterSort.Config: is a class, not a config of one; write task"),
-        ("supervised.task", LetterSort(LetterSort.Config()), "supervised.task: is a LetterSort, which has no build(); "),
+        ("supervised.task", LetterSort(LetterSort.Config()), "supervised.task: is a LetterSort, which has no build()"),
         ("task.max_letters", "6", "task.max_letters='6': is of type str, the field takes int; write max_letters=6"),
     ],
 )  # fmt: skip
