@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.judging import judge
+from torchtitan_rl.types import Task
 
 __all__ = ["check_reward"]
 
@@ -26,9 +27,17 @@ async def check_reward(config: RunConfig, family: TaskFamily) -> None:
             continue
         texts = (task.demonstration, task.answer, "made up")
         completions = ["", next(text for text in texts if isinstance(text, str) and text)]
+        await _judged(config, family, task, completions)
+
+
+async def _judged(config: RunConfig, family: TaskFamily, task: Task, completions: list[str]) -> None:
+    """Asks a reward once, or as often as the run would where rollouts may fail."""
+    algorithm = config.algorithm
+    for left in reversed(range(1 if algorithm.on_rollout_failure == "fail" else 1 + algorithm.rollout_retries)):
         try:
             await judge(family, task, completions, config.controller.reward_timeout_s)
+            return
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{error}\ncalled on two made-up completions; --no-reward-check skips this call"
-            ) from error
+            if not left:
+                called = "called on two made-up completions; --no-reward-check skips this call"
+                raise RuntimeError(f"{error}\n{called}") from error

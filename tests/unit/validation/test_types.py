@@ -166,6 +166,23 @@ def test_a_reward_that_fails_names_its_line_and_the_way_out():
         asked(config, check_reward=False)
 
 
+def test_a_reward_that_may_fail_is_asked_again():
+    asks = []
+
+    def reward(task, completions):
+        asks.append(1)
+        return [1.0 / (len(asks) - 1)] * 2
+
+    config = run_config()
+    config.task = LetterSort.Config(reward=reward)
+    with pytest.raises(RuntimeError):
+        asyncio.run(check_reward(config, config.task.build()))
+    asks.clear()
+    config.algorithm.on_rollout_failure = "retry"
+    asyncio.run(check_reward(config, config.task.build()))
+    assert len(asks) == 2
+
+
 def test_an_environments_rewards_are_its_own():
     asked(Calculator.Config())
 
