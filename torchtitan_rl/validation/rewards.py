@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.tasks.env import Env
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.judging import judge
+from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.types import Task
 
 __all__ = ["check_reward"]
@@ -19,11 +21,12 @@ async def check_reward(config: RunConfig, family: TaskFamily) -> None:
     """
     if not config.controller.check_reward or config.algorithm.workflow is not None:
         return
-    for index in range(len(getattr(family, "families", [family]))):
+    for index in range(len(family.families) if isinstance(family, Mixture) else 1):
         task = family.task("train", index)
         environment = getattr(family, "environment", None)
         if environment is not None and (env := environment(task)) is not None:
-            env.close()
+            if isinstance(env, Env):
+                env.close()
             continue
         texts = (task.demonstration, task.answer, "made up")
         completions = ["", next(text for text in texts if isinstance(text, str) and text)]
