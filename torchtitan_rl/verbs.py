@@ -45,7 +45,7 @@ def dry_run(args: argparse.Namespace, config) -> int:
     from torchtitan_rl.hosts.inventory import check_fits, local_host
     from torchtitan_rl.hosts.preflight import busy_problem, host_problem, memory_problem
     from torchtitan_rl.run.evaluation import eval_families
-    from torchtitan_rl.tasks.family import SPLITS, source_of
+    from torchtitan_rl.validation.data import unread_data
     from torchtitan_rl.validation.rewards import check_reward
     from torchtitan_rl.validation.run import missing_weights
 
@@ -56,20 +56,11 @@ def dry_run(args: argparse.Namespace, config) -> int:
         raise ValueError(problem)
     family = config.task.build()
     eval_families(config, family)
-    unread = ""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a dry run downloads nothing
-    try:
-        for split in SPLITS:
-            source_of(family, split, config.seed)  # refuses a split without tasks
-        first = family.task("train", 0)
-    except RuntimeError as error:
-        unread = f"the data ({error})"
-    else:
-        print(f"first task: {first.id}, prompt {str(first.prompt)[:60]!r}")
+    if not (unread := unread_data(family, config.seed)):
         asyncio.run(check_reward(config, family))
     print(f"{args.config}: valid; nothing was started")
     # Problems of this machine now, not of the config: a dry run only reports them.
-    for missing in (unread, missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts)):
+    for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts), unread):
         if missing:
             print(f"still needed: {missing}")
     return 0
