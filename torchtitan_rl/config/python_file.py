@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
-import os
 import re
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import cloudpickle
 
+from torchtitan_rl.environment import add_to_path
 from torchtitan_rl.observability.user_code import described, raised_at
 
 __all__ = ["load_module", "mistake"]
@@ -21,7 +21,7 @@ __all__ = ["load_module", "mistake"]
 
 def load_module(file: Path, where: str) -> ModuleType:
     """The module of a Python file. The file's directory is on `sys.path` from then on, behind everything that is there,
-    and on the PYTHONPATH of processes that start later. The file's functions travel to other processes by value.
+    in this process and in those that it starts. The file's functions travel to other processes by value.
 
     Raises ValueError for a file that fails; the message begins with `where`.
     """
@@ -29,12 +29,7 @@ def load_module(file: Path, where: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{where}: is not a Python file; give a .py file with a config() function")
-    directory = str(file.parent.absolute())
-    if directory not in sys.path:
-        sys.path.append(directory)
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if directory not in inherited:
-        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, inherited), directory])
+    add_to_path(str(file.parent.absolute()))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

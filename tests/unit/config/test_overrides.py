@@ -1,7 +1,10 @@
 """Overrides: what `show` prints is accepted back, parts are switched on, functions are named."""
 
 import functools
+import pickle
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,3 +139,26 @@ def test_explicit_lengths_stay():
     assert settled(config) is config
     defaults = RunConfig(name="", task=LetterSort.Config(), model=ModelConfig())
     assert settled(defaults).trainer.training.seq_len == 1024
+
+
+def test_a_module_beside_the_config_is_found_and_hides_no_package(tmp_path, monkeypatch):
+    """In processes that start later, too."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("TORCHTITAN_RL_PATH", "")
+    monkeypatch.delitem(sys.modules, "beside_the_config", raising=False)
+    (tmp_path / "beside_the_config.py").write_text(
+        "def ones(task, completions):\n    return [1.0 for _ in completions]\n"
+    )
+    (tmp_path / "numpy.py").write_text("raise ImportError('hides numpy')\n")
+    (tmp_path / "run.py").write_text(
+        "import beside_the_config\nfrom torchtitan_rl.config import ModelConfig, RunConfig\n"
+        "from torchtitan_rl.tasks.letter_sort import LetterSort\n\ndef config():\n"
+        "    task = LetterSort.Config(reward=beside_the_config.ones)\n"
+        "    return RunConfig(name='x', task=task, model=ModelConfig())\n"
+    )
+    reward = load_config(str(tmp_path / "run.py")).task.reward
+    program = (
+        "import sys, pickle, torchtitan_rl, numpy; sys.path.index(numpy.__file__.rsplit('/', 2)[0]);"
+        f"print(pickle.loads({pickle.dumps(reward)!r})(None, 'ab'))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60) == "[1.0, 1.0]\n"
