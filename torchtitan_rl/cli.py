@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 import warnings
 
 from torchtitan_rl import verbs
+from torchtitan_rl.observability.user_code import told
 
 __all__ = ["main"]
 
@@ -35,6 +37,11 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("config", help="a Python file with a config() function")
         if verb == "train":
             sub.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
+            sub.add_argument(
+                "--no-reward-check",
+                action="store_true",
+                help="do not call the reward on two made-up completions first, as for one that costs money",
+            )
             sub.add_argument(
                 "--resume",
                 default="",
@@ -103,13 +110,18 @@ def main(argv: list[str] | None = None) -> int:
     # Show deprecated settings of the user's config: by default Python shows deprecations of __main__ only.
     warnings.filterwarnings("default", category=DeprecationWarning, module="torchtitan_rl")
     try:
-        return _run(args, overrides, sys.argv[1:] if argv is None else argv)
+        code = _run(args, overrides, sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return verbs.fail(str(error) or type(error).__name__)
+        return verbs.fail(told(error))
 
 
 def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int:
@@ -123,7 +135,9 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
         return verbs.audit(args)
     if args.verb == "export":
         return verbs.ended(verbs.export(args))
+    from torchtitan_rl.config.derive import settled
     from torchtitan_rl.config.load import apply_overrides, load_config
+    from torchtitan_rl.validation.advice import advice
     from torchtitan_rl.validation.run import check_local, validate
 
     config = load_config(args.config)
@@ -134,6 +148,11 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
         show(config)
         return 0
     validate(config)
+    if args.verb == "train":
+        config.controller.check_reward &= not args.no_reward_check
+        for line in advice(config):
+            print(f"warning: {line}", file=sys.stderr)
+    config = settled(config)
     if args.backend == "local":
         if args.hosts:
             raise ValueError(

@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["has_nvidia_driver", "default_environment", "prepare_environment", "without_torchrun", "end_with_parent"]
+__all__ = [
+    "has_nvidia_driver",
+    "default_environment",
+    "prepare_environment",
+    "add_to_path",
+    "without_torchrun",
+    "end_with_parent",
+]
 
 _DEFAULTS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # notice a dead process within a second
@@ -33,6 +41,9 @@ def has_nvidia_driver() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
+_USER_PATH = "TORCHTITAN_RL_PATH"
+
+
 def default_environment() -> dict[str, str]:
     """The environment variables of every process of a run, for variables that the user has not set."""
     if has_nvidia_driver():
@@ -49,6 +60,18 @@ def prepare_environment() -> None:
     for name, value in default_environment().items():
         os.environ.setdefault(name, value)
     os.environ["OMP_DYNAMIC"] = "false"
+    for directory in filter(None, os.environ.get(_USER_PATH, "").split(os.pathsep)):
+        add_to_path(directory)
+
+
+def add_to_path(directory: str) -> None:
+    """Puts a directory of the user's files on `sys.path` of this process and of processes that it starts, behind all
+    else: PYTHONPATH would put the directory before the installed packages, which its files must not hide."""
+    if directory not in sys.path:
+        sys.path.append(directory)
+    known = os.environ.get(_USER_PATH, "").split(os.pathsep)
+    if directory not in known:
+        os.environ[_USER_PATH] = os.pathsep.join([*filter(None, known), directory])
 
 
 _PR_SET_PDEATHSIG = 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torchtitan_rl import platform
-from torchtitan_rl.config.resolve import flat, function_name
+from torchtitan_rl.config.derive import open_fields, settled
+from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.values import shell_text
 from torchtitan_rl.hosts.inventory import meshes
 from torchtitan_rl.memory import gpu_bytes, num_adapter_parameters, run_parts
 from torchtitan_rl.model.shape import resolve_shape
@@ -13,12 +15,13 @@ __all__ = ["show"]
 
 
 def show(config: RunConfig) -> None:
-    """Prints every field as the flag that sets the field, then the memory estimate."""
+    """Prints every field as the flag that sets the field, with a remark where the value was derived, then the memory
+    estimate."""
+    derived = open_fields(config)
+    config = settled(config)
     for path, value in flat(config):
-        text = function_name(value) if callable(value) else repr(value) if isinstance(value, str) else str(value)
-        if isinstance(value, (tuple, list)):
-            text = " ".join(map(str, value)) or "[]"
-        print(f"--{path.replace('_', '-')} {text}")
+        source = next((text for start, text in derived.items() if f"{path}.".startswith(f"{start}.")), "")
+        print(f"--{path.replace('_', '-')} {shell_text(value)}" + (f"  # {source}" if source else ""))
     shape = resolve_shape(config.model)
     print(f"\nmodel: {shape.num_parameters:,} parameters")
     if config.trainer.lora is not None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from torchtitan_rl.observability.user_code import told
+
 __all__ = ["ended", "fail", "dry_run", "train", "train_with_restarts", "evaluate", "audit", "export", "sample"]
 
 _ATTACH_S = 60.0
@@ -43,6 +45,8 @@ def dry_run(args: argparse.Namespace, config) -> int:
     from torchtitan_rl.hosts.inventory import check_fits, local_host
     from torchtitan_rl.hosts.preflight import busy_problem, host_problem, memory_problem
     from torchtitan_rl.run.evaluation import eval_families
+    from torchtitan_rl.validation.data import unread_data
+    from torchtitan_rl.validation.rewards import check_reward
     from torchtitan_rl.validation.run import missing_weights
 
     # A dry run connects to no other host: it takes each host to be like this machine.
@@ -50,10 +54,13 @@ def dry_run(args: argparse.Namespace, config) -> int:
     check_fits(config, hosts)
     if problem := memory_problem(config, hosts):
         raise ValueError(problem)
-    eval_families(config, config.task.build())
+    family = config.task.build()
+    eval_families(config, family)
+    if not (unread := unread_data(family, config.seed)):
+        asyncio.run(check_reward(config, family))
     print(f"{args.config}: valid; nothing was started")
     # Problems of this machine now, not of the config: a dry run only reports them.
-    for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts)):
+    for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts), unread):
         if missing:
             print(f"still needed: {missing}")
     return 0
@@ -111,7 +118,7 @@ async def _guarded(args, start, body) -> int:
         args.final = isinstance(error, (Ended, ValueError))
         if args.debug:
             traceback.print_exc()
-        return fail(str(error) or type(error).__name__)
+        return fail(told(error))
     finally:
         if controller and args.hosts:
             await controller.close()  # other hosts' processes cannot be killed from here
@@ -220,7 +227,7 @@ async def export(args: argparse.Namespace) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return fail(str(error) or type(error).__name__)
+        return fail(told(error))
 
 
 async def sample(args: argparse.Namespace) -> int:
@@ -256,7 +263,7 @@ async def sample(args: argparse.Namespace) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
-        return fail(str(error) or type(error).__name__)
+        return fail(told(error))
     finally:
         launcher.kill()
         logs.cleanup()

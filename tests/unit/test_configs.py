@@ -34,7 +34,7 @@ QWEN3 = """
 - sampling.max_tokens: 1024, not 12
 - trainer.optimizer.lr: 1e-06, not 0.001
 - trainer.optimizer.betas: (0.9, 0.95), not (0.9, 0.99)
-- trainer.training.seq_len: 2048, not 64
+- trainer.training.seq_len: 0, not 64
 - trainer.training.mixed_precision_param: "bfloat16", not "float32"
 - trainer.activation_checkpoint: "selective", not "none"
 - generator.dtype: "bfloat16", not "float32"
@@ -103,9 +103,9 @@ QUICKSTART = """
 - trainer.optimizer.lr: 0.001, not 1e-05
 - trainer.optimizer.betas: (0.9, 0.99), not (0.9, 0.95)
 - trainer.max_tokens_per_microbatch: 16384, not 8192
-- trainer.training.seq_len: 64, not 2048
+- trainer.training.seq_len: 64, not 0
 - generator.dtype: "float32", not "bfloat16"
-- generator.max_model_len: 64, not 2048
+- generator.max_model_len: 64, not 0
 - generator.max_num_seqs: 512, not 256
 - generator.kv_cache_gib: 0.25, not 1.0"""
 

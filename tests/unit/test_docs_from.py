@@ -105,7 +105,12 @@ def ours_in_tables(name):
 def paths():
     """Every field of a RunConfig that has all roles and adapters: dotted path to its declared type."""
     _, config = example("from_verl")
-    config.roles = RolesConfig(**{role: RoleConfig(model=config.model) for role in ("reference", "critic", "teacher")})
+    config.roles = RolesConfig(
+        **{
+            role: RoleConfig(trainer=config.trainer.of_role(), model=config.model)
+            for role in ("reference", "critic", "teacher")
+        }
+    )
     config.trainer.lora = LoRAConfig()
     known = {}
     for path, _ in flat(config):

@@ -86,6 +86,7 @@ def test_a_dry_run_says_what_the_machine_still_needs(capsys, monkeypatch, cuda_b
         "still needed: model.assets",
         "still needed: driver",
         "still needed: gpu",
+        "still needed: gsm8k.path",  # a dry run downloads nothing
     ]
 
 
@@ -93,5 +94,6 @@ def test_a_dry_run_says_what_the_machine_still_needs(capsys, monkeypatch, cuda_b
 def test_the_configs_for_an_80_gb_card_pass_a_dry_run_on_one(config, capsys, monkeypatch, cuda_build):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([gpu(total=79, free=79)]))
     assert cli.main(["train", f"configs/{config}.py", "--dry-run"]) == 0
-    (_, missing) = capsys.readouterr().out.splitlines()
+    _, missing, data = capsys.readouterr().out.splitlines()
+    assert data.startswith("still needed: gsm8k.path=")
     assert missing.startswith("still needed: model.assets='chars': has no safetensors")

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from torchtitan_rl import cli
+from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.validation.run import check_local
@@ -32,7 +33,7 @@ def test_a_trainer_of_several_ranks_is_refused_with_its_degrees():
 
 def test_so_is_any_other_role():
     config = load_config(QUICKSTART)
-    config.roles.critic = RoleConfig()
+    config.roles.critic = RoleConfig(trainer=TrainerConfig())
     config.roles.critic.trainer.parallelism.data_parallel_replicate_degree = 2
     with pytest.raises(ValueError, match=r"^roles\.critic\.trainer\.parallelism: .* = 2 x 1 x 1 = 2 ranks; "):
         check_local(config)

@@ -118,7 +118,7 @@ class TrainerRank:
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         """Clips the gradient, takes a step and zeroes the gradient; a gradient that is not finite skips the step."""
         given = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
-        defaults = {"max_grad_norm": self.config.training.max_norm} | {
+        defaults: dict[str, Any] = {"max_grad_norm": self.config.training.max_norm or float("inf")} | {
             name: getattr(self.config.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")
         }
         params = OptimParams(**{name: defaults[name] if value is None else value for name, value in given.items()})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,7 +67,7 @@ class LoRAConfig:
 
 
 def _training() -> TrainingConfig:
-    return TrainingConfig(mixed_precision_param="float32", seq_len=2048)
+    return TrainingConfig(mixed_precision_param="float32", seq_len=0)
 
 
 def _parallelism() -> ParallelismConfig:
@@ -86,8 +88,9 @@ class TrainerConfig:
     max_tokens_per_microbatch: int = 8192
     """Tokens packed into one forward at most; a longer datum gets a microbatch of its own."""
     training: TrainingConfig = field(default_factory=_training)
-    """`seq_len` is the longest datum in tokens, `max_norm` the gradient clip, `mixed_precision_param` the compute
-    dtype. In float32 on CUDA, attention runs torch's memory-efficient kernel on repeated key and value heads."""
+    """`seq_len` is the longest datum in tokens (0: as long as the sampling limits allow), `max_norm` the gradient clip
+    (None: no clip), `mixed_precision_param` the compute dtype. In float32 on CUDA, attention runs torch's
+    memory-efficient kernel on repeated key and value heads."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     """The product of the degrees is the number of ranks; `data_parallel_shard_degree` must be given."""
     num_hosts: int = 1
@@ -117,6 +120,10 @@ class TrainerConfig:
         p = self.parallelism
         return p.data_parallel_replicate_degree * p.data_parallel_shard_degree * p.tensor_parallel_degree
 
+    def of_role(self) -> TrainerConfig:
+        """The trainer of a role that names none: a copy of this one, the policy's, without adapters."""
+        return dataclasses.replace(copy.deepcopy(self), lora=None)
+
 
 @dataclass(kw_only=True, slots=True)
 class GeneratorConfig:
@@ -129,8 +136,8 @@ class GeneratorConfig:
     """Ranks of one replica, by tensor parallelism; 1: the model is not cut."""
     num_replicas: int = 1
     """Generators with the same weights, each on a mesh of its own."""
-    max_model_len: int = 2048
-    """Longest sequence in tokens, prompt and completion together."""
+    max_model_len: int = 0
+    """Longest sequence in tokens, prompt and completion together; 0: what the sampling limits allow."""
     max_num_seqs: int = 256
     """Sequences that one replica decodes at once."""
     max_num_batched_tokens: int = 16384

@@ -29,6 +29,7 @@ _HARMLESS = (
                 "optimizer.implementation",
             ),  # read at every step
             "training.max_norm",
+            "training.seq_len",
         )
     ),
     *(

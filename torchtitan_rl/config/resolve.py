@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.observability.user_code import defined_at
 
-__all__ = ["flat", "function_name", "resolved", "rebuilt"]
+__all__ = ["flat", "function_name", "named", "resolved", "rebuilt"]
 
 
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -36,6 +37,11 @@ def function_name(function: Callable) -> str:
         arguments = ", ".join([*map(repr, function.args), *(f"{k}={v!r}" for k, v in function.keywords.items())])
         return f"{function_name(function.func)}({arguments})"
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def named(function: Callable) -> str:
+    """`module:qualname`, and for a function of the user's own its file and line."""
+    return f"{function_name(function)}{defined_at(function)}"
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:

@@ -116,6 +116,8 @@ class ControllerConfig:
     """Seconds that one training call may take."""
     sample_timeout_s: float = 600.0
     """Seconds that one batch of completions may take."""
+    check_reward: bool = True
+    """Whether the reward judges two made-up completions before a run starts; `--no-reward-check` sets False."""
     reward_timeout_s: float = 30.0
     """Seconds that the rewards of one group, or one answer of an environment, may take."""
 
@@ -124,8 +126,8 @@ class ControllerConfig:
 class RoleConfig:
     """A model beside the policy, on a mesh of its own."""
 
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Layout and microbatches of the role's mesh; for a critic, the optimizer too."""
+    trainer: TrainerConfig | None = None
+    """Layout and microbatches of the role's mesh; for a critic, the optimizer too. None: the policy's, no adapters."""
     model: ModelConfig | None = None
     """Model of the role; None: the policy's model, with the same initial weights."""
 
@@ -183,5 +185,6 @@ class RunConfig:
 
     def trainers(self) -> dict[str, tuple[TrainerConfig, ModelConfig]]:
         """Trainer and model configs of every role but the generator, by name; the policy first."""
-        others = {name: (role.trainer, role.model or self.model) for name, role in self.roles.configured().items()}
+        roles = self.roles.configured().items()
+        others = {name: (role.trainer or self.trainer.of_role(), role.model or self.model) for name, role in roles}
         return {"policy": (self.trainer, self.model), **others}

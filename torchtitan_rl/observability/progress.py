@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -72,7 +73,8 @@ class Progress:
     """Progress of a run on `file` (stdout unless given).
 
     On a terminal: a bar per phase, replaced by one line when the phase ends. Elsewhere: a line at most every 5 s and
-    one at the end of a phase, without control codes. `quiet` prints nothing except `error`.
+    one at the end of a phase, without control codes. `quiet` prints nothing except `error` and the
+    final table. Where the reader of a pipe has gone, nothing more is printed.
 
     Example::
 
@@ -87,9 +89,9 @@ class Progress:
         # rich would take FORCE_COLOR for a terminal and write control codes into a log.
         self._plain = not file.isatty() or Console(file=file).is_dumb_terminal
         self._console = (
-            Console(file=file, force_terminal=False, color_system=None, width=_PLAIN_WIDTH)
+            _Console(file=file, force_terminal=False, color_system=None, width=_PLAIN_WIDTH)
             if self._plain
-            else Console(file=file)
+            else _Console(file=file)
         )
         self._quiet, self._clock = quiet, clock
         self._last_plain = clock()
@@ -114,9 +116,7 @@ class Progress:
         print(text, file=sys.stderr, flush=True)
 
     def final_table(self, rows: list[tuple[str, str]]) -> None:
-        """Prints (what, value) rows."""
-        if self._quiet:
-            return
+        """Prints (what, value) rows, quiet or not."""
         table = Table(show_header=False, box=box.ROUNDED)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
@@ -180,7 +180,14 @@ class Progress:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-        self._console.file.flush()
+
+
+class _Console(Console):
+    """A console whose reader may go: `torchtitan-rl train ... | head`."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
 class _BarColumn(ProgressColumn):

@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Literal
 
+from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
@@ -34,6 +35,8 @@ from torchtitan_rl.run.state import RunState
 from torchtitan_rl.run.supervised import supervise
 from torchtitan_rl.run.training import Batches, Reinforcement
 from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.validation.batches import compares_siblings
+from torchtitan_rl.validation.rewards import check_reward
 from torchtitan_rl.validation.run import missing_weights, validate
 
 __all__ = ["Controller"]
@@ -98,14 +101,17 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         starts, for a config that `validate`, `check_hosts`, `check_local` or `resume.find` refuses.
         """
         validate(config)
+        config = settled(config)
         hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
         if hf_weights is None and (missing := missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)
+        if hf_weights is None:
+            await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached
         run_dir, found = resume.open_run(config, resume_from, absolute=absolute)
         writer = RunDirWriter(run_dir, inputs.tokenizer.decode if config.controller.record_tokens else None)
-        recorder = Recorder([writer, *([Display(progress)] if progress is not None else [])])
+        recorder = Recorder([writer, *([Display(progress, compares_siblings(config))] if progress is not None else [])])
         for note in found.notes if found is not None else ():
             recorder.fact("note", text=note)
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"))

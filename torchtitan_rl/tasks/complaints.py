@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan_rl.observability.user_code import defined_at, described, raised_at
 from torchtitan_rl.tasks.reward_process import RewardProcessError
 from torchtitan_rl.types import Task
 
-__all__ = ["complaint", "late", "said", "name_of"]
+__all__ = ["complaint", "failed", "late", "said", "name_of", "placed"]
 
 
 def complaint(value: Any, read: list[float | None], num_completions: int, task: Task) -> str:
@@ -37,7 +38,12 @@ def said(error: BaseException) -> str:
     """What happened, as it continues the function's name."""
     if isinstance(error, RewardProcessError):
         return str(error)
-    return "raised " + " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+    return f"raised {described(error)}"
+
+
+def failed(error: BaseException, task: Task) -> str:
+    """What an exception ended, as it continues the function's name, with the line that raised the exception."""
+    return f"{said(error)} for task {task.id!r}; mend the reward function{raised_at(error)}"
 
 
 def _short(value: Any) -> str:
@@ -51,3 +57,8 @@ def name_of(function: Callable) -> str:
     if not hasattr(function, "__qualname__"):
         function = type(function)
     return f"reward={function.__module__}:{function.__qualname__}"
+
+
+def placed(function: Callable) -> str:
+    """`name_of` a function, and the file and line of a function of the user's."""
+    return f"{name_of(function)}{defined_at(function)}"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_rl.tasks.complaints import complaint, late, name_of, said
+from torchtitan_rl.tasks.complaints import complaint, failed, late, name_of, placed
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.outcomes import outcome, outcome_in_thread, until
 from torchtitan_rl.tasks.reward_parts import Parts, read_parts
@@ -49,7 +49,7 @@ async def judge(
     except TimeoutError:
         raise RuntimeError(f"{name_of(bare)}: {late(task, timeout_s)}") from None
     if error is not None:
-        raise RuntimeError(f"{name_of(bare)}: {said(error)} for task {task.id!r}; mend the reward function") from error
+        raise RuntimeError(f"{name_of(bare)}: {failed(error, task)}") from error
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):  # (rewards, parts)
         return read_parts(value, parts, functools.partial(_checked, bare, task, len(completions)), name_of(bare))
     return _checked(bare, task, len(completions), value)
@@ -67,7 +67,7 @@ def _checked(function: Callable, task: Task, num: int, value: Any, part: str = "
     value = value.tolist() if hasattr(value, "tolist") else value  # a numpy array or a tensor
     rewards = [_number(reward) for reward in value] if isinstance(value, (list, tuple)) else []
     if len(rewards) != num or any(number is None or not math.isfinite(number) for number in rewards):
-        raise RuntimeError(f"{name_of(function)}{part}: {complaint(value, rewards, num, task)}")
+        raise RuntimeError(f"{placed(function)}{part}: {complaint(value, rewards, num, task)}")
     return rewards
 
 

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 
 from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
-from torchtitan_rl.config.resolve import function_name
+from torchtitan_rl.config.resolve import function_name, named
 from torchtitan_rl.config.run import RolesConfig, RunConfig
 from torchtitan_rl.validation.functions import (
     probe_advantages,
@@ -134,10 +134,10 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     divergence = algorithm.distill.divergence if algorithm.distill is not None else ""
     outputs = ["policy_logprobs", *(["teacher_kl"] if divergence == "full" else [])]
     probe_advantages(algorithm)
-    probe_reduction(f"algorithm.reduction={function_name(algorithm.reduction)}", algorithm.reduction)
+    probe_reduction(f"algorithm.reduction={named(algorithm.reduction)}", algorithm.reduction)
     _check_arguments("loss", algorithm.loss_fn, algorithm.loss_config)
     probe_loss(
-        f"algorithm.loss_fn={function_name(algorithm.loss_fn)}",
+        f"algorithm.loss_fn={named(algorithm.loss_fn)}",
         algorithm.loss_fn,
         algorithm.loss_config,
         outputs=outputs,
@@ -165,7 +165,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     if algorithm.correction_fn is not None:
         _check_arguments("correction", algorithm.correction_fn, algorithm.correction_config)
         probe_correction(
-            f"algorithm.correction_fn={function_name(algorithm.correction_fn)}",
+            f"algorithm.correction_fn={named(algorithm.correction_fn)}",
             algorithm.correction_fn,
             algorithm.correction_config,
             columns,
@@ -182,7 +182,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
     if roles.critic is not None:
         _check_arguments("critic_loss", algorithm.critic_loss_fn, algorithm.critic_loss_config)
         probe_loss(
-            f"algorithm.critic_loss_fn={function_name(algorithm.critic_loss_fn)}",
+            f"algorithm.critic_loss_fn={named(algorithm.critic_loss_fn)}",
             algorithm.critic_loss_fn,
             algorithm.critic_loss_config,
             outputs=["predicted_values"],

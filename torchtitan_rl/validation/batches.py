@@ -4,17 +4,46 @@ from __future__ import annotations
 
 import inspect
 
+from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
-__all__ = ["check_batches"]
+__all__ = ["check_batches", "compares_siblings"]
 
 
 def check_batches(config: RunConfig) -> None:
     """Raises ValueError for the first mistake in filters, grouping or precomputed advantages; changes nothing."""
     _check_filters(config)
     _check_grouping(config.algorithm)
+    _check_group_of_one(config)
+
+
+def compares_siblings(config: RunConfig) -> bool:
+    """Whether what trains is the advantage that an estimator gives to the rewards of siblings."""
+    algorithm = config.algorithm
+    extended = (algorithm.workflow, algorithm.after_rewards, algorithm.trajectory_grouping_hook, config.roles.critic)
+    rewarded = algorithm.distill is None or algorithm.distill.rewards
+    by_estimator = algorithm.precomputed_advantages != "require"
+    return config.controller.num_steps > 0 and rewarded and by_estimator and all(part is None for part in extended)
+
+
+def _check_group_of_one(config: RunConfig) -> None:
+    algorithm = config.algorithm
+    if algorithm.group_size != 1 or not compares_siblings(config) or isinstance(algorithm.advantage_fn, dict):
+        return
+    task = Task(id="probe", prompt="")
+    groups = [
+        RolloutGroup(id=f"probe/{i}", rollouts=[Rollout(id=f"probe/{i}/0", task=task, turns=[], reward=float(i))])
+        for i in range(3)
+    ]
+    estimate_advantages(groups, algorithm)
+    if not any(advantage for group in groups for advantage in group.advantages or ()):
+        raise ValueError(
+            f"algorithm.group_size=1: {function_name(algorithm.advantage_fn)} compares the rollouts of a task, so one "
+            "alone has the advantage 0 and nothing trains; use 2 or more, advantages.reinforce, or a critic"
+        )
 
 
 def _check_filters(config: RunConfig) -> None:
@@ -34,10 +63,6 @@ def _check_filters(config: RunConfig) -> None:
         raise ValueError(
             f"{where}.zero_variance=True: can never pass a group of algorithm.group_size=1, whose reward "
             "is equal to itself; raise group_size or use False"
-        )
-    if filters.overlong not in ("keep", "drop", "mask", "penalty"):
-        raise ValueError(
-            f"{where}.overlong={filters.overlong!r}: is not known; use 'keep', 'drop', 'mask' or 'penalty'"
         )
     if filters.overlong != "penalty":
         if filters.overlong_buffer:
@@ -59,11 +84,6 @@ def _check_filters(config: RunConfig) -> None:
 
 
 def _check_grouping(algorithm: AlgorithmConfig) -> None:
-    if algorithm.precomputed_advantages not in ("auto", "require", "ignore"):
-        raise ValueError(
-            f"algorithm.precomputed_advantages={algorithm.precomputed_advantages!r}: is not known; use "
-            "'auto', 'require' or 'ignore'"
-        )
     hook = algorithm.trajectory_grouping_hook
     if hook is None:
         return

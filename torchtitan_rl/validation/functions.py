@@ -9,6 +9,7 @@ import torch
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.observability.user_code import defined_at, described, raised_at
 from torchtitan_rl.types import LossInputs, Rollout, RolloutGroup, Task
 
 __all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads_advantages"]
@@ -110,7 +111,12 @@ def probe_advantages(config: AlgorithmConfig) -> None:
             )
             for i, rewards_G in enumerate(rewards)
         ]
-        _tried("algorithm.advantage_fn", partial(estimate_advantages, groups, config), {})
+        estimator = config.advantage_fn[role] if isinstance(config.advantage_fn, dict) else config.advantage_fn
+        try:
+            _tried("algorithm.advantage_fn", partial(estimate_advantages, groups, config), {})
+        except ValueError as error:
+            place = defined_at(estimator)
+            raise ValueError(f"{error}{place if '.py:' not in str(error) else ''}") from error
 
 
 def probe_reduction(where: str, reduction: Callable) -> None:
@@ -173,8 +179,9 @@ def _tried(where: str, function: Callable, keywords: dict[str, float]):
             raise ValueError(f"{where.partition('=')[0].replace('_fn', '_config')}.{text}") from error
         raise ValueError(text if text.startswith("algorithm.") else f"{where}: {text}") from error
     except Exception as error:
-        described = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{where}: raised {described} on a few made-up tokens; mend it, or its arguments") from error
+        raise ValueError(
+            f"{where}: raised {described(error)} on a few made-up tokens; mend it, or its arguments{raised_at(error)}"
+        ) from error
 
 
 def _is_pair(answer) -> bool:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from torchtitan_rl.config.model import Qwen3Shape
-from torchtitan_rl.config.run import RolesConfig
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = ["check_roles"]
 
 
-def check_roles(roles: RolesConfig, shape: Qwen3Shape, dtype: str) -> None:
-    """Raises ValueError for a role that does not fit the policy, whose model has `shape` and weights `dtype`."""
+def check_roles(config: RunConfig, shape: Qwen3Shape) -> None:
+    """Raises ValueError for a role that does not fit the policy, whose model has `shape`."""
+    roles, dtype, trainers = config.roles, config.trainer.training.dtype, config.trainers()
     for name, role in roles.configured().items():
-        if role.trainer.lora is not None:
+        if (lora := trainers[name][0].lora) is not None:
             raise ValueError(
-                f"roles.{name}.trainer.lora.rank={role.trainer.lora.rank}: adapters are the policy's (a critic's "
+                f"roles.{name}.trainer.lora.rank={lora.rank}: adapters are the policy's (a critic's "
                 "head must train, a reference or teacher does not train); use None"
             )
         if role.model is not None and (size := resolve_shape(role.model).vocab_size) != shape.vocab_size:
@@ -23,9 +24,10 @@ def check_roles(roles: RolesConfig, shape: Qwen3Shape, dtype: str) -> None:
                 "use models with the same tokenizer"
             )
     critic = roles.critic
-    if critic is not None and critic.model is None and critic.trainer.training.dtype != dtype:
+    of_critic = trainers["critic"][0].training.dtype if critic is not None else dtype
+    if critic is not None and critic.model is None and of_critic != dtype:
         raise ValueError(
-            f"roles.critic.trainer.training.dtype={critic.trainer.training.dtype!r}: the policy's, whose weights "
+            f"roles.critic.trainer.training.dtype={of_critic!r}: the policy's, whose weights "
             f"it takes over after a warm start, is {dtype!r}; use the same"
         )
     reference, every = roles.reference, roles.refresh_reference_every
@@ -35,9 +37,9 @@ def check_roles(roles: RolesConfig, shape: Qwen3Shape, dtype: str) -> None:
                 f"roles.refresh_reference_every={every}: the reference has another shape than the policy, whose "
                 "weights it would take; use 0, or leave roles.reference.model unset"
             )
-        if reference.trainer.training.dtype != dtype:
+        if (of_reference := trainers["reference"][0].training.dtype) != dtype:
             raise ValueError(
-                f"roles.reference.trainer.training.dtype={reference.trainer.training.dtype!r}: the policy's, whose "
+                f"roles.reference.trainer.training.dtype={of_reference!r}: the policy's, whose "
                 f"weights it takes over, is {dtype!r}; use the same"
             )
     if roles.teacher is not None and roles.teacher.model is None:

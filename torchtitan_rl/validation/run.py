@@ -12,8 +12,9 @@ from typing import Any
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
-from torchtitan_rl.config.resolve import function_name
+from torchtitan_rl.config.resolve import named
 from torchtitan_rl.config.run import EvalSetConfig, RunConfig
 from torchtitan_rl.model import files
 from torchtitan_rl.model.files import assets_dir
@@ -30,12 +31,15 @@ from torchtitan_rl.validation.trainer import (
     check_positive,
     check_trainer,
 )
+from torchtitan_rl.validation.types import check_types
 
 __all__ = ["validate", "check_local", "missing_weights"]
 
 
 def validate(config: RunConfig) -> None:
     """Raises ValueError for the first mistake that shows before a process starts; changes nothing."""
+    check_types(config)
+    config = settled(config)
     for part in (config.task, config.supervised.task, config.trainer.lora):
         _check_again(part)
     shape = resolve_shape(config.model)
@@ -48,7 +52,7 @@ def validate(config: RunConfig) -> None:
     _check_rollouts(config)
     check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
-    check_roles(config.roles, shape, config.trainer.training.dtype)
+    check_roles(config, shape)
     _check_numbers(config)
     _check_minibatches(config.algorithm, config.controller.num_steps)
     check_checkpoints(config.controller)
@@ -224,8 +228,6 @@ def _check_eval_set(name: str, eval_set: EvalSetConfig) -> None:
         )
     _check_again(eval_set.task)
     check_positive(f"{where}.num_tasks", eval_set.num_tasks)
-    if eval_set.split not in ("train", "validation", "test"):
-        raise ValueError(f"{where}.split={eval_set.split!r}: is not a split; use train, validation or test")
     if eval_set.num_samples < 0:
         raise ValueError(f"{where}.num_samples={eval_set.num_samples}: must not be negative; use 0 or more")
     if not 0 <= eval_set.pass_at_k <= eval_set.num_samples:
@@ -247,7 +249,7 @@ def _check_workflow(workflow: Callable | None) -> None:
         inspect.signature(workflow).bind(None, None, rollout_id="", seed=0)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"algorithm.workflow={function_name(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
+            f"algorithm.workflow={named(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
             f"({error}); give it that signature"
         ) from error
 

@@ -17,6 +17,8 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
     check_converters(trainer.converters, f"{where}.converters")
     if not 0 <= trainer.optimizer.lr < float("inf"):
         raise ValueError(f"{where}.optimizer.lr={trainer.optimizer.lr}: must not be negative; use 0 or more")
+    if (norm := trainer.training.max_norm) is not None and not norm > 0:
+        raise ValueError(f"{where}.training.max_norm={norm}: would scale every gradient to 0; use None for no clip")
     parallel, shape = trainer.parallelism, resolve_shape(model)
     check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
     tp = parallel.tensor_parallel_degree
@@ -58,6 +60,11 @@ def check_degree(where: str, degree: int, shape) -> None:
 
 
 def check_context(where: str, limit: int, shape, longest: int) -> None:
+    if longest > shape.max_seq_len:
+        raise ValueError(
+            f"sampling.max_prompt_tokens + max_tokens = {longest}: exceed the model's max_seq_len={shape.max_seq_len}; "
+            "lower one of them"
+        )
     if limit > shape.max_seq_len:
         raise ValueError(f"{where}={limit}: exceeds the model's max_seq_len={shape.max_seq_len}; lower it")
     if longest > limit:

@@ -46,7 +46,6 @@ def test_a_preset_is_accepted_on_the_quickstarts_task(name):
     config.algorithm, role = PRESETS[name]
     if role:
         config.roles = RolesConfig(**{role: RoleConfig(model=ModelConfig(shape=config.model.shape))})
-        getattr(config.roles, role).trainer.training.seq_len = 64
     validate(config)
 
 

@@ -38,10 +38,16 @@ def test_it_is_set_from_the_shell_where_the_config_has_it():
     validate(config)
 
 
-def test_a_config_without_it_says_so():
-    assert refusal(apply_overrides, run_config(), ["--trainer.lora.rank", "4"]) == (
-        "--trainer.lora.rank=4: trainer.lora is None in this config, and overrides add nothing; set it in the config "
-        "file"
+def test_the_first_field_switches_it_on():
+    config = run_config()
+    apply_overrides(config, ["--trainer.lora.rank", "4"])
+    assert config.trainer.lora == LoRAConfig(rank=4)
+    apply_overrides(config, ["--trainer.lora", "None"])
+    assert config.trainer.lora is None
+    apply_overrides(config, ["--trainer.lora", "True"])
+    assert config.trainer.lora == LoRAConfig()
+    assert refusal(apply_overrides, run_config(), ["--trainer.lora.rang", "4"]).startswith(
+        "--trainer.lora.rang=4: there"
     )
 
 

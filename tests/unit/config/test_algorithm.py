@@ -86,7 +86,7 @@ def test_a_filter_that_nothing_can_pass_is_refused():
         ),
         ({"filters__max_resamples": -1}, "algorithm.filters.max_resamples=-1: must not be negative"),
         ({"filters__max_stalled_rounds": 0}, "algorithm.filters.max_stalled_rounds=0: must be at least 1"),
-        ({"filters__overlong": "cut"}, "algorithm.filters.overlong='cut': is not known; use 'keep', 'drop', 'mask' or"),
+        ({"filters__overlong": "cut"}, "algorithm.filters.overlong='cut': there is no such choice; use one of 'keep',"),
         ({"filters__overlong_buffer": 4}, "algorithm.filters.overlong_buffer=4: has no effect with overlong='keep'"),
         (
             {"filters__overlong": "penalty", "filters__overlong_buffer": 13},
@@ -102,7 +102,7 @@ def test_a_filter_that_nothing_can_pass_is_refused():
         ),
         (
             {"precomputed_advantages": "yes"},
-            "algorithm.precomputed_advantages='yes': is not known; use 'auto', 'require'",
+            "algorithm.precomputed_advantages='yes': there is no such choice; use one of 'auto',",
         ),
         ({"trajectory_grouping_hook": 3}, "algorithm.trajectory_grouping_hook=3: is not a plain function"),
         (

@@ -96,7 +96,7 @@ def test_an_inner_phase_leaves_no_line_unless_it_fails(clock):
     )
 
 
-def test_quiet_prints_errors_only(clock, capsys):
+def test_quiet_prints_errors_and_the_final_table(clock, capsys):
     out = io.StringIO()
     progress = Progress(quiet=True, file=out, clock=clock)
     with progress.waiting("starting"):
@@ -106,7 +106,7 @@ def test_quiet_prints_errors_only(clock, capsys):
         bar.advance(text="loss 1")
     progress.final_table([("a", "b")])
     progress.error("it broke")
-    assert out.getvalue() == ""
+    assert out.getvalue() == "╭───┬───╮\n│ a │ b │\n╰───┴───╯\n"
     assert capsys.readouterr() == ("", "it broke\n")
 
 

@@ -180,7 +180,7 @@ def test_a_set_that_cannot_be_evaluated_or_told_apart_is_refused():
         ({"name": "validation"}, "controller.eval_sets.validation: the run's own evaluations are validation and test"),
         ({"name": "a-b"}, "controller.eval_sets.a-b: "),
         ({"num_tasks": 0}, "controller.eval_sets.held_out.num_tasks=0: must be at least 1"),
-        ({"split": "dev"}, "controller.eval_sets.held_out.split='dev': is not a split"),
+        ({"split": "dev"}, "controller.eval_sets.held_out.split='dev': there is no such choice"),
         ({"num_samples": -1}, "controller.eval_sets.held_out.num_samples=-1: must not be negative"),
         ({"num_samples": 4, "pass_at_k": 5}, "controller.eval_sets.held_out.pass_at_k=5: must be between 0 and num_s"),
         ({"correct_reward": float("nan")}, "controller.eval_sets.held_out.correct_reward=nan: is not finite"),

@@ -104,7 +104,11 @@ def test_more_calls_than_processes_wait_for_their_turn():
 
 def test_what_it_raises_is_named_and_the_traceback_comes_along():
     message, error = refusal(raises)
-    assert message == f"reward={__name__}:raises: raised KeyError: 'score' for task 't/7'; mend the reward function"
+    line = raises.__code__.co_firstlineno + 2  # the decorator's line is the first
+    assert message == (
+        f"reward={__name__}:raises: raised KeyError: 'score' for task 't/7'; mend the reward function "
+        f"(test_reward_process.py:{line})"
+    )
     assert 'raise KeyError("score")' in error.__cause__.__notes__[0]
     assert "raised SystemExit: 3" in refusal(leaves)[0]
 

@@ -141,7 +141,8 @@ def misspelt(inputs):
 )
 def test_a_loss_that_is_not_one(loss_fn, message):
     said = refusal(loss_fn=loss_fn)
-    assert said.startswith(f"algorithm.loss_fn={__name__}:{loss_fn.__name__}: ") and message in said, said
+    place = f"test_algorithm.py:{loss_fn.__code__.co_firstlineno}"
+    assert said.startswith(f"algorithm.loss_fn={__name__}:{loss_fn.__name__} ({place}): ") and message in said, said
 
 
 def test_a_loss_input_the_run_does_not_have():

@@ -1,0 +1,164 @@
+"""Overrides: what `show` prints is accepted back, parts are switched on, functions are named."""
+
+import functools
+import pickle
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config.test_load import overridden, refusal, run_config
+from torchtitan_rl.algorithm import advantages, losses, reductions
+from torchtitan_rl.config.actors import LoRAConfig, TrainerConfig
+from torchtitan_rl.config.derive import open_fields, settled
+from torchtitan_rl.config.load import apply_overrides, load_config
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.resolve import flat
+from torchtitan_rl.config.run import RoleConfig, RunConfig
+from torchtitan_rl.show import show
+from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.validation.run import validate
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def shown(config, capsys):
+    """The flags that `show` prints, as the words of a shell line."""
+    show(config)
+    return [word for line in capsys.readouterr().out.splitlines() if line.startswith("--") for word in split(line)]
+
+
+def split(line):
+    return shlex.split(line, comments=True)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_what_show_prints_changes_nothing(path, capsys):
+    config, settled_config = load_config(str(path)), settled(load_config(str(path)))
+    apply_overrides(config, shown(config, capsys))
+    assert dict(flat(config)).keys() == dict(flat(settled_config)).keys()
+    for name, value in flat(settled_config):
+        if not callable(value):
+            assert dict(flat(config))[name] == value, name
+
+
+def test_what_show_prints_of_one_config_makes_another_the_same(capsys):
+    config = run_config()
+    config.name, config.sampling.stop = 'it\'s "x"\n', ["a b", "'", "--c", "\n"]
+    config.sampling.stop_token_ids = [3, -4]
+    config.algorithm.advantage_fn = functools.partial(advantages.grpo, std="none")
+    config.algorithm.reduction = functools.partial(reductions.constant_length, length=12)
+    config.algorithm.loss_fn, config.algorithm.loss_config = losses.cispo, {"clip_high": 3.0}
+    config.trainer.lora, config.trainer.training.max_norm = LoRAConfig(rank=4, target_modules=["o_proj"]), None
+    config.roles.reference = RoleConfig()
+    other = run_config()
+    other.algorithm.loss_config = {}
+    apply_overrides(other, shown(config, capsys))
+    same, made = dict(flat(settled(config))), dict(flat(other))
+    for name in ("algorithm.advantage_fn", "algorithm.reduction"):
+        one, two = same.pop(name), made.pop(name)
+        assert (one.func, one.keywords) == (two.func, two.keywords)
+    assert made == same
+
+
+def test_functions_by_module_and_by_file(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text("def ones(task, completions):\n    return [1.0 for _ in completions]\n\nFACTOR = 3\n")
+    config = overridden("--task.reward", f"{file}:ones", "--algorithm.loss-fn", "torchtitan_rl.algorithm.losses:gspo")
+    assert config.task.reward(None, ["a", "b"]) == [1.0, 1.0] and config.algorithm.loss_fn is losses.gspo
+    assert overridden("--task.reward", "None").task.reward is None
+    for text, what in (
+        ("ppo", "names no function; write module:name or file.py:name, such as torchtitan_rl.algorithm.losses:ppo"),
+        ("torchtitan_rl.algorithm.losses:pppo", "torchtitan_rl.algorithm.losses has no pppo; did you mean ppo?"),
+        ("no_such:ppo", "No module named 'no_such'; write module:name or file.py:name, such as"),
+        (f"{file}:FACTOR", "is a int; name a function, such as"),
+        ("nowhere.py:ppo", "there is no file nowhere.py; give the path of a Python file"),
+        ("torchtitan_rl.algorithm.losses:ppo(clip_low=x)", "its arguments are no literals"),
+    ):
+        message = refusal(apply_overrides, run_config(), ["--algorithm.loss-fn", text])
+        assert message.startswith(f"--algorithm.loss-fn={text}: {what}")
+
+
+def test_booleans_without_a_value():
+    assert overridden("--algorithm.filters.zero-variance").algorithm.filters.zero_variance is True
+    assert overridden("--weight-sync.no-verify").weight_sync.verify is False
+    assert overridden("--no-weight-sync.verify", "--seed", "3").weight_sync.verify is False
+    assert refusal(apply_overrides, run_config(), ["--no-seed"]).startswith("--no-seed: there is no such field")
+
+
+def test_a_role_begins_with_the_policys_trainer():
+    config = overridden(
+        "--roles.critic.trainer.optimizer.lr", "1e-5", "--trainer.parallelism.data-parallel-shard-degree", "2",
+        "--trainer.lora.rank", "8", "--roles.reference", "True",
+    )  # fmt: skip
+    critic, reference = config.roles.critic.trainer, config.trainers()["reference"][0]
+    assert (critic.optimizer.lr, config.trainer.optimizer.lr, reference.optimizer.lr) == (1e-5, 1e-3, 1e-3)
+    assert critic.parallelism.data_parallel_shard_degree == reference.parallelism.data_parallel_shard_degree == 2
+    assert critic.lora is reference.lora is None and config.roles.reference == RoleConfig()
+    critic.lora = config.trainer.lora = None
+    validate(config)
+    assert overridden("--roles.reference", "True", "--roles.reference", "None").roles.reference is None
+
+
+def test_a_part_without_defaults_is_refused_with_what_it_needs():
+    config = run_config()
+    config.model = ModelConfig(flavor="0.6B")
+    message = refusal(apply_overrides, config, ["--model.shape.dim", "32"])
+    assert message.startswith("--model.shape.dim=32: a Qwen3Shape is None in this config and has no defaults for vocab")
+    assert config.model.shape is None
+
+
+def test_all_near_names_are_offered():
+    message = refusal(apply_overrides, run_config(), ["--controller.eval-task", "1"])
+    assert "--controller.eval-tasks" in message and " or " in message
+
+
+def test_lengths_follow_from_the_sampling_limits(capsys):
+    config = run_config()  # at most 8 + 12 tokens
+    config.trainer, config.generator.max_model_len = TrainerConfig(), 0
+    config.roles.critic = RoleConfig()
+    validate(config)
+    made = settled(config)
+    assert (made.trainer.training.seq_len, made.roles.critic.trainer.training.seq_len) == (20, 20)
+    assert made.generator.max_model_len == 20 and config.generator.max_model_len == 0
+    assert settled(made) is made and not open_fields(made)
+    show(config)
+    assert "--generator.max-model-len 20  # from sampling.max_prompt_tokens + max_tokens" in capsys.readouterr().out
+    config.sampling.max_rollout_tokens = 30
+    assert settled(config).trainer.training.seq_len == settled(config).generator.max_model_len == 30
+    config.sampling.max_tokens = 100
+    assert refusal(validate, config) == (
+        "sampling.max_prompt_tokens + max_tokens = 108: exceed the model's max_seq_len=64; lower one of them"
+    )
+
+
+def test_explicit_lengths_stay():
+    config = run_config()
+    assert settled(config) is config
+    defaults = RunConfig(name="", task=LetterSort.Config(), model=ModelConfig())
+    assert settled(defaults).trainer.training.seq_len == 1024
+
+
+def test_a_module_beside_the_config_is_found_and_hides_no_package(tmp_path, monkeypatch):
+    """In processes that start later, too."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("TORCHTITAN_RL_PATH", "")
+    monkeypatch.delitem(sys.modules, "beside_the_config", raising=False)
+    (tmp_path / "beside_the_config.py").write_text(
+        "def ones(task, completions):\n    return [1.0 for _ in completions]\n"
+    )
+    (tmp_path / "numpy.py").write_text("raise ImportError('hides numpy')\n")
+    (tmp_path / "run.py").write_text(
+        "import beside_the_config\nfrom torchtitan_rl.config import ModelConfig, RunConfig\n"
+        "from torchtitan_rl.tasks.letter_sort import LetterSort\n\ndef config():\n"
+        "    task = LetterSort.Config(reward=beside_the_config.ones)\n"
+        "    return RunConfig(name='x', task=task, model=ModelConfig())\n"
+    )
+    reward = load_config(str(tmp_path / "run.py")).task.reward
+    program = (
+        "import sys, pickle, torchtitan_rl, numpy; sys.path.index(numpy.__file__.rsplit('/', 2)[0]);"
+        f"print(pickle.loads({pickle.dumps(reward)!r})(None, 'ab'))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60) == "[1.0, 1.0]\n"

@@ -1,0 +1,70 @@
+"""What a config leaves open: lengths follow from the sampling limits, the trainer of a role from the policy's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.run import RunConfig
+
+__all__ = ["longest_rollout", "open_fields", "settled"]
+
+_FREE_PROMPTS = 2048
+"""Fewest tokens that are derived for a workflow of the user's own, whose later prompts no sampling limit bounds."""
+
+
+def longest_rollout(config: RunConfig) -> int:
+    """The most tokens that the sampling limits allow a rollout."""
+    sampling = config.sampling
+    longest = max(sampling.max_prompt_tokens + sampling.max_tokens, sampling.max_rollout_tokens)
+    return (
+        longest if config.algorithm.workflow is None or config.algorithm.asks_teacher else max(longest, _FREE_PROMPTS)
+    )
+
+
+def open_fields(config: RunConfig) -> dict[str, str]:
+    """Dotted path -> where its value comes from, for every field that the config leaves open."""
+    sampling = config.sampling
+    limits = "max_rollout_tokens" if sampling.max_rollout_tokens else "max_prompt_tokens + max_tokens"
+    found = {}
+    if not config.trainer.training.seq_len:
+        found["trainer.training.seq_len"] = f"from sampling.{limits}"
+    for name, role in config.roles.configured().items():
+        if role.trainer is None:
+            found[f"roles.{name}.trainer"] = "from trainer"
+        elif not role.trainer.training.seq_len:
+            found[f"roles.{name}.trainer.training.seq_len"] = f"from sampling.{limits}"
+    if not config.generator.max_model_len:
+        twice = "twice " if config.algorithm.asks_teacher else ""
+        found["generator.max_model_len"] = f"from {twice}sampling.{limits}"
+    return found
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """The config with nothing left open: a copy that shares with `config` every section without an open field, or
+    `config` itself.
+
+    A snapshot that scores in self-distillation reads a longer prompt than the policy: generators have room for two
+    rollouts then.
+    """
+    if not open_fields(config):
+        return config
+    longest = longest_rollout(config)
+    trainers = {name: _with_length(trainer, longest) for name, (trainer, _) in config.trainers().items()}
+    roles: dict[str, Any] = {
+        name: dataclasses.replace(role, trainer=trainers[name]) for name, role in config.roles.configured().items()
+    }
+    context = config.generator.max_model_len or longest * (2 if config.algorithm.asks_teacher else 1)
+    return dataclasses.replace(
+        config,
+        trainer=trainers["policy"],
+        roles=dataclasses.replace(config.roles, **roles),
+        generator=dataclasses.replace(config.generator, max_model_len=context),
+    )
+
+
+def _with_length(trainer: TrainerConfig, longest: int) -> TrainerConfig:
+    if trainer.training.seq_len:
+        return trainer
+    return dataclasses.replace(trainer, training=dataclasses.replace(trainer.training, seq_len=longest))

@@ -1,0 +1,77 @@
+"""A user's Python file as a module: imported, found by other processes, and its mistakes told by line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from torchtitan_rl.environment import add_to_path
+from torchtitan_rl.observability.user_code import described, raised_at
+
+__all__ = ["load_module", "mistake"]
+
+
+def load_module(file: Path, where: str) -> ModuleType:
+    """The module of a Python file. The file's directory is on `sys.path` from then on, behind everything that is there,
+    in this process and in those that it starts. The file's functions travel to other processes by value.
+
+    Raises ValueError for a file that fails; the message begins with `where`.
+    """
+    name = f"torchtitan_rl_config_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{where}: is not a Python file; give a .py file with a config() function")
+    add_to_path(str(file.parent.absolute()))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{where}: importing it raised {mistake(error)}") from error
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def mistake(error: Exception) -> str:
+    """An exception of a user's file, its line, and what to do: for a field that does not exist, the nearest names."""
+    found = re.search(r"([\w.]+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    found = found or re.search(r"'(\w+)' object has no attribute '(\w+)'", str(error))
+    known = _fields_of(found[1], error) if found else []
+    if not found or not known:
+        return f"{described(error)}{raised_at(error)}; mend the file"
+    near = difflib.get_close_matches(found[2], known, 3) or [name for name in known if found[2] in name][:3]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+    return f"{type(error).__name__}: {found[1]} has no field {found[2]!r}{raised_at(error)}; {hint}"
+
+
+def _fields_of(class_name: str, error: Exception) -> list[str]:
+    """The fields of a dataclass that the user's code names, looked for where the exception passed."""
+    holder = getattr(error, "obj", None)
+    if dataclasses.is_dataclass(holder):
+        return [field.name for field in dataclasses.fields(holder)]
+    import torchtitan.config
+
+    import torchtitan_rl.config
+
+    first, *rest = class_name.split(".")
+    places: list[dict[str, Any]] = [vars(torchtitan_rl.config), vars(torchtitan.config)]
+    traced = error.__traceback__
+    while traced is not None:
+        names = traced.tb_frame.f_globals
+        places += [names, *(vars(value) for value in names.values() if isinstance(value, ModuleType))]
+        traced = traced.tb_next
+    for place in places:
+        found = place.get(first)
+        for part in rest:
+            found = getattr(found, part, None)
+        if dataclasses.is_dataclass(found):
+            return [field.name for field in dataclasses.fields(found)]
+    return []

@@ -1,0 +1,153 @@
+"""Values of config fields as words of a shell line, and back."""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import difflib
+import functools
+import importlib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from torchtitan.config import TrainingConfig
+
+from torchtitan_rl.config.python_file import load_module
+from torchtitan_rl.config.resolve import function_name
+
+__all__ = ["field_types", "parsed", "shell_text", "words_of"]
+
+
+def field_types(config_class: type) -> dict[str, Any]:
+    """Type of every field of a config class. torchtitan's `max_norm` may be None here: no clip."""
+    hints = get_type_hints(config_class)
+    return hints | ({"max_norm": float | None} if config_class is TrainingConfig else {})
+
+
+def words_of(value: Any) -> list[str]:
+    """The words that set a field to `value`, as a program gets them from the shell."""
+    if isinstance(value, str):
+        return [value if repr(value) == f"'{value}'" and not value.startswith("--") else repr(value)]
+    if isinstance(value, (list, tuple)):
+        plain = all(isinstance(v, (int, float)) or isinstance(v, str) and re.fullmatch(r"[\w./:]+", v) for v in value)
+        return [str(v) for v in value] if value and plain else [repr(list(value))]
+    return [function_name(value) if callable(value) else str(value)]
+
+
+def shell_text(value: Any) -> str:
+    """The words that set a field to `value`, as they are typed: texts stand in quotes."""
+    words = words_of(value)
+    if isinstance(value, str):
+        return f"'{words[0]}'" if "'" not in words[0] else shlex.quote(words[0])
+    return " ".join(word if word == "[]" else shlex.quote(word) for word in words)
+
+
+def parsed(kind: Any, flag: str, words: list[str], held: Any = None) -> Any:
+    """The value of a field of type `kind`. Raises ValueError for words that are not of that type; the message begins
+    with `flag`."""
+    text = " ".join(words)
+    kinds = [kind, *get_args(kind)] if get_origin(kind) not in (list, tuple, dict) else [kind]
+    if text == "None" and type(None) in kinds:
+        return None
+    if callable(held) or any(k is Callable or k is collections.abc.Callable for k in kinds):
+        return _function(flag, text, held)
+    if get_origin(kind) in (list, tuple, dict) and text[:1] in ("[", "(", "{"):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = None
+        if not isinstance(value, (list, tuple, dict)):
+            raise ValueError(f"{flag}={text}: is not of type {_kind_name(kind)}; give a value of that type")
+        if isinstance(value, dict):
+            return value
+        words = [str(item) for item in value]
+        if not words:
+            return get_origin(kind)()
+    elif get_origin(kind) in (list, tuple):
+        words = text.split() if len(words) == 1 else words
+    elif kind is bool:
+        words = [text.capitalize()]
+    else:
+        words = [ast.literal_eval(text) if _is_quoted(text) and str in kinds else text]
+    return _tyro(kind, flag, text, words)
+
+
+def _tyro(kind: Any, flag: str, text: str, words: list[str]) -> Any:
+    """The words parsed by tyro as a type."""
+    import tyro
+
+    try:
+        errors = io.StringIO()
+        with redirect_stderr(errors), redirect_stdout(errors):
+            args = ["--", *words] if any(word.startswith("-") for word in words) else words
+            return tyro.cli(tyro.conf.Positional[kind], args=args)  # type: ignore[misc]  # a type known at run time only
+    except (SystemExit, Exception):
+        raise ValueError(f"{flag}={text}: is not of type {_kind_name(kind)}; give a value of that type") from None
+
+
+def _is_quoted(text: str) -> bool:
+    try:
+        return text[:1] in ("'", '"') and isinstance(ast.literal_eval(text), str)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _kind_name(kind: Any) -> str:
+    if hasattr(kind, "__args__"):
+        return str(kind).replace("typing.", "").replace("collections.abc.", "")
+    return getattr(kind, "__name__", str(kind))
+
+
+def _function(flag: str, text: str, held: Any) -> Any:
+    """The function of `module:name` or `file.py:name`; with arguments, as in `module:name(std='none')`, a partial."""
+    example = function_name(held) if callable(held) else "rewards.py:my_function"
+    found = re.fullmatch(r"([^:()]+):([\w.]+)(\(.*\))?", text, re.DOTALL)
+    if not found:
+        raise ValueError(f"{flag}={text}: names no function; write module:name or file.py:name, such as {example}")
+    module_name, qualname, arguments = found.groups()
+    try:
+        module = _of_file(module_name, f"{flag}={text}") if module_name.endswith(".py") else _imported(module_name)
+    except ImportError as error:
+        raise ValueError(f"{flag}={text}: {error}; write module:name or file.py:name, such as {example}") from error
+    function: Any = module
+    for part in qualname.split("."):
+        holder, function = function, getattr(function, part, None)
+        if function is None:
+            near = difflib.get_close_matches(part, vars(holder), 3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"name one, such as {example}"
+            raise ValueError(f"{flag}={text}: {module_name} has no {qualname}; {hint}")
+    if not callable(function):
+        raise ValueError(f"{flag}={text}: is a {type(function).__name__}; name a function, such as {example}")
+    if arguments is None:
+        return function
+    try:
+        call = ast.parse(f"f{arguments}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        given = [ast.literal_eval(a) for a in call.args]
+        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise ValueError(
+            f"{flag}={text}: its arguments are no literals; write name=value, with numbers or texts"
+        ) from None
+    return functools.partial(function, *given, **named)
+
+
+def _imported(name: str) -> Any:
+    return sys.modules.get(name) or importlib.import_module(name)
+
+
+def _of_file(path: str, where: str) -> Any:
+    """The module of a file; the one that is loaded already, where that is the config file."""
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{where}: there is no file {path}; give the path of a Python file")
+    loaded = sys.modules.get(f"torchtitan_rl_config_{file.stem}")
+    if loaded is not None and loaded.__file__ is not None and file.samefile(loaded.__file__):
+        return loaded
+    return load_module(file, where)

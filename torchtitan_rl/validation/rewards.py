@@ -1,0 +1,46 @@
+"""A call of the run's reward on two made-up completions of a real task, before a process starts."""
+
+from __future__ import annotations
+
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.tasks.env import Env
+from torchtitan_rl.tasks.family import TaskFamily
+from torchtitan_rl.tasks.judging import judge
+from torchtitan_rl.tasks.mixture import Mixture
+from torchtitan_rl.types import Task
+
+__all__ = ["check_reward"]
+
+
+async def check_reward(config: RunConfig, family: TaskFamily) -> None:
+    """Raises RuntimeError where a reward fails on two made-up completions, one of them empty, of the first train task;
+    of a mixture, of each family's first.
+
+    Not where the task's environment or a workflow of the user's own gives the rewards, nor with
+    `controller.check_reward=False`.
+    """
+    if not config.controller.check_reward or config.algorithm.workflow is not None:
+        return
+    for index in range(len(family.families) if isinstance(family, Mixture) else 1):
+        task = family.task("train", index)
+        environment = getattr(family, "environment", None)
+        if environment is not None and (env := environment(task)) is not None:
+            if isinstance(env, Env):
+                env.close()
+            continue
+        texts = (task.demonstration, task.answer, "made up")
+        completions = ["", next(text for text in texts if isinstance(text, str) and text)]
+        await _judged(config, family, task, completions)
+
+
+async def _judged(config: RunConfig, family: TaskFamily, task: Task, completions: list[str]) -> None:
+    """Asks a reward once, or as often as the run would where rollouts may fail."""
+    algorithm = config.algorithm
+    for left in reversed(range(1 if algorithm.on_rollout_failure == "fail" else 1 + algorithm.rollout_retries)):
+        try:
+            await judge(family, task, completions, config.controller.reward_timeout_s)
+            return
+        except RuntimeError as error:
+            if not left:
+                called = "called on two made-up completions; --no-reward-check skips this call"
+                raise RuntimeError(f"{error}\n{called}") from error
