@@ -79,6 +79,7 @@ def pack(data: list[Datum]) -> Microbatch:
         tokens_T=torch.cat([d.tokens for d in data]),
         target_tokens_T=torch.cat([d.target_tokens for d in data]),
         lengths=[len(d) for d in data],
+        turns=[d.turns for d in data],
         loss_inputs={name: _sent(name, torch.cat([d.loss_inputs[name] for d in data])) for name in names},
     )
 
@@ -100,5 +101,6 @@ def filler(like: Datum) -> Microbatch:
         tokens_T=like.tokens[:1],
         target_tokens_T=like.target_tokens[:1],
         lengths=[1],
+        turns=[None if like.turns is None else []],
         loss_inputs={name: _sent(name, torch.zeros_like(rows[:1])) for name, rows in like.loss_inputs.items()},
     )

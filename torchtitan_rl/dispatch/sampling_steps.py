@@ -18,6 +18,7 @@ from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.types import Completion, Request, SamplingParams
+from torchtitan_rl.types.sampling import UNALTERED
 
 __all__ = ["SamplingSteps", "fail"]
 
@@ -125,7 +126,8 @@ class SamplingSteps(ABC):
         if not tokens:
             raise ValueError("prompt=[]: has no tokens; give at least one")
         completion = await self._submit(Request(list(tokens), params), policy_version)
-        completion.filtered = params.top_k > 0 or params.top_p < 1.0
+        altered = [name for name, off in UNALTERED.items() if getattr(params, name) not in off]
+        completion.filtered = ", ".join(f"{name}={getattr(params, name)}" for name in altered)
         return completion
 
     async def _submit(self, request: Request, version: int | None):

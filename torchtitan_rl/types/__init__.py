@@ -9,10 +9,10 @@ from torchtitan_rl.types.data import (
     Request,
     Rollout,
     RolloutGroup,
-    SamplingParams,
     Task,
     Turn,
 )
+from torchtitan_rl.types.sampling import SamplingParams
 
 __all__ = [
     "Task",

@@ -12,18 +12,10 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Task",
-    "SamplingParams",
-    "Request",
-    "Completion",
-    "Turn",
-    "Rollout",
-    "RolloutGroup",
-    "Datum",
-    "LossInputs",
-    "LossFunction",
-]
+from torchtitan_rl.types.sampling import SamplingParams
+from torchtitan_rl.types.turns import BY_TURN, Turns, by_turn
+
+__all__ = ["Task", "Request", "Completion", "Turn", "Rollout", "RolloutGroup", "Datum", "LossInputs", "LossFunction"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,26 +33,6 @@ class Task:
     """The reward's reference for judging a completion; the policy never sees the answer."""
     demonstration: str | list[str] | None = None
     """A completion to imitate in the supervised phase; a list has one completion per turn in the task's environment."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SamplingParams:
-    """How one completion is drawn. Example: `SamplingParams(max_tokens=16, temperature=1.0, seed=3)`."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps every token."""
-    seed: int | None = None
-    """Equal seed, prompt and weights give equal tokens. On a GPU only within equal batches: rounding in GPU kernels
-    depends on the number of tokens in a batch."""
-    stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens that end generation, besides the end-of-sequence token; the completion keeps the stop token."""
-    stop: list[str] = field(default_factory=list)
-    """Strings that end generation once the decoded text holds one."""
-    ignore_eos: bool = False
 
 
 @dataclass(slots=True)
@@ -84,8 +56,9 @@ class Completion:
     """The policy version that sampled each token."""
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
-    filtered: bool = False
-    """Sampled with top-k or top-p, thus not from the trainer's distribution; training refuses the completion."""
+    filtered: str = ""
+    """The settings of `types.sampling.UNALTERED`, such as `top_p=0.9`, by which the tokens were not drawn from the
+    policy's own distribution; training refuses the completion. Empty: none."""
 
     @property
     def truncated(self) -> bool:
@@ -181,6 +154,8 @@ class Datum:
     """Index of the datum's group in the batch: minibatches keep groups whole, some reductions average over groups."""
     rollout: int = 0
     """Index of the datum's rollout in the batch; a rollout whose turns do not extend each other has several datums."""
+    turns: Turns | None = None
+    """Where the datum's turns are; None: not known, and no loss can read `position` or `turn`."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -230,8 +205,13 @@ class LossInputs:
     num_datums: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The datums' `loss_inputs`, packed: (T,) or (T, n)."""
+    turns: list[Turns | None] = field(default_factory=list)
+    """Of each datum. When a loss reads `position` or `turn`, both int64 (T,), they are computed from `turns`: the index
+    of each token in its completion, and of its turn in the rollout; -1 where the policy did not sample."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
+        if name in BY_TURN and name not in self.tensors:
+            self.tensors.update(by_turn(self.turns, self.datum))
         try:
             return object.__getattribute__(self, "tensors")[name]
         except KeyError:
