@@ -31,6 +31,7 @@ from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.run.state import RunState
+from torchtitan_rl.run.stopping import note_early_end, watch_for_collapse
 from torchtitan_rl.run.supervised import supervise
 from torchtitan_rl.run.training import Batches, Reinforcement
 from torchtitan_rl.types import RolloutGroup
@@ -62,6 +63,8 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         self.versions, self.placement = stack.versions, stack.placement
         self.state = state or RunState(seed=config.seed)
         self.stop = StopRequest(config.controller.max_hours)
+        note_early_end(config.controller, self.state, self.stop, recorder)  # of a run that is resumed
+        watch_for_collapse(config.controller.stop, self.state, self.stop, recorder)
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
         self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights, self.state.calls)
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
@@ -222,6 +225,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
     def _note_accuracies(self, results: dict[str, Evaluation]) -> None:
         for name, result in results.items():
             self.state.accuracies.setdefault(name, {})[str(self.state.step)] = result.accuracy
+        note_early_end(self.config.controller, self.state, self.stop, self.recorder)
 
     async def save_checkpoint(self) -> Path:
         """Writes a checkpoint, marker last, with the weights as a Hugging Face directory unless

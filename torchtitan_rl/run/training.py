@@ -112,7 +112,7 @@ class Reinforcement:
         num_steps, state.phase, state.phase_step = config.controller.num_steps, "reinforcement", state.step
         with recorder.span("reinforcement", total=num_steps) as phase:
             recorder.advance(phase, state.step)
-            while state.step < num_steps:
+            while state.step < num_steps and not self.stop.early:
                 first = state.step
                 with recorder.span("step") as step:
                     with recorder.span("generate") as generate:
@@ -146,14 +146,16 @@ class Reinforcement:
         raise NotImplementedError
 
     async def _between_steps(self, since: int) -> None:
-        """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted, after a checkpoint,
-        where the run is to stop."""
+        """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted or what
+        the run is to fail with, after a checkpoint, where the run is to stop."""
+        if self.stop.early:  # a last checkpoint follows at once
+            return
         reason = self.stop.reason()
         if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
             await self.checkpoints.save()
         if reason:
             await self.checkpoints.require_written()
-            raise Preempted(reason)
+            raise self.stop.failure or Preempted(reason)
 
     async def train_on(self, groups: list[RolloutGroup]) -> dict:
         """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
