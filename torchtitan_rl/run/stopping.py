@@ -17,6 +17,12 @@ from torchtitan_rl.run.state import RunState
 __all__ = ["Collapsed", "early_end", "note_early_end", "watch_for_collapse"]
 
 
+_MEND = {
+    "min_entropy": "the policy gives few different answers: lower trainer.optimizer.lr, raise algorithm.entropy_coef",
+    "max_no_signal": "nothing is left to learn from: grade the reward, choose harder or easier tasks",
+}
+
+
 class Collapsed(Ended):
     """The policy has collapsed: its entropy is too low, or too few groups give a signal."""
 
@@ -83,6 +89,6 @@ class _Collapse(Listener):
         if self._counted[rule] >= self._config.collapse_batches:
             self._stop.failure = Collapsed(
                 f"controller.stop.{rule}={getattr(self._config, rule):g}: held for {self._counted[rule]} batches in a "
-                f"row, {shown} in the last; the policy has collapsed, look at reward/mean and docs/fault_tolerance.md"
+                f"row, {shown} in the last; {_MEND[rule]}, or go on all the same with --resume latest"
             )
             self._counted.clear()  # a run that is resumed all the same begins to count again

@@ -114,7 +114,8 @@ def test_a_collapse_is_signs_in_a_row():
     batches(stop, state, (0.02, 0), min_entropy=0.05, collapse_batches=3)
     assert stop.reason() == str(stop.failure)
     assert stop.reason().startswith(
-        "controller.stop.min_entropy=0.05: held for 3 batches in a row, entropy 0.02 in the last; the policy has coll"
+        "controller.stop.min_entropy=0.05: held for 3 batches in a row, entropy 0.02 in the last; the policy "
+        "gives few different answers: lower trainer.optimizer.lr"
     )
     assert state.collapse.get("min_entropy", 0) == 0  # a run that goes on all the same begins to count again
 
