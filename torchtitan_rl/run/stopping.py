@@ -80,9 +80,11 @@ class _Collapse(Listener):
             return
         config, line = self._config, what["line"]
         entropy, no_signal = line.get("policy/entropy", math.inf), line.get("reward/zero_std_frac", 0.0)
-        self._count("min_entropy", bool(config.min_entropy) and entropy < config.min_entropy, f"entropy {entropy:.3g}")
-        share = f"{no_signal:.0%} of groups without signal"
-        self._count("max_no_signal", 0 < config.max_no_signal <= no_signal, share)
+        if config.min_entropy:
+            self._count("min_entropy", entropy < config.min_entropy, f"entropy {entropy:.3g}")
+        if config.max_no_signal:
+            share = f"{no_signal:.0%} of groups without signal"
+            self._count("max_no_signal", no_signal >= config.max_no_signal, share)
 
     def _count(self, rule: str, sign: bool, shown: str) -> None:
         self._counted[rule] = self._counted.get(rule, 0) + 1 if sign else 0
