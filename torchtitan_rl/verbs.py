@@ -158,7 +158,7 @@ async def train(args: argparse.Namespace, config) -> int:
                     for name in config.controller.eval_sets
                 ),
                 ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
-                *([("stopped early", controller.stop.early)] if controller.stop.early else []),
+                *([("stopped early", controller.ended_early)] if controller.ended_early else []),
                 ("curve", str(curve)),
                 ("checkpoint", str(controller.run_dir.checkpoint_path(controller.state.step))),
             ]

@@ -43,7 +43,7 @@ def test_patience_ends_a_run_well_and_its_resumption_too(loop, tmp_path):
     assert sorted(path.name for path in controller.run_dir.checkpoints.glob("step-*")) == ["step-0", "step-1", "step-2"]
     assert (controller.run_dir.checkpoint_path(2) / "hf").is_dir() and audit(controller.run_dir)[1] == []
     again, report = loop.run_until_complete(trained(patient, resume_from="auto"))
-    assert again.state.step == 2 and again.stop.early == controller.stop.early  # nothing is left to do
+    assert again.state.step == 2 and again.ended_early == controller.ended_early  # nothing is left to do
     assert report["validation"].accuracy == accuracies[0]
 
 

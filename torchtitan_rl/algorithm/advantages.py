@@ -13,11 +13,10 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy
 import torch
 
+from torchtitan_rl.algorithm.listed import from_list
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup
 
@@ -133,10 +132,9 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
         chosen = config.advantage_fn
         advantage_fn = estimator_for(config, role) if isinstance(chosen, dict) else chosen
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
-        if _sees_batch(advantage_fn):
-            given = [_tensor(advantages_G) for advantages_G in advantage_fn(rewards)]
-        else:
-            given = [_tensor(advantage_fn(rewards_G)) for rewards_G in rewards]
+        whole = _sees_batch(advantage_fn)
+        given = advantage_fn(rewards) if whole else [advantage_fn(rewards_G) for rewards_G in rewards]
+        given = [each if isinstance(each, torch.Tensor) else from_list(each) for each in given]
         _check_advantages(given, of_role, advantage_fn)
         for group, advantages_G in zip(of_role, given, strict=True):
             group.advantages = advantages_G.tolist()
@@ -155,16 +153,6 @@ def _check_advantages(given: list, groups: list[RolloutGroup], advantage_fn: Cal
                 f"{called}: gave {advantages_G.tolist() if is_tensor else advantages_G} for rewards {group.rewards} of "
                 f"group {group.id}; return one finite number per rollout, as a tensor or a list"
             )
-
-
-def _tensor(advantages_G: Any) -> Any:
-    """A list, tuple or array of numbers as a tensor; anything else as it is."""
-    if isinstance(advantages_G, torch.Tensor) or not isinstance(advantages_G, (list, tuple, numpy.ndarray)):
-        return advantages_G
-    try:
-        return torch.tensor([float(advantage) for advantage in advantages_G], dtype=torch.float64)
-    except (TypeError, ValueError):
-        return advantages_G
 
 
 def _sees_batch(advantage_fn: Callable) -> bool:

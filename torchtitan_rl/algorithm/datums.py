@@ -141,9 +141,7 @@ class _Sequence:
             loss_inputs=loss_inputs,
             group=self.group,
             rollout=self.rollout,
-            turns=[
-                (i, at - 1, len(turn.completion.tokens)) for i, (at, turn) in enumerate(self.turns, self.first_turn)
-            ],
+            turns=[(i, at - 1, len(t.completion.tokens)) for i, (at, t) in enumerate(self.turns, self.first_turn)],
         )
 
 

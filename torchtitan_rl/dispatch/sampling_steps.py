@@ -17,8 +17,7 @@ from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.dispatch.version_holders import VersionHolders
-from torchtitan_rl.types import Completion, Request, SamplingParams
-from torchtitan_rl.types.sampling import UNALTERED
+from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["SamplingSteps", "fail"]
 
@@ -126,8 +125,9 @@ class SamplingSteps(ABC):
         if not tokens:
             raise ValueError("prompt=[]: has no tokens; give at least one")
         completion = await self._submit(Request(list(tokens), params), policy_version)
-        altered = [name for name, off in UNALTERED.items() if getattr(params, name) not in off]
-        completion.filtered = ", ".join(f"{name}={getattr(params, name)}" for name in altered)
+        completion.filtered = ", ".join(
+            f"{n}={x}" for n, off in NEUTRAL.items() if (x := getattr(params, n)) not in off
+        )
         return completion
 
     async def _submit(self, request: Request, version: int | None):

@@ -25,8 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model import vllm_internals, vllm_model
 from torchtitan_rl.model.engine_scores import scores, scoring_params
-from torchtitan_rl.types import Completion, Request, SamplingParams
-from torchtitan_rl.types.sampling import UNALTERED
+from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["EngineSteps", "Command", "engine_params", "completion"]
 
@@ -205,7 +204,7 @@ def engine_params(request: Request) -> EngineSamplingParams:
         logprobs=0,
         detokenize=bool(params.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        **{name: getattr(params, name) for name in UNALTERED},
+        **{name: getattr(params, name) for name in NEUTRAL},
     )
 
 

@@ -14,7 +14,11 @@ from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.run.ends import Ended, StopRequest
 from torchtitan_rl.run.state import RunState
 
-__all__ = ["Collapsed", "early_end", "note_early_end", "watch_for_collapse"]
+__all__ = ["Collapsed", "EarlyEnd", "early_end", "end_early", "watch_for_collapse"]
+
+
+class EarlyEnd(Exception):
+    """The reinforcement phase has come to a good end before its last step."""
 
 
 _MEND = {
@@ -51,15 +55,13 @@ def early_end(config: StopConfig, accuracies: dict[str, dict[str, float]]) -> st
     return ""
 
 
-def note_early_end(config: ControllerConfig, state: RunState, stop: StopRequest, recorder: Recorder) -> None:
-    """Makes the reinforcement phase end where a rule about evaluations says so, and records why. A run that has made
-    all its steps does not end early."""
-    if stop.early or state.phase != "reinforcement" or state.step >= config.num_steps:
-        return
-    stop.early = early_end(config.stop, state.accuracies)
-    if stop.early:
-        line = {"step": state.step, "phase": "stop", "stop/reason": stop.early}
-        recorder.fact("metrics", line=line, text=f"step {state.step}: stopped early by {stop.early}")
+def end_early(config: ControllerConfig, state: RunState, recorder: Recorder) -> None:
+    """Raises EarlyEnd where a rule about evaluations says so, and records why. A run that has made all its steps does
+    not end early."""
+    if state.step < config.num_steps and (reason := early_end(config.stop, state.accuracies)):
+        line = {"step": state.step, "phase": "stop", "stop/reason": reason}
+        recorder.fact("metrics", line=line, text=f"step {state.step}: stopped early by {reason}")
+        raise EarlyEnd(reason)
 
 
 def watch_for_collapse(config: StopConfig, state: RunState, stop: StopRequest, recorder: Recorder) -> None:

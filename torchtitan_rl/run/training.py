@@ -94,7 +94,7 @@ class Reinforcement:
         """The steps of the reinforcement phase that are left.
 
         Raises NothingToTrainOn, after a checkpoint, when the filters leave nothing; Diverged after several bad steps in
-        a row; Preempted, after a checkpoint, when the run was asked to stop.
+        a row; Preempted, after a checkpoint, when the run was asked to stop; EarlyEnd by `controller.stop`.
         """
         try:
             await self._reinforce()
@@ -112,7 +112,7 @@ class Reinforcement:
         num_steps, state.phase, state.phase_step = config.controller.num_steps, "reinforcement", state.step
         with recorder.span("reinforcement", total=num_steps) as phase:
             recorder.advance(phase, state.step)
-            while state.step < num_steps and not self.stop.early:
+            while state.step < num_steps:
                 first = state.step
                 with recorder.span("step") as step:
                     with recorder.span("generate") as generate:
@@ -148,8 +148,6 @@ class Reinforcement:
     async def _between_steps(self, since: int) -> None:
         """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted or what
         the run is to fail with, after a checkpoint, where the run is to stop."""
-        if self.stop.early:  # a last checkpoint follows at once
-            return
         reason = self.stop.reason()
         if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
             await self.checkpoints.save()

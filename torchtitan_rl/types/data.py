@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl.types.sampling import SamplingParams
-from torchtitan_rl.types.turns import BY_TURN, Turns, by_turn
+from torchtitan_rl.types.turns import Turns, missing
 
-__all__ = ["Task", "Request", "Completion", "Turn", "Rollout", "RolloutGroup", "Datum", "LossInputs", "LossFunction"]
+__all__ = ["Task", "Completion", "Turn", "Rollout", "RolloutGroup", "Datum", "LossInputs", "LossFunction"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,16 +34,6 @@ class Task:
     """A completion to imitate in the supervised phase; a list has one completion per turn in the task's environment."""
 
 
-@dataclass(slots=True)
-class Request:
-    """One prompt to complete, or to score when `params` is None."""
-
-    tokens: list[int]
-    params: SamplingParams | None
-    top_k: int = 0
-    """For scoring: the number of likeliest tokens to score at each position; 0 scores the prompt's tokens."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Completion:
     """The tokens that a generator sampled after one prompt; lists have one entry per sampled token."""
@@ -57,7 +46,7 @@ class Completion:
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
     filtered: str = ""
-    """The settings of `types.sampling.UNALTERED`, such as `top_p=0.9`, by which the tokens were not drawn from the
+    """The settings of `types.sampling.NEUTRAL`, such as `top_p=0.9`, by which the tokens were not drawn from the
     policy's own distribution; training refuses the completion. Empty: none."""
 
     @property
@@ -210,14 +199,10 @@ class LossInputs:
     of each token in its completion, and of its turn in the rollout; -1 where the policy did not sample."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        if name in BY_TURN and name not in self.tensors:
-            self.tensors.update(by_turn(self.turns, self.datum))
         try:
             return object.__getattribute__(self, "tensors")[name]
         except KeyError:
-            raise AttributeError(
-                f"loss input {name!r}: the data carry only {sorted(self.tensors)}; fill it where datums are built"
-            ) from None
+            return missing(self, name)
 
 
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["SamplingParams", "UNALTERED"]
+__all__ = ["Request", "SamplingParams", "NEUTRAL"]
 
-UNALTERED: dict[str, tuple[float, ...]] = {
+NEUTRAL: dict[str, tuple[float, ...]] = {
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
@@ -47,3 +47,13 @@ class SamplingParams:
     stop: list[str] = field(default_factory=list)
     """Strings that end generation once the decoded text holds one."""
     ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt to complete, or to score when `params` is None."""
+
+    tokens: list[int]
+    params: SamplingParams | None
+    top_k: int = 0
+    """For scoring: the number of likeliest tokens to score at each position; 0 scores the prompt's tokens."""

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-__all__ = ["Turns", "BY_TURN", "by_turn"]
+__all__ = ["Turns", "missing"]
 
 Turns = list[tuple[int, int, int]]
 """The turns of a datum: (index of the turn in its rollout, index in the datum's targets of the turn's first sampled
 token, number of its sampled tokens)."""
 
-BY_TURN = ("position", "turn")
-"""Loss inputs that a microbatch's turns give, computed when a loss reads one of them."""
+_BY_TURN = ("position", "turn")
 
 
-def by_turn(turns: list[Turns | None], datum_T: torch.Tensor) -> dict[str, torch.Tensor]:
+def missing(inputs: Any, name: str) -> torch.Tensor:
+    """A loss input that `inputs`, of the type LossInputs, does not hold: `position` and `turn` are computed when a loss
+    first reads one of them. Raises AttributeError for any other, and where the turns of the data are not known."""
+    if name not in _BY_TURN:
+        raise AttributeError(
+            f"loss input {name!r}: the data carry only {sorted(inputs.tensors)}; fill it where datums are built"
+        ) from None
+    inputs.tensors.update(_by_turn(inputs.turns, inputs.datum))
+    return inputs.tensors[name]
+
+
+def _by_turn(turns: list[Turns | None], datum_T: torch.Tensor) -> dict[str, torch.Tensor]:
     """`position` (index of each token in its completion) and `turn` (index of its turn in the rollout), int64 (T,), -1
     where the policy did not sample the token. `datum_T` has the index of each token's datum, and `turns` one entry per
     datum. Raises AttributeError where a datum has None, and ValueError for a turn outside of its datum.
     """
-    position_T, turn_T = (torch.full(datum_T.shape, -1) for _ in BY_TURN)
+    position_T, turn_T = (torch.full(datum_T.shape, -1) for _ in _BY_TURN)
     lengths = torch.bincount(datum_T.cpu(), minlength=len(turns)).tolist()
     start = 0
     if not turns or None in turns:
         raise AttributeError(
             "loss inputs 'position' and 'turn': the data do not say where their turns are; set Datum.turns where "
             "datums are built"
-        )
+        ) from None
     for of_datum, length in zip(turns, lengths, strict=True):
         for index, first, count in of_datum or ():
             if first < 0 or first + count > length:

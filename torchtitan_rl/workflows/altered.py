@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_rl.types import SamplingParams
-from torchtitan_rl.types.sampling import UNALTERED
+from torchtitan_rl.types.sampling import NEUTRAL
 
 __all__ = ["AlteredForTraining", "refuse_altered"]
 
@@ -14,7 +14,7 @@ class AlteredForTraining(ValueError):
 
 def refuse_altered(params: SamplingParams) -> None:
     """Raises AlteredForTraining for a setting that alters the policy's distribution."""
-    for name, off in UNALTERED.items():
+    for name, off in NEUTRAL.items():
         if (value := getattr(params, name)) not in off:
             raise AlteredForTraining(
                 f"policy.complete({name}={value}): this rollout is to train, and its log-probabilities would not be "

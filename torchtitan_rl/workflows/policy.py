@@ -55,7 +55,7 @@ class Policy:
     for_training: bool = False
     """Whether the rollouts will train. False in evaluations and demonstrations, where `self_distill` does nothing."""
     altered: dict[str, float] = field(default_factory=dict)
-    """Settings of `types.sampling.UNALTERED` for every completion, such as `{"top_p": 0.9}`; for evaluations only."""
+    """Settings of `types.sampling.NEUTRAL` for every completion, such as `{"top_p": 0.9}`; for evaluations only."""
     teacher_version: int | None = None
     """The version of the snapshot that scores rollouts for self-distillation; None: no workflow asked for one."""
 
@@ -93,18 +93,16 @@ class Policy:
     ) -> Completion:
         """One completion of a prompt; the same seed and version give the same tokens (on a GPU: in the same batch).
 
-        `max_tokens` replaces the policy's limit; `stop` and `stop_token_ids` are added to the policy's. `altered` are
-        settings of `types.sampling.UNALTERED`, such as `top_p=0.9`, for rollouts that do not train. Raises ValueError
-        for a request that cannot be met, AlteredForTraining, SamplingFailed when the generators fail.
+        `max_tokens` replaces the policy's limit; `stop`, `stop_token_ids`, `altered` are added to the policy's. Raises
+        ValueError for a request that cannot be met or may not (`altered`), SamplingFailed when the generators fail.
         """
-        altered = self.altered | altered
         params = SamplingParams(
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
             temperature=self.temperature,
             seed=seed,
             stop_token_ids=[*stop_token_ids, *self.stop_token_ids],
             stop=[*stop, *self.stop],
-            **altered,  # type: ignore[arg-type]  # top_k is a whole number, the others are not
+            **(altered := self.altered | altered),  # type: ignore[arg-type]  # top_k is a whole number
         )
         if altered and self.for_training:
             refuse_altered(params)

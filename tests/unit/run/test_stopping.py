@@ -10,7 +10,7 @@ from torchtitan_rl.config.stopping import StopConfig
 from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.run.ends import StopRequest
 from torchtitan_rl.run.state import RunState
-from torchtitan_rl.run.stopping import early_end, note_early_end, watch_for_collapse
+from torchtitan_rl.run.stopping import EarlyEnd, early_end, end_early, watch_for_collapse
 
 
 def measured(*accuracies, every=20):
@@ -70,25 +70,18 @@ class Lines(Listener):
         self.lines.append((what["line"], what["text"]))
 
 
-def noted(state, **config):
-    heard, stop = Lines(), StopRequest(0.0)
-    config = ControllerConfig(**{"num_steps": 100, "stop": StopConfig(target_accuracy=0.5)} | config)
-    for _ in range(2):  # the second evaluation of a step says nothing new
-        note_early_end(config, state, stop, Recorder([heard]))
-    return stop.early, heard.lines
-
-
-def test_an_early_end_is_recorded_once_with_its_reason():
-    state = RunState(seed=0, step=40, phase="reinforcement", accuracies=measured(0.1, 0.2, 0.7))
-    early, ((line, text),) = noted(state)
-    assert early == "controller.stop.target_accuracy=0.5: validation accuracy is 0.700 after step 40"
-    assert line == {"step": 40, "phase": "stop", "stop/reason": early} and text == f"step 40: stopped early by {early}"
-
-
-def test_a_run_at_its_last_step_or_outside_of_the_phase_does_not_end_early():
-    state = RunState(seed=0, step=40, phase="reinforcement", accuracies=measured(0.1, 0.2, 0.7))
-    assert noted(state, num_steps=40) == ("", [])
-    assert noted(dataclasses.replace(state, phase="start-up")) == ("", [])  # the verb eval
+def test_an_early_end_is_recorded_with_its_reason():
+    state, heard = RunState(seed=0, step=40, accuracies=measured(0.1, 0.2, 0.7)), Lines()
+    config = ControllerConfig(num_steps=100, stop=StopConfig(target_accuracy=0.5))
+    with pytest.raises(EarlyEnd) as caught:
+        end_early(config, state, Recorder([heard]))
+    reason = str(caught.value)
+    assert reason == "controller.stop.target_accuracy=0.5: validation accuracy is 0.700 after step 40"
+    line = {"step": 40, "phase": "stop", "stop/reason": reason}
+    assert heard.lines == [(line, f"step 40: stopped early by {reason}")]
+    config.num_steps, heard.lines = 40, []
+    end_early(config, state, Recorder([heard]))  # the last step is no early end
+    assert heard.lines == []
 
 
 def batches(stop, state, *lines, **rules):

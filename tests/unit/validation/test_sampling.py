@@ -9,7 +9,7 @@ from torchtitan_rl import cli
 from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.types import SamplingParams
-from torchtitan_rl.types.sampling import UNALTERED
+from torchtitan_rl.types.sampling import NEUTRAL
 from torchtitan_rl.validation.run import validate
 
 
@@ -56,11 +56,11 @@ def test_what_acts_on_samples_needs_samples():
 
 def test_every_place_has_the_same_settings_with_the_same_values_for_off():
     settings = {f.name: f.default for f in dataclasses.fields(AlteredSampling)}
-    assert settings == {name: off[0] for name, off in UNALTERED.items()}
+    assert settings == {name: off[0] for name, off in NEUTRAL.items()}
     params = SamplingParams(max_tokens=1)
-    assert settings == {name: getattr(params, name) for name in UNALTERED}
+    assert settings == {name: getattr(params, name) for name in NEUTRAL}
     args = cli._parser().parse_args(["sample", "--checkpoint", "x", "--prompt", "y"])
-    assert settings == {name: getattr(args, name) for name in UNALTERED}
+    assert settings == {name: getattr(args, name) for name in NEUTRAL}
 
 
 @pytest.mark.parametrize(
