@@ -125,9 +125,7 @@ class SamplingSteps(ABC):
         if not tokens:
             raise ValueError("prompt=[]: has no tokens; give at least one")
         completion = await self._submit(Request(list(tokens), params), policy_version)
-        completion.filtered = ", ".join(
-            f"{n}={x}" for n, off in NEUTRAL.items() if (x := getattr(params, n)) not in off
-        )
+        completion.filtered = ", ".join(f"{n}={x}" for n, ok in NEUTRAL.items() if (x := getattr(params, n)) not in ok)
         return completion
 
     async def _submit(self, request: Request, version: int | None):
