@@ -24,6 +24,25 @@ _VERBS = {
 }
 
 
+_ALTERED = (
+    ("top-p", float, 1.0),
+    ("top-k", int, 0),
+    ("min-p", float, 0.0),
+    ("repetition-penalty", float, 1.0),
+    ("presence-penalty", float, 0.0),
+    ("frequency-penalty", float, 0.0),
+)
+
+
+def _add_sampling(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--prompt", required=True)
+    sub.add_argument("--max-tokens", type=int, default=64)
+    sub.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token, always")
+    for name, kind, off in _ALTERED:
+        sub.add_argument(f"--{name}", type=kind, default=off, metavar=kind.__name__, help=f"{off}: off")
+    sub.add_argument("--output-dir", default="", help="default: runs/sample-NAME-DATE-TIME")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtitan-rl",
@@ -88,9 +107,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("checkpoint", help="a run's checkpoints/step-N")
             sub.add_argument("directory", help="a new directory")
         if verb == "sample":
-            sub.add_argument("--prompt", required=True)
-            sub.add_argument("--max-tokens", type=int, default=64)
-            sub.add_argument("--temperature", type=float, default=0.0)
+            _add_sampling(sub)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.add_argument("--quiet", action="store_true", help="no progress display")
     return parser

@@ -1,7 +1,8 @@
 """The names of metrics, `area/what[_unit]`.
 
 A line of `metrics.jsonl` holds `step`, `phase` (`"supervised"`, `"reinforcement"` or `"evaluation"`) and at least the
-names of its phase.
+names of its phase. Lines of two further phases are events: `"checkpoint"`, and `"stop"` with the `stop/reason` of an
+early end.
 """
 
 from __future__ import annotations

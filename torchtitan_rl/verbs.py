@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -165,6 +165,7 @@ async def train(args: argparse.Namespace, config) -> int:
                     for name in config.controller.eval_sets
                 ),
                 ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
+                *([("stopped early", controller.ended_early)] if controller.ended_early else []),
                 ("curve", str(curve)),
                 ("checkpoint", str(controller.run_dir.checkpoint_path(controller.state.step))),
             ]
@@ -179,22 +180,26 @@ async def train(args: argparse.Namespace, config) -> int:
 async def evaluate(args: argparse.Namespace, config) -> int:
     from torchtitan_rl.observability.progress import Progress
     from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.run.start import dated
     from torchtitan_rl.tasks.pass_rate_filter import write_pass_rates
     from torchtitan_rl.weights.checkpoint import hf_weights
+    from torchtitan_rl.weights.origin import origin
 
-    weights = hf_weights(Path(args.checkpoint))
+    weights, source = hf_weights(Path(args.checkpoint)), origin(Path(args.checkpoint))
+    config.output_dir, of_step = config.output_dir or dated(f"eval-{config.name}"), source.text and f"{source.text}: "
     if args.num_tasks is not None and args.num_tasks < 1:
         raise ValueError(f"--num-tasks={args.num_tasks}: must be at least 1")
     if args.pass_rates is not None and not os.access(Path(args.pass_rates).absolute().parent, os.W_OK):
         raise ValueError(f"--pass-rates={args.pass_rates}: cannot be written; give a file in a directory that can")
 
     async def body(controller: Controller) -> None:
+        controller.state.step = source.step or 0
         result = await controller.evaluate(args.split, num_tasks=args.num_tasks, pass_at_k=config.controller.pass_at_k)
-        print(f"{args.split} accuracy {result.accuracy:.4f}")
+        print(f"{of_step}{args.split} accuracy {result.accuracy:.4f}")
         if args.pass_rates is not None:
             write_pass_rates(args.pass_rates, result.pass_rates)
         for name, result in (await controller.evaluate_sets()).items():
-            print(f"{name} {result.split} accuracy {result.accuracy:.4f}")
+            print(f"{of_step}{name} {result.split} accuracy {result.accuracy:.4f}")
 
     return await _guarded(
         args, partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights), body
@@ -231,39 +236,23 @@ async def export(args: argparse.Namespace) -> int:
 
 
 async def sample(args: argparse.Namespace) -> int:
-    """Starts one generator with the weights and tokenizer of the checkpoint's Hugging Face directory."""
-    from transformers import AutoTokenizer
-
-    from torchtitan_rl.config.actors import GeneratorConfig
-    from torchtitan_rl.dispatch.one_version import OneVersion
-    from torchtitan_rl.dispatch.sampling_client import SamplingClient
-    from torchtitan_rl.launch.actors import Launcher
+    from torchtitan_rl.config.sampling import AlteredSampling
+    from torchtitan_rl.run.sample import sample
     from torchtitan_rl.types import SamplingParams
-    from torchtitan_rl.weights.checkpoint import hf_weights
+    from torchtitan_rl.validation.sampling import check_altered, check_greedy
 
     try:
-        weights = hf_weights(Path(args.checkpoint))
-        tokenizer = AutoTokenizer.from_pretrained(str(weights))
-        tokens = tokenizer.encode(args.prompt, add_special_tokens=False)
-        if not tokens:
-            raise ValueError(f"--prompt={args.prompt!r}: has no tokens; give some text")
-        params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
-        config = GeneratorConfig(dtype="float32", max_model_len=len(tokens) + args.max_tokens, kv_cache_gib=0.25)
-    except ValueError as error:
-        return fail(str(error))
-    logs = tempfile.TemporaryDirectory(prefix="torchtitan-rl-")
-    launcher = Launcher(log_dir=logs.name, start_timeout_s=300, call_timeout_s=600)
-    try:
-        mesh = await launcher.start_generator(config, weights, role="generator-0", seed=0)
-        client = SamplingClient([mesh], OneVersion(), max_model_len=config.max_model_len, timeout_s=600)
-        await client.load_hf(str(weights))
-        completion = await client.sample(tokens, params)
-        print(tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        altered = AlteredSampling(**{f.name: getattr(args, f.name) for f in dataclasses.fields(AlteredSampling)})
+        check_altered("--", altered)
+        if not args.temperature:
+            check_greedy("--", altered, "add --temperature 1")
+        params = SamplingParams(
+            max_tokens=args.max_tokens, temperature=args.temperature, seed=0, **dataclasses.asdict(altered)
+        )
+        checkpoint = Path(args.checkpoint)
+        print(await sample(checkpoint, args.prompt, params, output_dir=args.output_dir, quiet=args.quiet))
         return 0
     except Exception as error:
         if args.debug:
             traceback.print_exc()
         return fail(told(error))
-    finally:
-        launcher.kill()
-        logs.cleanup()

@@ -88,9 +88,15 @@ def test_a_checkpoint_evaluates_and_samples(short_run, tmp_path):
     result = run("eval", QUICKSTART, *SHORT, "--checkpoint", checkpoint, "--output-dir", str(tmp_path / "eval"))
     assert result.returncode == 0, result.stderr
     after = [r for r in lines(short_run.path) if r["phase"] == "evaluation" and r["eval/split"] == "validation"][-1]
-    assert f"validation accuracy {after['eval/accuracy']:.4f}" in result.stdout
-    result = run("sample", "--checkpoint", checkpoint, "--prompt", "szyci=", "--max-tokens", "4")
+    assert f"step 2: validation accuracy {after['eval/accuracy']:.4f}" in result.stdout
+    assert {record["step"] for record in lines(tmp_path / "eval")} == {2}
+    flags = ["--max-tokens", "4", "--temperature", "1", "--top-p", "0.9", "--output-dir", str(tmp_path / "sample")]
+    result = run("sample", "--checkpoint", checkpoint, "--prompt", "szyci=", *flags)
     assert result.returncode == 0 and len(result.stdout.splitlines()) == 1, result.stdout
+    assert f"step 2 of quickstart; {tmp_path / 'sample'}" in result.stderr
+    told = json.loads((tmp_path / "sample" / "sample.json").read_text())
+    assert told["step"] == 2 and told["text"] == result.stdout.rstrip("\n") and told["params"]["top_p"] == 0.9
+    assert told["completion"]["filtered"] == "top_p=0.9"
 
 
 def mistake(result: subprocess.CompletedProcess, *expected: str) -> None:

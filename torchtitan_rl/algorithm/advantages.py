@@ -1,9 +1,10 @@
 """Advantage estimators: functions from a group's rewards to one advantage per rollout.
 
-`(rewards_G) -> advantages_G`, both float64 of shape (G,). An estimator that needs the whole batch is marked with
-`@batch_estimator` and maps a list of groups' rewards to a list of groups' advantages. Every estimator here with a
-baseline gives 0 to a group of one and to a group whose rewards are all equal: there is nothing to compare. Estimators
-that divide by a standard deviation treat rewards that differ by rounding only as equal (`all_equal`).
+`(rewards_G) -> advantages_G`, both float64 of shape (G,); advantages may be a list of numbers too. An estimator that
+needs the whole batch is marked with `@batch_estimator` and maps a list of groups' rewards to a list of groups'
+advantages. Every estimator here with a baseline gives 0 to a group of one and to a group whose rewards are all equal:
+there is nothing to compare. Estimators that divide by a standard deviation treat rewards that differ by rounding only
+as equal (`all_equal`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torchtitan_rl.algorithm.listed import from_list
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup
 
@@ -130,10 +132,9 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
         chosen = config.advantage_fn
         advantage_fn = estimator_for(config, role) if isinstance(chosen, dict) else chosen
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
-        if _sees_batch(advantage_fn):
-            given = list(advantage_fn(rewards))
-        else:
-            given = [advantage_fn(rewards_G) for rewards_G in rewards]
+        whole = _sees_batch(advantage_fn)
+        given = advantage_fn(rewards) if whole else [advantage_fn(rewards_G) for rewards_G in rewards]
+        given = [each if isinstance(each, torch.Tensor) else from_list(each) for each in given]
         _check_advantages(given, of_role, advantage_fn)
         for group, advantages_G in zip(of_role, given, strict=True):
             group.advantages = advantages_G.tolist()
@@ -150,7 +151,7 @@ def _check_advantages(given: list, groups: list[RolloutGroup], advantage_fn: Cal
         if not is_tensor or advantages_G.shape != (len(group.rollouts),) or not torch.isfinite(advantages_G).all():
             raise ValueError(
                 f"{called}: gave {advantages_G.tolist() if is_tensor else advantages_G} for rewards {group.rewards} of "
-                f"group {group.id}; return a tensor of one finite number per rollout"
+                f"group {group.id}; return one finite number per rollout, as a tensor or a list"
             )
 
 

@@ -110,6 +110,8 @@ class _Sequence:
     advantages: list[float] = field(default_factory=list)
     turns: list[tuple[int, Turn]] = field(default_factory=list)
     """(position of the turn's first sampled token in `tokens`, turn)."""
+    first_turn: int = 0
+    """Index in the rollout of the first of `turns`."""
 
     def extend(self, turn: Turn, advantages: list[float], *, masked: bool) -> None:
         """Appends the part of a turn's prompt that the sequence lacks, which does not train, and the completion."""
@@ -139,6 +141,7 @@ class _Sequence:
             loss_inputs=loss_inputs,
             group=self.group,
             rollout=self.rollout,
+            turns=[(i, at - 1, len(t.completion.tokens)) for i, (at, t) in enumerate(self.turns, self.first_turn)],
         )
 
 
@@ -153,7 +156,7 @@ def _sequences(rollout: Rollout, advantages: float | list[list[float]]) -> Itera
         _check_turn(rollout, turn)
         if sequence.tokens and turn.prompt_tokens[: len(sequence.tokens)] != sequence.tokens:
             yield sequence
-            sequence = _Sequence()
+            sequence = _Sequence(first_turn=index)
         of_turn = advantages[index] if isinstance(advantages, list) else [advantages] * len(turn.completion.tokens)
         sequence.extend(turn, of_turn, masked=rollout.masked)
     if sequence.tokens:
@@ -173,7 +176,7 @@ def _check_turn(rollout: Rollout, turn: Turn) -> None:
         )
     if turn.completion.filtered:
         raise ValueError(
-            f"rollout={rollout.id}: was sampled with top_k or top_p; its log-probabilities are not those "
+            f"rollout={rollout.id}: was sampled with {turn.completion.filtered}; its log-probabilities are not those "
             "of the policy, sample training rollouts without"
         )
     if any(map(math.isnan, logprobs)):

@@ -75,6 +75,7 @@ def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]
     kept = []
     for datum in data:
         alone = torch.zeros(len(datum), dtype=torch.long)
-        factor_T, _ = correction(LossInputs(datum=alone, num_datums=1, tensors=datum.loss_inputs))
+        tensors = dict(datum.loss_inputs)  # a correction that reads `position` adds a tensor
+        factor_T, _ = correction(LossInputs(datum=alone, num_datums=1, tensors=tensors, turns=[datum.turns]))
         kept.append(torch.where(factor_T > 0, datum.loss_inputs["loss_mask"], 0.0))
     return with_inputs(data, weights=config.reduction(kept, [datum.group for datum in data]))

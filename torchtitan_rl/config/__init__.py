@@ -23,11 +23,14 @@ from torchtitan_rl.config.run import (
     RunConfig,
     SamplingConfig,
 )
+from torchtitan_rl.config.sampling import AlteredSampling
+from torchtitan_rl.config.stopping import StopConfig
 
 __all__ = [
     "COLOCATION",
     "AdamWConfig",
     "AlgorithmConfig",
+    "AlteredSampling",
     "ControllerConfig",
     "DistillConfig",
     "EvalSetConfig",
@@ -42,6 +45,7 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "StopConfig",
     "SupervisedConfig",
     "TrainerConfig",
     "WeightSyncConfig",

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from torchtitan_rl.config.actors import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.algorithm import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.sampling import AlteredSampling
+from torchtitan_rl.config.stopping import StopConfig
 
 __all__ = [
     "RunConfig",
@@ -31,8 +33,9 @@ COLOCATION = {
 
 
 @dataclass(kw_only=True, slots=True)
-class SamplingConfig:
-    """How rollouts and evaluations are generated."""
+class SamplingConfig(AlteredSampling):
+    """How rollouts and evaluations are generated. What alters the distribution is refused here, with the reason, since
+    it would hold for rollouts that train; `controller.eval_sampling` is for evaluations."""
 
     max_prompt_tokens: int = 512
     """Longest first prompt of a rollout, in tokens; a longer prompt is an error."""
@@ -70,6 +73,8 @@ class EvalSetConfig:
     """Temperature of the `num_samples` samples."""
     correct_reward: float | None = None
     """Smallest reward of a completion that counts as correct; None: `controller.correct_reward`."""
+    sampling: AlteredSampling | None = None
+    """Top-p, top-k, min-p and penalties of this evaluation; None: `controller.eval_sampling`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +93,10 @@ class ControllerConfig:
     """Samples per validation task for the pass@k that is reported after the warm start; 0: no pass@k."""
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     """Further evaluations by name, each made whenever the run evaluates on validation tasks."""
+    eval_sampling: AlteredSampling = field(default_factory=AlteredSampling)
+    """Top-p, top-k, min-p and penalties of evaluations; rollouts that train have none."""
+    stop: StopConfig = field(default_factory=StopConfig)
+    """Rules that end the run before `num_steps`; all are off by default."""
     correct_reward: float = 1.0
     """Smallest reward of a completion that counts as correct in accuracies."""
     max_skipped_steps: int = 3

@@ -74,12 +74,12 @@ def _shape(row: torch.Size) -> str:
 def pack(data: list[Datum]) -> Microbatch:
     """Datums end to end. Raises ValueError when datums carry different loss inputs, or rows of different sizes."""
     check_alike(data)
-    names = data[0].loss_inputs.keys()
     return Microbatch(
         tokens_T=torch.cat([d.tokens for d in data]),
         target_tokens_T=torch.cat([d.target_tokens for d in data]),
         lengths=[len(d) for d in data],
-        loss_inputs={name: _sent(name, torch.cat([d.loss_inputs[name] for d in data])) for name in names},
+        turns=[d.turns for d in data],
+        loss_inputs={n: _sent(n, torch.cat([d.loss_inputs[n] for d in data])) for n in data[0].loss_inputs},
     )
 
 
@@ -100,5 +100,6 @@ def filler(like: Datum) -> Microbatch:
         tokens_T=like.tokens[:1],
         target_tokens_T=like.target_tokens[:1],
         lengths=[1],
+        turns=[None if like.turns is None else []],
         loss_inputs={name: _sent(name, torch.zeros_like(rows[:1])) for name, rows in like.loss_inputs.items()},
     )

@@ -17,7 +17,7 @@ from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.dispatch.version_holders import VersionHolders
-from torchtitan_rl.types import Completion, Request, SamplingParams
+from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["SamplingSteps", "fail"]
 
@@ -125,7 +125,7 @@ class SamplingSteps(ABC):
         if not tokens:
             raise ValueError("prompt=[]: has no tokens; give at least one")
         completion = await self._submit(Request(list(tokens), params), policy_version)
-        completion.filtered = params.top_k > 0 or params.top_p < 1.0
+        completion.filtered = ", ".join(f"{n}={x}" for n, ok in NEUTRAL.items() if (x := getattr(params, n)) not in ok)
         return completion
 
     async def _submit(self, request: Request, version: int | None):

@@ -25,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model import vllm_internals, vllm_model
 from torchtitan_rl.model.engine_scores import scores, scoring_params
-from torchtitan_rl.types import Completion, Request, SamplingParams
+from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["EngineSteps", "Command", "engine_params", "completion"]
 
@@ -197,8 +197,6 @@ def engine_params(request: Request) -> EngineSamplingParams:
     return EngineSamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
         seed=params.seed,
         stop_token_ids=params.stop_token_ids,
         stop=params.stop,
@@ -206,6 +204,7 @@ def engine_params(request: Request) -> EngineSamplingParams:
         logprobs=0,
         detokenize=bool(params.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        **{name: getattr(params, name) for name in NEUTRAL},
     )
 
 

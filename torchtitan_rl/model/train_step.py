@@ -63,7 +63,7 @@ def accumulate_gradients(
         asked = {"teacher_hidden_TD": tensors["teacher_hidden"]} if "teacher_hidden" in tensors else {}
         outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **asked)
         datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
-        inputs = LossInputs(**outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=tensors)
+        inputs = LossInputs(**outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=tensors, turns=batch.turns)
         loss, metrics = loss_fn(inputs)
         metrics = {**sampled_metrics(inputs), **metrics}
         (loss * loss_weight).backward()

@@ -32,6 +32,7 @@ from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.run.state import RunState
+from torchtitan_rl.run.stopping import EarlyEnd, end_early, watch_for_collapse
 from torchtitan_rl.run.supervised import supervise
 from torchtitan_rl.run.training import Batches, Reinforcement
 from torchtitan_rl.types import RolloutGroup
@@ -64,7 +65,8 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         self.launcher, self.roles, self.generator = stack.launcher, stack.roles, stack.generator
         self.versions, self.placement = stack.versions, stack.placement
         self.state = state or RunState(seed=config.seed)
-        self.stop = StopRequest(config.controller.max_hours)
+        self.stop, self.ended_early = StopRequest(config.controller.max_hours), ""
+        watch_for_collapse(config.controller.stop, self.state, self.stop, recorder)
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
         self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights, self.state.calls)
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
@@ -170,7 +172,11 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             first = await self.evaluate("validation", pass_at_k=config.pass_at_k if warm else 0)
             await self.evaluate_sets()
             state.warm_start = first.summary_data()
-        await self.reinforce()
+        try:
+            end_early(config, state, self.recorder)  # a run that is resumed may have ended
+            await self.reinforce()
+        except EarlyEnd as end:
+            self.ended_early = str(end)
         await self.checkpoints.save(last=True)
         report = {"warm start": Evaluation(**state.warm_start), "validation": await self.evaluate("validation")}
         report |= await self.evaluate_sets()
@@ -211,6 +217,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
     async def evaluate_all(self) -> None:
         await self.evaluate("validation")
         await self.evaluate_sets()
+        end_early(self.config.controller, self.state, self.recorder)
 
     async def evaluate(self, split: Split, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is correct. The result is

@@ -29,6 +29,8 @@ class StopRequest:
     def __init__(self, max_hours: float, *, clock=time.time) -> None:
         self.asked = ""
         """The reason that a caller of `ask` gave; empty before."""
+        self.failure: Ended | None = None
+        """What the run is to fail with after the present step."""
         self._clock = clock
         now = clock()
         self._limits = {f"controller.max_hours={max_hours:g}": now + 3600 * max_hours} if max_hours else {}
@@ -45,7 +47,7 @@ class StopRequest:
         the length of a step."""
         now = self._clock()
         step_s, self._last = now - self._last, now
-        if self.asked:
-            return self.asked
+        if self.failure or self.asked:
+            return str(self.failure or self.asked)
         over = (limit for limit, end in self._limits.items() if now + step_s > end)
         return next((f"{limit} leaves no time for another step" for limit in over), "")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
+from torchtitan_rl.config.sampling import changes
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.run.failures import Failures
 from torchtitan_rl.run.intervals import mean_interval
@@ -120,6 +121,7 @@ async def evaluate(
     as wrong.
     """
     split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
+    altered = changes(eval_set.sampling or config.eval_sampling)
     size = family.num_tasks(split)
     num_tasks = eval_set.num_tasks if size is None else min(eval_set.num_tasks, size)
     tasks = [family.task(split, i) for i in range(num_tasks)]
@@ -133,7 +135,7 @@ async def evaluate(
                 run_group(
                     workflow,
                     task,
-                    policy(at),
+                    dataclasses.replace(policy(at), altered=altered),
                     n,
                     group_id=f"{label}/{task.id}",
                     seed=seed,

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.run.ends import Ended
+from torchtitan_rl.workflows.altered import AlteredForTraining
 from torchtitan_rl.workflows.episode import EnvironmentFailed
 from torchtitan_rl.workflows.group import GroupFailed
 from torchtitan_rl.workflows.policy import SamplingFailed
@@ -55,7 +56,7 @@ class Failures:
             self.counted["calls"] = self.calls + 1
             try:
                 return await call(retry)
-            except (SamplingFailed, Ended):
+            except (SamplingFailed, AlteredForTraining, Ended):
                 raise
             except Exception as error:
                 cause = "environment" if isinstance(error, EnvironmentFailed) else stage

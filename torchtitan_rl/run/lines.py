@@ -110,6 +110,7 @@ def summary(line: dict, num_steps: int) -> str:
     """A line of metrics as text for the console."""
     return (
         f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
+        f"no signal {line['reward/zero_std_frac']:.0%}  "
         f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
         f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
     )

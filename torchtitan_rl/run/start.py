@@ -25,7 +25,7 @@ from torchtitan_rl.workflows.turn_end import warn_open_turns
 if TYPE_CHECKING:
     from torchtitan_rl.launch.local import LocalLauncher
 
-__all__ = ["Inputs", "read_inputs", "start", "stopped_on_failure", "output_path"]
+__all__ = ["Inputs", "read_inputs", "start", "stopped_on_failure", "output_path", "dated"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,8 +67,13 @@ def read_inputs(config: RunConfig) -> Inputs:
 def output_path(config: RunConfig, *, absolute: bool) -> Path:
     """The path of the run's directory. Use `absolute` when processes run on other hosts, whose working directory may
     differ."""
-    path = Path(config.output_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
+    path = Path(config.output_dir or dated(config.name))
     return path.absolute() if absolute else path
+
+
+def dated(name: str) -> str:
+    """The path of a new run directory: runs/NAME-DATE-TIME."""
+    return f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 async def start(

@@ -36,6 +36,8 @@ class RunState:
     """Calls of workflows and rewards, and failed calls by cause; see `run.failures`."""
     accuracies: dict[str, dict[str, float]] = field(default_factory=dict)
     """Name of an evaluation -> step of the reinforcement phase -> accuracy."""
+    collapse: dict[str, int] = field(default_factory=dict)
+    """Batches in a row with a sign of collapse, by rule; see `run.stopping`."""
     warm_start: dict | None = None
     """The evaluation before reinforcement; None before it was made."""
 

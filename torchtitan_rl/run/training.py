@@ -94,7 +94,7 @@ class Reinforcement:
         """The steps of the reinforcement phase that are left.
 
         Raises NothingToTrainOn, after a checkpoint, when the filters leave nothing; Diverged after several bad steps in
-        a row; Preempted, after a checkpoint, when the run was asked to stop.
+        a row; Preempted, after a checkpoint, when the run was asked to stop; EarlyEnd by `controller.stop`.
         """
         try:
             await self._reinforce()
@@ -146,14 +146,14 @@ class Reinforcement:
         raise NotImplementedError
 
     async def _between_steps(self, since: int) -> None:
-        """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted, after a checkpoint,
-        where the run is to stop."""
+        """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted or what
+        the run is to fail with, after a checkpoint, where the run is to stop."""
         reason = self.stop.reason()
         if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
             await self.checkpoints.save()
         if reason:
             await self.checkpoints.require_written()
-            raise Preempted(reason)
+            raise self.stop.failure or Preempted(reason)
 
     async def train_on(self, groups: list[RolloutGroup]) -> dict:
         """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.

@@ -1,22 +1,13 @@
 """The data that flows through a run, from a task to an optimizer step, under one name."""
 
 from torchtitan_rl.types.calls import Accumulated, ForwardBackwardOutput, Microbatch, OptimParams, OptimStepOutput
-from torchtitan_rl.types.data import (
-    Completion,
-    Datum,
-    LossFunction,
-    LossInputs,
-    Request,
-    Rollout,
-    RolloutGroup,
-    SamplingParams,
-    Task,
-    Turn,
-)
+from torchtitan_rl.types.data import Completion, Datum, LossFunction, LossInputs, Rollout, RolloutGroup, Task, Turn
+from torchtitan_rl.types.sampling import NEUTRAL, Request, SamplingParams
 
 __all__ = [
     "Task",
     "SamplingParams",
+    "NEUTRAL",
     "Request",
     "Completion",
     "Turn",

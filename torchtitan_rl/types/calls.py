@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchtitan_rl.types.turns import Turns
+
 __all__ = ["Microbatch", "Accumulated", "OptimParams", "ForwardBackwardOutput", "OptimStepOutput"]
 
 
@@ -20,6 +22,8 @@ class Microbatch:
     """Tokens of each datum, in packed order."""
     loss_inputs: dict[str, torch.Tensor]
     """Float32, each (T,) or (T, n)."""
+    turns: list[Turns | None] = field(default_factory=list)
+    """Where the turns of each datum are; see `Datum.turns`."""
 
 
 @dataclass(kw_only=True, slots=True)

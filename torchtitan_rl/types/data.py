@@ -12,18 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Task",
-    "SamplingParams",
-    "Request",
-    "Completion",
-    "Turn",
-    "Rollout",
-    "RolloutGroup",
-    "Datum",
-    "LossInputs",
-    "LossFunction",
-]
+from torchtitan_rl.types.turns import Turns, missing
+
+__all__ = ["Task", "Completion", "Turn", "Rollout", "RolloutGroup", "Datum", "LossInputs", "LossFunction"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,36 +35,6 @@ class Task:
 
 
 @dataclass(kw_only=True, slots=True)
-class SamplingParams:
-    """How one completion is drawn. Example: `SamplingParams(max_tokens=16, temperature=1.0, seed=3)`."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps every token."""
-    seed: int | None = None
-    """Equal seed, prompt and weights give equal tokens. On a GPU only within equal batches: rounding in GPU kernels
-    depends on the number of tokens in a batch."""
-    stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens that end generation, besides the end-of-sequence token; the completion keeps the stop token."""
-    stop: list[str] = field(default_factory=list)
-    """Strings that end generation once the decoded text holds one."""
-    ignore_eos: bool = False
-
-
-@dataclass(slots=True)
-class Request:
-    """One prompt to complete, or to score when `params` is None."""
-
-    tokens: list[int]
-    params: SamplingParams | None
-    top_k: int = 0
-    """For scoring: the number of likeliest tokens to score at each position; 0 scores the prompt's tokens."""
-
-
-@dataclass(kw_only=True, slots=True)
 class Completion:
     """The tokens that a generator sampled after one prompt; lists have one entry per sampled token."""
 
@@ -84,8 +45,9 @@ class Completion:
     """The policy version that sampled each token."""
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
-    filtered: bool = False
-    """Sampled with top-k or top-p, thus not from the trainer's distribution; training refuses the completion."""
+    filtered: str = ""
+    """The settings of `types.sampling.NEUTRAL`, such as `top_p=0.9`, by which the tokens were not drawn from the
+    policy's own distribution; training refuses the completion. Empty: none."""
 
     @property
     def truncated(self) -> bool:
@@ -181,6 +143,8 @@ class Datum:
     """Index of the datum's group in the batch: minibatches keep groups whole, some reductions average over groups."""
     rollout: int = 0
     """Index of the datum's rollout in the batch; a rollout whose turns do not extend each other has several datums."""
+    turns: Turns | None = None
+    """Where the datum's turns are; None: not known, and no loss can read `position` or `turn`."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -230,14 +194,15 @@ class LossInputs:
     num_datums: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The datums' `loss_inputs`, packed: (T,) or (T, n)."""
+    turns: list[Turns | None] = field(default_factory=list)
+    """Of each datum. When a loss reads `position` or `turn`, both int64 (T,), they are computed from `turns`: the index
+    of each token in its completion, and of its turn in the rollout; -1 where the policy did not sample."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
             return object.__getattribute__(self, "tensors")[name]
         except KeyError:
-            raise AttributeError(
-                f"loss input {name!r}: the data carry only {sorted(self.tensors)}; fill it where datums are built"
-            ) from None
+            return missing(self, name)
 
 
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -144,7 +144,8 @@ def _inputs(columns: set[str], outputs: Sequence[str], *, copies: int = 1, weigh
     tensors = {name: torch.tensor(_COLUMNS[name] * copies) for name in columns}
     tensors["weights"] = tensors["weights"] * weight
     lengths = torch.tensor(_LENGTHS * copies)
-    return LossInputs(**made, datum=torch.repeat_interleave(lengths), num_datums=len(lengths), tensors=tensors)
+    datum_T, turns = torch.repeat_interleave(lengths), [[(0, 1, 2)], [(0, 0, 1), (1, 1, 1)]] * copies
+    return LossInputs(**made, datum=datum_T, num_datums=len(lengths), tensors=tensors, turns=turns)
 
 
 def _call(

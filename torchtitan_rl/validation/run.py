@@ -24,6 +24,8 @@ from torchtitan_rl.validation.batches import check_batches
 from torchtitan_rl.validation.distillation import check_distill
 from torchtitan_rl.validation.recovery import check_checkpoints, check_failures
 from torchtitan_rl.validation.roles import check_roles
+from torchtitan_rl.validation.sampling import check_sampling
+from torchtitan_rl.validation.stopping import check_stop
 from torchtitan_rl.validation.trainer import (
     check_context,
     check_degree,
@@ -50,12 +52,14 @@ def validate(config: RunConfig) -> None:
     if shape.experts is not None:
         _check_generator_of_experts(config, shape)
     _check_rollouts(config)
+    check_sampling(config)
     check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
     check_roles(config, shape)
     _check_numbers(config)
     _check_minibatches(config.algorithm, config.controller.num_steps)
     check_checkpoints(config.controller)
+    check_stop(config.controller)
     check_failures(config.algorithm)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)

@@ -10,6 +10,7 @@ import torch
 
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, Rollout, SamplingParams, Task, Turn
+from torchtitan_rl.workflows.altered import refuse_altered
 from torchtitan_rl.workflows.chat import Chat
 
 __all__ = ["Policy", "Prompt", "Sampler", "SamplingFailed", "single_turn"]
@@ -53,6 +54,8 @@ class Policy:
     """The version that samples; None: the newest."""
     for_training: bool = False
     """Whether the rollouts will train. False in evaluations and demonstrations, where `self_distill` does nothing."""
+    altered: dict[str, float] = field(default_factory=dict)
+    """Settings of `types.sampling.NEUTRAL` for every completion, such as `{"top_p": 0.9}`; for evaluations only."""
     teacher_version: int | None = None
     """The version of the snapshot that scores rollouts for self-distillation; None: no workflow asked for one."""
 
@@ -86,11 +89,12 @@ class Policy:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        **altered: float,
     ) -> Completion:
         """One completion of a prompt; the same seed and version give the same tokens (on a GPU: in the same batch).
 
-        `max_tokens` replaces the policy's limit; `stop` and `stop_token_ids` are added to the policy's. Raises
-        ValueError for a request that cannot be met, SamplingFailed when the generators fail.
+        `max_tokens` replaces the policy's limit; `stop`, `stop_token_ids`, `altered` are added to the policy's. Raises
+        ValueError for a request that cannot be met or may not (`altered`), SamplingFailed when the generators fail.
         """
         params = SamplingParams(
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
@@ -98,7 +102,10 @@ class Policy:
             seed=seed,
             stop_token_ids=[*stop_token_ids, *self.stop_token_ids],
             stop=[*stop, *self.stop],
+            **(altered := self.altered | altered),  # type: ignore[arg-type]  # top_k is a whole number
         )
+        if altered and self.for_training:
+            refuse_altered(params)
         try:
             return await self.sampler.sample(tokens, params, policy_version=self.policy_version)
         except RuntimeError as error:

@@ -191,7 +191,7 @@ def test_rewards_too_close_to_have_a_standard_deviation_stay_finite(estimator):
 
 @pytest.mark.parametrize("estimator", [*BASELINED, reinforce])
 def test_a_reward_that_is_not_a_number_is_refused(estimator):
-    with pytest.raises(ValueError, match="return a tensor of one finite number per rollout"):
+    with pytest.raises(ValueError, match="return one finite number per rollout, as a tensor or a list"):
         of_batch(estimator, [0.0, math.nan], [0.0, 1.0])
 
 

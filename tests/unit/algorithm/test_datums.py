@@ -173,8 +173,10 @@ def test_a_nan_log_probability_is_an_error_that_names_its_token():
 
 def test_completions_of_another_distribution_are_refused():
     bad = rollout(2.0, turn([5], [8, 9], [-0.5, -0.5]))
-    bad.turns[0].completion.filtered = True
-    with pytest.raises(ValueError, match="was sampled with top_k or top_p"):
+    bad.turns[0].completion.filtered = "top_p=0.9"
+    with pytest.raises(
+        ValueError, match="was sampled with top_p=0.9; its log-probabilities are not those of the policy"
+    ):
         to_datums([group(bad, rollout(0.0, turn([5], [7], [-1.0])))], AlgorithmConfig())
 
 
@@ -206,14 +208,14 @@ def refusal(advantage_fn):
 def test_an_estimator_with_the_wrong_number_of_advantages_is_refused():
     assert refusal(one_too_many) == (
         "algorithm.advantage_fn=one_too_many: gave [1.0, 0.0, 1.0] for rewards [1.0, 0.0] of group 0/0; "
-        "return a tensor of one finite number per rollout"
+        "return one finite number per rollout, as a tensor or a list"
     )
 
 
 def test_an_estimator_with_advantages_that_are_not_finite_is_refused():
     assert refusal(divided_by_zero) == (
         "algorithm.advantage_fn=divided_by_zero: gave [inf, nan] for rewards [1.0, 0.0] of group 0/0; "
-        "return a tensor of one finite number per rollout"
+        "return one finite number per rollout, as a tensor or a list"
     )
 
 

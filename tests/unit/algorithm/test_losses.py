@@ -445,6 +445,7 @@ def test_the_pages_loss_clips_by_position():
         policy_logprobs=policy,
         datum=torch.tensor([0] * 5 + [1] * 5),
         num_datums=2,
+        turns=[[(0, 0, 5)], [(0, 0, 5)]],
         tensors={
             "weights": torch.ones(10),
             "loss_mask": torch.ones(10),

@@ -125,7 +125,8 @@ def test_a_damaged_config_is_refused_by_its_directory(content, tmp_path):
 def test_assets_that_are_not_there_are_refused(tmp_path):
     missing = str(tmp_path / "qwen")
     assert refusal(assets_dir, ModelConfig(assets=missing)) == (
-        f"model.assets={missing!r}: there is no such directory; give a Hugging Face model directory or one of ['bytes', 'chars']"
+        f"model.assets={missing!r}: there is no such directory; give a Hugging Face model directory or one of "
+        "['bytes', 'chars']"
     )
 
 

@@ -298,3 +298,14 @@ def test_closing_answers_whoever_still_waits():
         assert client.health() == {"generator-0": "healthy"} and not client._tasks
 
     asyncio.run(run())
+
+
+def test_a_completion_says_what_altered_its_distribution():
+    async def run():
+        _, versions, client = client_of(1)
+        await client.pull(await versions.publish())
+        plain = SamplingParams(max_tokens=4, temperature=0.5, top_k=-1, stop=["x"])
+        altered = SamplingParams(max_tokens=4, top_p=0.9, repetition_penalty=1.1)
+        return [(await client.sample([1], params)).filtered for params in (plain, altered)]
+
+    assert asyncio.run(run()) == ["", "top_p=0.9, repetition_penalty=1.1"]

@@ -50,3 +50,10 @@ def test_a_request_without_parameters_scores_its_prompt():
     sampling = engine_params(Request([1, 2], SamplingParams(max_tokens=4, temperature=0.5, seed=7, stop=["x"])))
     assert (sampling.max_tokens, sampling.temperature, sampling.seed, sampling.stop) == (4, 0.5, 7, ["x"])
     assert sampling.prompt_logprobs is None and sampling.logprobs == 0 and sampling.detokenize
+
+
+def test_what_alters_the_distribution_reaches_the_engine():
+    altered = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}
+    altered |= {"presence_penalty": 0.3, "frequency_penalty": 0.4}
+    params = engine_params(Request([1, 2], SamplingParams(max_tokens=4, **altered)))
+    assert {name: getattr(params, name) for name in altered} == altered

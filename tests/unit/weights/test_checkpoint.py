@@ -6,6 +6,7 @@ import pytest
 
 from torchtitan_rl.weights.checkpoint import (
     FORMAT,
+    RUN_CONFIG,
     adapter_dir,
     begin,
     beside,
@@ -25,6 +26,7 @@ from torchtitan_rl.weights.checkpoint import (
     require_lora,
     write_lora,
 )
+from torchtitan_rl.weights.origin import Origin, origin
 
 STATE = {"step": 80, "phase": "reinforcement", "policy_version": 380, "source": {"epoch": 0, "cursor": 2560}, "seed": 0}
 
@@ -171,3 +173,15 @@ def test_adapters_of_another_kind_or_base_are_refused(saved, here, complaint, tm
     write_lora(tmp_path, saved)
     message = refusal(lambda path: require_lora(path, here), tmp_path)
     assert message.startswith(f"checkpoint={str(tmp_path)!r}: ") and complaint in message and "; " in message
+
+
+def test_a_checkpoint_says_which_run_and_step_its_weights_come_from(tmp_path):
+    path = tmp_path / "step-80"
+    written(path)
+    (path / RUN_CONFIG).write_text(json.dumps({"name": "sums"}))
+    for place in (path, hf_dir(path)):
+        assert origin(place) == Origin(name="sums", step=80, text="step 80")
+    state = STATE | {"step": 0, "phase": "supervised", "phase_step": 20}
+    (path / "state.json").write_text(json.dumps(state))
+    assert origin(path) == Origin(name="sums", step=0, text="supervised step 20")
+    assert origin(tmp_path / "Qwen3-0.6B") == Origin(name="Qwen3-0.6B")

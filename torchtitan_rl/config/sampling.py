@@ -1,0 +1,34 @@
+"""Settings that alter the distribution which tokens are drawn from: for evaluations, never for training."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+__all__ = ["AlteredSampling", "changes"]
+
+
+@dataclass(kw_only=True, slots=True)
+class AlteredSampling:
+    """The distribution that tokens are drawn from, where it is not the policy's own. The first three act on samples
+    only: a greedy completion has the likeliest token in any case. Example: `AlteredSampling(top_p=0.95, top_k=20)`."""
+
+    top_p: float = 1.0
+    """Draw from the likeliest tokens whose probabilities sum to `top_p`; 1: from every token."""
+    top_k: int = 0
+    """Draw from the `top_k` likeliest tokens; 0: from every token."""
+    min_p: float = 0.0
+    """Draw from the tokens that are at least `min_p` times as likely as the likeliest; 0: from every token."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the completion so far; 1: no
+    penalty."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that the completion has already; 0: no penalty."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as the completion has the token already; 0: no penalty."""
+
+
+def changes(given: AlteredSampling) -> dict[str, float]:
+    """The settings of `given` that are not off, by name."""
+    fields = dataclasses.fields(AlteredSampling)
+    return {f.name: getattr(given, f.name) for f in fields if getattr(given, f.name) != f.default}

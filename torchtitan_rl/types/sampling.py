@@ -1,0 +1,59 @@
+"""How one completion is drawn, and which settings draw from another distribution than the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Request", "SamplingParams", "NEUTRAL"]
+
+NEUTRAL: dict[str, tuple[float, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+}
+"""Settings that alter the distribution which tokens are drawn from -> the values that leave the distribution as the
+policy gives it. The log-probability of a token under an altered distribution is not the policy's, so no completion that
+was drawn with such a setting trains."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingParams:
+    """How one completion is drawn. Example: `SamplingParams(max_tokens=16, temperature=1.0, seed=3)`."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens whose probabilities sum to `top_p`; 1 keeps every token."""
+    top_k: int = 0
+    """Draw from the `top_k` likeliest tokens; 0 keeps every token."""
+    min_p: float = 0.0
+    """Draw from the tokens that are at least `min_p` times as likely as the likeliest; 0 keeps every token."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens that are in the prompt or in the completion so
+    far; 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that the completion has already; 0 changes nothing."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as the completion has the token already; 0 changes nothing."""
+    seed: int | None = None
+    """Equal seed, prompt and weights give equal tokens. On a GPU only within equal batches: rounding in GPU kernels
+    depends on the number of tokens in a batch."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end generation, besides the end-of-sequence token; the completion keeps the stop token."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end generation once the decoded text holds one."""
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt to complete, or to score when `params` is None."""
+
+    tokens: list[int]
+    params: SamplingParams | None
+    top_k: int = 0
+    """For scoring: the number of likeliest tokens to score at each position; 0 scores the prompt's tokens."""
