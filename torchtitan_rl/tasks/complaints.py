@@ -10,7 +10,7 @@ from torchtitan_rl.observability.user_code import defined_at, described, raised_
 from torchtitan_rl.tasks.reward_process import RewardProcessError
 from torchtitan_rl.types import Task
 
-__all__ = ["complaint", "failed", "late", "said", "name_of", "placed"]
+__all__ = ["complaint", "failed", "late", "name_of", "placed"]
 
 
 def complaint(value: Any, read: list[float | None], num_completions: int, task: Task) -> str:
@@ -34,7 +34,7 @@ def late(task: Task, timeout_s: float) -> str:
     return f"gave no answer for task {task.id!r} within {timeout_s:g} s; make it faster or allow it more time"
 
 
-def said(error: BaseException) -> str:
+def _said(error: BaseException) -> str:
     """What happened, as it continues the function's name."""
     if isinstance(error, RewardProcessError):
         return str(error)
@@ -43,7 +43,7 @@ def said(error: BaseException) -> str:
 
 def failed(error: BaseException, task: Task) -> str:
     """What an exception ended, as it continues the function's name, with the line that raised the exception."""
-    return f"{said(error)} for task {task.id!r}; mend the reward function{raised_at(error)}"
+    return f"{_said(error)} for task {task.id!r}; mend the reward function{raised_at(error)}"
 
 
 def _short(value: Any) -> str:
