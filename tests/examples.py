@@ -15,7 +15,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from markdown_it import MarkdownIt
 
@@ -48,10 +47,9 @@ def blocks(page: str, language: str) -> list[Block]:
     return [Block(f"{page}:{line}", kind, mark, code) for line, kind, mark, code in found if kind == language]
 
 
-def run_python(block: Block, scope: dict[str, Any], loop: asyncio.AbstractEventLoop) -> None:
+def run_python(block: Block, scope: dict, loop: asyncio.AbstractEventLoop) -> None:
     """Runs a block as a notebook would: with names that earlier blocks of its page left, `await` anywhere."""
-    result = eval(block.compiled(), scope)
-    if inspect.iscoroutine(result):
+    if inspect.iscoroutine(result := eval(block.compiled(), scope)):
         loop.run_until_complete(result)
 
 
