@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -40,7 +42,8 @@ def check_settings(block, scope):
         return validate(scope["config"]())
     targets = [target for node in ast.parse(block.code).body for target in getattr(node, "targets", [])]
     fields = {field.name for field in dataclasses.fields(RunConfig)}
-    assigned = {target.id for target in targets if isinstance(target, ast.Name)} & fields
+    names = {target.id for target in targets if isinstance(target, ast.Name)} & fields
+    assigned = {name for name in names if dataclasses.is_dataclass(scope[name])}  # no Controller under that name
     config = scope["config"]
     if assigned:  # examples of fields are of models with long answers
         long = {"sampling__max_tokens": 600, "generator__max_model_len": 1024, "trainer__training__seq_len": 2048}
@@ -61,8 +64,10 @@ def directory(tmp_path, monkeypatch):
 def test_the_python_of_a_page_runs(page, loop, directory, short_run):
     (directory / "runs").mkdir()
     (directory / "runs" / "first").symlink_to(short_run.path)  # the README's first run
-    (directory / "path" / "to").mkdir(parents=True)
-    (directory / "path" / "to" / "teacher").symlink_to(hf_weights(short_run.path / "checkpoints" / "step-2"))
+    trained = hf_weights(short_run.path / "checkpoints" / "step-2")
+    teacher = Path(shutil.copytree(trained, directory / "path" / "to" / "teacher"))
+    sizes = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(sizes | {"max_position_embeddings": 2048}))
     scope = names_on(page, small_config(directory / "runs" / "own"), loop)
     try:
         for block in blocks(page, "python"):
