@@ -7,13 +7,18 @@ import os
 import sys
 import traceback
 import warnings
+from pathlib import Path
 
 from torchtitan_rl import verbs
 from torchtitan_rl.observability.user_code import told
 
 __all__ = ["main"]
 
+QUICKSTART = Path(__file__).parent / "assets" / "quickstart.py"
+"""The quickstart's config, for who has no checkout. In the checkout the file is a link to configs/quickstart.py."""
+
 _VERBS = {
+    "quickstart": "train the tiny model of the config that comes with the package; options as for train",
     "train": "run a config: warm start, reinforcement, evaluation, checkpoint",
     "eval": "accuracy of a checkpoint on a split",
     "sample": "complete a prompt with a checkpoint",
@@ -115,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one verb. A mistake or failure prints a message on stderr and gives exit status 1; Ctrl-C gives 130."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["quickstart"]:
+        argv = ["train", str(QUICKSTART), *argv[1:]]
     args, overrides = _parser().parse_known_args(argv)
     if args.verb in ("doctor", "sample", "export", "audit") and overrides:
         return verbs.fail(
@@ -127,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     # Show deprecated settings of the user's config: by default Python shows deprecations of __main__ only.
     warnings.filterwarnings("default", category=DeprecationWarning, module="torchtitan_rl")
     try:
-        code = _run(args, overrides, sys.argv[1:] if argv is None else argv)
+        code = _run(args, overrides, argv)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

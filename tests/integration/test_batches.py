@@ -158,3 +158,27 @@ def test_the_parts_of_a_reward_are_in_lines_records_and_evaluations(loop, contro
 def test_groups_without_a_turn_are_refused_before_the_trainer(loop, controller):
     with pytest.raises(ValueError, match="^groups: 0 of them hold no turn to train on"):
         loop.run_until_complete(controller.train_on([]))
+
+
+def test_a_batch_that_a_script_trains_on_has_the_line_of_a_step(loop, controller):
+    async def run():
+        sampled = await controller.rollouts(controller.draws.next(4))
+        for group, reward in zip(sampled, (0.0, 0.0, 1.0, 1.0)):
+            for rollout in group.rollouts:
+                rollout.reward = reward
+        line = await controller.train_on(sampled[2:], sampled)
+        await controller.publish()
+        return line
+
+    of_step = one_batch(loop, controller)
+    line = loop.run_until_complete(run())
+    assert set(of_step) - set(line) == {
+        *("time/step_s", "time/generate_s", "time/sync_s"),
+        *("tokens/trained_per_s", "tokens/generated_per_s"),
+    }
+    assert set(line) <= set(of_step)
+    assert line["phase"] == "reinforcement" and line["step"] == of_step["step"] + 1
+    assert line["reward/mean"] == 0.5 and line["reward/zero_std_frac"] == 1.0  # of all four groups, not of two
+    assert line["tokens/generated"] > line["tokens/trained"] > 0
+    controller.run_dir.log_metrics(line)
+    assert controller.run_dir.read_metrics()[-1] == line

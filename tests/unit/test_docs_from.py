@@ -90,7 +90,7 @@ def page(name):
 
 def example(name):
     """(what they write, as text; our RunConfig) of a page's example of both."""
-    theirs, ours = re.findall(r"```(?:python|bash)\n(.*?)```", page(name), re.DOTALL)[-2:]
+    theirs, ours = re.findall(r"```(?:python|bash)(?: check)?\n(.*?)```", page(name), re.DOTALL)[-2:]
     scope = {}
     exec(ours, scope)
     return theirs, scope["config"]()

@@ -117,8 +117,7 @@ class Reinforcement:
                 with recorder.span("step") as step:
                     with recorder.span("generate") as generate:
                         batch = await self.batches.next_batch()
-                    line = lines.of_batch(batch.sampled, self.policy_version, self.generator.health()) | batch.metrics
-                    line |= await self.train_on(batch.groups)
+                    line = await self.train_on(batch.groups, batch.sampled) | batch.metrics
                     with recorder.span("sync") as sync:
                         await self.publish()
                     if _passed(config.roles.refresh_reference_every, first, state.step):
@@ -155,15 +154,17 @@ class Reinforcement:
             await self.checkpoints.require_written()
             raise self.stop.failure or Preempted(reason)
 
-    async def train_on(self, groups: list[RolloutGroup]) -> dict:
+    async def train_on(self, groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
         """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
 
-        Does not publish. `mismatch/*` are computed on the first minibatch, before its step.
+        Metrics of rewards count `sampled`, which `groups` were chosen from. Does not publish. `mismatch/*` are computed
+        on the first minibatch, before its step.
         """
         algorithm, line = self.config.algorithm, StepMetrics()
         with self.recorder.span("score") as score:
             data = await scored(groups, self.roles, algorithm)
         line.mean("time/score_s", score.seconds)
+        of_batch = lines.of_batch(sampled or groups, self.policy_version, self.generator.health())
         trained: list[Trained] = []
         for epoch in range(algorithm.num_epochs):
             for minibatch in minibatches(data, algorithm.tasks_per_minibatch, algorithm.reduction):
@@ -174,7 +175,7 @@ class Reinforcement:
                 if epoch == 0:
                     trained += zip(minibatch, logprobs, strict=True)
         self.recorder.fact("trained", sequences=trained)
-        return {"step": self.state.step, **line.line()}
+        return {**of_batch, "step": self.state.step, **line.line()}
 
     def _bad_step(self, roles: list[str], steps: dict, data: list[Datum]) -> None:
         note_bad_step(

@@ -1,0 +1,43 @@
+"""What docs/install.md installs: the list of versions is that of pyproject.toml, and the command finds its config."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from torchtitan_rl import cli
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LIST = [line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if not line.startswith("#")]
+
+
+def test_the_list_has_one_version_of_everything_that_the_project_names():
+    listed = [Requirement(line) for line in LIST]
+    assert all(re.fullmatch(r"==[^,*]+", str(package.specifier)) and not package.url for package in listed)
+    versions = {canonicalize_name(package.name): str(package.specifier).removeprefix("==") for package in listed}
+    for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["cpu"]:
+        wanted = Requirement(line)
+        assert wanted.specifier.contains(versions[canonicalize_name(wanted.name)]), line
+
+
+def test_the_list_leaves_out_what_a_cpu_has_no_use_for():
+    names = {canonicalize_name(Requirement(line).name) for line in LIST}
+    assert not {name for name in names if name.startswith(("nvidia-", "cuda-"))}
+    assert names.isdisjoint({"torchvision", "torchaudio", "torchcodec"}) and "torch==2.13.0+cpu" in LIST
+
+
+def test_the_page_names_the_wheel_of_this_version():
+    wheels = re.findall(r"torchtitan_rl-\S+\.whl", (ROOT / "docs" / "install.md").read_text())
+    assert wheels == [f"torchtitan_rl-{PROJECT['version']}-py3-none-any.whl"] * 2
+
+
+def test_the_package_has_the_quickstarts_config(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.QUICKSTART.read_bytes() == (ROOT / "configs" / "quickstart.py").read_bytes()
+    assert cli.main(["quickstart", "--dry-run", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == f"{cli.QUICKSTART}: valid; nothing was started\n"
+    assert cli.main(["quickstart", "--dry-run", "--sed", "3"]) == 1
+    assert "did you mean --seed?" in capsys.readouterr().err
