@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -76,7 +77,7 @@ class Batches:
         )
 
 
-class Reinforcement:
+class Reinforcement(ABC):
     """The reinforcement phase of a run. `Controller` adds what is before, between and after its steps."""
 
     config: RunConfig
@@ -140,9 +141,9 @@ class Reinforcement:
         self.recorder.fact("draws", step=self.state.step, records=ledger.ends(batch))
         self.recorder.fact("rollouts", step=self.state.step, groups=batch.groups + batch.left_out)
 
+    @abstractmethod
     async def evaluate_all(self) -> None:
         """The evaluations between steps: on the validation split, and those of `controller.eval_sets`."""
-        raise NotImplementedError
 
     async def _between_steps(self, since: int) -> None:
         """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted or what
