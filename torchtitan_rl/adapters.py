@@ -58,6 +58,8 @@ def adapt_torchtitan() -> None:
                     module.device_module = torch.cpu
         # torchtitan's router asks autocast for fp32, and a CPU warns; `model.experts.Gate` computes in fp32 anyway.
         warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
+    # FSDP warns that an in-place change of a view that a module returns would fail; this package changes none in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     from torchtitan.distributed.utils import set_spmd_backend
 
     set_spmd_backend("partial_dtensor")

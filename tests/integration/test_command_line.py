@@ -49,7 +49,7 @@ def test_a_run_leaves_the_files_it_promises(short_run):
         found = [record for record in records if record["phase"] == phase]
         assert found and all(set(names) <= record.keys() for record in found), phase
     config = json.loads((path / "config.json").read_text())
-    assert config["algorithm"]["loss_fn"]["function"] == "torchtitan_rl.algorithm.losses:ppo"
+    assert config["algorithm"]["loss_fn"]["function"] == "torchtitan_rl.algorithm.surrogate:ppo"
     assert all(record["mismatch/kl"] <= 1e-6 for record in records if record["phase"] == "reinforcement")
     rollouts = [record for record in attempts.read_rollouts(RunDir(path)) if record["step"] == 1]
     assert len(rollouts) == 16

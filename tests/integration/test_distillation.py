@@ -8,7 +8,7 @@ import torch
 
 from tests.integration.helpers import random_datums
 from tests.integration.layouts import MODEL, trainer_config
-from torchtitan_rl.algorithm.datums import with_inputs
+from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy, reverse_kl
 from torchtitan_rl.config.actors import LoRAConfig, WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient

@@ -11,7 +11,7 @@ import pytest
 
 from tests.examples import MARKS, PAGES, ROOT, blocks, checkout, run_python
 from tests.integration.conftest import small_config
-from torchtitan_rl.algorithm.datums import minibatches
+from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.run import training

@@ -7,20 +7,30 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What it is, and little more. The aim is 38 files, 4,500 and 1,800 lines: lower these numbers when the way is shorter.
-# The ledger, the question whether to stop, the check of every load and records of tokens are on each step's way.
+# The aim is 38 files, 4,500 and 1,800 lines: lower these numbers when the way is shorter. Of the lines of functions some
+# 340 are docstrings. The ledger, the question whether to stop, the check of every load and records of tokens are on each
+# step's way.
 OFF = tuple(
     f"{name}.py"
     for name in (
         *("algorithm/distill", "algorithm/filters", "algorithm/precomputed", "algorithm/soft_targets"),
         *("algorithm/terms", "algorithm/turn_rewards", "actors/operations", "types/calls"),
         *("dispatch/placement", "dispatch/router", "dispatch/repair", "dispatch/sampling_client"),
-        *("dispatch/training_client", "dispatch/versions", "model/lora", "model/scoring", "model/vllm_engine"),
+        *(
+            "dispatch/training_client",
+            "dispatch/versions",
+            "algorithm/grouping",
+            "algorithm/inputs",
+            "algorithm/refusals",
+            "model/lora",
+            "model/scoring",
+            "model/vllm_engine",
+        ),
         *("run/controller", "run/resampling", "run/scoring", "run/checkpoints", "run/resume", "run/state"),
         *("run/failures", "run/numeric_guard", "run/policy_weights", "tasks/complaints", "weights/role_copies"),
     )
 )
-CEILING = {"files": 42, "file_lines": 5330, "function_lines": 2365}
+CEILING = {"files": 37, "file_lines": 4500, "function_lines": 2085}
 
 
 def test_a_plain_step_runs_through_no_more_than_it_did():

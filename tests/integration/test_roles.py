@@ -8,7 +8,7 @@ import torch
 
 from tests.integration.conftest import small_config
 from tests.integration.helpers import flat, random_datums, relative_l2
-from torchtitan_rl.algorithm.datums import with_inputs
+from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import importance_sampling, masked_difference, ppo, reverse_kl, value_loss
 from torchtitan_rl.config.actors import AdamWConfig, TrainerConfig
 from torchtitan_rl.config.run import RoleConfig

@@ -10,10 +10,11 @@ import torch
 from safetensors import safe_open
 
 from torchtitan_rl import platform
+from torchtitan_rl.actors.generator_steps import GeneratorSteps
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model.vllm_engine import Engine
-from torchtitan_rl.types import Completion, Request
 from torchtitan_rl.weights import layout
+from torchtitan_rl.weights.difference import explain_difference
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["GeneratorRank"]
@@ -21,7 +22,7 @@ __all__ = ["GeneratorRank"]
 logger = logging.getLogger(__name__)
 
 
-class GeneratorRank:
+class GeneratorRank(GeneratorSteps):
     """A vLLM engine on a thread. Calls overlap: requests of all callers are batched continuously.
 
     With tensor parallelism only rank 0 gets requests to sample or score; every rank gets `fetch`.
@@ -53,26 +54,6 @@ class GeneratorRank:
             torch.get_num_threads(),
         )
 
-    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | tuple | ValueError]:
-        """Completions (or log-probabilities, where `params` is None) in the order of the requests.
-
-        An invalid request gets a ValueError in place of an answer. An error of the engine is raised.
-        """
-        futures = [asyncio.wrap_future(future) for future in self.engine.submit(requests)]
-        answers = await asyncio.gather(*futures, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
-                raise answer
-        return answers  # type: ignore[return-value]  # the loop raised every other type
-
-    async def fetch(self, version: int, verify: bool) -> None:
-        """Stages a version from the store. Raises RuntimeError for tensors that do not fit this model."""
-        manifest, payload = await self.store.fetch(version, verify=verify)
-        if {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()} != self.engine.held:
-            difference = layout.explain_difference(manifest.entries, self.engine.held)
-            raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
-        self.engine.stage(version, layout.read(payload, manifest))
-
     async def fetch_hf(self, directory: str, version: int) -> None:
         """Stages weights from a Hugging Face directory. Raises RuntimeError for tensors that do not fit this model."""
         tensors = {}
@@ -84,13 +65,9 @@ class GeneratorRank:
             name: layout.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
             for name, tensor in state.items()
         }
-        if difference := layout.explain_difference(offered, held):
+        if difference := explain_difference(offered, held):
             raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
         self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
-
-    async def load(self, version: int) -> None:
-        """Copies the fetched version into the model between two engine steps and resets the prefix cache."""
-        await asyncio.wrap_future(self.engine.load(version))
 
     async def probe(self) -> None:
         """Returns once the engine's thread has given a sign of life."""

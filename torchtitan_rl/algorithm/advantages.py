@@ -13,10 +13,12 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from torchtitan_rl.algorithm.listed import from_list
+from torchtitan_rl.algorithm.refusals import refuse_advantages, refuse_number
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup
 
@@ -34,7 +36,11 @@ __all__ = [
 
 
 NO_SPREAD = 1e-6
-"""A spread of rewards up to this fraction of the largest absolute reward is rounding."""
+"""A spread of rewards up to this fraction of the largest absolute reward is rounding.
+
+Rewards that are sums, such as .1 + .2 beside .3, differ in their last bits. Divided by its own standard deviation that
+noise would become advantages of full size.
+"""
 
 _STDS = ("none", "population", "unbiased")
 
@@ -42,13 +48,10 @@ _STDS = ("none", "population", "unbiased")
 def all_equal(rewards: Sequence[float]) -> bool:
     """Whether rewards differ by no more than rounding: largest - smallest <= 1e-6 x the largest absolute reward.
 
-    Rewards that are sums, such as .1 + .2 beside .3, differ in their last bits. Divided by its own standard deviation
-    that noise would become advantages of full size. A single reward equals itself; a reward that is not finite equals
-    no other. Raises ValueError on no rewards.
+    A single reward equals itself; a reward that is not finite equals no other. Raises ValueError on no rewards.
     """
-    if not all(map(math.isfinite, rewards)):
-        return False
-    return max(rewards) - min(rewards) <= NO_SPREAD * max(map(abs, rewards))
+    finite = all(map(math.isfinite, rewards))
+    return finite and max(rewards) - min(rewards) <= NO_SPREAD * max(map(abs, rewards))
 
 
 def batch_estimator(function: Callable) -> Callable:
@@ -135,27 +138,19 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
         whole = _sees_batch(advantage_fn)
         given = advantage_fn(rewards) if whole else [advantage_fn(rewards_G) for rewards_G in rewards]
         given = [each if isinstance(each, torch.Tensor) else from_list(each) for each in given]
-        _check_advantages(given, of_role, advantage_fn)
+        if len(given) != len(of_role):
+            refuse_number(given, of_role, advantage_fn)
         for group, advantages_G in zip(of_role, given, strict=True):
+            if not _one_per_rollout(advantages_G, group):
+                refuse_advantages(advantages_G, group, advantage_fn)
             group.advantages = advantages_G.tolist()
 
 
-def _check_advantages(given: list, groups: list[RolloutGroup], advantage_fn: Callable) -> None:
-    called = f"algorithm.advantage_fn={getattr(advantage_fn, '__name__', repr(advantage_fn))}"
-    if len(given) != len(groups):
-        raise ValueError(
-            f"{called}: gave {len(given)} tensors for {len(groups)} groups; return one per group, in order"
-        )
-    for advantages_G, group in zip(given, groups, strict=True):
-        is_tensor = isinstance(advantages_G, torch.Tensor)
-        if not is_tensor or advantages_G.shape != (len(group.rollouts),) or not torch.isfinite(advantages_G).all():
-            raise ValueError(
-                f"{called}: gave {advantages_G.tolist() if is_tensor else advantages_G} for rewards {group.rewards} of "
-                f"group {group.id}; return one finite number per rollout, as a tensor or a list"
-            )
+def _one_per_rollout(advantages_G: Any, group: RolloutGroup) -> bool:
+    right_shape = isinstance(advantages_G, torch.Tensor) and advantages_G.shape == (len(group.rollouts),)
+    return right_shape and bool(torch.isfinite(advantages_G).all())
 
 
 def _sees_batch(advantage_fn: Callable) -> bool:
-    while isinstance(advantage_fn, functools.partial):
-        advantage_fn = advantage_fn.func
-    return getattr(advantage_fn, "sees_batch", False)
+    bare = advantage_fn.func if isinstance(advantage_fn, functools.partial) else advantage_fn
+    return getattr(bare, "sees_batch", False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl.algorithm.datums import with_inputs
+from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import LOG_RATIO_LIMIT
 from torchtitan_rl.algorithm.soft_targets import with_soft_columns
 from torchtitan_rl.config.algorithm import DistillConfig

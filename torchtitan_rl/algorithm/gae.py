@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl.algorithm.datums import with_inputs
+from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum
 

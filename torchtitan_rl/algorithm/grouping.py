@@ -20,33 +20,36 @@ logger = logging.getLogger(__name__)
 def form_groups(
     rollouts: list[Rollout], config: AlgorithmConfig, counts: Counter | None = None, *, policy_version: int = 0
 ) -> list[RolloutGroup]:
-    """The groups of a batch, by `config.trajectory_grouping_hook` or by task and role, every reward filled in.
+    """The groups of a batch, by `config.trajectory_grouping_hook` or by task and role, every reward filled in. Rollouts
+    without turns are in no group.
 
     Advantages and soft targets that turns carry are removed if they were computed for a version before
     `policy_version`, the version that samples now.
 
-    Rollouts without turns have nothing to train on and are in no group. `counts` receives the number of rollouts
-    without turns (`filter/skipped_rollouts`) and of rollouts that the hook left out (`filter/ungrouped_rollouts`).
-    Raises ValueError when the hook returns anything but groups of the rollouts that it received, and for a reward that
-    is missing or not finite.
+    `counts` receives the number of rollouts without turns (`filter/skipped_rollouts`) and of rollouts that the hook
+    left out (`filter/ungrouped_rollouts`). Raises ValueError when the hook returns anything but groups of the rollouts
+    that it received, and for a reward that is missing or not finite.
     """
     counts = Counter() if counts is None else counts
     played = [rollout for rollout in rollouts if rollout.turns]
-    if skipped := [rollout.id for rollout in rollouts if not rollout.turns]:
-        counts["filter/skipped_rollouts"] += len(skipped)
-        logger.warning(
-            "%d of %d rollouts have no turns and are skipped; the first is %s", len(skipped), len(rollouts), skipped[0]
-        )
-    if config.trajectory_grouping_hook is None:
-        groups = by_task_and_role(played)
-    else:
-        groups = hooked_groups(played, config, counts)
+    if len(played) < len(rollouts):
+        _count_skipped(rollouts, counts)
+    hook = config.trajectory_grouping_hook
+    groups = by_task_and_role(played) if hook is None else hooked_groups(played, config, counts)
     for group in groups:
         fill_rewards(group)
     turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
     if any(turn.advantages is not None or turn.soft_targets is not None for turn in turns):
         drop_stale([rollout for group in groups for rollout in group.rollouts], policy_version)
     return groups
+
+
+def _count_skipped(rollouts: list[Rollout], counts: Counter) -> None:
+    skipped = [rollout.id for rollout in rollouts if not rollout.turns]
+    counts["filter/skipped_rollouts"] += len(skipped)
+    logger.warning(
+        "%d of %d rollouts have no turns and are skipped; the first is %s", len(skipped), len(rollouts), skipped[0]
+    )
 
 
 def by_task_and_role(rollouts: list[Rollout]) -> list[RolloutGroup]:
@@ -71,12 +74,9 @@ def fill_rewards(group: RolloutGroup) -> None:
     group without any reward whose turns all carry advantages, every reward becomes 0.
     Raises ValueError when a rollout has neither reward, or a reward is not finite.
     """
-    rewards = [rollout.reward for rollout in group.rollouts]
-    if None in rewards:
+    if None in group.rewards:
         fill_from_turns(group)
-        rewards = [rollout.reward for rollout in group.rollouts]
-    for rollout, reward in zip(group.rollouts, rewards, strict=True):
-        if not math.isfinite(reward):
-            raise ValueError(
-                f"reward={reward}: of rollout {rollout.id} is not finite; give every rollout a finite reward"
-            )
+    for rollout in (rollout for rollout in group.rollouts if not math.isfinite(rollout.reward)):
+        raise ValueError(
+            f"reward={rollout.reward}: of rollout {rollout.id} is not finite; give every rollout a finite reward"
+        )

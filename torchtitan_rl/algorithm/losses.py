@@ -13,6 +13,20 @@ from __future__ import annotations
 
 import torch
 
+from torchtitan_rl.algorithm.surrogate import (
+    LOG_RATIO_LIMIT,
+    check_clip,
+    clipped_surrogate,
+    kl_sum,
+    log_ratio,
+    masked_difference,
+    masked_sum,
+    mismatch,
+    old_logprobs,
+    ppo,
+    ratio,
+    sampled_metrics,
+)
 from torchtitan_rl.types import LossInputs
 
 __all__ = [
@@ -33,9 +47,6 @@ __all__ = [
     "trained_before",
     "value_loss",
 ]
-
-LOG_RATIO_LIMIT = 20.0
-"""Nats. Log-ratios are clamped to +-20: exp of more may overflow and poison even a clipped token's gradient."""
 
 
 def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -67,24 +78,7 @@ def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor
 
 def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy gradient with the importance ratio to the old policy: -sum weights x ratio x advantage."""
-    return -masked_sum(inputs, inputs.weights * _ratio(inputs) * inputs.advantages), {}
-
-
-def ppo(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = float("inf")
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped surrogate of Schulman et al. 2017 (arXiv:1707.06347), with separate bounds as in DAPO (arXiv:2503.14476).
-
-    -sum weights x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A). With `dual_clip` = c > 1 the objective
-    of a token with A < 0 is at least c x A (Ye et al., arXiv:1912.09729).
-    """
-    _check_clip(clip_low, clip_high)
-    if not dual_clip > 1:
-        raise ValueError(
-            f"dual_clip={dual_clip}: must be above 1, or it would hold the ratio of an unchanged policy; "
-            "use about 3, or leave it out"
-        )
-    return _clipped_surrogate(inputs, _ratio(inputs), clip_low, clip_high, dual_clip)
+    return -masked_sum(inputs, inputs.weights * ratio(inputs) * inputs.advantages), {}
 
 
 def gspo(
@@ -100,12 +94,12 @@ def gspo(
     A sequence is a datum; its length is the number of trained tokens. With the reduction `sequence_mean` the loss is
     the paper's objective. The bounds are the paper's, narrower than PPO's because the ratio is a mean.
     """
-    _check_clip(clip_low, clip_high)
-    log_ratio_T = masked_difference(inputs, inputs.policy_logprobs.detach(), _old_logprobs(inputs))
+    check_clip(clip_low, clip_high)
+    log_ratio_T = masked_difference(inputs, inputs.policy_logprobs.detach(), old_logprobs(inputs))
     lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(log_ratio_T.dtype)).clamp(min=1.0)
     mean_B = datum_sums(inputs, log_ratio_T) / lengths_B
     own_T = masked_difference(inputs, inputs.policy_logprobs, inputs.policy_logprobs.detach())
-    return _clipped_surrogate(inputs, _held_exp(mean_B[inputs.datum] + own_T), clip_low, clip_high, float("inf"))
+    return clipped_surrogate(inputs, _held_exp(mean_B[inputs.datum] + own_T), clip_low, clip_high)
 
 
 def cispo(
@@ -118,8 +112,8 @@ def cispo(
     tuned" the upper one. The paper does not print its upper bound. `clip_high=4` bounds ratios at 5, as SkyRL does by
     default and TRL recommends after ScaleRL (arXiv:2510.13786): a bound on outliers, not PPO's trust region.
     """
-    _check_clip(clip_low, clip_high)
-    ratio_T = _ratio(inputs).detach()
+    check_clip(clip_low, clip_high)
+    ratio_T = ratio(inputs).detach()
     factor_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     loss = -masked_sum(inputs, inputs.weights * factor_T * inputs.advantages * _trained_logprobs(inputs))
     return loss, {"policy/clip_frac": ((factor_T != ratio_T) & (inputs.loss_mask > 0)).sum()}
@@ -132,7 +126,7 @@ def dro(inputs: LossInputs, *, beta: float = 0.05) -> tuple[torch.Tensor, dict[s
     """
     if not 0 < beta < float("inf"):
         raise ValueError(f"beta={beta}: must be positive, it is what keeps the policy near the old one; use 0.05")
-    square_T = _log_ratio(inputs).square()
+    square_T = log_ratio(inputs).square()
     terms_T = inputs.weights * (inputs.advantages * _trained_logprobs(inputs) - 0.5 * beta * square_T)
     return -masked_sum(inputs, terms_T), {}
 
@@ -152,26 +146,7 @@ def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch
     }
 
 
-# Building blocks, also for losses of your own.
-
-
-def masked_difference(inputs: LossInputs, left_T: torch.Tensor, right_T: torch.Tensor) -> torch.Tensor:
-    """left - right at trained tokens, exactly 0 at masked tokens, in value and in gradient.
-
-    A masked difference is replaced by 0, not multiplied: exp of garbage times 0 may be NaN.
-    Raises ValueError unless left and right are (T,): (T, K) with T = K would broadcast to every pair of tokens.
-    """
-    _one_per_token(inputs, left_T, right_T)
-    return torch.where(inputs.loss_mask > 0, left_T - right_T, 0.0)
-
-
-def masked_sum(inputs: LossInputs, terms_T: torch.Tensor) -> torch.Tensor:
-    """Sum of the terms of trained tokens. Terms of masked tokens are replaced by 0, so a masked NaN reaches no sum.
-
-    Raises ValueError unless there is one term per token.
-    """
-    _one_per_token(inputs, terms_T)
-    return torch.where(inputs.loss_mask > 0, terms_T, 0.0).sum()
+# Building blocks, also for losses of your own; `algorithm.surrogate` has more.
 
 
 def datum_sums(inputs: LossInputs, values_T: torch.Tensor) -> torch.Tensor:
@@ -190,88 +165,9 @@ def trained_before(inputs: LossInputs) -> torch.Tensor:
     return before_T - (per_datum.cumsum(0) - per_datum)[inputs.datum]
 
 
-def _one_per_token(inputs: LossInputs, *columns: torch.Tensor) -> None:
-    for column in columns:
-        if column.shape != inputs.loss_mask.shape:
-            raise ValueError(
-                f"loss inputs: have shape {tuple(column.shape)} where loss_mask has {tuple(inputs.loss_mask.shape)}; "
-                "give one number per token: several targets of a token, (T, K), are for cross_entropy"
-            )
-
-
-def _clipped_surrogate(inputs: LossInputs, ratio_T, clip_low: float, clip_high: float, dual_clip: float):
-    advantages_T = inputs.advantages
-    # max(min(r A, clip(r) A), c A) for A < 0 is the plain surrogate of min(r, c).
-    held_T = torch.where(advantages_T < 0, ratio_T.clamp(max=dual_clip), ratio_T)
-    objective_T = torch.minimum(held_T * advantages_T, held_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T)
-    was_clipped_T = (objective_T != ratio_T * advantages_T) & (inputs.loss_mask > 0)
-    return -masked_sum(inputs, inputs.weights * objective_T), {"policy/clip_frac": was_clipped_T.sum()}
-
-
-def _old_logprobs(inputs: LossInputs) -> torch.Tensor:
-    old_T = inputs.tensors.get("old_logprobs")
-    return inputs.sampling_logprobs if old_T is None else old_T
-
-
-def _log_ratio(inputs: LossInputs) -> torch.Tensor:
-    difference_T = masked_difference(inputs, inputs.policy_logprobs, _old_logprobs(inputs))
-    return difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
-def _ratio(inputs: LossInputs) -> torch.Tensor:
-    return _log_ratio(inputs).exp()
-
-
 def _held_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def _trained_logprobs(inputs: LossInputs) -> torch.Tensor:
     return torch.where(inputs.loss_mask > 0, inputs.policy_logprobs, 0.0)
-
-
-def _check_clip(clip_low: float, clip_high: float) -> None:
-    if not 1 - clip_low <= 1 + clip_high:
-        raise ValueError(
-            f"clip_low={clip_low}: the bounds 1 - clip_low = {1 - clip_low:g} and 1 + clip_high = "
-            f"{1 + clip_high:g} cross; use distances from 1, such as 0.2 and 0.28"
-        )
-    for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if not value >= 0:
-            raise ValueError(f"{name}={value}: must not be negative, it is a distance from a ratio of 1; use 0.2")
-
-
-# Metrics of any loss.
-
-
-def sampled_metrics(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """Metric sums of any loss on sampled data: entropy, and how far trainer and generator disagree.
-
-    Empty for a critic and for data without `sampling_logprobs`. With several targets per position only the entropy:
-    the targets are then not the sampled tokens.
-    """
-    if inputs.policy_logprobs is None or "sampling_logprobs" not in inputs.tensors:
-        return {}
-    with torch.no_grad():
-        sums = {"policy/entropy": inputs.entropy[inputs.loss_mask > 0].sum()}
-        return sums | (mismatch(inputs.policy_logprobs, inputs) if inputs.policy_logprobs.dim() == 1 else {})
-
-
-def mismatch(policy_T: torch.Tensor, inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """Metrics over sampled tokens: the sum of KL(generator || trainer), the largest difference of log-probabilities."""
-    mask_T = inputs.loss_mask > 0
-    difference_T = torch.where(mask_T, policy_T - inputs.sampling_logprobs, 0.0)
-    return {
-        "mismatch/kl": kl_sum(inputs.sampling_logprobs, policy_T, mask_T),
-        "mismatch/logprob_diff_max": difference_T.abs().max(),
-    }
-
-
-def kl_sum(logprobs_T: torch.Tensor, others_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
-    """Sum over tokens of k3, an estimate of KL(p || q) from tokens sampled from p, in float64.
-
-    k3 = r - 1 - log r >= 0 with r = q / p: Schulman 2020, "Approximating KL divergence". `logprobs_T` are p's,
-    `others_T` q's; masked tokens count 0, even with log-probabilities that are not finite.
-    """
-    away_T = torch.where(mask_T, others_T - logprobs_T, 0.0).double()
-    return (torch.expm1(away_T) - away_T).sum()

@@ -36,13 +36,8 @@ def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> 
         objective = nothing
     kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     if kl_coef or config.entropy_coef:
-        objective = partial(
-            regularized,
-            loss_fn=objective,
-            kl_coef=kl_coef,
-            kl_estimator=config.kl_estimator,
-            entropy_coef=config.entropy_coef,
-        )
+        terms = partial(regularized, kl_coef=kl_coef, kl_estimator=config.kl_estimator)
+        objective = partial(terms, loss_fn=objective, entropy_coef=config.entropy_coef)
     if distill is not None or {"soft_weights", "teacher_logprobs"} & set(columns):
         objective = partial(distilled, loss_fn=objective, distill=distill)
     return partial(_measured, loss_fn=objective)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from torchtitan_rl.algorithm.datums import with_inputs
+from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.kl import KL_ESTIMATORS, penalized
 from torchtitan_rl.algorithm.losses import masked_difference, masked_sum
 from torchtitan_rl.config.algorithm import AlgorithmConfig

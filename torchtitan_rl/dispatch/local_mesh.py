@@ -77,11 +77,8 @@ class LocalMesh:
 
 
 async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
-    """The result of a call. Raises WorkerLost once `timeout_s` have passed. A breakpoint stops the event loop, and with
-    the event loop the clock of the deadline.
-
-    A call past its deadline is not cancelled: the engine's thread would answer all the same.
-    """
+    """The result of a call. Raises WorkerLost once `timeout_s` have passed; a breakpoint stops this clock. The call is
+    not cancelled: the engine's thread would answer all the same."""
     task, left = asyncio.ensure_future(call), timeout_s
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, so that asyncio does not warn
     while left > 0:

@@ -10,17 +10,14 @@ __all__ = ["plan_microbatches", "check_alike", "pack", "filler"]
 
 
 def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Balances datums over ranks by tokens, then cuts each rank's share into microbatches of at most `max_tokens`.
+    """Balances datums over ranks by tokens, longest first, then cuts each rank's share into microbatches.
+
     `plan[r][m]` lists the datums (by index into `lengths`) of microbatch m of rank r. Every rank has the same number of
     microbatches; an empty list is a filler that cannot train.
-
-    The cap is soft: a longer datum gets a microbatch of its own. Balancing over ranks is longest first (LPT). Within a
-    rank a datum goes into the fullest microbatch that still has room (best fit), which wastes few tokens of the cap.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for index in order:
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         rank = loads.index(min(loads))
         ranks[rank].append(index)
         loads[rank] += lengths[index]
@@ -30,16 +27,16 @@ def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> li
 
 
 def _best_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Microbatches of at most `max_tokens`, a longer datum in one of its own. A datum goes into the fullest microbatch
+    that has room."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in share:
         fits = [b for b, free in enumerate(room) if free >= lengths[index]]
-        if fits:
-            chosen = min(fits, key=lambda b: (room[b], b))
-        else:
-            chosen = len(bins)
-            bins.append([])
-            room.append(max_tokens)
+        if not fits:
+            fits = [len(bins)]
+            bins, room = [*bins, []], [*room, max_tokens]
+        chosen = min(fits, key=lambda b: (room[b], b))
         bins[chosen].append(index)
         room[chosen] -= lengths[index]
     return [sorted(members) for members in bins]
@@ -48,19 +45,24 @@ def _best_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[lis
 def check_alike(data: list[Datum], where: str = "data") -> None:
     """Raises ValueError, naming the datum, unless all datums have the same loss inputs, each with the same number of
     values per token."""
-    names, sizes = data[0].loss_inputs.keys(), _row_shapes(data[0])
+    shapes = _row_shapes(data[0])
     for index, datum in enumerate(data):
-        if datum.loss_inputs.keys() != names:
-            raise ValueError(
-                f"{where}[{index}].loss_inputs={sorted(datum.loss_inputs)}: data[0] of the call has {sorted(names)}; "
-                "give every datum of one call the same loss inputs"
-            )
-        for name, size in _row_shapes(datum).items():
-            if size != sizes[name]:
-                raise ValueError(
-                    f"{where}[{index}].{name}: is {_shape(size)} where that of data[0] is {_shape(sizes[name])}; "
-                    "give every datum of one call as many per token"
-                )
+        if _row_shapes(datum) != shapes:
+            _refuse_unlike(f"{where}[{index}]", _row_shapes(datum), shapes)
+
+
+def _refuse_unlike(where: str, shapes: dict[str, torch.Size], first: dict[str, torch.Size]) -> None:
+    if shapes.keys() != first.keys():
+        has, wanted = (sorted(given.keys() - {"target_tokens"}) for given in (shapes, first))
+        raise ValueError(
+            f"{where}.loss_inputs={has}: data[0] of the call has {wanted}; give every datum of one call the same loss "
+            "inputs"
+        )
+    name = next(name for name in shapes if shapes[name] != first[name])
+    raise ValueError(
+        f"{where}.{name}: is {_shape(shapes[name])} where that of data[0] is {_shape(first[name])}; "
+        "give every datum of one call as many per token"
+    )
 
 
 def _row_shapes(datum: Datum) -> dict[str, torch.Size]:
@@ -84,8 +86,7 @@ def pack(data: list[Datum]) -> Microbatch:
 
 
 def _sent(name: str, rows: torch.Tensor) -> torch.Tensor:
-    """A loss input as float32. A bfloat16 loss input stays bfloat16, since hidden states are large. Raises ValueError
-    for token ids (int64)."""
+    # Hidden states, in bfloat16, are large; token ids are in int64.
     if rows.dtype == torch.int64:
         raise ValueError(
             f"loss input {name!r}: holds token ids, which no loss reads; make targets of them with "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
@@ -49,10 +49,8 @@ class Replica:
     async def sample(self, requests: list[Request], version: int | None, timeout_s: float) -> list:
         """One answer per request, in order; a ValueError is the answer to a request at fault. Raises ReplicaLost."""
         async with self._serving(version):
-            try:
+            with _at_fault(RuntimeError):  # a fault of the request would be an answer
                 return await self.mesh.call_leader("sample", requests, timeout_s=timeout_s)
-            except RuntimeError as error:  # a fault of the request would be an answer: the engine is at fault
-                raise ReplicaLost(str(error)) from error
 
     async def pull(self, version: int) -> None:
         """Loads a version out of the store, after all pinned requests have ended. Raises ReplicaLost."""
@@ -130,16 +128,21 @@ class Replica:
             await self.versions.release(previous, self.mesh.role)
 
     async def _fetch(self, endpoint: str, *args) -> None:
-        try:
+        with _at_fault(WorkerLost):  # no other error: damaged or misfit weights would fail on any replica
             await self.mesh.call_all(endpoint, *args)
-        except WorkerLost as error:  # no other error: damaged or misfit weights would fail on any replica
-            raise ReplicaLost(str(error)) from error
 
     async def _activate(self, version: int) -> None:
-        try:
+        with _at_fault(RuntimeError):
             await self.mesh.call_leader("load", version)
-        except RuntimeError as error:
-            raise ReplicaLost(str(error)) from error
         if self.on_load is not None:
             self.on_load()
         self._changed.notify_all()  # requests that wait for a version look again once the lock is free
+
+
+@contextmanager
+def _at_fault(kind: type[Exception]):
+    """Turns an error of this kind into ReplicaLost."""
+    try:
+        yield
+    except kind as error:
+        raise ReplicaLost(str(error)) from error

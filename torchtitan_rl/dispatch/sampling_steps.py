@@ -61,13 +61,11 @@ class SamplingSteps(ABC):
         return self._versions.served
 
     def health(self) -> dict[str, str]:
-        """Role of each replica -> `"healthy"`, or why the replica is out of use. A death shows once a call to the
-        replica has failed."""
+        """Role of each replica -> `"healthy"`, or why the replica is out of use, known once a call has failed."""
         return {replica.mesh.role: replica.lost or "healthy" for replica in self._replicas}
 
     async def pull(self, version: int) -> None:
-        """Every healthy replica loads a published version and drops its caches. Raises RuntimeError when no replica is
-        left."""
+        """Every healthy replica loads a published version. Raises RuntimeError when no replica is left."""
         if self._repair is not None and not self._probed:
             self._probe(self._repair)
         async with self._turn("pull"):
@@ -83,31 +81,33 @@ class SamplingSteps(ABC):
     async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
         indices = await self._some_healthy()
         results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)
-        for index, result in zip(indices, results, strict=True):
-            if isinstance(result, ReplicaLost):
-                self._lose(self._replicas[index], result)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, ReplicaLost):
-                raise result
+        failed = [(index, error) for index, error in zip(indices, results) if isinstance(error, BaseException)]
+        for index, error in failed:
+            if isinstance(error, ReplicaLost):
+                self._lose(self._replicas[index], error)
+        for _, error in failed:
+            if not isinstance(error, ReplicaLost):
+                raise error
         await self._some_healthy()
 
     async def _some_healthy(self) -> list[int]:
-        """The same as `_healthy`, after the end of repairs if all replicas are being replaced."""
+        """`_healthy()`, after the end of repairs if all replicas are being replaced."""
         while self._repairing and all(replica.lost is not None for replica in self._replicas):
             self._repaired.clear()
             await self._repaired.wait()
         return self._healthy()
 
     def _healthy(self) -> list[int]:
-        """Indices of the replicas that are not lost. Raises RuntimeError, naming every replica, when all are lost, and
-        when lost replicas are not replaced any more."""
-        if self._broken:
-            raise RuntimeError(self._broken)
+        """Indices of the replicas that are not lost. Raises RuntimeError when all are lost, and when lost replicas are
+        not replaced any more."""
         left = [index for index, replica in enumerate(self._replicas) if replica.lost is None]
-        if not left:
-            reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
-            raise RuntimeError(f"no generator replica is left ({reasons}); look at their logs and start the run again")
+        if self._broken or not left:
+            raise RuntimeError(self._broken or self._all_lost())
         return left
+
+    def _all_lost(self) -> str:
+        reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
+        return f"no generator replica is left ({reasons}); look at their logs and start the run again"
 
     def _turn(self, operation: str) -> AbstractAsyncContextManager:
         """The generators' turn on the devices for as long as the block runs; no wait where no role shares devices."""
@@ -117,16 +117,19 @@ class SamplingSteps(ABC):
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
     ) -> Completion:
         """One completion. Raises ValueError for an empty prompt, and when prompt and completion exceed the context."""
-        if len(tokens) + params.max_tokens > self._max_model_len:
-            raise ValueError(
-                f"prompt of {len(tokens)} tokens + max_tokens={params.max_tokens}: exceed "
-                f"generator.max_model_len={self._max_model_len}; shorten one or raise the other"
-            )
-        if not tokens:
-            raise ValueError("prompt=[]: has no tokens; give at least one")
+        if not tokens or len(tokens) + params.max_tokens > self._max_model_len:
+            self._refuse_prompt(len(tokens), params.max_tokens)
         completion = await self._submit(Request(list(tokens), params), policy_version)
         completion.filtered = ", ".join(f"{n}={x}" for n, ok in NEUTRAL.items() if (x := getattr(params, n)) not in ok)
         return completion
+
+    def _refuse_prompt(self, num_tokens: int, max_tokens: int) -> None:
+        if num_tokens + max_tokens > self._max_model_len:
+            raise ValueError(
+                f"prompt of {num_tokens} tokens + max_tokens={max_tokens}: exceed "
+                f"generator.max_model_len={self._max_model_len}; shorten one or raise the other"
+            )
+        raise ValueError("prompt=[]: has no tokens; give at least one")
 
     async def _submit(self, request: Request, version: int | None):
         if self.policy_version is None:
@@ -147,14 +150,16 @@ class SamplingSteps(ABC):
         try:
             healthy = self._healthy()
         except RuntimeError as error:
-            if self._repairing and not self._broken:
-                self._waiting.append((batch, version))
-            else:
-                fail(batch, error)
-            return
+            return self._wait_or_fail(batch, version, error)
         shares = {healthy[0]: batch} if self._router is None else self._routed(batch, version, healthy)
         for index, share in shares.items():
             self._start(self._send(index, share, version))
+
+    def _wait_or_fail(self, batch: list, version: int | None, error: RuntimeError) -> None:
+        if self._repairing and not self._broken:
+            self._waiting.append((batch, version))
+        else:
+            fail(batch, error)
 
     async def _send(self, index: int, batch: list, version: int | None) -> None:
         replica, lost = self._replicas[index], False

@@ -61,20 +61,11 @@ class TrainingSteps:
         self, endpoint: str, data: list[Datum], sent: list[Datum], *args
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Sends the datums of `sent`, which are those of `data` or parts of them, packed and split over the ranks."""
-        if not data:
-            raise ValueError(f"{endpoint}.data=[]: no datums; skip the call when nothing is left to train on")
-        for index, datum in enumerate(data):
-            if len(datum) > self._max_datum_tokens:
-                raise ValueError(
-                    f"{endpoint}.data[{index}]: {len(datum)} tokens, the trainer's context is "
-                    f"trainer.training.seq_len={self._max_datum_tokens}; raise it or shorten the datum"
-                )
+        if not data or max(len(datum) for datum in data) > self._max_datum_tokens:
+            self._refuse_lengths(endpoint, data)
         check_alike(data, f"{endpoint}.data")
         plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
-        shards = [
-            [pack([sent[i] for i in members]) if members else filler(sent[0]) for members in microbatches]
-            for microbatches in plan
-        ]
+        shards = [[pack([sent[i] for i in m]) if m else filler(sent[0]) for m in of_rank] for of_rank in plan]
         answers = self._run(endpoint, lambda: self._mesh.call_split(endpoint, shards, *args))
 
         async def collect() -> ForwardBackwardOutput:
@@ -82,13 +73,21 @@ class TrainingSteps:
 
         return asyncio.ensure_future(collect())
 
+    def _refuse_lengths(self, endpoint: str, data: list[Datum]) -> None:
+        for index, datum in enumerate(data):
+            if len(datum) > self._max_datum_tokens:
+                raise ValueError(
+                    f"{endpoint}.data[{index}]: {len(datum)} tokens, the trainer's context is "
+                    f"trainer.training.seq_len={self._max_datum_tokens}; raise it or shorten the datum"
+                )
+        raise ValueError(f"{endpoint}.data=[]: no datums; skip the call when nothing is left to train on")
+
     def optim_step(
         self, params: OptimParams | None = None, *, grad_scale: float = 1.0
     ) -> asyncio.Future[OptimStepOutput]:
         """Clips `grad_scale` x the accumulated gradient, takes one optimizer step and zeroes the gradient."""
-        answers = self._run(
-            "optim_step", lambda: self._mesh.call_each("optim_step", params or OptimParams(), grad_scale)
-        )
+        args = (params or OptimParams(), grad_scale)
+        answers = self._run("optim_step", lambda: self._mesh.call_each("optim_step", *args))
 
         async def agreed() -> OptimStepOutput:
             return _agreed(await answers, who=f"{self._mesh.role}.optim_step")
@@ -111,17 +110,18 @@ class TrainingSteps:
 
 
 def _agreed(answers: list[OptimStepOutput], *, who: str) -> OptimStepOutput:
-    """The first rank's answer. Other ranks sum the gradient norm in another order, so its last bits may differ.
-
-    Raises RuntimeError when norms differ by more than 1e-4, relatively, or any other field differs: the ranks no longer
-    hold one model.
-    """
+    """The first rank's answer. Raises RuntimeError when ranks no longer hold one model: norms differ by more than 1e-4,
+    relatively, or any other field differs."""
     first = answers[0]
-    for answer in answers[1:]:
-        same_norm = math.isclose(answer.grad_norm, first.grad_norm, rel_tol=1e-4) or not math.isfinite(first.grad_norm)
-        if not same_norm or dataclasses.replace(answer, grad_norm=0.0) != dataclasses.replace(first, grad_norm=0.0):
-            raise RuntimeError(f"{who}: ranks disagree: {answers}")
+    if not all(_alike(answer, first) for answer in answers[1:]):
+        raise RuntimeError(f"{who}: ranks disagree: {answers}")
     return first
+
+
+def _alike(one: OptimStepOutput, other: OptimStepOutput) -> bool:
+    # Ranks sum the gradient norm in different orders, so its last bits may differ.
+    same_norm = math.isclose(one.grad_norm, other.grad_norm, rel_tol=1e-4) or not math.isfinite(other.grad_norm)
+    return same_norm and dataclasses.replace(one, grad_norm=0.0) == dataclasses.replace(other, grad_norm=0.0)
 
 
 def _merge(
@@ -140,23 +140,20 @@ def _merge(
                 raise RuntimeError(
                     f"{who}: data-parallel rank {rank} answered with {len(of_rank)} rows for {len(slots)}"
                 )
+            in_order = rows.setdefault(name, [None] * len(data))
             for index, row in zip(slots, of_rank):
                 if index is not None:
-                    rows.setdefault(name, [None] * len(data))[index] = row
+                    in_order[index] = row
         for name, value in answer.sums.items():
             sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
-    num_tokens = sum(
-        int((d.loss_inputs["loss_mask"] > 0).sum()) if "loss_mask" in d.loss_inputs else len(d) for d in data
-    )
-    metrics = {n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in sums.items()}
+    masks = [datum.loss_inputs.get("loss_mask", torch.ones(len(datum))) for datum in data]
+    num_tokens = sum(int((mask_T > 0).sum()) for mask_T in masks)
     return ForwardBackwardOutput(
-        policy_logprobs=rows.get("policy_logprobs", []),
-        values=rows.get("predicted_values", []),
-        top_tokens=rows.get("top_tokens", []),
-        top_logprobs=rows.get("top_logprobs", []),
-        hidden=rows.get("hidden", []),
+        policy_logprobs=rows.pop("policy_logprobs", []),
+        values=rows.pop("predicted_values", []),
+        **rows,
         loss=sum(a.loss for a in answers),
         num_tokens=num_tokens,
-        metrics=metrics,
+        metrics={n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in sums.items()},
         interval=(min(a.interval[0] for a in answers), max(a.interval[1] for a in answers)),
     )

@@ -41,8 +41,7 @@ class VersionHolders:
         everybody else reads it."""
 
     async def publish(self) -> int:
-        """Pushes the trainer's current version into the store, then releases the version published before. Returns the
-        version."""
+        """Publishes and returns the trainer's version, then releases the version published before."""
         version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
         previous, self._published = self._published, version
         self._holders.setdefault(version, Counter())["newest"] += 1
@@ -57,8 +56,7 @@ class VersionHolders:
         self._holders[version][holder] += 1
 
     async def release(self, version: int, holder: str) -> None:
-        """Ends one `pin` of a version by `holder`; the last holder's release deletes the version. Raises ValueError
-        when `holder` does not hold the version."""
+        """Ends one `pin`; the last one deletes the version. Raises ValueError unless `holder` holds the version."""
         holders = self._holders.get(version, Counter())
         if not holders[holder]:
             raise ValueError(f"policy_version={version}: is not held by {holder!r} (holders: {sorted(+holders)})")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torchtitan.models.common.attention import VarlenAttention
 
 from torchtitan_rl import adapters
@@ -36,27 +37,18 @@ class PackedDocuments(NamedTuple):
     @classmethod
     def build(cls, lengths: list[int], device: torch.device | str = "cpu") -> PackedDocuments:
         """`lengths`: tokens of each document, in packed order."""
-        starts, total = [], 0
-        for length in lengths:
-            starts.append(total)
-            total += length
-        to_dense, buckets = [], []
-        to_packed = torch.empty(total, dtype=torch.long)
-        slot = 0
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        while order:
-            limit = int(lengths[order[0]] * _MAX_PADDING) + 8
-            num = next((i for i, d in enumerate(order) if lengths[d] > limit), len(order))
-            members, order = order[:num], order[num:]
-            padded = lengths[members[-1]]
-            buckets.append((num, padded))
+        documents = sorted(torch.arange(sum(lengths)).split(lengths), key=len)
+        to_dense: list[torch.Tensor] = []
+        buckets, to_packed, slot = [], torch.empty(sum(lengths), dtype=torch.long), 0
+        while documents:
+            limit = int(len(documents[0]) * _MAX_PADDING) + 8
+            num = next((i for i, document in enumerate(documents) if len(document) > limit), len(documents))
+            members, documents = documents[:num], documents[num:]
+            buckets.append((num, len(members[-1])))
+            to_dense.append(pad_sequence(members, batch_first=True).flatten())
             for document in members:
-                start, length = starts[document], lengths[document]
-                row = torch.zeros(padded, dtype=torch.long)
-                row[:length] = torch.arange(start, start + length)
-                to_dense.append(row)
-                to_packed[start : start + length] = torch.arange(slot, slot + length)
-                slot += padded
+                to_packed[document] = torch.arange(slot, slot + len(document))
+                slot += len(members[-1])
         return cls(torch.cat(to_dense).to(device), to_packed.to(device), tuple(buckets))
 
 

@@ -20,11 +20,13 @@ from torchtitan.protocols.model_spec import ModelSpec
 from vllm import LLMEngine
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from torchtitan_rl.config.actors import GeneratorConfig
-from torchtitan_rl.model import vllm_internals, vllm_model
+from torchtitan_rl.model import vllm_internals
 from torchtitan_rl.model.engine_scores import scores, scoring_params
+from torchtitan_rl.model.generator_plan import whole_parameters
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["EngineSteps", "Command", "engine_params", "completion"]
@@ -62,7 +64,7 @@ class EngineSteps(ABC):
     def __init__(self, config: GeneratorConfig, spec: ModelSpec, *, leads: bool) -> None:
         """`leads`: this rank is rank 0, which gets the requests."""
         self._config, self._spec, self._leads = config, spec, leads
-        self.held = vllm_model.whole_parameters(spec, config.dtype)
+        self.held = whole_parameters(spec, config.dtype)
         """Shape and dtype of every unsharded parameter that the model takes, by torchtitan's name."""
         self._commands: queue.SimpleQueue[tuple[Command, list[Future]]] = queue.SimpleQueue()
         self._probes: queue.SimpleQueue[Future] = queue.SimpleQueue()
@@ -169,7 +171,7 @@ class EngineSteps(ABC):
             self._add(request_id, request, future)
 
     def _add(self, request_id: str, request: Request, future: Future | None) -> None:
-        prompt = {"prompt_token_ids": request.tokens, "cache_salt": str(self._num_loads)}
+        prompt = tokens_input(request.tokens, cache_salt=str(self._num_loads))
         try:
             engine_id = self._engine.add_request(request_id, prompt, engine_params(request))
         except (ValueError, TypeError, VLLMClientError) as error:  # the request is at fault, not the engine

@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model_spec import ModelSpec
 
 from torchtitan_rl.model.generator_layers import PagedAttention, RowParallelLinear, SlicedExperts
 
-__all__ = ["generator_spec"]
+__all__ = ["generator_spec", "whole_parameters"]
 
 
 def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
@@ -81,3 +82,14 @@ def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:
         bias=config.bias,
         param_init=config.param_init,
     )
+
+
+def whole_parameters(spec: ModelSpec, dtype: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of an unsharded model by torchtitan's name; parameters are in `dtype`."""
+    with torch.device("meta"):
+        whole = spec.model.build()
+    buffers = {name for name, _ in whole.named_buffers()}
+    return {
+        name: (tuple(tensor.shape), tensor.dtype if name in buffers else getattr(torch, dtype))
+        for name, tensor in whole.state_dict().items()
+    }

@@ -7,6 +7,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from torchtitan_rl.algorithm.losses import sampled_metrics
@@ -22,9 +23,7 @@ def head_outputs(
     """The head's outputs for a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets and
     `entropy`, or a critic's `predicted_values`. `asked` are further arguments of `DistillationHead.ask`.
 
-    One extra document pads T to a multiple of `multiple_of` (sequence parallelism needs the TP size). The outputs
-    leave the padding out.
-    """
+    One extra document, which the outputs leave out, pads T to a multiple of `multiple_of` (sequence parallelism)."""
     num_tokens = len(batch.tokens_T)
     padding = -num_tokens % multiple_of
     lengths = [*batch.lengths, padding] if padding else batch.lengths
@@ -35,10 +34,7 @@ def head_outputs(
     else:
         masks = create_varlen_metadata_for_document(positions_T[None])
     targets = F.pad(batch.target_tokens_T, (0, 0) * (batch.target_tokens_T.dim() - 1) + (0, padding)).to(device)
-    if asked:
-        model.lm_head.ask(targets, temperature, **asked)
-    else:
-        model.lm_head.target(targets, temperature)
+    (model.lm_head.ask if asked else model.lm_head.target)(targets, temperature, **asked)
     said = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
     return {name: rows_1T[0, :num_tokens] for name, rows_1T in said.items()}
 
@@ -84,17 +80,13 @@ def add_rows(result: Accumulated, name: str, rows_T: torch.Tensor, lengths: list
 
 
 def clip_and_step(
-    parameters: list[torch.nn.Parameter], optimizers, params: OptimParams, *, grad_scale: float, expert_parallel: bool
+    parameters: list[torch.nn.Parameter], optimizers, params: OptimParams, grad_scale: float, *, expert_parallel: bool
 ) -> tuple[float, bool]:
     """Scales and clips the accumulated gradient, steps unless the gradient is not finite, and zeroes the gradient.
-
-    `params` has a number in every field. `expert_parallel`: experts lie on a separate mesh, so norms are taken per mesh
-    and then combined.
-
     Returns (gradient L2 norm before clipping, whether a step was taken).
-    """
-    from torchtitan.distributed.utils import clip_grad_norm_
 
+    `params` has a number in every field. `expert_parallel`: experts lie on a separate mesh, with a norm of their own.
+    """
     if grad_scale != 1.0:
         for gradient in [p.grad for p in parameters if p.grad is not None]:
             gradient.mul_(grad_scale)
@@ -102,9 +94,8 @@ def clip_and_step(
     finite = math.isfinite(norm)
     if finite:
         changes = {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group.update(changes)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group.update(changes)
         optimizers.step()
     optimizers.zero_grad()
     return norm, finite

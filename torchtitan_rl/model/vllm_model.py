@@ -13,9 +13,9 @@ from vllm.model_executor.models.registry import ModelRegistry
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.model.generator_layers import shard_for_rank
 from torchtitan_rl.model.generator_plan import generator_spec
-from torchtitan_rl.model.spec import ModelConfig, ModelSpec, build_spec
+from torchtitan_rl.model.spec import ModelConfig, build_spec
 
-__all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE", "register", "whole_parameters"]
+__all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE", "register"]
 
 ARCHITECTURE = "TorchtitanQwen3ForCausalLM"
 
@@ -76,14 +76,3 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
 def register() -> None:
     """Makes `architectures=[ARCHITECTURE]` known to vLLM in this process."""
     ModelRegistry.register_model(ARCHITECTURE, TorchtitanQwen3ForCausalLM)
-
-
-def whole_parameters(spec: ModelSpec, dtype: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor of an unsharded model by torchtitan's name; parameters are in `dtype`."""
-    with torch.device("meta"):
-        whole = spec.model.build()
-    buffers = {name for name, _ in whole.named_buffers()}
-    return {
-        name: (tuple(tensor.shape), tensor.dtype if name in buffers else getattr(torch, dtype))
-        for name, tensor in whole.state_dict().items()
-    }

@@ -15,19 +15,20 @@ readers leave the cut line out.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["Table", "encode"]
+from torchtitan_rl.observability.run_log import Tail
+
+__all__ = ["Table"]
 
 
-class Table:
+class Table(Tail):
     """The records in `directory`, each a dict with the columns of `schema`. A column may be missing in a record: None
     is read for it.
 
@@ -35,33 +36,8 @@ class Table:
     """
 
     def __init__(self, directory: Path, schema: pa.Schema) -> None:
-        self.directory, self.schema = directory, schema
-        self._number = 0
-        """The part that this process appends to; 0 before its first record."""
-
-    def append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
-        """Adds records. On return the operating system has them, and with `durable` the disk. Raises ValueError for a
-        column that the schema lacks."""
-        if unknown := {name for record in records for name in record} - set(self.schema.names):
-            raise ValueError(
-                f"table={self.directory.name}: has no column {', '.join(sorted(unknown))}; its columns are "
-                f"{', '.join(self.schema.names)}"
-            )
-        if not self._number:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._number = max(self._parts(), default=0) + 1
-        lines = "".join(json.dumps(encode(record), ensure_ascii=False) + "\n" for record in records)
-        # A lone surrogate cannot be UTF-8, but its backslash form is a valid JSON escape.
-        with open(self._lines(self._number), "a", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(lines)
-            if durable:
-                stream.flush()
-                os.fsync(stream.fileno())
-
-    def rotate(self) -> None:
-        """Lets the next record begin a new part."""
-        if self._number and self._lines(self._number).exists():
-            self._number += 1
+        super().__init__(directory, schema.names)
+        self.schema = schema
 
     def seal(self) -> None:
         """Turns the parts before the newest one into Parquet. May run in a thread while records are appended."""
@@ -91,31 +67,13 @@ class Table:
         """Whether anything was ever written."""
         return bool(self._parts())
 
-    def _lines(self, number: int) -> Path:
-        return self.directory / f"{number:06d}.jsonl"
-
     def _columnar(self, number: int) -> Path:
         return self.directory / f"{number:06d}.parquet"
-
-    def _parts(self) -> set[int]:
-        files = self.directory.iterdir() if self.directory.exists() else ()
-        return {int(file.stem) for file in files if file.suffix in (".jsonl", ".parquet") and file.stem.isdecimal()}
 
     def _read_lines(self, file: Path) -> Iterator[dict[str, Any]]:
         for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
             record = json.loads(line)
             yield {field.name: _decode(record.get(field.name), field.type) for field in self.schema}
-
-
-def encode(value: Any) -> Any:
-    """A value as JSON has it: NaN and the infinities become text that `float()` parses."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: encode(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [encode(item) for item in value]
-    return value
 
 
 def _decode(value: Any, kind: pa.DataType) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,12 +23,14 @@ from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
-from torchtitan_rl.observability.run_dir import RunDir, RunDirWriter
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.observability.run_log import RunDirWriter
 from torchtitan_rl.run import resume
 from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
 from torchtitan_rl.run.ends import Ended, StopRequest
 from torchtitan_rl.run.evaluation import Evaluation, Evaluations
+from torchtitan_rl.run.numeric_guard import note_bad_step
 from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
@@ -187,6 +190,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
     async def supervise(self) -> None:
         """Runs the supervised phase, then gives its weights to the generators and to the roles that start from the
         policy."""
+        limit = self.config.controller.max_skipped_steps
         await supervise(
             self.config,
             self.supervised_family,
@@ -194,7 +198,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             self.trainer,
             self.state,
             self.recorder,
-            bad_step=self._bad_step,
+            bad_step=partial(note_bad_step, self.run_dir, self.state, max_skipped=limit),
             between_steps=self._between_steps,
         )
         await self.publish()

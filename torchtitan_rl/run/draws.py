@@ -1,13 +1,18 @@
-"""Draws: which task each slot of a run gets. Draws depend on the seed and on the filters' decisions alone."""
+"""Draws and batches: which task each slot of a run gets, the groups of a batch, and what became of every draw.
+
+Draws depend on the seed and on the filters' decisions alone. A draw is admitted, and then ends in one way: trained,
+filtered or failed; or the run ends first.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl.types import Task
+from torchtitan_rl.run.ends import Ended
+from torchtitan_rl.types import RolloutGroup, Task
 
-__all__ = ["Draw", "Draws"]
+__all__ = ["Draw", "Draws", "Batch", "NothingToTrainOn", "admissions", "ends"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,3 +70,62 @@ class Draws:
         """Goes on from a `state_dict()`. The source raises ValueError for a state of other data."""
         self.source.load_state_dict(state["source"])
         self.next_slot = state["next_slot"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """The groups that were rolled out for one batch."""
+
+    draws: list[Draw] = field(default_factory=list)
+    """The draws that were rolled out, replacements included."""
+    groups: list[RolloutGroup] = field(default_factory=list)
+    """The groups to train on."""
+    left_out: list[RolloutGroup] = field(default_factory=list)
+    """The groups and rollouts that filters left out, for records."""
+    sampled: list[RolloutGroup] = field(default_factory=list)
+    """All groups, as they were before the filters, for metrics."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`filter/...` of the filters that are on."""
+
+
+class NothingToTrainOn(Ended):
+    """The filters left no group of `batch` to train on."""
+
+    def __init__(self, message: str, batch: Batch) -> None:
+        super().__init__(message)
+        self.batch = batch
+
+
+def admissions(draws: list[Draw]) -> list[dict[str, Any]]:
+    """Records of draws that begin."""
+    return [{"draw": draw.id, "event": "admitted", "task_id": draw.task.id} for draw in draws]
+
+
+def ends(batch: Batch) -> list[dict[str, Any]]:
+    """Records of the ends of a batch's draws. A draw with a rollout in a group that trained is `trained`, one with
+    rollouts in groups that filters left out alone is `filtered`, and one without rollouts is `failed`."""
+    trained, filtered = _by_draw(batch.groups), _by_draw(batch.left_out)
+    records = []
+    for draw in batch.draws:
+        event = "trained" if draw.id in trained else "filtered" if draw.id in filtered else "failed"
+        versions = trained.get(draw.id, []) + filtered.get(draw.id, [])
+        records.append(
+            {
+                "draw": draw.id,
+                "event": event,
+                "version_min": min(versions, default=None),
+                "version_max": max(versions, default=None),
+            }
+        )
+    return records
+
+
+def _by_draw(groups: list[RolloutGroup]) -> dict[str, list[int]]:
+    """Draw -> policy versions of its rollouts' first and last tokens. A rollout without a `group`, made by a hook,
+    counts for the draw that its id begins with."""
+    found: dict[str, list[int]] = {}
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        draw = rollout.group or "/".join(rollout.id.split("/")[:2])
+        versions = [version for turn in rollout.turns for version in turn.completion.policy_versions]
+        found.setdefault(draw, []).extend(versions[:1] + versions[-1:])
+    return found

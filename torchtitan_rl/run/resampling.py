@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from torchtitan_rl.algorithm.filters import filtered
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.run.batch import Batch, NothingToTrainOn
-from torchtitan_rl.run.draws import Draw
+from torchtitan_rl.run.draws import Batch, Draw, NothingToTrainOn
 from torchtitan_rl.types import RolloutGroup
 
 __all__ = ["fill_batch"]

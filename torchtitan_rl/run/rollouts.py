@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.config.run import RunConfig
@@ -17,7 +18,7 @@ from torchtitan_rl.types import RolloutGroup, Task
 from torchtitan_rl.workflows.demonstrate import demonstrate
 from torchtitan_rl.workflows.group import run_group, workflow_of
 from torchtitan_rl.workflows.multi_turn import Limits
-from torchtitan_rl.workflows.policy import Policy
+from torchtitan_rl.workflows.policy import Policy, single_turn
 
 __all__ = ["Rollouts"]
 
@@ -50,47 +51,32 @@ class Rollouts:
         extended = config.workflow is not None or config.after_rewards is not None
         if extended and config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
-        played: list = await asyncio.gather(
-            *(
-                run_group(
-                    workflow,
-                    draw.task,
-                    policy,
-                    config.group_size,
-                    group_id=draw.id,
-                    seed=self.config.seed,
-                    reward=self.family,
-                    reward_timeout_s=self.config.controller.reward_timeout_s,
-                    tried=None if self.failures is None else self.failures.tried,
-                )
-                for draw in draws
-            ),
-            return_exceptions=self.failures is not None,
-        )
-        if self.failures is not None:
-            played = self.failures.complete(played, counts)
+        failures, limit_s = self.failures, self.config.controller.reward_timeout_s
+        run = partial(run_group, workflow, policy=policy, n=config.group_size, seed=self.config.seed)
+        run = partial(run, reward=self.family, reward_timeout_s=limit_s, tried=failures and failures.tried)
+        attempts = (run(draw.task, group_id=draw.id) for draw in draws)
+        played: list = await asyncio.gather(*attempts, return_exceptions=failures is not None)
+        if failures is not None:
+            played = failures.complete(played, counts)
         for hook in config.hooks if extended else ():
             await asyncio.gather(*(hook(group, policy) for group in played))
+        if config.trajectory_grouping_hook is None and all(map(_is_plain, played)):
+            return played
         rollouts = [rollout for group in played for rollout in group.rollouts]
         return form_groups(rollouts, config, counts, policy_version=self.generator.policy_version)
 
     def policy(self, temperature: float) -> Policy:
         """The newest policy at a temperature, with the run's tokenizer and limits."""
-        sampling = self.config.sampling
-        return Policy(
-            sampler=self.generator,
-            tokenizer=self.tokenizer,
-            temperature=temperature,
-            max_tokens=sampling.max_tokens,
-            max_prompt_tokens=sampling.max_prompt_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-            stop=sampling.stop,
-        )
+        names = ("max_tokens", "max_prompt_tokens", "stop_token_ids", "stop")
+        limits = {name: getattr(self.config.sampling, name) for name in names}
+        return Policy(sampler=self.generator, tokenizer=self.tokenizer, temperature=temperature, **limits)
 
     def workflow(self, family: TaskFamily) -> Callable:
         """The workflow that plays the tasks of a family: the config's own, else the default for the family."""
         if self.config.algorithm.workflow is not None:
             return self.config.algorithm.workflow
+        if not hasattr(family, "environment"):
+            return single_turn
         sampling = self.config.sampling
         limits = Limits(
             max_turns=sampling.max_turns,
@@ -98,7 +84,7 @@ class Rollouts:
             max_tokens=sampling.max_rollout_tokens or sampling.max_prompt_tokens + sampling.max_tokens,
             step_timeout_s=self.config.controller.reward_timeout_s,
         )
-        return workflow_of(family, limits)
+        return workflow_of(family.environment, limits)
 
     async def demonstrations(self, tasks: list[Task], family: TaskFamily) -> list[tuple[list[int], list[int]]]:
         """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError for a task
@@ -106,3 +92,13 @@ class Rollouts:
         policy, workflow = self.policy(1.0), self.workflow(family)
         pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
         return [pair for turns in pairs for pair in turns]
+
+
+def _is_plain(group: RolloutGroup) -> bool:
+    """Whether a draw's rollouts are a group as they stand: complete, of one role, with nothing precomputed."""
+    for rollout in group.rollouts:
+        carried = any(turn.advantages is not None or turn.soft_targets is not None for turn in rollout.turns)
+        own = rollout.group == group.id and rollout.role == "policy"
+        if carried or not (own and rollout.turns and rollout.reward is not None):
+            return False
+    return bool(group.rollouts)

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable
 
-from torchtitan_rl.algorithm.datums import with_inputs, without_inputs
 from torchtitan_rl.algorithm.distill import teacher_request, with_teacher
 from torchtitan_rl.algorithm.gae import with_gae
+from torchtitan_rl.algorithm.inputs import with_inputs, without_inputs
 from torchtitan_rl.algorithm.terms import with_kl_reward
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 import torch
 
 from torchtitan_rl.algorithm import soft_targets
-from torchtitan_rl.algorithm.datums import minibatches, to_datums
+from torchtitan_rl.algorithm.datums import to_datums
+from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.terms import with_kept_weights
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
@@ -23,10 +24,9 @@ from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.records import Trained
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.run import ledger, lines, scoring
-from torchtitan_rl.run.batch import Batch, NothingToTrainOn
+from torchtitan_rl.run import lines, scoring
 from torchtitan_rl.run.checkpoints import Checkpoints
-from torchtitan_rl.run.draws import Draw, Draws
+from torchtitan_rl.run.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, ends
 from torchtitan_rl.run.ends import Ended, Preempted, StopRequest
 from torchtitan_rl.run.lines import StepMetrics
 from torchtitan_rl.run.numeric_guard import note_bad_step
@@ -135,10 +135,10 @@ class Reinforcement(ABC):
                     await self._between_steps(first)
 
     def _admitted(self, draws: list[Draw]) -> None:
-        self.recorder.fact("draws", step=self.state.step, records=ledger.admissions(draws))
+        self.recorder.fact("draws", step=self.state.step, records=admissions(draws))
 
     def _record_batch(self, batch: Batch) -> None:
-        self.recorder.fact("draws", step=self.state.step, records=ledger.ends(batch))
+        self.recorder.fact("draws", step=self.state.step, records=ends(batch))
         self.recorder.fact("rollouts", step=self.state.step, groups=batch.groups + batch.left_out)
 
     @abstractmethod
@@ -168,20 +168,16 @@ class Reinforcement(ABC):
         of_batch = lines.of_batch(sampled or groups, self.policy_version, self.generator.health())
         trained: list[Trained] = []
         for epoch in range(algorithm.num_epochs):
-            for minibatch in minibatches(data, algorithm.tasks_per_minibatch, algorithm.reduction):
+            for minibatch in minibatches(data, algorithm) if algorithm.tasks_per_minibatch else [data]:
                 steps, logprobs = await step_on(minibatch, self.roles, self.config, self.state.step, line)
                 self.state.step = self.state.phase_step = self.state.step + 1
                 if bad := count_bad(self.state, steps):
-                    self._bad_step(bad, steps, minibatch)
+                    limit = self.config.controller.max_skipped_steps
+                    note_bad_step(self.run_dir, self.state, bad, steps, minibatch, max_skipped=limit)
                 if epoch == 0:
                     trained += zip(minibatch, logprobs, strict=True)
         self.recorder.fact("trained", sequences=trained)
         return {**of_batch, "step": self.state.step, **line.line()}
-
-    def _bad_step(self, roles: list[str], steps: dict, data: list[Datum]) -> None:
-        note_bad_step(
-            self.run_dir, self.state, roles, steps, data, max_skipped=self.config.controller.max_skipped_steps
-        )
 
     async def publish(self) -> int:
         """Sends the trainer's weights to every generator. Returns the policy version that now serves unpinned

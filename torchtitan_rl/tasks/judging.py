@@ -36,14 +36,14 @@ async def judge(
     function, deadline = reward_function(reward, task), time.monotonic() + timeout_s
     if hasattr(function, "judged"):
         return await function.judged(task, completions, timeout_s, parts)
-    bare = function.func if isinstance(function, functools.partial) else function
+    bare, args = function.func if isinstance(function, functools.partial) else function, (task, list(completions))
     try:
         if getattr(bare, "cpu_bound", False):
-            value, error = await outcome_in_process(function, (task, list(completions)), timeout_s)
+            value, error = await outcome_in_process(function, args, timeout_s)
         elif inspect.iscoroutinefunction(function):
-            value, error = await until(outcome(function, task, list(completions)), deadline)
+            value, error = await until(outcome(function, *args), deadline)
         else:
-            value, error = await until(outcome_in_thread(function, task, list(completions)), deadline)
+            value, error = await until(outcome_in_thread(function, *args), deadline)
             if inspect.isawaitable(value):  # such as a partial or an object whose __call__ is async
                 value, error = await until(outcome(lambda: value), deadline)
     except TimeoutError:

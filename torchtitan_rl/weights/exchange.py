@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.model import lora
-from torchtitan_rl.model.sharding import plain_name, whole
+from torchtitan_rl.model.sharding import plain_name
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.layout import SharedBuffers
 from torchtitan_rl.weights.versioned import VersionedStore
@@ -54,7 +55,8 @@ class WeightExchange:
         elif publisher:
             payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)
         for name, tensor in state.items():
-            weight = whole(tensor)  # collective: every rank takes part, rank 0 uses the result
+            # Collective: every rank takes part, rank 0 uses the result.
+            weight = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if publisher:
                 layout.write(payload, manifest, name, lora.merge(name, weight, adapters) if adapters else weight)
         if publisher:
@@ -71,8 +73,7 @@ class WeightExchange:
         self.buffers.close()
 
     def base_and_adapters(self) -> tuple[dict[str, torch.Tensor], lora.Adapters]:
-        """The model's state without adapters, and the whole adapters for `lora.merge` (empty without LoRA). With LoRA a
-        collective call."""
+        """The state without adapters, and the whole adapters for `lora.merge` (LoRA only, then a collective call)."""
         state = self.model.state_dict()
         if self._config.lora is None:
             return state, {}

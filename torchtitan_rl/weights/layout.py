@@ -18,18 +18,7 @@ import xxhash
 
 from torchtitan_rl import platform
 
-__all__ = [
-    "Entry",
-    "Manifest",
-    "SharedBuffers",
-    "plan",
-    "write",
-    "read",
-    "checksum",
-    "explain_difference",
-    "open_shared",
-    "host_name",
-]
+__all__ = ["Entry", "Manifest", "SharedBuffers", "plan", "write", "read", "checksum", "open_shared", "host_name"]
 
 _ALIGNMENT = 64  # bytes; an aligned tensor can be viewed in place
 
@@ -65,10 +54,8 @@ class Manifest:
 def plan(
     version: int | str, tensors: Iterable[tuple[str, torch.Size, torch.dtype, bool]], dtype: torch.dtype | None
 ) -> Manifest:
-    """Lays tensors out one after another; `tensors` gives (name, shape, dtype, whether a parameter) of each.
-
-    Parameters are sent in `dtype`, or in the parameter's dtype when `dtype` is None. Buffers keep the registered dtype.
-    """
+    """Lays tensors out one after another; `tensors` gives (name, shape, dtype, whether a parameter) of each. Parameters
+    are sent in `dtype` (None: their own), buffers in their own."""
     entries, offset = {}, 0
     for name, shape, own_dtype, is_parameter in tensors:
         entry = Entry(tuple(shape), dtype if is_parameter and dtype is not None else own_dtype, offset)
@@ -83,13 +70,10 @@ def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def write(buffer: torch.Tensor, manifest: Manifest, name: str, tensor: torch.Tensor) -> None:
-    """Casts one tensor and copies the tensor into the buffer. CUDA tensors are cast on the device, which may halve the
-    bytes copied, and are copied asynchronously: synchronise the device before a read of the buffer."""
+    """Casts one tensor into the buffer. Copies from a CUDA device are asynchronous: synchronise before a read."""
     place = view(buffer, manifest.entries[name])
-    if tensor.is_cuda:
-        place.copy_(tensor.to(place.dtype), non_blocking=True)
-    else:
-        place.copy_(tensor)
+    # Cast on the CUDA device: that may halve the bytes copied.
+    place.copy_(tensor.to(place.dtype) if tensor.is_cuda else tensor, non_blocking=True)
 
 
 def read(buffer: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -98,27 +82,9 @@ def read(buffer: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def checksum(buffer: torch.Tensor) -> str:
-    """xxh3 of the whole buffer, padding included (buffers start out zeroed).
-
-    Computed on the host for every device: publisher and reader have the bytes in host memory, and one core reads some
-    30 GB/s. `torch.hash_tensor` would run on a GPU, but is an exclusive or, blind to order.
-    """
+    """xxh3 of the whole buffer, padding included (buffers start out zeroed), at some 30 GB/s of a core."""
+    # `torch.hash_tensor` would run on a GPU, but is an exclusive or, blind to order.
     return xxhash.xxh3_64_hexdigest(buffer.numpy().data)
-
-
-def explain_difference(published: dict[str, Entry], held: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
-    """The differences between a manifest's entries and the tensors a model holds (name -> shape, dtype); empty if
-    none."""
-    problems = [f"{name} is published but not held" for name in published.keys() - held.keys()]
-    problems += [f"{name} is held but not published" for name in held.keys() - published.keys()]
-    for name in sorted(published.keys() & held.keys()):
-        (shape, dtype), entry = held[name], published[name]
-        if tuple(shape) != entry.shape:
-            problems.append(f"{name} has shape {entry.shape} published, {tuple(shape)} held")
-        elif dtype != entry.dtype:
-            problems.append(f"{name} has dtype {entry.dtype} published, {dtype} held")
-    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-    return "; ".join(sorted(problems)[:3]) + more
 
 
 # The memory of a buffer.
@@ -142,16 +108,20 @@ class SharedBuffers:
         """(handle, uint8 buffer) for a version's payload; a segment's first use is slower than later uses."""
         self.release(version)  # a version published again replaces the old bytes
         slot = next((s for s in self._free if s[1].numel() == nbytes), None)
-        if slot is not None:
-            self._free.remove(slot)
+        if slot is None:
+            slot = self._new(nbytes)
         else:
-            fd = os.memfd_create("torchtitan_rl_weights")
-            os.ftruncate(fd, nbytes)
-            slot = fd, _map(fd, nbytes)
-            if self._pins:
-                platform.pin(slot[1])
+            self._free.remove(slot)
         self._used[version] = slot
         return f"/proc/{os.getpid()}/fd/{slot[0]}", slot[1]
+
+    def _new(self, nbytes: int) -> tuple[int, torch.Tensor]:
+        fd = os.memfd_create("torchtitan_rl_weights")
+        os.ftruncate(fd, nbytes)
+        buffer = _map(fd, nbytes)
+        if self._pins:
+            platform.pin(buffer)
+        return fd, buffer
 
     def release(self, version: int | str) -> None:
         slot = self._used.pop(version, None)
@@ -173,21 +143,22 @@ def open_shared(manifest: Manifest, *, write: bool = False) -> torch.Tensor:
     Raises RuntimeError for a publisher on another host and for a segment that cannot be opened.
     """
     if manifest.host != host_name():
-        raise RuntimeError(
-            f"weight_sync.transport='shared_memory': version {manifest.version} was published on "
-            f"{manifest.host.split('/')[0]}, this is {host_name().split('/')[0]}; use transport='store' between hosts"
-        )
+        _refuse_host(manifest)
     try:
-        fd = os.open(manifest.handle, os.O_RDWR if write else os.O_RDONLY)
+        with open(manifest.handle, "r+b" if write else "rb", buffering=0) as file:
+            return _map(file.fileno(), manifest.nbytes, write=write)
     except OSError as error:
         raise RuntimeError(
             f"policy_version={manifest.version}: its publisher's memory cannot be opened ({error.strerror}); "
             "the trainer is gone, or process namespaces differ (then use weight_sync.transport='store')"
         ) from None
-    try:
-        return _map(fd, manifest.nbytes, write=write)
-    finally:
-        os.close(fd)
+
+
+def _refuse_host(manifest: Manifest) -> None:
+    raise RuntimeError(
+        f"weight_sync.transport='shared_memory': version {manifest.version} was published on "
+        f"{manifest.host.split('/')[0]}, this is {host_name().split('/')[0]}; use transport='store' between hosts"
+    )
 
 
 def _map(fd: int, nbytes: int, *, write: bool = True) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from torchtitan_rl.model.sharding import load_whole
 from torchtitan_rl.weights import layout
+from torchtitan_rl.weights.difference import explain_difference
 
 __all__ = ["RoleCopies"]
 
@@ -33,7 +34,7 @@ class RoleCopies:
         own = {_HEAD_WEIGHT} if self.rank.role == "critic" else set()
         held = {name: (tuple(t.shape), t.dtype) for name, t in self.rank.model.state_dict().items() if name not in own}
         offered = {name: entry for name, entry in manifest.entries.items() if name not in own}
-        if difference := layout.explain_difference(offered, held):
+        if difference := explain_difference(offered, held):
             raise RuntimeError(f"{self.rank.role}.pull_copy: the published weights do not fit this model: {difference}")
         tensors = {name: tensor for name, tensor in layout.read(payload, manifest).items() if name not in own}
         load_whole(self.rank.model, tensors, self.rank.device)

@@ -39,10 +39,7 @@ class VersionedStore(ABC):
     async def fetch(self, version: int | str, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
         """(manifest, payload) of a version. Raises RuntimeError for a missing version and for a wrong checksum."""
         if not await self._exists(_key(version, "manifest")):
-            raise RuntimeError(
-                f"policy_version={version}: is not in the store (it holds {await self.versions()}); "
-                "pin a version to keep it, or pull the newest"
-            )
+            await self._refuse_missing(version)
         manifest: Manifest = await self._get(_key(version, "manifest"))
         if manifest.handle:
             payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
@@ -52,16 +49,19 @@ class VersionedStore(ABC):
             raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
         return manifest, payload
 
+    async def _refuse_missing(self, version: int | str) -> None:
+        raise RuntimeError(
+            f"policy_version={version}: is not in the store (it holds {await self.versions()}); "
+            "pin a version to keep it, or pull the newest"
+        )
+
     async def discard(self, version: int | str) -> None:
         """Deletes a version, the manifest first. Raises RuntimeError after `timeout_s`."""
-
-        async def delete() -> None:
-            for part in ("manifest", "payload"):
-                if await self._exists(_key(version, part)):
-                    await self._delete(_key(version, part))
-
         try:
-            await asyncio.wait_for(delete(), self.timeout_s)
+            async with asyncio.timeout(self.timeout_s):
+                for key in (_key(version, "manifest"), _key(version, "payload")):
+                    if await self._exists(key):
+                        await self._delete(key)
         except TimeoutError:
             raise RuntimeError(f"store: did not discard version {version} within {self.timeout_s:g} s") from None
 

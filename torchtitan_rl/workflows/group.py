@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from torchtitan_rl.tasks.family import TaskFamily, stream
+from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
@@ -28,13 +28,12 @@ async def _once(call: Callable[[int], Awaitable[Any]], stage: str) -> Any:
     return await call(0)
 
 
-def workflow_of(family: TaskFamily, limits: Limits) -> Callable:
-    """The workflow for a family's tasks: `multi_turn` in the environment that `family.environment(task)` returns, or
-    `single_turn` where the family has no such method or the method returns None."""
-    environment = getattr(family, "environment", None)
+def workflow_of(environment: Callable, limits: Limits) -> Callable:
+    """The workflow of a family with environments: `multi_turn` in what `environment(task)` returns, or `single_turn`
+    where that is None."""
 
     async def attempt(task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
-        env = None if environment is None else environment(task)
+        env = environment(task)
         if env is None:
             return await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
         return await multi_turn(task, policy, rollout_id=rollout_id, seed=seed, env=env, limits=limits)
@@ -83,8 +82,8 @@ async def run_group(
             "own, such as f'{rollout_id}.judge'"
         )
     unjudged = [r for r in rollouts if r.reward is None and r.turns and all(turn.reward is None for turn in r.turns)]
+    texts, parts, began = [rollout.text for rollout in unjudged], {}, time.perf_counter()
     if unjudged:
-        texts, parts, began = [rollout.text for rollout in unjudged], {}, time.perf_counter()
         rewards = await tried(lambda retry: judge(reward, task, texts, reward_timeout_s, parts), "reward")
         for i, (rollout, value) in enumerate(zip(unjudged, rewards, strict=True)):
             rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began

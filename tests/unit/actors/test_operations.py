@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_rl.actors.operations import ENTRIES, NEEDS, TRAINER_NEEDS, TRAINER_PARTS, parts_of
-from torchtitan_rl.actors.trainer_rank import require
+from torchtitan_rl.actors.trainer_steps import require
 from torchtitan_rl.model.residency import Part
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.algorithm.advantages import group_centered
-from torchtitan_rl.algorithm.datums import minibatches, to_datums, with_inputs
+from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.demonstrations import demonstration_datums
 from torchtitan_rl.algorithm.gae import with_gae
+from torchtitan_rl.algorithm.inputs import minibatches, with_inputs
 from torchtitan_rl.algorithm.reductions import prompt_mean, sequence_mean
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
@@ -270,20 +271,14 @@ def four_groups():
 
 
 def test_minibatches_hold_whole_groups_and_the_last_one_what_is_left():
-    parts = minibatches(four_groups(), 3, sequence_mean)
+    parts = minibatches(four_groups(), AlgorithmConfig(tasks_per_minibatch=3, reduction=sequence_mean))
     assert [[datum.group for datum in part] for part in parts] == [[0, 0, 1, 2, 2], [3]]
     assert [sum(float(d.loss_inputs["weights"].sum()) for d in part) for part in parts] == pytest.approx([1.0, 1.0])
 
 
 def test_the_ragged_minibatch_is_the_mean_of_its_own_tokens():
-    (*_, last) = minibatches(four_groups(), 3, prompt_mean)
+    (*_, last) = minibatches(four_groups(), AlgorithmConfig(tasks_per_minibatch=3, reduction=prompt_mean))
     assert last[0].loss_inputs["weights"].tolist() == pytest.approx([1 / 6] * 6)
-
-
-def test_no_minibatch_size_keeps_the_batch_and_its_weights():
-    data = four_groups()
-    (whole,) = minibatches(data, 0, AlgorithmConfig().reduction)
-    assert [lists(datum) for datum in whole] == [lists(datum) for datum in data]
 
 
 def test_more_inputs_leave_the_datum_they_were_added_to_alone():

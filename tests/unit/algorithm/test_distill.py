@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.algorithm.made import group, rollout, turn
-from torchtitan_rl.algorithm.datums import minibatches, to_datums
+from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.distill import teacher_request, token_advantages, with_teacher
 from torchtitan_rl.algorithm.grouping import form_groups
+from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.algorithm.losses import importance_sampling, ppo
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.reductions import token_mean
@@ -90,7 +91,7 @@ TOP = SimpleNamespace(
 def test_a_teachers_likeliest_tokens_become_targets_weighed_like_the_token():
     config = DistillConfig(divergence="top_k", top_k=2, coef=2.0)
     data = with_teacher([datum()], TOP, config)
-    (made,) = appended(minibatches(data, 1, token_mean)[0])
+    (made,) = appended(minibatches(data, AlgorithmConfig(tasks_per_minibatch=1, reduction=token_mean))[0])
     assert made.target_tokens.tolist() == [[5, 1, 2], [6, 6, 3], [7, 7, 8]]
     assert not made.loss_inputs.keys() & {"soft_tokens", "soft_shares"}
     want = (

@@ -15,8 +15,7 @@ from torchtitan_rl.algorithm.filters import filtered, overlong_penalty
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.reductions import sequence_mean
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
-from torchtitan_rl.run.batch import NothingToTrainOn
-from torchtitan_rl.run.draws import Draws
+from torchtitan_rl.run.draws import Draws, NothingToTrainOn
 from torchtitan_rl.run.training import Batches
 from torchtitan_rl.types import Task
 

@@ -10,7 +10,7 @@ import torch
 from torchtitan.config import ParallelismConfig
 
 from torchtitan_rl.algorithm.corrections import masked_sequence, masked_token, truncated_sequence, truncated_token
-from torchtitan_rl.algorithm.datums import with_inputs
+from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import gspo, importance_sampling, ppo
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.algorithm.reductions import sequence_mean, token_mean

@@ -319,7 +319,7 @@ def test_a_new_argument_of_a_loss_is_a_new_key():
     validate(config)
     config = overridden("--algorithm.loss-config.clip-hihg", "0.3")
     assert refusal(validate, config) == (
-        "algorithm.loss_config.clip_hihg=0.3: torchtitan_rl.algorithm.losses:ppo has no such argument; "
+        "algorithm.loss_config.clip_hihg=0.3: torchtitan_rl.algorithm.surrogate:ppo has no such argument; "
         "did you mean clip_high?"
     )
 
@@ -537,7 +537,7 @@ def test_a_task_is_checked_again_after_overrides():
 def test_functions_are_recorded_by_name_and_source():
     entry = resolved(run_config())["algorithm"]["loss_fn"]
     source = hashlib.sha256(inspect.getsource(ppo).encode()).hexdigest()[:16]
-    assert entry == {"function": "torchtitan_rl.algorithm.losses:ppo", "source_sha256": source}
+    assert entry == {"function": "torchtitan_rl.algorithm.surrogate:ppo", "source_sha256": source}
 
 
 def test_another_source_has_another_hash(tmp_path):
@@ -564,8 +564,8 @@ def test_a_resolved_config_is_plain_data_with_its_classes():
 
 
 def test_the_name_of_a_function_with_arguments_filled_in():
-    assert function_name(ppo) == "torchtitan_rl.algorithm.losses:ppo"
-    assert function_name(functools.partial(ppo, clip_low=0.1)) == "torchtitan_rl.algorithm.losses:ppo(clip_low=0.1)"
+    assert function_name(ppo) == "torchtitan_rl.algorithm.surrogate:ppo"
+    assert function_name(functools.partial(ppo, clip_low=0.1)) == "torchtitan_rl.algorithm.surrogate:ppo(clip_low=0.1)"
     assert function_name(LetterSort.reward) == "torchtitan_rl.tasks.letter_sort:LetterSort.reward"
 
 
@@ -583,7 +583,7 @@ def test_show_prints_flags_sizes_and_processes(capsys):
         "--name 'unit'",
         "--controller.num-steps 100",
         "--algorithm.loss-config.clip-low 0.2",
-        "--algorithm.loss-fn torchtitan_rl.algorithm.losses:ppo",
+        "--algorithm.loss-fn torchtitan_rl.algorithm.surrogate:ppo",
         "--model.flavor None",
         "model: 6,512 parameters",  # 64 x 16 + 2 x 2736 + 16, see test_model_config
         "processes: 1 trainer, 1 x 1 generator, 1 store, 1 controller",

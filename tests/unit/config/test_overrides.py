@@ -70,12 +70,12 @@ def test_functions_by_module_and_by_file(tmp_path):
     assert config.task.reward(None, ["a", "b"]) == [1.0, 1.0] and config.algorithm.loss_fn is losses.gspo
     assert overridden("--task.reward", "None").task.reward is None
     for text, what in (
-        ("ppo", "names no function; write module:name or file.py:name, such as torchtitan_rl.algorithm.losses:ppo"),
+        ("ppo", "names no function; write module:name or file.py:name, such as torchtitan_rl.algorithm.surrogate:ppo"),
         ("torchtitan_rl.algorithm.losses:pppo", "torchtitan_rl.algorithm.losses has no pppo; did you mean ppo?"),
         ("no_such:ppo", "No module named 'no_such'; write module:name or file.py:name, such as"),
         (f"{file}:FACTOR", "is a int; name a function, such as"),
         ("nowhere.py:ppo", "there is no file nowhere.py; give the path of a Python file"),
-        ("torchtitan_rl.algorithm.losses:ppo(clip_low=x)", "its arguments are no literals"),
+        ("torchtitan_rl.algorithm.surrogate:ppo(clip_low=x)", "its arguments are no literals"),
     ):
         message = refusal(apply_overrides, run_config(), ["--algorithm.loss-fn", text])
         assert message.startswith(f"--algorithm.loss-fn={text}: {what}")

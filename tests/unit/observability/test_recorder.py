@@ -7,7 +7,8 @@ import pytest
 from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Listener, Recorder
-from torchtitan_rl.observability.run_dir import RunDir, RunDirWriter
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.observability.run_log import RunDirWriter
 
 
 class Notes(Listener):

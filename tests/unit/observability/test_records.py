@@ -2,8 +2,10 @@
 
 import torch
 
-from torchtitan_rl.observability.records import SCHEMAS, rollout_records
-from torchtitan_rl.observability.run_dir import RunDir, RunDirWriter
+from torchtitan_rl.observability.records import rollout_records
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.observability.run_log import RunDirWriter
+from torchtitan_rl.observability.schemas import SCHEMAS
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
 

@@ -10,7 +10,8 @@ from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.launch.stack import Stack
 from torchtitan_rl.observability.recorder import Recorder
-from torchtitan_rl.observability.run_dir import RunDir, RunDirWriter
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.observability.run_log import RunDirWriter
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.start import read_inputs
 from torchtitan_rl.tasks.letter_sort import LetterSort

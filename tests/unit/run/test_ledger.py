@@ -1,8 +1,6 @@
 """How draws end."""
 
-from torchtitan_rl.run.batch import Batch
-from torchtitan_rl.run.draws import Draw
-from torchtitan_rl.run.ledger import admissions, ends
+from torchtitan_rl.run.draws import Batch, Draw, admissions, ends
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 
 

@@ -197,7 +197,7 @@ def test_a_critics_loss_is_probed_too():
         (
             losses.ppo,
             {"clip_hihg": 0.3},
-            "algorithm.loss_config.clip_hihg=0.3: torchtitan_rl.algorithm.losses:ppo has no such argument; did you "
+            "algorithm.loss_config.clip_hihg=0.3: torchtitan_rl.algorithm.surrogate:ppo has no such argument; did you "
             "mean clip_high?",
         ),
         (losses.cross_entropy, {"clip_high": 0.3}, "it takes none"),

@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.weights.layout import Entry, checksum, explain_difference, plan, read, write
+from torchtitan_rl.weights.difference import explain_difference
+from torchtitan_rl.weights.layout import Entry, checksum, plan, read, write
 
 bf16, f32 = torch.bfloat16, torch.float32
 

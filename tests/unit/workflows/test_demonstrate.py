@@ -16,7 +16,7 @@ FAMILY = Calculator.Config().build()
 
 def demonstrated(task, *, max_turns=4, max_tokens=32):
     limits = Limits(max_turns=max_turns, max_tokens=64, timeout_s=10, step_timeout_s=5)
-    pairs = asyncio.run(demonstrate(workflow_of(FAMILY, limits), task, policy(max_tokens=max_tokens)))
+    pairs = asyncio.run(demonstrate(workflow_of(FAMILY.environment, limits), task, policy(max_tokens=max_tokens)))
     return [(CHARS.decode(prompt), CHARS.decode(said)) for prompt, said in pairs]
 
 

@@ -111,7 +111,7 @@ def test_an_async_step_that_waits_for_ever_ends_at_its_deadline():
             await asyncio.Event().wait()
 
     with pytest.raises(RuntimeError, match="environment=Waits: step gave no answer"):
-        steps_of(Waits(), "a", timeout_s=0.05)
+        steps_of(Waits(), "a", timeout_s=0.5)
 
 
 def test_a_timeout_of_its_own_is_an_error_like_others():

@@ -16,6 +16,7 @@ from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import Task
 from torchtitan_rl.workflows.group import run_group, workflow_of
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
+from torchtitan_rl.workflows.policy import single_turn
 
 
 def limits(max_turns=4, max_tokens=64, timeout_s=10.0):
@@ -88,7 +89,14 @@ def test_what_was_sampled_is_what_is_trained():
         family = Calculator.Config().build()
         one = group_policy()
         group = await run_group(
-            workflow_of(family, LIMITS), TASK, one, 1, group_id="0/0", seed=0, reward=family, reward_timeout_s=5
+            workflow_of(family.environment, LIMITS),
+            TASK,
+            one,
+            1,
+            group_id="0/0",
+            seed=0,
+            reward=family,
+            reward_timeout_s=5,
         )
         return group, one.sampler
 
@@ -170,7 +178,7 @@ def test_a_family_without_environments_is_played_in_one_turn_and_judged():
 
     async def run():
         return await run_group(
-            workflow_of(family, LIMITS),
+            single_turn,
             task,
             policy("abc<eos>", "cba<eos>"),
             2,
@@ -196,7 +204,7 @@ def test_a_family_may_have_environments_for_some_tasks_only():
             return [9.0] * len(completions)
 
     async def run(task_id, *said):
-        workflow = workflow_of(Family(), limits(max_turns=2))
+        workflow = workflow_of(Family().environment, limits(max_turns=2))
         return await run_group(
             workflow,
             Task(id=task_id, prompt="go"),

@@ -1,0 +1,144 @@
+"""The files of a run that grow: JSON lines of metrics, and of records of rollouts, draws and policy versions."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.observability.recorder import Listener
+from torchtitan_rl.observability.records import Trained, rollout_records
+
+__all__ = ["RunLog", "RunDirWriter", "Tail", "encode"]
+
+_METRIC_NAME = re.compile(r"step|phase|[a-z][a-z0-9_]*/[a-z][a-z0-9_@]*")
+
+
+class Tail:
+    """The part of a table that grows (see `observability.tables`): appends records, with the names in `columns`, to the
+    newest of the numbered files in `directory`."""
+
+    def __init__(self, directory: Path, columns: Sequence[str]) -> None:
+        self.directory, self._columns = directory, dict.fromkeys(columns)
+        self._number = 0
+        """The part that this process appends to; 0 before its first record."""
+
+    def append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
+        """Adds records. On return the operating system has them, and with `durable` the disk. Raises ValueError for a
+        column that the schema lacks."""
+        if not all(record.keys() <= self._columns.keys() for record in records):
+            self._refuse(records)
+        if not self._number:
+            self._number = self._begin()
+        lines = "".join(json.dumps(encode(record), ensure_ascii=False) + "\n" for record in records)
+        # A lone surrogate cannot be UTF-8, but its backslash form is a valid JSON escape.
+        with open(self._lines(self._number), "a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(lines)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def rotate(self) -> None:
+        """Lets the next record begin a new part."""
+        if self._number and self._lines(self._number).exists():
+            self._number += 1
+
+    def _lines(self, number: int) -> Path:
+        return self.directory / f"{number:06d}.jsonl"
+
+    def _parts(self) -> set[int]:
+        files = self.directory.iterdir() if self.directory.exists() else ()
+        return {int(file.stem) for file in files if file.suffix in (".jsonl", ".parquet") and file.stem.isdecimal()}
+
+    def _begin(self) -> int:
+        """Makes the directory; the number of this process's first part."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return max(self._parts(), default=0) + 1
+
+    def _refuse(self, records: list[dict[str, Any]]) -> None:
+        unknown = sorted({name for record in records for name in record} - self._columns.keys())
+        raise ValueError(
+            f"table={self.directory.name}: has no column {', '.join(unknown)}; its columns are "
+            f"{', '.join(self._columns)}"
+        )
+
+
+class RunLog:
+    """The files of a run that grow: `metrics.jsonl`, and the tables of `observability.schemas`."""
+
+    def __init__(self, path: Path, tables: Mapping[str, Tail]) -> None:
+        self.path, self.tables = path, tables
+        self.metrics_file = path / "metrics.jsonl"
+        self.attempt = 1
+        """The number of this attempt at the run, which every record names."""
+
+    def log_metrics(self, metrics: dict[str, Any]) -> None:
+        """Appends one line to metrics.jsonl. On return the operating system has the line. Floats keep every bit.
+
+        Example: `log_metrics({"step": 3, "phase": "reinforcement", "reward/mean": 0.25})`.
+        Raises ValueError for a missing step or phase, a name that is not `area/what`, or a value that is not plain.
+        """
+        plain = all(isinstance(value, (int, float, str)) for value in metrics.values())
+        if not plain or not {"step", "phase"} <= metrics.keys() or not all(map(_METRIC_NAME.fullmatch, metrics)):
+            _refuse(metrics)
+        with self.metrics_file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(json.dumps(encode(metrics), ensure_ascii=False) + "\n")
+
+    def record(self, table: str, step: int, records: list[dict[str, Any]], *, durable: bool = False) -> None:
+        """Appends records to a table of `observability.schemas`; each names the step and this attempt."""
+        told = [{"step": step, "attempt": self.attempt, **record} for record in records]
+        self.tables[table].append(told, durable=durable)
+
+
+def _refuse(metrics: dict[str, Any]) -> None:
+    for name in ("step", "phase"):
+        if name not in metrics:
+            raise ValueError(f"metrics={sorted(metrics)}: has no {name!r}; every line names its step and phase")
+    for name, value in metrics.items():
+        if not _METRIC_NAME.fullmatch(name):
+            raise ValueError(f"metric={name!r}: is not of the form area/what; rename it, as in 'reward/mean'")
+        if not isinstance(value, (int, float, str)):
+            raise ValueError(
+                f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor"
+            )
+
+
+class RunDirWriter(Listener):
+    """Writes what the loop tells to a run's directory: metrics, rollouts, draws and policy versions."""
+
+    def __init__(self, log: RunLog, decode: Callable[[list[int]], str] | None = None) -> None:
+        """`decode` turns tokens into text; with None, rollouts are recorded without what is per turn or token."""
+        self._log, self._decode = log, decode
+        self._trained: list[Trained] = []
+
+    def fact(self, kind: str, what: dict[str, Any]) -> None:
+        if kind == "metrics":
+            self._log.log_metrics(what["line"])
+        elif kind == "draws":
+            self._log.record("ledger", what["step"], what["records"])
+        elif kind == "version":
+            now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+            record = {"version": what["version"], "at": now, "seconds": what["seconds"]}
+            self._log.record("versions", what["step"], [record])
+        elif kind == "trained" and self._decode is not None:
+            self._trained = what["sequences"]
+        elif kind == "rollouts":
+            records = rollout_records(what["groups"], self._trained, self._decode)
+            self._log.record("rollouts", what["step"], [{"phase": "reinforcement", **record} for record in records])
+            self._trained = []
+
+
+def encode(value: Any) -> Any:
+    """A value as JSON has it: NaN and the infinities become text that `float()` parses."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    return value

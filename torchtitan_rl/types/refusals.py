@@ -1,0 +1,35 @@
+"""What a datum is refused for, in words."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = ["refuse_datum"]
+
+
+def refuse_datum(datum: Any) -> NoReturn:
+    """Raises ValueError for the first fault of a `Datum`."""
+    length = len(datum.tokens)
+    if length == 0:
+        raise ValueError("datum.tokens=[]: a datum needs at least one token; drop it before training")
+    for name, tensor in {"target_tokens": datum.target_tokens, **datum.loss_inputs}.items():
+        if len(tensor) != length:
+            raise ValueError(f"datum.{name}: has {len(tensor)} entries where tokens has {length}; give one per token")
+        allowed = ["(T,)"] if name == "loss_mask" else ["(T,)", "(T, n)"]
+        if tensor.dim() > len(allowed) or 0 in tensor.shape:
+            raise ValueError(f"datum.{name}: has shape {tuple(tensor.shape)}; give {' or '.join(allowed)}")
+    weights = datum.loss_inputs.get("weights", datum.target_tokens)
+    if weights.dim() == 2 and weights.shape != datum.target_tokens.shape:
+        raise ValueError(
+            f"datum.weights: has shape {tuple(weights.shape)} where target_tokens has "
+            f"{tuple(datum.target_tokens.shape)}; give one per token, or one per target"
+        )
+    for name, tensor in datum.loss_inputs.items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"datum.{name}={tensor[~torch.isfinite(tensor)][0].item()}: is not finite; mask such tokens "
+                "out and give them a finite value"
+            )
+    raise ValueError(f"datum.tokens: has shape {tuple(datum.tokens.shape)}; give (T,)")
