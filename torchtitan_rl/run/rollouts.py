@@ -78,7 +78,7 @@ class Rollouts:
         """The newest policy at a temperature, with the run's tokenizer and limits."""
         sampling = self.config.sampling
         return Policy(
-            sampler=self.generator,
+            generator=self.generator,
             tokenizer=self.tokenizer,
             temperature=temperature,
             max_tokens=sampling.max_tokens,
