@@ -14,6 +14,8 @@ __all__ = [
     "distributed_backend",
     "attention_backend",
     "can_sleep",
+    "can_cut_prompts",
+    "head_dims",
     "has_float8",
     "grouped_mm_multiple",
     "missing_grouped_mm",
@@ -57,6 +59,17 @@ def attention_backend(compute_dtype: str) -> Literal["sdpa", "varlen"]:
 def can_sleep() -> bool:
     """Whether vLLM can free weights and KV cache on the device; on a CPU vLLM only warns."""
     return device_type() == "cuda"
+
+
+def can_cut_prompts() -> bool:
+    """Whether one iteration of vLLM's engine may compute a part of a seeded prompt. vLLM then sets the request's random
+    generator back, and torch's generators on a CPU cannot be set back: the engine would end."""
+    return device_type() == "cuda"
+
+
+def head_dims() -> tuple[int, ...]:
+    """The head sizes that vLLM's attention computes on this device; empty where vLLM itself says which in time."""
+    return () if device_type() == "cuda" else (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def has_float8() -> bool:

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/*.md is run, or checked where its mark says so (`tests/examples.py`)."""
+"""Every code block of the pages is run, or checked where its mark says so (`tests/examples.py`)."""
 
 import ast
 import dataclasses

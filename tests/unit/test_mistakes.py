@@ -45,6 +45,7 @@ FLAGS = {
     "a KL without a reference": "quickstart.py --algorithm.kl-coef 0.04",
     "a completion longer than the model": "quickstart.py --sampling.max-tokens 600",
     "a layout that does not divide the model": "quickstart.py --generator.tensor-parallel-degree 3",
+    "fewer tokens than sequences in an iteration": "quickstart.py --generator.max-num-batched-tokens 256",
     "a model too small for the tokenizer": "quickstart.py --model.shape.vocab-size 32",
     "steps that end within a batch": "quickstart.py --controller.num-steps 101 --algorithm.tasks-per-minibatch 16",
     "greedy training samples": "quickstart.py --algorithm.temperature 0",

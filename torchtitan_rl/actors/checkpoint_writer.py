@@ -49,7 +49,7 @@ class CheckpointWriter:
             if dist.get_world_size() > 1:  # a group of its own: collectives of training go on in another thread
                 self._group = dist.new_group(backend="gloo")
         # Tensors alone: the stager takes as long for a key or a number as for a small tensor.
-        tensors = list(_tensors(state))
+        tensors = [_own(tensor) for tensor in _tensors(state)]
         copies = iter(self._stager.stage({"tensors": tensors})["tensors"])  # type: ignore[index]  # no future: not async
         staged = _with_tensors(state, copies)
         self._writing = self._thread.submit(self._write, staged, _random_states(), checkpoint.model_dir(path))
@@ -89,6 +89,16 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
     elif isinstance(state, torch.Tensor):
         yield state
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that torch's stager can copy: a DTensor that begins within its storage is cloned.
+
+    The stager takes a DTensor's data pointer for the address of a storage. The pointer is not 0 where the DTensor is a
+    view with an offset, and no storage is there. Keys and values of a fused projection are such views where a layer has
+    one head of each.
+    """
+    return tensor.clone() if isinstance(tensor, DTensor) and tensor.storage_offset() else tensor
 
 
 def _with_tensors(state: Any, tensors: Iterator[torch.Tensor]) -> Any:

@@ -141,7 +141,8 @@ class GeneratorConfig:
     max_num_seqs: int = 256
     """Sequences that one replica decodes at once."""
     max_num_batched_tokens: int = 16384
-    """Tokens that one engine iteration computes at most, prompts and decoding together."""
+    """Tokens that one engine iteration computes at most, prompts and decoding together; at least `max_model_len`. What
+    is left of a prompt goes into the next iteration; on a CPU the whole prompt does."""
     kv_cache_gib: float = 1.0
     """Size of the KV cache, in GiB per rank."""
     model_impl: Literal["torchtitan", "vllm"] = "torchtitan"

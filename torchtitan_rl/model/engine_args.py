@@ -30,6 +30,7 @@ def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: b
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+        enable_chunked_prefill=platform.can_cut_prompts(),
         # vLLM's default on CUDA is True: an engine step in flight during a load would return after the load, and tokens
         # that the old weights sampled would be labelled with the new version.
         async_scheduling=False,

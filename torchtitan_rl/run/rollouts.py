@@ -69,7 +69,7 @@ class Rollouts:
         """The newest policy at a temperature, with the run's tokenizer and limits."""
         names = ("max_tokens", "max_prompt_tokens", "stop_token_ids", "stop")
         limits = {name: getattr(self.config.sampling, name) for name in names}
-        return Policy(sampler=self.generator, tokenizer=self.tokenizer, temperature=temperature, **limits)
+        return Policy(generator=self.generator, tokenizer=self.tokenizer, temperature=temperature, **limits)
 
     def workflow(self, family: TaskFamily) -> Callable:
         """The workflow that plays the tasks of a family: the config's own, else the default for the family."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.tasks.judging import judge
-from torchtitan_rl.tasks.limited import OfLoop
+from torchtitan_rl.tasks.limited import OfLoop, log_retries
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
@@ -67,6 +67,7 @@ class HttpJudge:
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: the endpoint needs none."""
     _held: OfLoop = field(default_factory=OfLoop, init=False, repr=False, compare=False)
+    _retried: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
@@ -114,9 +115,15 @@ class HttpJudge:
             # The client's deadline begins again with every byte, and some servers send blanks while they think.
             try:
                 async with asyncio.timeout((self.retries + 1) * (self.timeout_s + LONGEST_WAIT_S)):
-                    answer = await client.chat.completions.create(model=self.model, messages=messages, **self.request)
+                    asking = client.chat.completions.with_raw_response
+                    response = await asking.create(model=self.model, messages=messages, **self.request)
+                    answer = response.parse()
             except Exception as error:
                 raise ConnectionError(f"{self.base_url}: {type(error).__name__}: {error}") from error
+        if retries := response.retries_taken:
+            self._retried += retries
+            why = f"{self.base_url}: a request was answered at try {retries + 1}"
+            log_retries(self._retried - retries, self._retried, why)
         return self.parse(answer.choices[0].message.content or "")
 
     def _connect(self) -> tuple[Any, asyncio.Semaphore]:

@@ -13,9 +13,16 @@ from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
-__all__ = ["Limited", "OfLoop"]
+__all__ = ["Limited", "OfLoop", "log_retries"]
 
 logger = logging.getLogger(__name__)
+
+
+def log_retries(before: int, now: int, why: str) -> None:
+    """Logs the 1st, 10th, 100th ... retry as a warning, the others quietly: a service may fail one call in ten.
+    `before` and `now` are numbers of retries so far."""
+    loud = not before or len(str(now)) > len(str(before))
+    logger.log(logging.WARNING if loud else logging.DEBUG, "retry %d of a reward: %s", now, why)
 
 
 class OfLoop:
@@ -83,12 +90,7 @@ class Limited:
                 except RuntimeError as error:
                     last = error
                 if retry < self.retries:
-                    self._tell(last)
+                    self._retried += 1
+                    log_retries(self._retried - 1, self._retried, str(last))
                     await asyncio.sleep(self.wait_s * 2**retry)
         raise RuntimeError(f"{last} ({self.retries} retries)") from last
-
-    def _tell(self, error: RuntimeError) -> None:
-        """Logs the 1st, 10th, 100th ... retry as a warning, the others quietly: a service may fail one call in ten."""
-        self._retried += 1
-        loud = self._retried == 10 ** (len(str(self._retried)) - 1)
-        logger.log(logging.WARNING if loud else logging.DEBUG, "retry %d of a reward: %s", self._retried, error)

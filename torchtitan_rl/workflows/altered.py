@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.types import SamplingParams
+from typing import Any
+
+import torch
+
+from torchtitan_rl.types import Completion, SamplingParams
 from torchtitan_rl.types.sampling import NEUTRAL
 
-__all__ = ["AlteredForTraining", "refuse_altered"]
+__all__ = ["AlteredForTraining", "TrainingSampler", "refuse_altered"]
 
 
 class AlteredForTraining(ValueError):
     """A workflow asked for a completion that could not train."""
 
 
-def refuse_altered(params: SamplingParams) -> None:
-    """Raises AlteredForTraining for a setting that alters the policy's distribution."""
+def refuse_altered(params: SamplingParams, call: str = "policy.complete") -> None:
+    """Raises AlteredForTraining for a setting that alters the policy's distribution. `call` is what asked."""
     for name, off in NEUTRAL.items():
         if (value := getattr(params, name)) not in off:
             raise AlteredForTraining(
-                f"policy.complete({name}={value}): this rollout is to train, and its log-probabilities would not be "
+                f"{call}({name}={value}): this rollout is to train, and its log-probabilities would not be "
                 f"those of the policy; leave {name} out where policy.for_training is True"
             )
+
+
+class TrainingSampler:
+    """The sampler of a policy whose rollouts train, for a workflow that asks it without `Policy.complete`: refuses the
+    same settings."""
+
+    def __init__(self, sampler: Any):
+        """`sampler` is a `workflows.policy.Sampler`."""
+        self._sampler = sampler
+
+    async def sample(
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
+    ) -> Completion:
+        refuse_altered(params, "policy.sampler.sample")
+        return await self._sampler.sample(tokens, params, policy_version=policy_version)
+
+    async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]:
+        return await self._sampler.score(tokens, policy_version=policy_version)
+
+    async def score_top(
+        self, tokens: list[int], top_k: int, *, policy_version: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return await self._sampler.score_top(tokens, top_k, policy_version=policy_version)

@@ -29,7 +29,7 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
     script: Any = _Script(task, policy.tokenizer)  # no Sampler: a demonstration is never scored
     rollouts = rollouts_of(
         await workflow(
-            task, dataclasses.replace(policy, sampler=script, stop_token_ids=[]), rollout_id=task.id, seed=0
+            task, dataclasses.replace(policy, generator=script, stop_token_ids=[]), rollout_id=task.id, seed=0
         ),
         task,
     )

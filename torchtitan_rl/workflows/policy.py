@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, Rollout, SamplingParams, Task, Turn
-from torchtitan_rl.workflows.altered import refuse_altered
+from torchtitan_rl.workflows.altered import TrainingSampler, refuse_altered
 from torchtitan_rl.workflows.chat import Chat
 
 __all__ = ["Policy", "Prompt", "Sampler", "SamplingFailed", "single_turn"]
@@ -42,7 +42,7 @@ class Sampler(Protocol):
 class Policy:
     """A sampler with its tokenizer and sampling settings."""
 
-    sampler: Sampler
+    generator: Sampler
     tokenizer: Any
     """A Hugging Face tokenizer."""
     max_tokens: int
@@ -58,6 +58,11 @@ class Policy:
     """Settings of `types.sampling.NEUTRAL` for every completion, such as `{"top_p": 0.9}`; for evaluations only."""
     teacher_version: int | None = None
     """The version of the snapshot that scores rollouts for self-distillation; None: no workflow asked for one."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """Samples and scores tokens for a workflow that `complete` is not enough for."""
+        return TrainingSampler(self.generator) if self.for_training else self.generator
 
     def prompt_tokens(self, task: Task) -> list[int]:
         """The task's prompt as tokens, see `encode`. Raises ValueError when longer than `max_prompt_tokens`."""
@@ -107,7 +112,7 @@ class Policy:
         if altered and self.for_training:
             refuse_altered(params)
         try:
-            return await self.sampler.sample(tokens, params, policy_version=self.policy_version)
+            return await self.generator.sample(tokens, params, policy_version=self.policy_version)
         except RuntimeError as error:
             raise SamplingFailed(str(error)) from error
 

@@ -194,12 +194,12 @@ async def _learn(rollout: Rollout, prompt: Prompt | None, policy: Policy, settin
         raise ValueError(f"prompt={prompt!r}: of rollout {rollout.id} has no tokens; give some, or None for no teacher")
     sequence, starts = _as_teacher_reads(rollout, tokens)
     if settings.top_k:
-        likeliest, logprobs = await policy.sampler.score_top(sequence, settings.top_k, policy_version=version)
+        likeliest, logprobs = await policy.generator.score_top(sequence, settings.top_k, policy_version=version)
         for turn, start in zip(rollout.turns, starts):
             rows = slice(start - 1, start - 1 + len(turn.completion.tokens))  # row 0 scores the second token
             turn.soft_targets = likeliest[rows], settings.coef * logprobs[rows].exp()
         return
-    scores = await policy.sampler.score(sequence, policy_version=version)
+    scores = await policy.generator.score(sequence, policy_version=version)
     teacher = [
         scores[start - 1 + i] for turn, start in zip(rollout.turns, starts) for i in range(len(turn.completion.tokens))
     ]

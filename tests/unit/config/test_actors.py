@@ -18,7 +18,7 @@ def run_config(**trainer):
         task=LetterSort.Config(),
         model=ModelConfig(
             assets="chars",
-            shape=Qwen3Shape(vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24),
+            shape=Qwen3Shape(vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=24),
         ),
         trainer=TrainerConfig(**trainer),
     )

@@ -36,7 +36,7 @@ def run_config():
         model=ModelConfig(
             assets="chars",
             shape=Qwen3Shape(
-                vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24, max_seq_len=64
+                vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=24, max_seq_len=64
             ),
         ),
         algorithm=AlgorithmConfig(advantage_fn=grpo, loss_fn=ppo, loss_config={"clip_low": 0.2, "clip_high": 0.28}),
@@ -572,7 +572,7 @@ def test_the_name_of_a_function_with_arguments_filled_in():
 def test_flat_goes_through_sections_and_dicts_in_order():
     leaves = dict(flat(run_config()))
     assert list(leaves)[:3] == ["name", "task.min_letters", "task.max_letters"]
-    assert leaves["algorithm.loss_config.clip_high"] == 0.28 and leaves["model.shape.head_dim"] == 8
+    assert leaves["algorithm.loss_config.clip_high"] == 0.28 and leaves["model.shape.head_dim"] == 32
     assert leaves["trainer.optimizer.betas"] == (0.9, 0.95) and "trainer" not in leaves
 
 
@@ -585,7 +585,7 @@ def test_show_prints_flags_sizes_and_processes(capsys):
         "--algorithm.loss-config.clip-low 0.2",
         "--algorithm.loss-fn torchtitan_rl.algorithm.surrogate:ppo",
         "--model.flavor None",
-        "model: 6,512 parameters",  # 64 x 16 + 2 x 2736 + 16, see test_model_config
+        "model: 15,824 parameters",  # 64 x 16 + 2 x 7392 + 16
         "processes: 1 trainer, 1 x 1 generator, 1 store, 1 controller",
     ):
         assert line in lines
@@ -620,8 +620,8 @@ def test_show_counts_the_parameters_of_adapters(capsys):
     config = run_config()
     config.trainer.lora = LoRAConfig(rank=3)
     show(config)
-    # Two blocks, rank 3: 16 + 64 for query, key and value, 32 + 16 for the output, 3 x (16 + 24) for the feed-forward.
-    assert "adapters: 1,488 parameters, which alone train" in capsys.readouterr().out.splitlines()
+    # Two blocks, rank 3: 16 + 256 for query, key, value, 128 + 16 for the output, 3 x (16 + 24) for the feed-forward.
+    assert "adapters: 3,216 parameters, which alone train" in capsys.readouterr().out.splitlines()
 
 
 def test_neither_vllm_nor_monarch_is_needed_to_read_a_config():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_rl import adapters
+from torchtitan_rl import adapters, platform
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.spec import build_spec
@@ -18,6 +18,7 @@ adapters.prepare_vllm(eager=True)
 
 from vllm import envs  # noqa: E402
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig  # noqa: E402
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.engine import detokenizer, output_processor  # noqa: E402
 from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 
@@ -70,6 +71,11 @@ def test_what_a_request_and_a_client_offer():
     for kind in (detokenizer.IncrementalDetokenizer, detokenizer.BaseIncrementalDetokenizer):
         assert hasattr(kind, "output_token_ids") or "output_token_ids" in inspect.getsource(kind)
     assert callable(InprocClient.shutdown) and isinstance(VllmConfig.use_v2_model_runner, property)
+
+
+def test_the_head_sizes_of_attention_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert list(platform.head_dims()) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 @pytest.mark.parametrize("given, seen", [("v1", "0"), ("v2", "1")])

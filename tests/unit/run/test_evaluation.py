@@ -56,7 +56,9 @@ def evaluation(family=None, failures=None, **fields):
     sampler = CountedOut()
 
     def policy(temperature):
-        return Policy(sampler=sampler, tokenizer=TOKENIZER, max_tokens=1, max_prompt_tokens=1, temperature=temperature)
+        return Policy(
+            generator=sampler, tokenizer=TOKENIZER, max_tokens=1, max_prompt_tokens=1, temperature=temperature
+        )
 
     return asyncio.run(
         evaluate(

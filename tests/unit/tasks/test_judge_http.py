@@ -90,7 +90,7 @@ def http_judge(server, **fields):
     return HttpJudge(base_url=server.url, model="judge", **{"prompt": PROMPT} | fields)
 
 
-def test_one_failure_in_ten_does_not_show(server):
+def test_one_failure_in_ten_shows_in_the_log_alone(server, caplog):
     server.fail_every = 10
     reward = Rewards({"judge": (http_judge(server, concurrency=4, retries=3, timeout_s=10), 2.0)})
     completions = [[f"{i}.{j}" for j in range(4)] for i in range(15)]
@@ -101,6 +101,9 @@ def test_one_failure_in_ten_does_not_show(server):
     assert asyncio.run(groups()) == [[2 * float(c) for c in group] for group in completions]
     assert server.failed >= 6 and len(server.requests) == 60 + server.failed
     assert server.most <= 4
+    warnings = [record.getMessage() for record in caplog.records if record.name == "torchtitan_rl.tasks.limited"]
+    assert len(warnings) == len(str(server.failed))  # the 1st, 10th ... retry
+    assert warnings[0] == f"retry 1 of a reward: {server.url}: a request was answered at try 2"
     path, key, body = min(server.requests, key=lambda request: request[2]["messages"][0]["content"])
     assert (path, key) == ("/v1/chat/completions", "Bearer none")
     assert body == {

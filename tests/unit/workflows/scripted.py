@@ -31,4 +31,4 @@ class Scripted:
 
 def policy(*said, tokenizer=CHARS, **settings) -> Policy:
     settings = {"max_tokens": 32, "max_prompt_tokens": 64} | settings
-    return Policy(sampler=Scripted(*said, tokenizer=tokenizer), tokenizer=tokenizer, **settings)
+    return Policy(generator=Scripted(*said, tokenizer=tokenizer), tokenizer=tokenizer, **settings)

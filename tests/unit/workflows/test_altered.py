@@ -1,13 +1,14 @@
 """A workflow that asks for top-p: passed on in evaluations, refused for training before a token is spent."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from tests.unit.workflows.scripted import policy
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.run.failures import Failures
-from torchtitan_rl.types import Task
+from torchtitan_rl.types import SamplingParams, Task
 from torchtitan_rl.workflows.altered import AlteredForTraining
 from torchtitan_rl.workflows.group import run_group
 from torchtitan_rl.workflows.policy import single_turn
@@ -21,6 +22,13 @@ async def careful(task, policy, *, rollout_id, seed):
 
 async def only_careful(task, policy, *, rollout_id, seed):
     await policy.complete([5, 6], seed=seed, top_p=0.9)
+
+
+async def past_the_policy(task, policy, *, rollout_id, seed):
+    rollout = await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
+    params = SamplingParams(max_tokens=4, seed=seed, top_p=0.9)
+    rollout.turns[0].completion = await policy.sampler.sample([5, 6], params)
+    return rollout
 
 
 def group_of(workflow, made, **named):
@@ -42,7 +50,7 @@ def group_of(workflow, made, **named):
 def test_in_an_evaluation_it_is_passed_on():
     made = policy("ab", "cd", altered={"min_p": 0.1})
     group_of(careful, made)
-    asked = [(params.top_p, params.min_p) for _, params in made.sampler.asked]
+    asked = [(params.top_p, params.min_p) for _, params in made.generator.asked]
     assert asked == [(1.0, 0.1), (0.9, 0.1)]  # the evaluation's own setting, and the workflow's beside it
 
 
@@ -54,7 +62,28 @@ def test_for_training_it_is_refused_before_a_token_is_spent():
         "policy.complete(top_p=0.9): this rollout is to train, and its log-probabilities would not be those of the "
         "policy; leave top_p out where policy.for_training is True"
     )
-    assert made.sampler.asked == []
+    assert made.generator.asked == []
+
+
+def test_past_the_policy_it_is_refused_with_the_same_words_at_the_first_call():
+    made = policy("ab", for_training=True)
+    with pytest.raises(AlteredForTraining) as caught:
+        group_of(past_the_policy, made)
+    assert str(caught.value) == (
+        "policy.sampler.sample(top_p=0.9): this rollout is to train, and its log-probabilities would not be those of "
+        "the policy; leave top_p out where policy.for_training is True"
+    )
+    assert [params.top_p for _, params in made.generator.asked] == [1.0]  # the workflow's first turn alone
+    evaluated = policy("ab", "cd")
+    group_of(past_the_policy, evaluated)
+    assert [params.top_p for _, params in evaluated.generator.asked] == [1.0, 0.9]
+
+
+def test_what_does_not_train_may_be_drawn_from_a_copy():
+    made = policy("ab", for_training=True)
+    helper = dataclasses.replace(made, for_training=False)
+    asyncio.run(helper.complete([5], seed=0, top_p=0.9))
+    assert [params.top_p for _, params in made.generator.asked] == [0.9]
 
 
 def test_no_setting_for_failed_rollouts_hides_the_refusal():
@@ -67,4 +96,4 @@ def test_no_setting_for_failed_rollouts_hides_the_refusal():
 def test_what_is_off_may_be_said():
     made = policy("ab", for_training=True)
     asyncio.run(made.complete([5], seed=0, top_p=1.0, top_k=0))
-    assert len(made.sampler.asked) == 1
+    assert len(made.generator.asked) == 1

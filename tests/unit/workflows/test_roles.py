@@ -94,7 +94,7 @@ def test_each_of_them_can_be_taught(example):
     async def score(tokens, *, policy_version=None):
         return [-1.0] * (len(tokens) - 1)
 
-    student.sampler.score = score
+    student.generator.score = score
 
     async def run():
         taught = self_distill(example.workflow, prompt=lambda rollout: "z")

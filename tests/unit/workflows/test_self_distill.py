@@ -26,10 +26,10 @@ def hint(rollout):
 def scored(*said, **settings):
     """A policy that says these; every token's score is -0.1 x its position, the likeliest are the next two ids."""
     made = policy(*said, **{"for_training": "teacher_version" in settings} | settings)
-    made.sampler.scored = []
+    made.generator.scored = []
 
     async def score(tokens, *, policy_version=None):
-        made.sampler.scored.append((CHARS.decode(tokens), policy_version))
+        made.generator.scored.append((CHARS.decode(tokens), policy_version))
         return [-0.1 * position for position in range(1, len(tokens))]
 
     async def score_top(tokens, top_k, *, policy_version=None):
@@ -37,7 +37,7 @@ def scored(*said, **settings):
         ranks = torch.arange(top_k)
         return torch.tensor(tokens[1:])[:, None] + ranks, torch.log(0.5 / (ranks + 1)).repeat(len(tokens) - 1, 1)
 
-    made.sampler.score, made.sampler.score_top = score, score_top
+    made.generator.score, made.generator.score_top = score, score_top
     return made
 
 
@@ -56,7 +56,7 @@ def play(workflow, policy, task=TASK):
 def test_the_sampled_tokens_are_scored_under_the_other_prompt_by_the_teachers_version():
     student = scored("bc", teacher_version=7)
     rollout = play(self_distill(single_turn, prompt=hint, coef=2.0), student)
-    assert student.sampler.scored == [("cab:abc=bc", 7)]
+    assert student.generator.scored == [("cab:abc=bc", 7)]
     (turn,) = rollout.turns
     assert CHARS.decode(turn.prompt_tokens) == "cab=" and rollout.text == "bc"  # what trains is the plain prompt
     # The student said each with -0.5; "b" is at position 8 of what the teacher read, "c" at 9.
@@ -67,7 +67,8 @@ def test_the_sampled_tokens_are_scored_under_the_other_prompt_by_the_teachers_ve
 def test_in_evaluations_nothing_is_scored():
     student = scored("bc")
     assert (
-        play(self_distill(single_turn, prompt=hint), student).turns[0].advantages is None and not student.sampler.scored
+        play(self_distill(single_turn, prompt=hint), student).turns[0].advantages is None
+        and not student.generator.scored
     )
 
 
@@ -83,7 +84,7 @@ def test_the_likeliest_tokens_are_targets_and_the_sampled_ones_earn_nothing():
 def test_a_rollout_without_a_prompt_teaches_nothing():
     student = scored("bc", teacher_version=1)
     (turn,) = play(self_distill(single_turn, prompt=lambda rollout: None), student).turns
-    assert turn.advantages == [0.0, 0.0] and not student.sampler.scored
+    assert turn.advantages == [0.0, 0.0] and not student.generator.scored
 
 
 class Asks(Env):
@@ -108,7 +109,7 @@ def several_turns(task, policy, *, rollout_id, seed):
 def test_the_teacher_reads_all_turns_and_each_is_given_its_own_scores():
     student = scored("ab", "c", "de", teacher_version=3)
     rollout = play(self_distill(several_turns, prompt=hint, discount=1.0), student)
-    assert student.sampler.scored == [("cab:abc=ab?c?de", 3)]
+    assert student.generator.scored == [("cab:abc=ab?c?de", 3)]
     teacher = [-0.8, -0.9, -1.1, -1.3, -1.4]  # positions 8, 9, 11, 13, 14: the questions are nobody's
     own = [-(-0.5 - score) for score in teacher]
     want = [sum(own[i:]) for i in range(len(own))]
@@ -143,7 +144,7 @@ def test_a_group_learns_from_the_sibling_that_succeeded(advantage_fn):
     rollouts[0].reward, rollouts[1].reward = 1.0, 0.0
     hook = distill_group(prompt=of_a_sibling_that_succeeded, advantage_fn=advantage_fn)
     asyncio.run(hook(RolloutGroup(id="0/0", rollouts=rollouts), student))
-    assert student.sampler.scored == [("cab:abc=bc", 5)]  # the one that succeeded has no other to learn from
+    assert student.generator.scored == [("cab:abc=bc", 5)]  # the one that succeeded has no other to learn from
     best = {None: 0.0, rloo: 1.0}.get(advantage_fn, 0.5)
     assert rollouts[0].turns[0].advantages == [best] * 3
     assert rollouts[1].turns[0].advantages == pytest.approx([-best - 0.3, -best - 0.4])
@@ -155,7 +156,7 @@ def test_it_decorates_a_workflow_of_ones_own():
         return await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
 
     student = scored("bc", teacher_version=7)
-    assert play(mine, student).turns[0].advantages == pytest.approx([-0.3, -0.4]) and len(student.sampler.scored) == 1
+    assert play(mine, student).turns[0].advantages == pytest.approx([-0.3, -0.4]) and len(student.generator.scored) == 1
 
 
 def test_training_without_a_version_to_teach_is_an_error():

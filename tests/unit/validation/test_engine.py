@@ -1,0 +1,30 @@
+"""What the engine would refuse once it has started is refused before."""
+
+import torch
+
+from tests.unit.config.test_load import refusal, run_config
+from torchtitan_rl.validation.run import validate
+
+
+def test_a_head_that_attention_on_a_cpu_cannot_compute(monkeypatch):
+    config = run_config()
+    config.model.shape.head_dim = 16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal(validate, config) == (
+        "model.shape.head_dim=16: the generator's attention on a CPU has no kernel for it; use one of 32, 64, 80, 96, "
+        "112, 128, 160, 192, 224, 256, 512"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    validate(config)
+
+
+def test_an_iteration_has_a_token_for_every_sequence():
+    config = run_config()
+    config.generator.max_num_batched_tokens, config.generator.max_num_seqs = 40, 41
+    assert refusal(validate, config) == (
+        "generator.max_num_batched_tokens=40: is less than generator.max_num_seqs=41, and each of these sequences "
+        "decodes a token in one iteration; raise it, or lower max_num_seqs"
+    )
+    config.generator.max_num_batched_tokens = 1  # prompts of max_model_len=32 fit in any case
+    config.generator.max_num_seqs = 32
+    validate(config)
