@@ -48,7 +48,9 @@ async def measure(model: rl.ModelConfig, checkpoints: int, directory: Path) -> l
     )  # fmt: skip
     ones = torch.ones(15)
     tokens = torch.arange(16) % vocab_size
-    datum = Datum(tokens=tokens[:-1], target_tokens=tokens[1:], loss_inputs={"weights": ones / 15, "loss_mask": ones})
+    datum = Datum(
+        tokens=tokens[:-1], target_tokens=tokens[1:], loss_inputs={"token_weights": ones / 15, "loss_mask": ones}
+    )
     rows = []
     for number in range(checkpoints):
         await client.forward_backward([datum], cross_entropy)

@@ -39,7 +39,12 @@ def microbatch(num_documents: int, length: int, vocab_size: int) -> Microbatch:
     data = []
     for _ in range(num_documents):
         tokens = torch.randint(vocab_size, (length + 1,), generator=generator)
-        inputs = {"loss_mask": every, "weights": every / length, "advantages": every, "sampling_logprobs": -10 * every}
+        inputs = {
+            "loss_mask": every,
+            "token_weights": every / length,
+            "advantages": every,
+            "sampling_logprobs": -10 * every,
+        }
         data.append(Datum(tokens=tokens[:-1], target_tokens=tokens[1:], loss_inputs=inputs))
     return pack(data)
 

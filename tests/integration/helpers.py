@@ -30,7 +30,7 @@ def random_datums(num: int, *, seed: int = 0, min_len: int = 2, max_len: int = 1
                 target_tokens=tokens[1:],
                 loss_inputs={
                     "loss_mask": mask,
-                    "weights": mask / total,
+                    "token_weights": mask / total,
                     "advantages": mask * advantage,
                     "sampling_logprobs": mask * (torch.randn(length, generator=generator) * 0.1 - 4.1),
                 },
@@ -51,7 +51,7 @@ def distillation_datums(num: int, *, seed: int, dim: int, num_targets: int = 3, 
                 target_tokens=torch.rand(length, 60, generator=generator).argsort(1)[:, :num_targets],
                 loss_inputs={
                     "loss_mask": mask_T,
-                    "weights": shares_TK * datum.loss_inputs["weights"][:, None],
+                    "token_weights": shares_TK * datum.loss_inputs["token_weights"][:, None],
                     "teacher_hidden": torch.randn(length, dim, generator=generator),
                 },
             )

@@ -41,7 +41,7 @@ def runs(short_run, tmp_path_factory):
     """The short run with each backend; the local one stops at a breakpoint in its loss, and goes on."""
     directory = tmp_path_factory.mktemp("local")
     (directory / "config.py").write_text(WATCHED)
-    typed = "p len(inputs.weights) > 0, threading.current_thread() is threading.main_thread()\nc\n"
+    typed = "p len(inputs.token_weights) > 0, threading.current_thread() is threading.main_thread()\nc\n"
     arguments = ["train", str(directory / "config.py"), *SHORT, "--quiet", "--backend", "local"]
     return {"actors": short_run, "local": watched(arguments, directory / "run", typed * 2)}
 

@@ -128,7 +128,7 @@ def test_top_k_distillation_is_the_cross_entropy_with_the_teachers_likeliest_tok
                 target_tokens=tokens_TK,
                 loss_inputs={
                     "loss_mask": datum.loss_inputs["loss_mask"],
-                    "weights": logprobs_TK.exp() * datum.loss_inputs["weights"][:, None],
+                    "token_weights": logprobs_TK.exp() * datum.loss_inputs["token_weights"][:, None],
                 },
             )
             for datum, tokens_TK, logprobs_TK in zip(data, said.top_tokens, said.top_logprobs)
@@ -140,7 +140,7 @@ def test_top_k_distillation_is_the_cross_entropy_with_the_teachers_likeliest_tok
         logp_TV, logq_TV = await distributions(made["tied"], data), await distributions(made["teacher"], data)
         return output.loss, logp_TV, logq_TV
 
-    weights_T = torch.cat([d.loss_inputs["weights"] for d in data]).numpy()
+    weights_T = torch.cat([d.loss_inputs["token_weights"] for d in data]).numpy()
     for top_k in (VOCABULARY, 8):
         loss, logp_TV, logq_TV = loop.run_until_complete(run(top_k))
         best_TK = np.argsort(-logq_TV, 1, kind="stable")[:, :top_k]

@@ -65,7 +65,7 @@ def early_tokens_first(inputs):
     early = inputs.position < 4
     term = inputs.policy_logprobs * inputs.advantages * torch.where(early, 1.0, 0.5)
     num_early = (early & (inputs.loss_mask > 0)).sum().float()
-    return -(inputs.weights * torch.where(inputs.loss_mask > 0, term, 0.0)).sum(), {"mine/early_frac": num_early}
+    return -(inputs.token_weights * torch.where(inputs.loss_mask > 0, term, 0.0)).sum(), {"mine/early_frac": num_early}
 
 def config():
     limited = Limited(service, concurrency=4, retries=2, timeout_s=20, wait_s=0.02)

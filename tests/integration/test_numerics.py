@@ -132,7 +132,9 @@ def test_a_gradient_is_that_of_one_rank_and_one_microbatch(
 
 def reverse_kl_by_the_mask(inputs):
     """The same for data whose weights are for several targets a token."""
-    return reverse_kl(dataclasses.replace(inputs, tensors={"weights": inputs.loss_mask, "loss_mask": inputs.loss_mask}))
+    return reverse_kl(
+        dataclasses.replace(inputs, tensors={"token_weights": inputs.loss_mask, "loss_mask": inputs.loss_mask})
+    )
 
 
 @pytest.mark.parametrize("laid_out", DISTILLED, indirect=True)

@@ -215,7 +215,7 @@ def test_scoring_between_backward_and_step_leaves_the_gradient_whole(loop, apart
 def test_the_kl_to_a_reference_on_another_mesh_is_that_of_both_distributions(loop, apart):
     controller, _ = apart
     policy, reference, data = controller.trainer, controller.role("reference"), random_datums(5, seed=3)
-    data = with_inputs(data, weights=[d.loss_inputs["loss_mask"] for d in data])
+    data = with_inputs(data, token_weights=[d.loss_inputs["loss_mask"] for d in data])
 
     async def logp_TV(client):
         said = await client.forward(data, top_k=64)
@@ -237,7 +237,7 @@ def test_the_kl_to_a_reference_on_another_mesh_is_that_of_both_distributions(loo
         return output.loss, (logp.exp() * (logp - logq)).sum(-1)
 
     loss, expected_T = loop.run_until_complete(run())
-    weights_T = torch.cat([datum.loss_inputs["weights"] for datum in data])
+    weights_T = torch.cat([datum.loss_inputs["token_weights"] for datum in data])
     assert loss == pytest.approx(float((weights_T * expected_T).sum()), rel=1e-4)
     assert expected_T.mean() > 1e-4
 
@@ -368,7 +368,7 @@ def test_sharing_every_device_changes_no_number_and_loses_no_gradient(loop, apar
 
 
 def _weighed(inputs):
-    return importance_sampling(inputs)[0], {"weight/sum": inputs.weights.sum()}
+    return importance_sampling(inputs)[0], {"weight/sum": inputs.token_weights.sum()}
 
 
 def _rejects_what_is_less_likely(inputs):

@@ -151,7 +151,7 @@ def test_loss_weight_and_grad_scale_scale_the_gradient_alike(loop, controller):
 def test_masked_tokens_have_exactly_zero_gradient(loop, controller):
     data = random_datums(3)
     for datum in data:
-        datum.loss_inputs["loss_mask"].zero_(), datum.loss_inputs["weights"].zero_()
+        datum.loss_inputs["loss_mask"].zero_(), datum.loss_inputs["token_weights"].zero_()
     _, gradient = _gradient(loop, controller, [data], ppo)
     assert torch.count_nonzero(gradient) == 0
 
@@ -324,7 +324,7 @@ def test_what_is_not_given_to_an_optimizer_step_comes_from_the_config(loop, cont
 
 def test_any_loss_gets_the_check_of_generator_against_trainer(loop, controller):
     def reinforce(inputs):
-        return -(inputs.weights * inputs.policy_logprobs * inputs.advantages).sum(), {}
+        return -(inputs.token_weights * inputs.policy_logprobs * inputs.advantages).sum(), {}
 
     outputs, _ = _gradient(loop, controller, [random_datums(4)], reinforce)
     assert {"policy/entropy", "mismatch/kl", "mismatch/logprob_diff_max"} <= outputs[0].metrics.keys()

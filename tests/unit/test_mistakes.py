@@ -84,15 +84,17 @@ FUNCTIONS = {
         "config.algorithm.loss_fn, config.algorithm.loss_config = loss, {}",
     ),
     "a loss without a gradient": (
-        "def loss(inputs):\n    return -(inputs.weights * inputs.sampling_logprobs * inputs.advantages).sum(), {}",
+        "def loss(inputs):\n"
+        "    return -(inputs.token_weights * inputs.sampling_logprobs * inputs.advantages).sum(), {}",
         "config.algorithm.loss_fn, config.algorithm.loss_config = loss, {}",
     ),
     "a loss that returns no metrics": (
-        "def loss(inputs):\n    return -(inputs.weights * inputs.policy_logprobs * inputs.advantages).sum()",
+        "def loss(inputs):\n    return -(inputs.token_weights * inputs.policy_logprobs * inputs.advantages).sum()",
         "config.algorithm.loss_fn, config.algorithm.loss_config = loss, {}",
     ),
     "a loss that reads what the run does not have": (
-        "def loss(inputs):\n    return (inputs.weights * inputs.policy_logprobs * inputs.reference_logprobs).sum(), {}",
+        "def loss(inputs):\n"
+        "    return (inputs.token_weights * inputs.policy_logprobs * inputs.reference_logprobs).sum(), {}",
         "config.algorithm.loss_fn, config.algorithm.loss_config = loss, {}",
     ),
     "an estimator that divides by zero": (

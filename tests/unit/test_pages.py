@@ -93,7 +93,7 @@ SIZES = {"train": 9000, "validation": 1000, "test": 1325}
 def test_the_readmes_loss_is_the_policy_gradient():
     # - (0.5 x 2 x log p_0 + 0.25 x -1 x log p_1): gradients -1 and 0.25.
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    tensors = {"weights": torch.tensor([0.5, 0.25]), "advantages": torch.tensor([2.0, -1.0])}
+    tensors = {"token_weights": torch.tensor([0.5, 0.25]), "advantages": torch.tensor([2.0, -1.0])}
     inputs = LossInputs(policy_logprobs=logprobs, datum=torch.zeros(2).long(), num_datums=1, tensors=tensors)
     loss, metrics = readme_code("def reinforce")["reinforce"](inputs)
     loss.backward()

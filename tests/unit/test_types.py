@@ -19,7 +19,7 @@ def refusal(**kwargs):
 
 
 def test_the_length_of_a_datum_is_its_number_of_tokens():
-    assert len(datum(weights=torch.ones(3), loss_mask=torch.ones(3))) == 3
+    assert len(datum(token_weights=torch.ones(3), loss_mask=torch.ones(3))) == 3
 
 
 def test_an_empty_datum_is_refused():
@@ -30,14 +30,14 @@ def test_an_empty_datum_is_refused():
 
 def test_tensors_of_unequal_length_are_refused_by_name():
     assert refusal(targets=2) == "datum.target_tokens: has 2 entries where tokens has 3; give one per token"
-    assert refusal(weights=torch.ones(3), advantages=torch.ones(4)) == (
+    assert refusal(token_weights=torch.ones(3), advantages=torch.ones(4)) == (
         "datum.advantages: has 4 entries where tokens has 3; give one per token"
     )
 
 
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 def test_numbers_that_are_not_finite_are_refused_by_name_and_value(value, shown):
-    assert refusal(weights=torch.ones(3), sampling_logprobs=torch.tensor([-1.0, value, -2.0])) == (
+    assert refusal(token_weights=torch.ones(3), sampling_logprobs=torch.tensor([-1.0, value, -2.0])) == (
         f"datum.sampling_logprobs={shown}: is not finite; mask such tokens out and give them a finite value"
     )
 
@@ -48,7 +48,7 @@ def test_several_targets_and_numbers_of_a_token_are_rows():
         made = Datum(
             tokens=torch.arange(3),
             target_tokens=targets_TK,
-            loss_inputs={"weights": weights, "loss_mask": torch.ones(3), "teacher_hidden": torch.ones(3, 7)},
+            loss_inputs={"token_weights": weights, "loss_mask": torch.ones(3), "teacher_hidden": torch.ones(3, 7)},
         )
         assert len(made) == 3
 
@@ -60,8 +60,8 @@ def test_several_targets_and_numbers_of_a_token_are_rows():
         ({"teacher_hidden": torch.ones(3, 2, 2)}, "datum.teacher_hidden: has shape (3, 2, 2); give (T,) or (T, n)"),
         ({"teacher_hidden": torch.ones(3, 0)}, "datum.teacher_hidden: has shape (3, 0); give (T,) or (T, n)"),
         (
-            {"weights": torch.ones(3, 2)},
-            "datum.weights: has shape (3, 2) where target_tokens has (3,); give one per token, or one per target",
+            {"token_weights": torch.ones(3, 2)},
+            "datum.token_weights: has shape (3, 2) where target_tokens has (3,); give one per token, or one per target",
         ),
     ],
 )
@@ -76,9 +76,9 @@ def test_a_loss_reads_the_data_as_attributes():
         entropy=torch.ones(2),
         datum=torch.zeros(2),
         num_datums=1,
-        tensors={"weights": weights_T, "loss_mask": torch.ones(2)},
+        tensors={"token_weights": weights_T, "loss_mask": torch.ones(2)},
     )
-    assert inputs.weights is weights_T
+    assert inputs.token_weights is weights_T
     assert inputs.entropy.tolist() == [1.0, 1.0]  # a field of the class, not one of the data
 
 
@@ -88,12 +88,12 @@ def test_a_loss_input_that_is_not_there_is_an_attribute_error_that_says_what_is(
         entropy=torch.ones(2),
         datum=torch.zeros(2),
         num_datums=1,
-        tensors={"weights": torch.ones(2), "loss_mask": torch.ones(2)},
+        tensors={"token_weights": torch.ones(2), "loss_mask": torch.ones(2)},
     )
     with pytest.raises(AttributeError) as caught:
         inputs.advantages  # noqa: B018
     assert str(caught.value) == (
-        "loss input 'advantages': the data carry only ['loss_mask', 'weights']; fill it where datums are built"
+        "loss input 'advantages': the data carry only ['loss_mask', 'token_weights']; fill it where datums are built"
     )
     assert not hasattr(inputs, "advantages")  # which needs an AttributeError, not a KeyError
 

@@ -40,7 +40,7 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
         sequences += _sequences(group.rollouts[i], advantages, index, number)
     columns = [sequence.columns() for sequence in sequences]
     weights = config.reduction([inputs["loss_mask"] for inputs in columns], [s.group for s in sequences])
-    data = [s.datum(inputs | {"weights": w}) for s, inputs, w in zip(sequences, columns, weights, strict=True)]
+    data = [s.datum(inputs | {"token_weights": w}) for s, inputs, w in zip(sequences, columns, weights, strict=True)]
     if any(turn.soft_targets is not None for turn in turns):
         data = with_soft_targets(data, [(sequence.name, sequence.turns) for sequence in sequences])
     return data

@@ -20,6 +20,8 @@ def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: Algor
         masks.append(mask_T)
     weights = config.reduction(masks, list(range(len(masks))))
     return [
-        Datum(tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={"loss_mask": mask, "weights": weight})
+        Datum(
+            tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={"loss_mask": mask, "token_weights": weight}
+        )
         for sequence, mask, weight in zip(sequences, masks, weights, strict=True)
     ]

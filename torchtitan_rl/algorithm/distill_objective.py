@@ -35,7 +35,7 @@ def distilled(
         soft = dataclasses.replace(
             inputs,
             policy_logprobs=inputs.policy_logprobs[:, 1:],
-            tensors={**inputs.tensors, "weights": inputs.soft_weights},
+            tensors={**inputs.tensors, "token_weights": inputs.soft_weights},
         )
         inputs = dataclasses.replace(inputs, policy_logprobs=sampled_logprobs(inputs))
         if "sampling_logprobs" in inputs.tensors:
@@ -58,8 +58,8 @@ def _soft_metrics(soft: LossInputs) -> dict[str, torch.Tensor]:
     """Sums over tokens: KL(soft targets || policy), with each token's soft weights scaled to sum to 1; and 1 per token
     with soft targets."""
     with torch.no_grad():
-        total_T1 = soft.weights.sum(1, keepdim=True)
-        shares_TK = torch.where(total_T1 > 0, soft.weights / total_T1, 0.0)
+        total_T1 = soft.token_weights.sum(1, keepdim=True)
+        shares_TK = torch.where(total_T1 > 0, soft.token_weights / total_T1, 0.0)
         cross_TK = torch.where(shares_TK > 0, shares_TK * soft.policy_logprobs, 0.0)
         divergence = (torch.special.xlogy(shares_TK, shares_TK) - cross_TK).sum()
         return {"distill/kl": divergence, "distill/target_frac": (total_T1 > 0).sum()}

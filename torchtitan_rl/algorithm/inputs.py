@@ -38,5 +38,5 @@ def minibatches(data: list[Datum], config: AlgorithmConfig) -> list[list[Datum]]
         chosen = set(groups[start : start + config.tasks_per_minibatch])
         part = [datum for datum in data if datum.group in chosen]
         weights = config.reduction([d.loss_inputs["loss_mask"] for d in part], [d.group for d in part])
-        parts.append(with_inputs(part, weights=weights))
+        parts.append(with_inputs(part, token_weights=weights))
     return parts

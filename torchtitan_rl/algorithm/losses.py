@@ -1,8 +1,8 @@
 """Losses: functions of per-token tensors that return a token **sum** and metric sums.
 
-`weights` says how much each token counts. A reduction computes `weights` once for the whole batch, so a loss never
-divides and splitting a batch changes nothing. Metric sums are over trained tokens; a metric whose name ends in `_max`
-is a maximum. Hyperparameters are keyword arguments (`algorithm.loss_config`).
+`token_weights`, w in formulas, says how much each token counts. A reduction computes it once for the whole batch, so a
+loss never divides and splitting a batch changes nothing. Metric sums are over trained tokens; a metric whose name ends
+in `_max` is a maximum. Hyperparameters are keyword arguments (`algorithm.loss_config`).
 
 The old policy of a ratio is the generator that sampled (`sampling_logprobs`), or the trainer's policy before the batch
 or before the step (`old_logprobs`, with `recompute_logprobs_per_batch` or `_per_minibatch`). Log-ratios are clamped to
@@ -50,35 +50,35 @@ __all__ = [
 
 
 def cross_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Supervised: -sum weights x logp. Needs `weights` only.
+    """Supervised: -sum w x logp. Needs `token_weights` only.
 
     Targets and weights of shape (T, K) make this top-k distillation: a weight is a teacher's probability of the target
     x the position's token weight. Raises ValueError when the shapes of log-probabilities and weights differ.
     """
-    if inputs.weights.shape != inputs.policy_logprobs.shape:
+    if inputs.token_weights.shape != inputs.policy_logprobs.shape:
         raise ValueError(
-            f"weights: have shape {tuple(inputs.weights.shape)} where the targets' log-probabilities have "
+            f"token_weights: have shape {tuple(inputs.token_weights.shape)} where the targets' log-probabilities have "
             f"{tuple(inputs.policy_logprobs.shape)}; give every target a weight"
         )
     # A target of weight 0 is replaced, not multiplied: 0 x -inf would be NaN.
-    return -torch.where(inputs.weights != 0, inputs.weights * inputs.policy_logprobs, 0.0).sum(), {}
+    return -torch.where(inputs.token_weights != 0, inputs.token_weights * inputs.policy_logprobs, 0.0).sum(), {}
 
 
 def reverse_kl(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Distillation from a teacher's whole distribution: sum weights x KL(policy || teacher), exact over the vocabulary.
+    """Distillation from a teacher's whole distribution: sum w x KL(policy || teacher), exact over the vocabulary.
 
     Gu et al., "MiniLLM" (arXiv:2306.08543), per token. Raises ValueError when the data lack `teacher_hidden`.
     """
     if inputs.teacher_kl is None:
         raise ValueError("teacher_kl=None: the data carry no teacher_hidden to compute it from; distil from a teacher")
-    return masked_sum(inputs, inputs.weights * inputs.teacher_kl), {
+    return masked_sum(inputs, inputs.token_weights * inputs.teacher_kl), {
         "distill/kl": torch.where(inputs.loss_mask > 0, inputs.teacher_kl.detach(), 0.0).sum()
     }
 
 
 def importance_sampling(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Policy gradient with the importance ratio to the old policy: -sum weights x ratio x advantage."""
-    return -masked_sum(inputs, inputs.weights * ratio(inputs) * inputs.advantages), {}
+    """Policy gradient with the importance ratio to the old policy: -sum w x ratio x advantage."""
+    return -masked_sum(inputs, inputs.token_weights * ratio(inputs) * inputs.advantages), {}
 
 
 def gspo(
@@ -107,7 +107,7 @@ def cispo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Policy gradient with a clipped ratio as a constant factor (CISPO, MiniMax-M1, arXiv:2506.13585).
 
-    -sum weights x stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) x A x logp: a clipped token still trains.
+    -sum w x stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) x A x logp: a clipped token still trains.
     `clip_low=1` is no lower bound, as in the paper: "we did not impose a lower bound on the IS weight [...] we only
     tuned" the upper one. The paper does not print its upper bound. `clip_high=4` bounds ratios at 5, as SkyRL does by
     default and TRL recommends after ScaleRL (arXiv:2510.13786): a bound on outliers, not PPO's trust region.
@@ -115,24 +115,24 @@ def cispo(
     check_clip(clip_low, clip_high)
     ratio_T = ratio(inputs).detach()
     factor_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
-    loss = -masked_sum(inputs, inputs.weights * factor_T * inputs.advantages * _trained_logprobs(inputs))
+    loss = -masked_sum(inputs, inputs.token_weights * factor_T * inputs.advantages * _trained_logprobs(inputs))
     return loss, {"policy/clip_frac": ((factor_T != ratio_T) & (inputs.loss_mask > 0)).sum()}
 
 
 def dro(inputs: LossInputs, *, beta: float = 0.05) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Policy gradient with a quadratic penalty on the log-ratio: -sum weights x (A x logp - beta / 2 x log-ratio^2).
+    """Policy gradient with a quadratic penalty on the log-ratio: -sum w x (A x logp - beta / 2 x log-ratio^2).
 
     Direct reward optimisation, Richemond et al. (arXiv:2405.19107), per token, with advantages in place of values.
     """
     if not 0 < beta < float("inf"):
         raise ValueError(f"beta={beta}: must be positive, it is what keeps the policy near the old one; use 0.05")
     square_T = log_ratio(inputs).square()
-    terms_T = inputs.weights * (inputs.advantages * _trained_logprobs(inputs) - 0.5 * beta * square_T)
+    terms_T = inputs.token_weights * (inputs.advantages * _trained_logprobs(inputs) - 0.5 * beta * square_T)
     return -masked_sum(inputs, terms_T), {}
 
 
 def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A critic's loss: sum weights x max of two half squared errors against `returns`, of the predicted value and of
+    """A critic's loss: sum w x max of two half squared errors against `returns`, of the predicted value and of
     the prediction clamped to within `clip` of the value before the batch (the clipped value loss of the PPO authors'
     implementation)."""
     if not clip > 0:
@@ -140,7 +140,7 @@ def value_loss(inputs: LossInputs, *, clip: float = float("inf")) -> tuple[torch
     error_T = masked_difference(inputs, inputs.predicted_values, inputs.returns).square()
     held_T = inputs.values + masked_difference(inputs, inputs.predicted_values, inputs.values).clamp(-clip, clip)
     loss_T = 0.5 * torch.maximum(error_T, masked_difference(inputs, held_T, inputs.returns).square())
-    return masked_sum(inputs, inputs.weights * loss_T), {
+    return masked_sum(inputs, inputs.token_weights * loss_T), {
         "critic/squared_error": error_T.detach().sum(),
         "critic/value_mean": masked_sum(inputs, inputs.predicted_values.detach()),
     }

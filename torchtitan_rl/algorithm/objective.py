@@ -1,9 +1,9 @@
 """The objective of a policy's step: the loss, and the terms that a config adds.
 
-objective = loss_fn with weights x correction  +  kl_coef x sum weights x KL  -  entropy_coef x sum weights x entropy
+objective = loss_fn with w x correction  +  kl_coef x sum w x KL  -  entropy_coef x sum w x entropy
             + the divergence from a teacher (algorithm.distill; without loss_fn if the teacher alone trains)
 
-Every term is linear in `weights`, so the objective is a token sum like any loss.
+w are the `token_weights`. Every term is linear in them, so the objective is a token sum like any loss.
 """
 
 from __future__ import annotations

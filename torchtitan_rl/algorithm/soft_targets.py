@@ -54,7 +54,7 @@ def appended(data: list[Datum]) -> list[Datum]:
     for datum in data:
         inputs = dict(datum.loss_inputs)
         tokens_TK, shares_TK = inputs.pop("soft_tokens"), inputs.pop("soft_shares")
-        inputs["soft_weights"] = inputs["weights"][:, None] * shares_TK
+        inputs["soft_weights"] = inputs["token_weights"][:, None] * shares_TK
         targets = torch.cat([datum.target_tokens[:, None], tokens_TK], 1)
         made.append(dataclasses.replace(datum, target_tokens=targets, loss_inputs=inputs))
     return made

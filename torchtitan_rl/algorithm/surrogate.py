@@ -34,7 +34,7 @@ def ppo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped surrogate of Schulman et al. 2017 (arXiv:1707.06347), with separate bounds as in DAPO (arXiv:2503.14476).
 
-    -sum weights x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A). With `dual_clip` = c > 1 the objective
+    -sum w x min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A). With `dual_clip` = c > 1 the objective
     of a token with A < 0 is at least c x A (Ye et al., arXiv:1912.09729).
     """
     check_clip(clip_low, clip_high, dual_clip)
@@ -50,7 +50,7 @@ def clipped_surrogate(
     clipped_T = held_T.clamp(1 - clip_low, 1 + clip_high)
     objective_T = torch.minimum(held_T * inputs.advantages, clipped_T * inputs.advantages)
     was_clipped_T = (objective_T != ratio_T * inputs.advantages) & (inputs.loss_mask > 0)
-    return -masked_sum(inputs, inputs.weights * objective_T), {"policy/clip_frac": was_clipped_T.sum()}
+    return -masked_sum(inputs, inputs.token_weights * objective_T), {"policy/clip_frac": was_clipped_T.sum()}
 
 
 def ratio(inputs: LossInputs) -> torch.Tensor:

@@ -19,8 +19,8 @@ __all__ = ["corrected", "regularized", "with_kept_weights", "with_kl_reward"]
 def corrected(inputs: LossInputs, *, loss_fn, correction_fn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """`loss_fn` with the weights of trained tokens multiplied by the correction's factors."""
     factor_T, correction_metrics = correction_fn(inputs)
-    weights_T = torch.where(inputs.loss_mask > 0, inputs.weights * factor_T.detach(), 0.0)
-    loss, metrics = loss_fn(dataclasses.replace(inputs, tensors={**inputs.tensors, "weights": weights_T}))
+    weights_T = torch.where(inputs.loss_mask > 0, inputs.token_weights * factor_T.detach(), 0.0)
+    loss, metrics = loss_fn(dataclasses.replace(inputs, tensors={**inputs.tensors, "token_weights": weights_T}))
     return loss, {**correction_metrics, **metrics}
 
 
@@ -31,10 +31,10 @@ def regularized(
     loss, metrics = loss_fn(inputs)
     if kl_coef:
         difference_T = masked_difference(inputs, inputs.policy_logprobs, inputs.reference_logprobs)
-        loss = loss + kl_coef * masked_sum(inputs, inputs.weights * KL_ESTIMATORS[kl_estimator](difference_T))
+        loss = loss + kl_coef * masked_sum(inputs, inputs.token_weights * KL_ESTIMATORS[kl_estimator](difference_T))
     if entropy_coef:
         entropy_T = torch.where(inputs.loss_mask > 0, inputs.entropy, 0.0)
-        loss = loss - entropy_coef * masked_sum(inputs, inputs.weights * entropy_T)
+        loss = loss - entropy_coef * masked_sum(inputs, inputs.token_weights * entropy_T)
     return loss, metrics
 
 
@@ -78,4 +78,4 @@ def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]
         tensors = dict(datum.loss_inputs)  # a correction that reads `position` adds a tensor
         factor_T, _ = correction(LossInputs(datum=alone, num_datums=1, tensors=tensors, turns=[datum.turns]))
         kept.append(torch.where(factor_T > 0, datum.loss_inputs["loss_mask"], 0.0))
-    return with_inputs(data, weights=config.reduction(kept, [datum.group for datum in data]))
+    return with_inputs(data, token_weights=config.reduction(kept, [datum.group for datum in data]))

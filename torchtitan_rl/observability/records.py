@@ -94,6 +94,6 @@ def _of_sequence(datum: Datum, logprobs_T) -> dict[str, Any]:
         "loss_mask": inputs["loss_mask"].int().tolist(),
         "advantages": inputs["advantages"].tolist() if "advantages" in inputs else None,
         "target_tokens": datum.target_tokens.tolist() if one_target else None,
-        "token_weights": inputs["weights"].tolist() if one_target else None,
+        "token_weights": inputs["token_weights"].tolist() if one_target else None,
         "policy_logprobs": logprobs_T.tolist() if one_target and logprobs_T.dim() == 1 else None,
     }

@@ -121,17 +121,18 @@ class Datum:
     """One training sequence: predict `target_tokens[t]` after reading `tokens[:t+1]`.
 
     Every tensor in `loss_inputs` is float32 with as many rows T as `tokens` has entries: (T,), or (T, n) where a loss
-    reads several numbers of a position. Two keys are universal: `weights` (how much a token counts in the token sum
-    that a loss returns; a reduction writes `weights`) and `loss_mask` (T,) (1 where the policy sampled the target).
+    reads several numbers of a position. Two keys are universal: `token_weights` (how much a token counts in the token
+    sum that a loss returns; a reduction writes them) and `loss_mask` (T,) (1 where the policy sampled the target).
     Losses of the policy-gradient family also read `advantages` and `sampling_logprobs`.
 
-    Distillation: `target_tokens` may be (T, K), several tokens to score at each position; `weights` may then be (T, K).
+    Distillation: `target_tokens` may be (T, K), several tokens to score at each position; `token_weights` may then be
+    (T, K).
     `teacher_hidden` (T, D), a teacher's hidden states, makes the policy compute the KL to the teacher.
 
     Example::
 
         Datum(tokens=torch.tensor([5, 9, 7]), target_tokens=torch.tensor([9, 7, 2]),
-              loss_inputs={"weights": torch.tensor([0., .5, .5]), "loss_mask": torch.tensor([0., 1., 1.])})
+              loss_inputs={"token_weights": torch.tensor([0., .5, .5]), "loss_mask": torch.tensor([0., 1., 1.])})
 
     Raises ValueError for tensors of different lengths, for no tokens, and for a tensor that is not finite or has
     another shape.
@@ -150,7 +151,7 @@ class Datum:
     def __post_init__(self) -> None:
         inputs, targets, length = self.loss_inputs.values(), self.target_tokens, len(self.tokens)
         shapes = all(len(x) == length and x.dim() <= 2 and x.numel() for x in (targets, *inputs)) and length > 0
-        mask, weights = self.loss_inputs.get("loss_mask", self.tokens), self.loss_inputs.get("weights", targets)
+        mask, weights = self.loss_inputs.get("loss_mask", self.tokens), self.loss_inputs.get("token_weights", targets)
         wide = mask.dim() > 1 or (weights.dim() > 1 and weights.shape != targets.shape)
         if not shapes or wide or not all(torch.isfinite(x).all() for x in inputs):
             refuse_datum(self)

@@ -20,10 +20,10 @@ def refuse_datum(datum: Any) -> NoReturn:
         allowed = ["(T,)"] if name == "loss_mask" else ["(T,)", "(T, n)"]
         if tensor.dim() > len(allowed) or 0 in tensor.shape:
             raise ValueError(f"datum.{name}: has shape {tuple(tensor.shape)}; give {' or '.join(allowed)}")
-    weights = datum.loss_inputs.get("weights", datum.target_tokens)
+    weights = datum.loss_inputs.get("token_weights", datum.target_tokens)
     if weights.dim() == 2 and weights.shape != datum.target_tokens.shape:
         raise ValueError(
-            f"datum.weights: has shape {tuple(weights.shape)} where target_tokens has "
+            f"datum.token_weights: has shape {tuple(weights.shape)} where target_tokens has "
             f"{tuple(datum.target_tokens.shape)}; give one per token, or one per target"
         )
     for name, tensor in datum.loss_inputs.items():

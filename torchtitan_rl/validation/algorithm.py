@@ -192,7 +192,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
 
 def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
     """The names of the loss inputs that the run's data will have."""
-    columns = {"weights", "loss_mask", "advantages", "sampling_logprobs"}
+    columns = {"token_weights", "loss_mask", "advantages", "sampling_logprobs"}
     if algorithm.recompute_logprobs_per_batch or algorithm.recompute_logprobs_per_minibatch:
         columns.add("old_logprobs")
     if roles.reference is not None:

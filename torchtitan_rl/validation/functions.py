@@ -23,7 +23,7 @@ _OUTPUTS = {  # the model's, for five tokens of two datums; the first token does
 }
 _MASK = [0.0, 1.0, 1.0, 1.0, 1.0]
 _COLUMNS = {
-    "weights": [0.0, 0.3, 0.2, 0.35, 0.15],
+    "token_weights": [0.0, 0.3, 0.2, 0.35, 0.15],
     "loss_mask": _MASK,
     "advantages": [0.0, 1.0, 1.0, -0.5, -0.5],
     "sampling_logprobs": [0.0, -0.5, -2.0, -1.0, -1.6],
@@ -40,7 +40,7 @@ def probe_loss(
     where: str, loss_fn: Callable, loss_config: dict[str, float], *, outputs: Sequence[str], columns: set[str]
 ) -> None:
     """Refuses a loss that fails, has no gradient by any of the model's `outputs`, trains masked tokens, or is not a
-    token sum with `weights`. `columns` names the loss inputs that the run's data will have.
+    token sum with `token_weights`. `columns` names the loss inputs that the run's data will have.
 
     Raises ValueError; the message begins with `where`, the config's field and the function's name.
     """
@@ -54,19 +54,19 @@ def probe_loss(
         if grad_T[0] != 0:
             raise ValueError(
                 f"{where}: has gradient {grad_T[0].item():.3g} where loss_mask and weights are 0; "
-                "multiply every token's term by inputs.weights"
+                "multiply every token's term by inputs.token_weights"
             )
     twice, of_twice = _call(where, loss_fn, loss_config, _inputs(columns, outputs, copies=2), outputs)
     if not (_close(twice, 2 * once) and _close(of_twice, gradients.repeat(1, 2))):
         raise ValueError(
             f"{where}: gave {once.item():.6g} for some data and {twice.item():.6g} for the same data twice, which "
-            "is no token sum; return (inputs.weights * per_token).sum(), the weights hold the mean already"
+            "is no token sum; return (inputs.token_weights * per_token).sum(), the weights hold the mean already"
         )
     heavy, of_heavy = _call(where, loss_fn, loss_config, _inputs(columns, outputs, weight=2.0), outputs)
     if not (_close(heavy, 2 * once) and _close(of_heavy, 2 * gradients)):
         raise ValueError(
             f"{where}: gave {once.item():.6g}, and {heavy.item():.6g} with doubled weights, so the reduction would not "
-            "count as configured; multiply every token's term by inputs.weights once"
+            "count as configured; multiply every token's term by inputs.token_weights once"
         )
 
 
@@ -142,7 +142,7 @@ def _inputs(columns: set[str], outputs: Sequence[str], *, copies: int = 1, weigh
     if "policy_logprobs" in made:
         made["entropy"] = torch.tensor(_OUTPUTS["entropy"] * copies)
     tensors = {name: torch.tensor(_COLUMNS[name] * copies) for name in columns}
-    tensors["weights"] = tensors["weights"] * weight
+    tensors["token_weights"] = tensors["token_weights"] * weight
     lengths = torch.tensor(_LENGTHS * copies)
     datum_T, turns = torch.repeat_interleave(lengths), [[(0, 1, 2)], [(0, 0, 1), (1, 1, 1)]] * copies
     return LossInputs(**made, datum=datum_T, num_datums=len(lengths), tensors=tensors, turns=turns)

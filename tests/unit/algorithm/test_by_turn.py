@@ -63,7 +63,7 @@ def test_a_token_that_does_not_train_has_its_position_all_the_same():
 def by_position(inputs):
     """Log-probabilities times 10 for the first token of a completion, times 1 for later ones; doubled in turn 1."""
     factor = torch.where(inputs.position == 0, 10.0, 1.0) * torch.where(inputs.turn == 1, 2.0, 1.0)
-    return -(inputs.weights * torch.where(inputs.loss_mask > 0, factor * inputs.policy_logprobs, 0.0)).sum(), {}
+    return -(inputs.token_weights * torch.where(inputs.loss_mask > 0, factor * inputs.policy_logprobs, 0.0)).sum(), {}
 
 
 BY_HAND = (10 * 0.7 + 0.8 + 0.9 + 2 * 10 * 0.3 + 2 * 0.2 + 10 * 0.7 + 2 * 10 * 0.8 + 2 * 0.9) / 8
@@ -99,20 +99,20 @@ def test_a_real_model_gives_them_to_its_loss(multiple_of):
 
 
 def test_a_loss_by_position_passes_the_check_before_a_start():
-    columns = {"weights", "loss_mask", "advantages", "sampling_logprobs"}
+    columns = {"token_weights", "loss_mask", "advantages", "sampling_logprobs"}
     probe_loss("algorithm.loss_fn", by_position, {}, outputs=["policy_logprobs"], columns=columns)
 
 
 def test_nothing_is_computed_for_a_loss_that_reads_neither():
     inputs = inputs_of(pack(to_datums([rollouts()], AlgorithmConfig())))
-    assert float(inputs.weights.sum()) == pytest.approx(1.0) and not {"position", "turn"} & inputs.tensors.keys()
+    assert float(inputs.token_weights.sum()) == pytest.approx(1.0) and not {"position", "turn"} & inputs.tensors.keys()
     _ = inputs.position
     assert {"position", "turn"} <= inputs.tensors.keys()  # computed once
 
 
 def test_data_that_do_not_say_where_their_turns_are_are_refused():
     tokens, mask = torch.tensor([5, 6]), torch.ones(2)
-    datum = Datum(tokens=tokens, target_tokens=tokens, loss_inputs={"weights": mask, "loss_mask": mask})
+    datum = Datum(tokens=tokens, target_tokens=tokens, loss_inputs={"token_weights": mask, "loss_mask": mask})
     with pytest.raises(AttributeError, match="set Datum.turns where datums are built"):
         _ = inputs_of(pack([datum])).position
     datum.turns = [(0, 1, 2)]

@@ -55,7 +55,7 @@ def test_tokens_targets_masks_and_log_probabilities_line_up():
         "loss_mask": [0, 0, 1, 1],
         "advantages": [0, 0, 0.5, 0.5],
         "sampling_logprobs": [0, 0, -0.5, -0.25],
-        "weights": [0, 0, third, third],
+        "token_weights": [0, 0, third, third],
     }
     assert lists(second) == {
         "tokens": [5, 6, 7],
@@ -63,7 +63,7 @@ def test_tokens_targets_masks_and_log_probabilities_line_up():
         "loss_mask": [0, 0, 1],
         "advantages": [0, 0, -0.5],
         "sampling_logprobs": [0, 0, -2.0],
-        "weights": [0, 0, third],
+        "token_weights": [0, 0, third],
     }
     assert PAIR.advantages == [0.5, -0.5]
     assert {tensor.dtype for tensor in first.loss_inputs.values()} == {torch.float32}
@@ -78,7 +78,7 @@ def test_a_prompt_of_one_token():
         "loss_mask": [1, 1],
         "advantages": [0, 0],
         "sampling_logprobs": [-0.5, -0.25],
-        "weights": [0.5, 0.5],
+        "token_weights": [0.5, 0.5],
     }
 
 
@@ -92,7 +92,7 @@ def test_turns_that_extend_each_other_are_one_datum_with_observations_masked():
         "loss_mask": [1, 0, 0, 1, 1, 1],
         "advantages": [1, 0, 0, 1, 1, 1],
         "sampling_logprobs": [-1, 0, 0, -2, -3, -4],
-        "weights": [w, 0, 0, w, w, w],
+        "token_weights": [w, 0, 0, w, w, w],
     }
     assert lists(second)["advantages"] == [-1.0]
     assert [(datum.group, datum.rollout) for datum in (first, second)] == [(0, 0), (0, 1)]
@@ -148,7 +148,7 @@ def test_advantages_are_a_groups_own_and_reductions_see_which_group_a_datum_is_o
     ]
     data = to_datums(groups, AlgorithmConfig(reduction=prompt_mean))
     assert [datum.loss_inputs["advantages"].tolist() for datum in data] == [[1.0], [-1.0], [0.0]]
-    assert [datum.loss_inputs["weights"].tolist() for datum in data] == [[0.25], [0.25], [0.5]]
+    assert [datum.loss_inputs["token_weights"].tolist() for datum in data] == [[0.25], [0.25], [0.5]]
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf])
@@ -161,9 +161,9 @@ def test_a_token_whose_log_probability_is_not_finite_does_not_train(bad):
         "loss_mask": [1, 0],
         "advantages": [1, 0],
         "sampling_logprobs": [-0.5, 0],
-        "weights": [0.5, 0],
+        "token_weights": [0.5, 0],
     }
-    assert data[1].loss_inputs["weights"].tolist() == [0.5]
+    assert data[1].loss_inputs["token_weights"].tolist() == [0.5]
 
 
 def test_a_nan_log_probability_is_an_error_that_names_its_token():
@@ -243,17 +243,17 @@ def test_of_a_demonstration_only_the_completion_is_learned():
         "tokens": [5, 6, 7, 8],
         "targets": [6, 7, 8, 9],
         "loss_mask": [0, 0, 1, 1],
-        "weights": [0, 0, 0.25, 0.25],
+        "token_weights": [0, 0, 0.25, 0.25],
     }
-    assert lists(second) == {"tokens": [5, 4], "targets": [4, 3], "loss_mask": [1, 1], "weights": [0.25, 0.25]}
+    assert lists(second) == {"tokens": [5, 4], "targets": [4, 3], "loss_mask": [1, 1], "token_weights": [0.25, 0.25]}
 
 
 def test_every_demonstration_is_a_group_of_its_own():
     pairs = [([5], [8, 9]), ([5], [4])]
     for reduction in (sequence_mean, prompt_mean):
         first, second = demonstration_datums(pairs, AlgorithmConfig(reduction=reduction))
-        assert first.loss_inputs["weights"].tolist() == [0.25, 0.25]
-        assert second.loss_inputs["weights"].tolist() == [0.5]
+        assert first.loss_inputs["token_weights"].tolist() == [0.25, 0.25]
+        assert second.loss_inputs["token_weights"].tolist() == [0.5]
 
 
 def test_the_default_estimator_is_the_centred_one():
@@ -273,12 +273,14 @@ def four_groups():
 def test_minibatches_hold_whole_groups_and_the_last_one_what_is_left():
     parts = minibatches(four_groups(), AlgorithmConfig(tasks_per_minibatch=3, reduction=sequence_mean))
     assert [[datum.group for datum in part] for part in parts] == [[0, 0, 1, 2, 2], [3]]
-    assert [sum(float(d.loss_inputs["weights"].sum()) for d in part) for part in parts] == pytest.approx([1.0, 1.0])
+    assert [sum(float(d.loss_inputs["token_weights"].sum()) for d in part) for part in parts] == pytest.approx(
+        [1.0, 1.0]
+    )
 
 
 def test_the_ragged_minibatch_is_the_mean_of_its_own_tokens():
     (*_, last) = minibatches(four_groups(), AlgorithmConfig(tasks_per_minibatch=3, reduction=prompt_mean))
-    assert last[0].loss_inputs["weights"].tolist() == pytest.approx([1 / 6] * 6)
+    assert last[0].loss_inputs["token_weights"].tolist() == pytest.approx([1 / 6] * 6)
 
 
 def test_more_inputs_leave_the_datum_they_were_added_to_alone():

@@ -53,7 +53,7 @@ def test_a_teacher_that_says_nan_or_scores_other_tokens_is_an_error():
 def datum(**inputs):
     columns = {
         "loss_mask": [0.0, 1.0, 1.0],
-        "weights": [0.0, 0.5, 0.25],
+        "token_weights": [0.0, 0.5, 0.25],
         "advantages": [0.0, 1.0, 1.0],
         "sampling_logprobs": [0.0, -1.0, -2.0],
         "teacher_logprobs": [-9.0, -1.5, -0.5],
@@ -147,7 +147,7 @@ def test_targets_computed_for_an_older_version_do_not_train():
 
 def loss_inputs(policy, **tensors):
     columns = {
-        "weights": [0.0, 0.5, 0.25],
+        "token_weights": [0.0, 0.5, 0.25],
         "loss_mask": [0.0, 1.0, 1.0],
         "advantages": [0.0, 1.0, -2.0],
         "sampling_logprobs": [0.0, -1.0, -2.0],

@@ -78,8 +78,8 @@ def test_masked_rollouts_count_among_their_siblings_and_do_not_train():
     assert kept is made and left_out == []
     first, second = to_datums([kept], AlgorithmConfig(reduction=sequence_mean))
     assert first.loss_inputs["advantages"].tolist() == [0.5, 0.5]
-    assert first.loss_inputs["weights"].tolist() == [0.25, 0.25]  # an empty sequence is still one of two
-    for name in ("loss_mask", "weights", "advantages"):
+    assert first.loss_inputs["token_weights"].tolist() == [0.25, 0.25]  # an empty sequence is still one of two
+    for name in ("loss_mask", "token_weights", "advantages"):
         assert second.loss_inputs[name].tolist() == [0.0, 0.0, 0.0]
 
 

@@ -76,7 +76,7 @@ def packed(sequences, dtype):
         datum=torch.repeat_interleave(torch.tensor([len(s["mask"]) for s in sequences])),
         num_datums=len(sequences),
         tensors={
-            "weights": column("weight"),
+            "token_weights": column("weight"),
             "loss_mask": column("mask").detach(),
             "advantages": column("advantage"),
             "sampling_logprobs": column("sampling"),
@@ -206,14 +206,14 @@ def test_gradients_by_finite_differences(name, config):
     fixed = packed(sequences, torch.float64)
 
     def loss(policy_logprobs, weights, advantages):
-        tensors = {**fixed.tensors, "weights": weights, "advantages": advantages}
+        tensors = {**fixed.tensors, "token_weights": weights, "advantages": advantages}
         if name == "cross_entropy":
-            weights = tensors["weights"] = weights * fixed.loss_mask  # it looks at nothing else
+            weights = tensors["token_weights"] = weights * fixed.loss_mask  # it looks at nothing else
         return getattr(losses, name)(
             LossInputs(policy_logprobs=policy_logprobs, datum=fixed.datum, num_datums=2, tensors=tensors), **config
         )[0]
 
-    assert torch.autograd.gradcheck(loss, [fixed.policy_logprobs, fixed.weights, fixed.advantages])
+    assert torch.autograd.gradcheck(loss, [fixed.policy_logprobs, fixed.token_weights, fixed.advantages])
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token():
@@ -326,7 +326,7 @@ def gspo_of_the_sequence(inputs, clip_low, clip_high):
     lengths_B = losses.datum_sums(inputs, inputs.loss_mask).clamp(min=1.0)
     ratio_T = (losses.datum_sums(inputs, log_ratio_T) / lengths_B).exp()[inputs.datum]
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
-    return -(inputs.weights * torch.minimum(ratio_T * inputs.advantages, clipped_T * inputs.advantages)).sum()
+    return -(inputs.token_weights * torch.minimum(ratio_T * inputs.advantages, clipped_T * inputs.advantages)).sum()
 
 
 @over_ragged_batches

@@ -53,7 +53,7 @@ def loss_inputs(
         tensors={
             "sampling_logprobs": tensor(sampling_logprobs, 0.0),
             "advantages": tensor(advantages, 0.0),
-            "weights": tensor(weights, 1.0),
+            "token_weights": tensor(weights, 1.0),
             "loss_mask": tensor(loss_mask, 1.0),
         },
     )
@@ -72,7 +72,13 @@ def reference(name, inputs, clip_low=0.2, clip_high=0.2):
     """(loss, gradient by log-probability, tokens clipped) from the formulas, token by token."""
     policy, sampling, advantage, weight, mask = (
         x.detach().numpy().astype(np.float64)
-        for x in (inputs.policy_logprobs, inputs.sampling_logprobs, inputs.advantages, inputs.weights, inputs.loss_mask)
+        for x in (
+            inputs.policy_logprobs,
+            inputs.sampling_logprobs,
+            inputs.advantages,
+            inputs.token_weights,
+            inputs.loss_mask,
+        )
     )
     loss, grad, num_clipped = 0.0, np.zeros_like(policy), 0
     for t in range(len(policy)):
@@ -108,7 +114,7 @@ def test_cross_entropy_needs_weights_only():
         entropy=torch.zeros(1),
         datum=torch.zeros(1),
         num_datums=1,
-        tensors={"weights": torch.ones(1)},
+        tensors={"token_weights": torch.ones(1)},
     )
     assert cross_entropy(inputs)[0].item() == 3.0
 
@@ -121,7 +127,7 @@ def several_targets(policy_TK, weights, loss_mask):
         datum=torch.zeros(length, dtype=torch.long),
         num_datums=1,
         tensors={
-            "weights": torch.tensor(weights),
+            "token_weights": torch.tensor(weights),
             "loss_mask": torch.tensor(loss_mask),
             "sampling_logprobs": torch.zeros(length),
             "advantages": torch.ones(length),
@@ -142,7 +148,9 @@ def test_the_cross_entropy_of_several_targets_is_top_k_distillation():
 
 @pytest.mark.parametrize("policy_TK", [[[-1.0], [-2.0]], [[-1.0, -2.0], [-0.5, -1.0]]])
 def test_several_targets_need_a_weight_each(policy_TK):
-    with pytest.raises(ValueError, match=r"weights: have shape \(2,\) where the targets' log-probabilities have \(2, "):
+    with pytest.raises(
+        ValueError, match=r"token_weights: have shape \(2,\) where the targets' log-probabilities have \(2, "
+    ):
         cross_entropy(several_targets(policy_TK, [0.5, 0.5], [1.0, 1.0]))
 
 
@@ -156,7 +164,7 @@ def test_losses_of_the_sampled_token_refuse_several_targets(loss_fn, num_targets
         loss_fn(inputs)
 
 
-@pytest.mark.parametrize("name", ["advantages", "weights"])
+@pytest.mark.parametrize("name", ["advantages", "token_weights"])
 def test_columns_of_several_numbers_do_not_broadcast_either(name):
     inputs = loss_inputs([-1.0, -2.0], advantages=[1.0, 1.0])
     inputs.tensors[name] = torch.ones(2, 2, dtype=torch.float64)
@@ -333,9 +341,9 @@ def test_a_filler_contributes_nothing(loss_fn):
 @pytest.mark.parametrize(
     ("loss_fn", "names"),
     [
-        (cross_entropy, ["weights"]),
-        (importance_sampling, ["weights", "advantages", "sampling_logprobs"]),
-        (ppo, ["weights", "advantages", "sampling_logprobs"]),
+        (cross_entropy, ["token_weights"]),
+        (importance_sampling, ["token_weights", "advantages", "sampling_logprobs"]),
+        (ppo, ["token_weights", "advantages", "sampling_logprobs"]),
     ],
 )
 def test_gradients_by_finite_differences(loss_fn, names):
@@ -371,7 +379,7 @@ def test_a_ratio_that_would_overflow_stays_finite_in_value_and_gradient():
         datum=torch.zeros(2, dtype=torch.long),
         num_datums=1,
         tensors={
-            "weights": torch.ones(2),
+            "token_weights": torch.ones(2),
             "loss_mask": torch.ones(2),
             "advantages": torch.tensor([1.0, -1.0]),
             "sampling_logprobs": torch.tensor([-100.0, -101.0]),
@@ -388,7 +396,7 @@ def value_inputs(predicted, values, returns, mask):
         datum=torch.zeros(len(mask)),
         num_datums=1,
         tensors={
-            "weights": torch.tensor(mask) / 2,
+            "token_weights": torch.tensor(mask) / 2,
             "loss_mask": torch.tensor(mask),
             "values": torch.tensor(values),
             "returns": torch.tensor(returns),
@@ -447,7 +455,7 @@ def test_the_pages_loss_clips_by_position():
         num_datums=2,
         turns=[[(0, 0, 5)], [(0, 0, 5)]],
         tensors={
-            "weights": torch.ones(10),
+            "token_weights": torch.ones(10),
             "loss_mask": torch.ones(10),
             "advantages": torch.ones(10),
             "sampling_logprobs": torch.full((10,), -1.15),

@@ -42,7 +42,7 @@ def random_inputs(seed, *, masked=None, dtype=torch.float32):
         **{name: drawn[name].requires_grad_() for name in OUTPUTS},
         datum=torch.repeat_interleave(torch.tensor([5, 1, 6])),
         num_datums=3,
-        tensors={"weights": mask * column(0.1, 1), "loss_mask": mask, **{name: drawn[name] for name in COLUMNS}},
+        tensors={"token_weights": mask * column(0.1, 1), "loss_mask": mask, **{name: drawn[name] for name in COLUMNS}},
     )
 
 
@@ -113,7 +113,7 @@ def test_soft_targets_without_a_weight_are_not_read(garbage):
             datum=torch.zeros(2, dtype=torch.long),
             num_datums=1,
             tensors={
-                "weights": torch.tensor([0.0, 1.0]),
+                "token_weights": torch.tensor([0.0, 1.0]),
                 "loss_mask": torch.tensor([0.0, 1.0]),
                 "soft_weights": torch.tensor([[0.0], [0.5]]),
             },
@@ -136,7 +136,7 @@ def test_a_value_under_the_mask_reaches_no_advantage_and_no_return(garbage):
 
 
 def multiplied(name, inputs):
-    weights, advantages, mask = inputs.weights, inputs.advantages, inputs.loss_mask
+    weights, advantages, mask = inputs.token_weights, inputs.advantages, inputs.loss_mask
     difference = torch.where(mask > 0, inputs.policy_logprobs - inputs.old_logprobs, 0.0)
     ratio, trained = difference.clamp(-20, 20).exp(), torch.where(mask > 0, inputs.policy_logprobs, 0.0)
     if name == "cross_entropy":
@@ -171,8 +171,8 @@ def test_replacing_masked_terms_of_an_objective_gives_the_bits_of_multiplying_th
     def previous(inputs):
         difference = torch.where(inputs.loss_mask > 0, inputs.policy_logprobs - inputs.reference_logprobs, 0.0)
         entropy = torch.where(inputs.loss_mask > 0, inputs.entropy, 0.0)
-        loss = multiplied("ppo", inputs) + 0.1 * (inputs.weights * kl.k3(difference)).sum()
-        return loss - 0.2 * (inputs.weights * entropy).sum(), {}
+        loss = multiplied("ppo", inputs) + 0.1 * (inputs.token_weights * kl.k3(difference)).sum()
+        return loss - 0.2 * (inputs.token_weights * entropy).sum(), {}
 
     objective = policy_objective(AlgorithmConfig(loss_fn=losses.ppo, kl_coef=0.1, entropy_coef=0.2))
     inputs = random_inputs(seed)

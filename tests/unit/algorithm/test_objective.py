@@ -34,7 +34,7 @@ def inputs():
         datum=torch.zeros(3, dtype=torch.long),
         num_datums=1,
         tensors={
-            "weights": column(0.0, 0.5, 0.25),
+            "token_weights": column(0.0, 0.5, 0.25),
             "loss_mask": column(0, 1, 1),
             "advantages": column(0, 1.0, -2.0),
             "old_logprobs": column(0, -1 - math.log(2), -2.0),
@@ -125,7 +125,7 @@ def datum():
         loss_inputs={
             name: torch.tensor(values)
             for name, values in {
-                "weights": [0.0, 1.0],
+                "token_weights": [0.0, 1.0],
                 "loss_mask": [0.0, 1.0],
                 "advantages": [0.0, 1.0],
                 "sampling_logprobs": [0.0, -1.0],
@@ -171,7 +171,7 @@ def test_every_term_at_once_does_not_depend_on_how_datums_are_packed():
             target_tokens_T=torch.randint(11, (length,)),
             lengths=[length],
             loss_inputs={
-                "weights": mask_T * torch.rand(length),
+                "token_weights": mask_T * torch.rand(length),
                 "loss_mask": mask_T,
                 "advantages": mask_T * torch.randn(()),
                 "old_logprobs": column(),
@@ -233,7 +233,7 @@ def mismatched(seed, dtype=torch.float64):
         tensors = {name: torch.tensor(column, dtype=dtype) for name, column in columns.items()}
         data.append(Datum(tokens=tokens, target_tokens=tokens, loss_inputs=tensors, group=index // 4, rollout=index))
     masks = [datum.loss_inputs["loss_mask"] for datum in data]
-    return with_inputs(data, weights=token_mean(masks, [datum.group for datum in data]))
+    return with_inputs(data, token_weights=token_mean(masks, [datum.group for datum in data]))
 
 
 def loss_and_gradient(data, config):
@@ -323,7 +323,7 @@ def test_rejected_tokens_have_no_weight_and_the_others_their_mean():
     # rho 1, 4 and 1/4: masked_token keeps the first, of weight 1 in a mean of one token; the sequence has prod rho = 1.
     tensors = {
         "loss_mask": torch.ones(3),
-        "weights": torch.full((3,), 1 / 3),
+        "token_weights": torch.full((3,), 1 / 3),
         "old_logprobs": torch.tensor([-1.0, -1.0, -1.0]),
         "sampling_logprobs": torch.tensor([-1.0, -1 - math.log(4), -1 + math.log(4)]),
     }
@@ -332,5 +332,5 @@ def test_rejected_tokens_have_no_weight_and_the_others_their_mean():
     for correction_fn, weights in ((masked_token, [1.0, 0.0, 0.0]), (masked_sequence, [1 / 3] * 3)):
         config = AlgorithmConfig(correction_fn=correction_fn, correction_config={"low": 0.5, "high": 2.0})
         (found,) = with_kept_weights(data, config)
-        assert found.loss_inputs["weights"].tolist() == pytest.approx(weights)
+        assert found.loss_inputs["token_weights"].tolist() == pytest.approx(weights)
         assert found.loss_inputs["loss_mask"].tolist() == [1.0] * 3  # metrics are still of all trained tokens

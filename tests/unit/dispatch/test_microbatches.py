@@ -93,10 +93,10 @@ def test_the_same_lengths_give_the_same_plan(lengths, num_ranks, max_tokens):
 
 
 def test_pack_lays_datums_end_to_end():
-    batch = pack([datum(5, 6, weights=[0.25, 0.5]), datum(7, weights=[1.0])])
+    batch = pack([datum(5, 6, token_weights=[0.25, 0.5]), datum(7, token_weights=[1.0])])
     assert batch.tokens_T.tolist() == [5, 6, 7] and batch.target_tokens_T.tolist() == [6, 7, 8]
     assert batch.lengths == [2, 1]
-    assert {name: tensor.tolist() for name, tensor in batch.loss_inputs.items()} == {"weights": [0.25, 0.5, 1.0]}
+    assert {name: tensor.tolist() for name, tensor in batch.loss_inputs.items()} == {"token_weights": [0.25, 0.5, 1.0]}
 
 
 def test_pack_makes_loss_inputs_float32():
@@ -106,16 +106,16 @@ def test_pack_makes_loss_inputs_float32():
 
 
 def test_pack_goes_by_the_names_of_loss_inputs_not_by_their_order():
-    batch = pack([datum(5, weights=[1.0], loss_mask=[0.0]), datum(7, loss_mask=[2.0], weights=[3.0])])
-    assert batch.loss_inputs["weights"].tolist() == [1.0, 3.0]
+    batch = pack([datum(5, token_weights=[1.0], loss_mask=[0.0]), datum(7, loss_mask=[2.0], token_weights=[3.0])])
+    assert batch.loss_inputs["token_weights"].tolist() == [1.0, 3.0]
     assert batch.loss_inputs["loss_mask"].tolist() == [0.0, 2.0]
 
 
 def test_datums_with_other_loss_inputs_are_refused():
     with pytest.raises(ValueError) as caught:
-        pack([datum(5, weights=[1.0], advantages=[0.5]), datum(7, weights=[1.0])])
+        pack([datum(5, token_weights=[1.0], advantages=[0.5]), datum(7, token_weights=[1.0])])
     assert str(caught.value) == (
-        "data[1].loss_inputs=['weights']: data[0] of the call has ['advantages', 'weights']; "
+        "data[1].loss_inputs=['token_weights']: data[0] of the call has ['advantages', 'token_weights']; "
         "give every datum of one call the same loss inputs"
     )
 
@@ -126,7 +126,7 @@ def distilled(length, num_targets, size):
         tokens=torch.arange(length),
         target_tokens=torch.arange(length)[:, None] + torch.arange(num_targets),
         loss_inputs={
-            "weights": numbers.expand(length, num_targets),
+            "token_weights": numbers.expand(length, num_targets),
             "loss_mask": torch.ones(length),
             "teacher_hidden": numbers.expand(length, size),
         },
@@ -149,7 +149,7 @@ def test_several_targets_and_numbers_of_a_token_are_packed_row_by_row(lengths, n
     empty = filler(data[0])
     assert empty.target_tokens_T.shape == (1, num_targets)
     assert {name: (tuple(x.shape), x.dtype, x.count_nonzero().item()) for name, x in empty.loss_inputs.items()} == {
-        "weights": ((1, num_targets), torch.float32, 0),
+        "token_weights": ((1, num_targets), torch.float32, 0),
         "loss_mask": ((1,), torch.float32, 0),
         "teacher_hidden": ((1, size), torch.float32, 0),
     }
@@ -164,7 +164,7 @@ def test_several_targets_and_numbers_of_a_token_are_packed_row_by_row(lengths, n
             Datum(
                 tokens=torch.arange(2),
                 target_tokens=torch.arange(2),
-                loss_inputs={**distilled(2, 2, 4).loss_inputs, "weights": torch.ones(2)},
+                loss_inputs={**distilled(2, 2, 4).loss_inputs, "token_weights": torch.ones(2)},
             ),
             "data[2].target_tokens: is (T,) where that of data[0] is (T, 2)",
         ),
@@ -177,10 +177,10 @@ def test_datums_with_other_sizes_are_refused_by_their_position(other, message):
 
 
 def test_a_filler_is_one_token_that_weighs_nothing():
-    batch = filler(datum(5, 6, weights=[0.5, 0.5], loss_mask=[1.0, 1.0], advantages=[3.0, 3.0]))
+    batch = filler(datum(5, 6, token_weights=[0.5, 0.5], loss_mask=[1.0, 1.0], advantages=[3.0, 3.0]))
     assert batch.tokens_T.tolist() == [5] and batch.target_tokens_T.tolist() == [6] and batch.lengths == [1]
     assert {name: tensor.tolist() for name, tensor in batch.loss_inputs.items()} == {
-        "weights": [0.0],
+        "token_weights": [0.0],
         "loss_mask": [0.0],
         "advantages": [0.0],
     }

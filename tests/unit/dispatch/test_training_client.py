@@ -13,7 +13,7 @@ from torchtitan_rl.types import Accumulated, Datum, OptimStepOutput
 
 
 def datum(length, loss_mask=None):
-    loss_inputs = {"weights": torch.ones(length)}
+    loss_inputs = {"token_weights": torch.ones(length)}
     if loss_mask is not None:
         loss_inputs["loss_mask"] = torch.tensor(loss_mask)
     return Datum(tokens=torch.arange(length), target_tokens=torch.arange(length), loss_inputs=loss_inputs)
@@ -153,7 +153,7 @@ def test_datums_with_another_number_of_targets_are_refused_whatever_their_microb
     several = Datum(
         tokens=torch.arange(2),
         target_tokens=torch.zeros(2, 3, dtype=torch.int64),
-        loss_inputs={"weights": torch.ones(2)},
+        loss_inputs={"token_weights": torch.ones(2)},
     )
     client._mesh = type("Mesh", (), {"role": "policy", "data_parallel_size": 1})
     with pytest.raises(ValueError) as caught:

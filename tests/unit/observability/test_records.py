@@ -39,7 +39,7 @@ DATUM = Datum(
     tokens=torch.tensor([1, 2, 4, 5, 6]),
     target_tokens=torch.tensor([2, 4, 5, 6, 7]),
     loss_inputs={
-        "weights": torch.tensor([0.0, 0.25, 0.25, 0.0, 0.5]),
+        "token_weights": torch.tensor([0.0, 0.25, 0.25, 0.0, 0.5]),
         "loss_mask": torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]),
         "advantages": torch.tensor([0.0, 0.5, 0.5, 0.0, 0.5]),
     },
@@ -99,7 +99,7 @@ def test_sequences_go_to_the_rollout_that_they_are_of():
 def test_data_with_several_targets_a_token_are_recorded_without_what_is_per_target():
     targets = torch.stack([DATUM.target_tokens] * 3, dim=1)
     datum = Datum(
-        tokens=DATUM.tokens, target_tokens=targets, loss_inputs={"loss_mask": torch.ones(5), "weights": targets}
+        tokens=DATUM.tokens, target_tokens=targets, loss_inputs={"loss_mask": torch.ones(5), "token_weights": targets}
     )
     (sequence,) = rollout_records([GROUP], [(datum, targets.float())], decode)[0]["sequences"]
     assert sequence["target_tokens"] is None and sequence["policy_logprobs"] is None

@@ -78,12 +78,12 @@ def mean_loss(inputs):
 
 
 def mean_by_tokens(inputs):
-    return -(inputs.weights * inputs.policy_logprobs * inputs.advantages).sum() / inputs.loss_mask.sum(), {}
+    return -(inputs.token_weights * inputs.policy_logprobs * inputs.advantages).sum() / inputs.loss_mask.sum(), {}
 
 
 def mean_with_the_value_zero(inputs):
     change_T = inputs.policy_logprobs - inputs.policy_logprobs.detach()
-    return -(inputs.weights * change_T * inputs.advantages).sum() / inputs.num_datums, {}
+    return -(inputs.token_weights * change_T * inputs.advantages).sum() / inputs.num_datums, {}
 
 
 def unweighted(inputs):
@@ -91,27 +91,27 @@ def unweighted(inputs):
 
 
 def twice_weighted(inputs):
-    return -(inputs.weights.square() * inputs.policy_logprobs).sum(), {}
+    return -(inputs.token_weights.square() * inputs.policy_logprobs).sum(), {}
 
 
 def trains_the_prompt(inputs):
-    return -((inputs.weights + 1) * inputs.policy_logprobs).sum(), {}
+    return -((inputs.token_weights + 1) * inputs.policy_logprobs).sum(), {}
 
 
 def only_a_loss(inputs):
-    return -(inputs.weights * inputs.policy_logprobs).sum()
+    return -(inputs.token_weights * inputs.policy_logprobs).sum()
 
 
 def per_token(inputs):
-    return -inputs.weights * inputs.policy_logprobs, {}
+    return -inputs.token_weights * inputs.policy_logprobs, {}
 
 
 def detached(inputs):
-    return (inputs.weights * inputs.policy_logprobs.detach()).sum(), {}
+    return (inputs.token_weights * inputs.policy_logprobs.detach()).sum(), {}
 
 
 def not_finite(inputs):
-    return (inputs.weights * inputs.policy_logprobs / 0.0).sum(), {}
+    return (inputs.token_weights * inputs.policy_logprobs / 0.0).sum(), {}
 
 
 def other_arguments(logprobs, advantages):
@@ -119,13 +119,13 @@ def other_arguments(logprobs, advantages):
 
 
 def misspelt(inputs):
-    return -(inputs.weights * inputs.policy_logprobs * inputs.advantage).sum(), {}
+    return -(inputs.token_weights * inputs.policy_logprobs * inputs.advantage).sum(), {}
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (mean_by_tokens, "which is no token sum; return (inputs.weights * per_token).sum()"),
+        (mean_by_tokens, "which is no token sum; return (inputs.token_weights * per_token).sum()"),
         (mean_loss, "which is no token sum"),
         (mean_with_the_value_zero, "which is no token sum"),  # its gradient says so
         (unweighted, "with doubled weights, so the reduction would not count"),
@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_one(loss_fn, message):
 
 def test_a_loss_input_the_run_does_not_have():
     def to_reference(inputs):
-        return (inputs.weights * (inputs.policy_logprobs - inputs.reference_logprobs).square()).sum(), {}
+        return (inputs.token_weights * (inputs.policy_logprobs - inputs.reference_logprobs).square()).sum(), {}
 
     assert "loss input 'reference_logprobs'" in refusal(loss_fn=to_reference)
     check_algorithm(run(loss_fn=to_reference, roles=("reference",)))
@@ -160,7 +160,7 @@ def test_losses_of_the_kl_to_a_teacher_are_probed_by_it_too():
             loss_fn,
             {},
             outputs=["policy_logprobs", "teacher_kl"],
-            columns={"weights", "loss_mask", "advantages", "sampling_logprobs"},
+            columns={"token_weights", "loss_mask", "advantages", "sampling_logprobs"},
         )
 
     def both(inputs):
@@ -170,7 +170,7 @@ def test_losses_of_the_kl_to_a_teacher_are_probed_by_it_too():
         return losses.ppo(inputs)[0] + inputs.teacher_kl.mean(), {}
 
     def trains_the_prompts_kl(inputs):
-        return losses.ppo(inputs)[0] + ((inputs.weights + 1) * inputs.teacher_kl).sum(), {}
+        return losses.ppo(inputs)[0] + ((inputs.token_weights + 1) * inputs.teacher_kl).sum(), {}
 
     for loss_fn in (losses.reverse_kl, both, losses.ppo):
         probe(loss_fn)
