@@ -26,6 +26,7 @@ __all__ = [
     "num_cores",
     "pin",
     "unpin",
+    "wait_for_copies",
 ]
 
 logger = logging.getLogger(__name__)
@@ -159,10 +160,10 @@ def pin(buffer: torch.Tensor) -> None:
     Without CUDA does nothing. When CUDA refuses, logs a warning: copies stay correct and are slower."""
     if device_type() == "cpu" or not buffer.numel():
         return
-    error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), _PORTABLE))
+    error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE))
     if error:
         logger.warning(
-            "shared memory of %d bytes: could not be pinned (cudaError %d); weights will travel slower",
+            "host memory of %d bytes: could not be pinned (cudaError %d); its copies will take longer",
             buffer.numel(),
             error,
         )
@@ -175,6 +176,12 @@ def unpin(buffer: torch.Tensor) -> None:
     if buffer.data_ptr() in _pinned:
         _pinned.remove(buffer.data_ptr())
         torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def wait_for_copies() -> None:
+    """Waits for the copies to host memory that this thread began. Without CUDA no copy outlasts its call."""
+    if device_type() == "cuda":
+        torch.cuda.current_stream().synchronize()
 
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of this process

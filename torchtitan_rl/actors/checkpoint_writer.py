@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 
 from torchtitan_rl import platform
+from torchtitan_rl.actors.host_copy import HostCopy, local_part, tensors
 from torchtitan_rl.weights import checkpoint
 
 __all__ = ["CheckpointWriter", "load_random_states"]
@@ -28,7 +25,7 @@ class CheckpointWriter:
     again for the next checkpoint."""
 
     def __init__(self) -> None:
-        self._stager: DefaultStager | None = None
+        self._copy = HostCopy()
         self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[dict[str, list]] | None = None
@@ -40,18 +37,9 @@ class CheckpointWriter:
         """
         if self._writing is not None and not self._writing.done():
             raise RuntimeError("stage_checkpoint: the checkpoint before is still being written; wait for it first")
-        if self._stager is None:
-            on_gpu = platform.device_type() == "cuda"
-            options = StagingOptions(
-                use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
-            )
-            self._stager = DefaultStager(options)
-            if dist.get_world_size() > 1:  # a group of its own: collectives of training go on in another thread
-                self._group = dist.new_group(backend="gloo")
-        # Tensors alone: the stager takes as long for a key or a number as for a small tensor.
-        tensors = [_own(tensor) for tensor in _tensors(state)]
-        copies = iter(self._stager.stage({"tensors": tensors})["tensors"])  # type: ignore[index]  # no future: not async
-        staged = _with_tensors(state, copies)
+        if self._group is None and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")  # collectives of training go on in another thread
+        staged = self._copy.take(state)
         self._writing = self._thread.submit(self._write, staged, _random_states(), checkpoint.model_dir(path))
 
     def written(self) -> dict[str, list] | None:
@@ -82,36 +70,9 @@ class CheckpointWriter:
         return checkpoint.checksums(directory.parent, mine)
 
 
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nested state, in order."""
-    if isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, torch.Tensor):
-        yield state
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that torch's stager can copy: a DTensor that begins within its storage is cloned.
-
-    The stager takes a DTensor's data pointer for the address of a storage. The pointer is not 0 where the DTensor is a
-    view with an offset, and no storage is there. Keys and values of a fused projection are such views where a layer has
-    one head of each.
-    """
-    return tensor.clone() if isinstance(tensor, DTensor) and tensor.storage_offset() else tensor
-
-
-def _with_tensors(state: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """A nested state with other tensors in the places of its own."""
-    if isinstance(state, dict):
-        return {name: _with_tensors(value, tensors) for name, value in state.items()}
-    return next(tensors) if isinstance(state, torch.Tensor) else copy.deepcopy(state)
-
-
-def _nbytes(state: Any) -> int:
-    """Bytes of this rank's parts of all tensors in a nested state."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in _tensors(state))
-    return sum(tensor.nbytes for tensor in local)
+def _nbytes(state: dict[str, Any]) -> int:
+    """Bytes that a nested state has on disk, where a tensor of two names is written twice."""
+    return sum(local_part(tensor).nbytes for _, tensor in tensors(state))
 
 
 def _random_states() -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_rl.actors.checkpoint_writer import CheckpointWriter, load_random_states
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir, has_weights, write_model_dir
+from torchtitan_rl.model.held_state import held_state
 from torchtitan_rl.model.sharding import plain_name
 from torchtitan_rl.weights import checkpoint, hf, peft
 
@@ -50,7 +51,7 @@ class TrainerFiles:
         record, optimizers = self._lora_record(), self.rank.optimizers
         if dist.get_rank() == 0:
             checkpoint.write_lora(Path(path), record)
-        state = {"model": self._trained_state()}
+        state = {"model": self._trained(held_state(self.rank.model))}
         if optimizers is not None:
             fresh = not any(optimizer.state for optimizer in optimizers)
             state["optimizer"] = optimizers.state_dict()
@@ -81,14 +82,17 @@ class TrainerFiles:
 
     def _load(self, path: str, policy_version: int, *, optimizers) -> None:
         checkpoint.require_lora(Path(path), self._lora_record())
-        state = {"model": self._trained_state()}
+        directory, model = checkpoint.model_dir(Path(path)), self.rank.model
+        saved = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
+        split = any(name.endswith(".wq.weight") for name in saved)  # format 1, or a model without fused weights
+        state = {"model": self._trained(model.state_dict() if split else held_state(model))}
         if optimizers is not None:
             state["optimizer"] = optimizers.state_dict()
-        dcp.load(state, checkpoint_id=str(checkpoint.model_dir(Path(path))))
-        self.rank.model.load_state_dict(state["model"], strict=self.rank.config.lora is None)
+        dcp.load(state, checkpoint_id=str(directory))
+        model.load_state_dict(state["model"], strict=self.rank.config.lora is None)
         if optimizers is not None:
             optimizers.load_state_dict(state["optimizer"])
-            load_random_states(checkpoint.model_dir(Path(path)))
+            load_random_states(directory)
         self.rank.policy_version = policy_version
 
     def save_hf_model(self, path: str, eos: int, pad: int) -> None:
@@ -126,9 +130,8 @@ class TrainerFiles:
         whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
         return {n: None if g is None else g.cpu() for n, g in whole.items()}
 
-    def _trained_state(self) -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint: with LoRA the adapters, else the model's whole state."""
-        state = self.rank.model.state_dict()
+    def _trained(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What of the model's state a checkpoint holds: with LoRA the adapters, else everything."""
         return state if self.rank.config.lora is None else lora.adapter_state(state)
 
     def _lora_record(self) -> dict | None:

@@ -49,8 +49,9 @@ __all__ = [
     "require_lora",
 ]
 
-FORMAT = 1
-"""Version of the directory's format, as `state.json` has it. A reader refuses a higher number."""
+FORMAT = 2
+"""Version of the directory's format, as `state.json` has it. A reader refuses a higher number. In format 1 query, key
+and value weights are apart; in format 2 they are as the model holds them, fused in one."""
 
 RUN_CONFIG = "run_config.json"
 

@@ -85,7 +85,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(pinned, caplog):
     buffers = SharedBuffers()
     buffers.take(1, 13)[1].fill_(1)
     assert pinned == {}
-    assert "shared memory of 13 bytes: could not be pinned (cudaError 2)" in caplog.text
+    assert "host memory of 13 bytes: could not be pinned (cudaError 2)" in caplog.text
     buffers.close()
 
 

@@ -1,0 +1,95 @@
+"""A checkpoint holds the state of the moment when it was begun, and older checkpoints can still be read."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.integration.helpers import random_datums
+from tests.integration.layouts import MODEL, trainer_config
+from torchtitan_rl.actors import checkpoint_writer
+from torchtitan_rl.algorithm.losses import importance_sampling
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.launch.local import LocalLauncher
+from torchtitan_rl.types import OptimParams
+from torchtitan_rl.weights import checkpoint
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    launcher = LocalLauncher(log_dir=str(tmp_path / "logs"), start_timeout_s=240, call_timeout_s=240)
+    yield launcher
+    asyncio.run(launcher.stop())
+
+
+async def a_trainer(launcher) -> TrainingClient:
+    mesh = await launcher.start_trainer(trainer_config(), MODEL, role="policy", seed=0)
+    return TrainingClient(mesh, max_tokens_per_microbatch=64, max_datum_tokens=64, temperature=1.0, vocab_size=67)
+
+
+async def step(client) -> None:
+    await client.forward_backward(random_datums(4), importance_sampling)
+    await client.optim_step(OptimParams(lr=1e-2))
+
+
+def state_of(launcher) -> dict[str, torch.Tensor]:
+    """Copies of parameters and optimizer state."""
+    rank = launcher._trainers[0]
+    state = {**rank.model.state_dict(), **rank.optimizers.state_dict()}
+    return {n: checkpoint_writer.local_part(t).clone() for n, t in state.items() if isinstance(t, torch.Tensor)}
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_steps_that_follow_do_not_reach_what_is_written(launcher, tmp_path, monkeypatch):
+    may_write, save = threading.Event(), dcp.save
+
+    def save_later(*args, **kwargs):
+        assert may_write.wait(100)
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_writer.dcp, "save", save_later)
+
+    async def check():
+        client = await a_trainer(launcher)
+        saved = []
+        for number in range(2):  # the second checkpoint uses the memory of the first one
+            await step(client)
+            saved.append(state_of(launcher))
+            may_write.clear()
+            await client.stage_checkpoint(tmp_path / f"step-{number}")
+            await step(client)
+            may_write.set()
+            await client.checkpoint_written()
+        later = state_of(launcher)
+        for number, expected in enumerate(saved):
+            await client.load_checkpoint(tmp_path / f"step-{number}")
+            assert same(state_of(launcher), expected) and not same(expected, later)
+        await step(client)  # and a checkpoint after a load
+        expected = state_of(launcher)
+        await client.save_checkpoint(tmp_path / "loaded")
+        await step(client)
+        await client.load_checkpoint(tmp_path / "loaded")
+        assert same(state_of(launcher), expected)
+
+    asyncio.run(check())
+
+
+def test_a_checkpoint_of_format_1_is_read(launcher, tmp_path):
+    async def check():
+        client = await a_trainer(launcher)
+        await step(client)
+        expected, rank = state_of(launcher), launcher._trainers[0]
+        state = {"model": rank.model.state_dict(), "optimizer": rank.optimizers.state_dict()}
+        assert any(name.endswith(".wq.weight") for name in state["model"])
+        dcp.save(state, checkpoint_id=str(checkpoint.model_dir(tmp_path / "old")), no_dist=True)
+        await step(client)
+        assert not same(state_of(launcher), expected)
+        await client.load_checkpoint(tmp_path / "old")
+        assert same(state_of(launcher), expected)
+
+    asyncio.run(check())
