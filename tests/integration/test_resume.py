@@ -176,7 +176,7 @@ def test_a_newer_format_and_no_usable_checkpoint_are_refused(copied):
         files = json.loads((path / "files.json").read_text())
         files |= checkpoint.checksums(path, [path / "state.json"])
         (path / "files.json").write_text(json.dumps(files))
-    assert "has format 99, and this version reads up to format 1" in refused(config(copied), "auto")
+    assert f"has format 99, and this version reads up to format {checkpoint.FORMAT}" in refused(config(copied), "auto")
 
 
 def test_an_end_that_a_restart_cannot_mend_is_not_begun_again(copied):
