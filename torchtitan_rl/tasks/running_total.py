@@ -1,0 +1,131 @@
+"""Addition with a scratchpad: a family in which the policy adds up a list and writes the total after each number."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
+from torchtitan_rl.types import Task
+
+__all__ = ["RunningTotal", "lines_of", "partial_credit"]
+
+
+class RunningTotal:
+    """Prompt `3_2_3_3_=`, answer `33253831`: each number again, and in place of its blank the last digit of the total so
+    far (3, 5, 8, 11). The answer's last character is the last digit of the sum.
+
+    The train split is endless. Every list of numbers belongs to one split, so splits share no list. Raises ValueError
+    when the lists that exist are too few for validation and test.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        num_numbers: int = 5
+        """Numbers in a list, at most 6."""
+        largest: int = 3
+        """Largest number of a list, 9 at most; the smallest is 0."""
+        near_credit: float = 0.5
+        """Credit for a wrong total, relative to a right one, before its error is taken off; see `partial_credit`. 0: only
+        right totals count."""
+        num_validation: int = 128
+        """Number of different validation tasks."""
+        num_test: int = 256
+        """Number of different test tasks."""
+        seed: int = 0
+        """Decides which tasks exist and their splits; the run's own seed chooses among the train tasks."""
+        reward: Callable | None = None
+        """A reward function of (task, completions) in place of the family's; None: the family's."""
+
+        def __post_init__(self) -> None:
+            if not 1 <= self.num_numbers <= 6:
+                raise ValueError(f"running_total.num_numbers={self.num_numbers}: does not fit; use 1 to 6")
+            if not 1 <= self.largest <= 9:
+                raise ValueError(f"running_total.largest={self.largest}: is not a digit above 0; use 1 to 9")
+            if not 0.0 <= self.near_credit <= 1.0:
+                raise ValueError(f"running_total.near_credit={self.near_credit}: is not a fraction; use 0 to 1")
+
+        def build(self) -> RunningTotal:
+            return RunningTotal(self)
+
+    name = "running_total"
+
+    def __init__(self, config: RunningTotal.Config) -> None:
+        self.config = config
+        if config.reward is not None:
+            self.reward = config.reward
+        lists = list(itertools.product(range(config.largest + 1), repeat=config.num_numbers))
+        if config.num_validation + config.num_test > len(lists) // 2:
+            raise ValueError(
+                f"running_total.num_validation={config.num_validation}, num_test={config.num_test}: are more than half "
+                f"of the {len(lists)} lists that exist; lower one, or raise num_numbers or largest"
+            )
+        random.Random(stable_hash(config.seed, "splits")).shuffle(lists)
+        test = config.num_validation + config.num_test
+        self._lists = {
+            "validation": lists[: config.num_validation],
+            "test": lists[config.num_validation : test],
+            "train": lists[test:],
+        }
+
+    def num_tasks(self, split: str) -> int | None:
+        check_split(split)
+        return {"train": None, "validation": self.config.num_validation, "test": self.config.num_test}[split]
+
+    def task(self, split: str, index: int) -> Task:
+        """Train tasks carry a demonstration that shows only the form of an answer: the numbers are copied, and the total
+        grows by a random number from 0 to `largest` each time."""
+        check_index(self, split, index)
+        demonstration = None
+        if split == "train":
+            rng = random.Random(stable_hash(self.config.seed, split, index))
+            numbers = rng.choice(self._lists[split])
+            demonstration = _written(numbers, [rng.randint(0, self.config.largest) for _ in numbers])
+        else:
+            numbers = self._lists[split][index]
+        prompt = "".join(f"{number}_" for number in numbers) + "="
+        answer = _written(numbers, numbers)
+        return Task(id=f"{self.name}/{split}/{index}", prompt=prompt, answer=answer, demonstration=demonstration)
+
+    def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
+        """1 for the right answer; otherwise up to 0.5 for the lines that are right, see `partial_credit`."""
+        near, miss = self.config.near_credit, self.config.largest + 1
+        return [
+            1.0 if completion == task.answer else 0.5 * partial_credit(completion, task.answer, near, miss)
+            for completion in completions
+        ]
+
+
+def partial_credit(completion: str, answer: str, near_credit: float, miss: int) -> float:
+    """A score from 0 to 1: the mean over the answer's lines, of a number and a total each. A line with the right number
+    counts 1 if its total is the completion's total before it plus that number, so one mistake costs one line. Otherwise
+    the line counts `near_credit * (1 - error / miss)`, at least 0, where 9 and 0 are 1 apart. Lines with another number,
+    and lines from a broken one on, count 0. A completion of another length than the answer counts half.
+    """
+    expected, credit, before = lines_of(answer), 0.0, 0
+    for (number, total), (right_number, _) in zip(lines_of(completion), expected, strict=False):
+        if number == right_number:
+            error = (total - before - number) % 10
+            error = min(error, 10 - error)
+            credit += near_credit * max(0.0, 1 - error / miss) if error else 1.0
+        before = total
+    return credit / len(expected) * (1.0 if len(completion) == len(answer) else 0.5)
+
+
+def lines_of(text: str) -> list[tuple[int, int]]:
+    """The lines of a scratchpad, up to the first that is broken: `lines_of("3325")` is `[(3, 3), (2, 5)]`."""
+    lines = []
+    for start in range(0, len(text) - 1, 2):
+        line = text[start : start + 2]
+        if not (line.isascii() and line.isdigit()):
+            break
+        lines.append((int(line[0]), int(line[1])))
+    return lines
+
+
+def _written(numbers: Sequence[int], steps: Sequence[int]) -> str:
+    """The scratchpad of a list whose total grows by `steps`."""
+    totals = itertools.accumulate(steps)
+    return "".join(f"{number}{total % 10}" for number, total in zip(numbers, totals, strict=True))
