@@ -7,7 +7,7 @@ to be added, and what a digit plus a digit is, is learned from the reward alone.
 Differs from the quickstart:
 - task: RunningTotal.Config(), not LetterSort.Config()
 - supervised.num_steps: 250, not 300
-- algorithm.entropy_coef: 0.04, not 0.0; without it the policy settles on totals before it has tried the others
+- algorithm.entropy_coef: 0.1, not 0.0; without it the policy settles on totals before it has tried the others
 - controller.num_steps: 150, not 160
 """
 
@@ -35,7 +35,7 @@ def config() -> rl.RunConfig:
         algorithm=presets.grpo(
             tasks_per_step=32,
             reduction=reductions.token_mean,
-            entropy_coef=0.04,
+            entropy_coef=0.1,
             schedule=rl.ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1),
         ),
         controller=rl.ControllerConfig(num_steps=150, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),

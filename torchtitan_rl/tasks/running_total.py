@@ -27,7 +27,7 @@ class RunningTotal:
         """Numbers in a list, at most 6."""
         largest: int = 3
         """Largest number of a list, 9 at most; the smallest is 0."""
-        near_credit: float = 0.5
+        near_credit: float = 0.6
         """Credit for a wrong total, relative to a right one, before its error is taken off; see `partial_credit`. 0: only
         right totals count."""
         num_validation: int = 128

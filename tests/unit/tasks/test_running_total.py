@@ -82,7 +82,7 @@ def test_reward_is_1_for_the_answer_and_partial_credit_otherwise():
         "",
     ]
     scores = [2.0, 3.375 / 4, 3 / 8, 3 / 4, 2 / 4, 1 / 4, 0.0]
-    assert running_total().reward(TASK, completions) == pytest.approx([0.5 * score for score in scores])
+    assert running_total(near_credit=0.5).reward(TASK, completions) == pytest.approx([0.5 * score for score in scores])
     assert running_total(near_credit=0.0).reward(TASK, completions[1:2]) == pytest.approx([0.5 * 3 / 4])
 
 
