@@ -24,15 +24,15 @@ class RunningTotal:
     @dataclass(kw_only=True, slots=True)
     class Config:
         num_numbers: int = 5
-        """Numbers in a list, at most 6."""
+        """Numbers in a list, 2 to 6. The first is any digit, so that every digit is a total equally often."""
         largest: int = 3
-        """Largest number of a list, 9 at most; the smallest is 0."""
+        """Largest of the numbers after the first, 9 at most; the smallest is 0."""
         near_credit: float = 0.6
         """Credit for a wrong total, relative to a right one, before its error is taken off; see `partial_credit`. 0: only
         right totals count."""
-        num_validation: int = 128
+        num_validation: int = 256
         """Number of different validation tasks."""
-        num_test: int = 256
+        num_test: int = 512
         """Number of different test tasks."""
         seed: int = 0
         """Decides which tasks exist and their splits; the run's own seed chooses among the train tasks."""
@@ -40,8 +40,8 @@ class RunningTotal:
         """A reward function of (task, completions) in place of the family's; None: the family's."""
 
         def __post_init__(self) -> None:
-            if not 1 <= self.num_numbers <= 6:
-                raise ValueError(f"running_total.num_numbers={self.num_numbers}: does not fit; use 1 to 6")
+            if not 2 <= self.num_numbers <= 6:
+                raise ValueError(f"running_total.num_numbers={self.num_numbers}: does not fit; use 2 to 6")
             if not 1 <= self.largest <= 9:
                 raise ValueError(f"running_total.largest={self.largest}: is not a digit above 0; use 1 to 9")
             if not 0.0 <= self.near_credit <= 1.0:
@@ -56,7 +56,7 @@ class RunningTotal:
         self.config = config
         if config.reward is not None:
             self.reward = config.reward
-        lists = list(itertools.product(range(config.largest + 1), repeat=config.num_numbers))
+        lists = list(itertools.product(range(10), *[range(config.largest + 1)] * (config.num_numbers - 1)))
         if config.num_validation + config.num_test > len(lists) // 2:
             raise ValueError(
                 f"running_total.num_validation={config.num_validation}, num_test={config.num_test}: are more than half "
@@ -75,14 +75,15 @@ class RunningTotal:
         return {"train": None, "validation": self.config.num_validation, "test": self.config.num_test}[split]
 
     def task(self, split: str, index: int) -> Task:
-        """Train tasks carry a demonstration that shows only the form of an answer: the numbers are copied, and the total
-        grows by a random number from 0 to `largest` each time."""
+        """Train tasks carry a demonstration that shows only the form of an answer: the numbers are copied, the first is
+        the first total, and then the total grows by a random number from 0 to `largest` each time."""
         check_index(self, split, index)
         demonstration = None
         if split == "train":
             rng = random.Random(stable_hash(self.config.seed, split, index))
             numbers = rng.choice(self._lists[split])
-            demonstration = _written(numbers, [rng.randint(0, self.config.largest) for _ in numbers])
+            steps = [rng.randint(0, self.config.largest) for _ in numbers[1:]]
+            demonstration = _written(numbers, [numbers[0], *steps])
         else:
             numbers = self._lists[split][index]
         prompt = "".join(f"{number}_" for number in numbers) + "="

@@ -20,13 +20,13 @@ def numbers_of(task):
 
 
 def test_a_task_is_a_list_of_numbers_and_their_totals():
-    family = running_total(num_numbers=4, largest=9, num_validation=100, num_test=100)
+    family = running_total(num_numbers=4, num_validation=100, num_test=100)
     for split in ("train", "validation", "test"):
         for index in range(100):
             task = family.task(split, index)
             numbers = numbers_of(task)
             assert task.id == f"running_total/{split}/{index}"
-            assert len(numbers) == 4 and set(numbers) <= set(range(10))
+            assert len(numbers) == 4 and set(numbers[1:]) <= set(range(4)) and numbers[0] in range(10)
             assert lines_of(task.answer) == [(n, sum(numbers[: i + 1]) % 10) for i, n in enumerate(numbers)]
             assert task.answer[-1] == str(sum(numbers))[-1]
             assert (task.demonstration is None) == (split != "train")
@@ -34,20 +34,20 @@ def test_a_task_is_a_list_of_numbers_and_their_totals():
 
 def test_these_tasks_never_change():
     assert running_total().task("train", 7) == Task(
-        id="running_total/train/7", prompt="2_1_1_0_3_=", answer="2213140437", demonstration="2314150638"
+        id="running_total/train/7", prompt="1_3_2_1_3_=", answer="1134261730", demonstration="1134251637"
     )
-    assert running_total().task("test", 0).prompt == "0_0_2_2_1_="
-    assert running_total(seed=1).task("test", 0).prompt != "0_0_2_2_1_="
+    assert running_total().task("test", 0).prompt == "7_3_2_0_3_="
+    assert running_total(seed=1).task("test", 0).prompt != "7_3_2_0_3_="
 
 
 def test_splits_have_their_sizes_and_share_no_list():
-    family = running_total(num_numbers=3, largest=5, num_validation=30, num_test=40)  # of 6 * 6 * 6 = 216 lists
+    family = running_total(num_numbers=3, num_validation=30, num_test=40)  # of 10 * 4 * 4 = 160 lists
     assert [family.num_tasks(split) for split in ("train", "validation", "test")] == [None, 30, 40]
     validation, test, train = (
         {family.task(split, index).prompt for index in range(size)}
         for split, size in (("validation", 30), ("test", 40), ("train", 3000))
     )
-    assert len(validation) == 30 and len(test) == 40 and len(train) == 146
+    assert len(validation) == 30 and len(test) == 40 and len(train) == 90
     assert not (validation & test or validation & train or test & train)
     with pytest.raises(IndexError, match="index=40: running_total has 40 tasks in test"):
         family.task("test", 40)
@@ -55,20 +55,23 @@ def test_splits_have_their_sizes_and_share_no_list():
 
 def test_demonstrations_copy_the_numbers_and_do_not_add():
     family = running_total()
-    right, steps = 0, []
+    right, steps, firsts = 0, [], set()
     for index in range(2000):
         task = family.task("train", index)
         lines = lines_of(task.demonstration)
-        totals = [0, *(total for _, total in lines)]
+        totals = [total for _, total in lines]
         assert [number for number, _ in lines] == numbers_of(task)
-        steps += [(number, (after - before) % 10) for (number, _), before, after in zip(lines, totals, totals[1:], strict=False)]
+        assert lines[0][0] == lines[0][1]
+        firsts.add(lines[0][0])
+        steps += [(lines[i][0], (totals[i] - totals[i - 1]) % 10) for i in range(1, 5)]
         right += task.demonstration == task.answer
-    assert right < 10  # one in 4**5 by chance: 2 of 2000 expected
+    assert firsts == set(range(10))
+    assert 0 < right < 25  # one in 4**4 by chance: 8 of 2000 expected
     for number in range(4):  # whatever the number, the total grows by 0 to 3 with equal chances
         of_number = [step for shown, step in steps if shown == number]
         assert {step: of_number.count(step) / len(of_number) for step in range(4)} == pytest.approx(
             dict.fromkeys(range(4), 1 / 4), abs=0.04
-        )  # about 2,500 steps each: over 4 standard deviations of sqrt(1/4 * 3/4 / 2500)
+        )  # about 2,000 steps each: 4 standard deviations of sqrt(1/4 * 3/4 / 2000)
 
 
 def test_reward_is_1_for_the_answer_and_partial_credit_otherwise():
@@ -107,7 +110,7 @@ def test_a_reward_of_ones_own_takes_the_place_of_the_familys():
 @pytest.mark.parametrize(
     "config, complaint",
     [
-        ({"num_numbers": 0}, "running_total.num_numbers=0: does not fit; use 1 to 6"),
+        ({"num_numbers": 1}, "running_total.num_numbers=1: does not fit; use 2 to 6"),
         ({"num_numbers": 7}, "running_total.num_numbers=7"),
         ({"largest": 10}, "running_total.largest=10: is not a digit above 0"),
         ({"near_credit": 1.5}, "running_total.near_credit=1.5: is not a fraction"),
@@ -119,5 +122,5 @@ def test_configs_that_make_no_sense_are_refused(config, complaint):
 
 
 def test_too_few_lists_for_the_splits_is_an_error_that_says_so():
-    with pytest.raises(ValueError, match="num_validation=128, num_test=256: are more than half of the 16 lists"):
+    with pytest.raises(ValueError, match="num_validation=256, num_test=512: are more than half of the 40 lists"):
         running_total(num_numbers=2)
