@@ -8,7 +8,7 @@ Differs from the quickstart:
 - task: RunningTotal.Config(), not LetterSort.Config()
 - supervised.num_steps: 250, not 300
 - algorithm.entropy_coef: 0.1, not 0.0; without it the policy settles on totals before it has tried the others
-- controller.num_steps: 150, not 160
+- controller.num_steps: 120, not 160
 """
 
 import torchtitan_rl.config as rl
@@ -38,7 +38,7 @@ def config() -> rl.RunConfig:
             entropy_coef=0.1,
             schedule=rl.ScheduleConfig(decay="linear", warmup_steps=5, final_factor=0.1),
         ),
-        controller=rl.ControllerConfig(num_steps=150, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
+        controller=rl.ControllerConfig(num_steps=120, eval_every=20, eval_tasks=256, test_tasks=512, pass_at_k=8),
         sampling=rl.SamplingConfig(max_prompt_tokens=16, max_tokens=12),
         trainer=rl.TrainerConfig(optimizer=rl.AdamWConfig(lr=1e-3, betas=(0.9, 0.99)), max_tokens_per_microbatch=16384),
         generator=rl.GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=512, kv_cache_gib=0.25),
