@@ -1,7 +1,7 @@
 """Arithmetic with a scratchpad: a 0.8M-parameter Qwen3 learns to add up a list, on two CPU cores in a few minutes.
 
-The policy writes each number again and after it the last digit of the total so far. The warm start shows only that form:
-in its demonstrations the total grows by a random number, whatever the number that was copied. That the number is what is
+The policy writes each number again and after it the last digit of the total so far. The warm start shows only that
+form: in its demonstrations the total grows by a random number, whatever the number that was copied. That the number is
 to be added, and what a digit plus a digit is, is learned from the reward alone.
 
 Differs from the quickstart:

@@ -14,8 +14,8 @@ __all__ = ["RunningTotal", "lines_of", "partial_credit"]
 
 
 class RunningTotal:
-    """Prompt `3_2_3_3_=`, answer `33253831`: each number again, and in place of its blank the last digit of the total so
-    far (3, 5, 8, 11). The answer's last character is the last digit of the sum.
+    """Prompt `3_2_3_3_=`, answer `33253831`: each number again, and in place of its blank the last digit of the total
+    so far (3, 5, 8, 11). The answer's last character is the last digit of the sum.
 
     The train split is endless. Every list of numbers belongs to one split, so splits share no list. Raises ValueError
     when the lists that exist are too few for validation and test.
@@ -28,8 +28,8 @@ class RunningTotal:
         largest: int = 3
         """Largest of the numbers after the first, 9 at most; the smallest is 0."""
         near_credit: float = 0.6
-        """Credit for a wrong total, relative to a right one, before its error is taken off; see `partial_credit`. 0: only
-        right totals count."""
+        """Credit for a wrong total, relative to a right one, before its error is taken off; see `partial_credit`.
+        0: only right totals count."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512
@@ -101,9 +101,9 @@ class RunningTotal:
 
 def partial_credit(completion: str, answer: str, near_credit: float, miss: int) -> float:
     """A score from 0 to 1: the mean over the answer's lines, of a number and a total each. A line with the right number
-    counts 1 if its total is the completion's total before it plus that number, so one mistake costs one line. Otherwise
-    the line counts `near_credit * (1 - error / miss)`, at least 0, where 9 and 0 are 1 apart. Lines with another number,
-    and lines from a broken one on, count 0. A completion of another length than the answer counts half.
+    counts 1 if its total is the completion's total before it plus that number, so one mistake costs one line.
+    Otherwise the line counts `near_credit * (1 - error / miss)`, at least 0, where 9 and 0 are 1 apart. Lines with
+    another number, and lines from a broken one on, count 0. A completion of another length than the answer counts half.
     """
     expected, credit, before = lines_of(answer), 0.0, 0
     for (number, total), (right_number, _) in zip(lines_of(completion), expected, strict=False):
