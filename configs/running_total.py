@@ -1,8 +1,8 @@
-"""Arithmetic with a scratchpad: a 0.8M-parameter Qwen3 learns to add up a list, on two CPU cores in a few minutes.
+"""Arithmetic with a scratchpad: a 0.8M-parameter Qwen3 learns to add up a list, on two CPU cores in minutes.
 
 The policy writes each number again and after it the last digit of the total so far. The warm start shows only that
 form: in its demonstrations the total grows by a random number, whatever the number that was copied. That the number is
-to be added, and what a digit plus a digit is, is learned from the reward alone.
+to be added, and what a digit plus a digit is, is learned from the reward alone. Not yet on every seed (docs/log.md).
 
 Differs from the quickstart:
 - task: RunningTotal.Config(), not LetterSort.Config()
