@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -71,17 +71,18 @@ def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies tensors to host memory, given as (target, original).
 
     Host memory is copied in pieces that threads take in turn. torch's own copy gives each thread an equal part of one
-    tensor, so every tensor waits for the thread whose core is busiest.
+    tensor, so every tensor waits for the thread whose core is busiest. The pieces are addresses: a NumPy view of a
+    tensor would stop the tensor's storage from being resized for good, and `Part.offload` resizes it.
     """
-    pieces: list[tuple[np.ndarray, np.ndarray]] = []
+    pieces: list[tuple[int, int, int]] = []  # address to copy to, address to copy from, bytes
     for target, original in pairs:
         if original.is_cpu and original.is_contiguous() and target.is_contiguous():
-            to, of = (tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (target, original))
-            pieces += [(to[i : i + _PIECE], of[i : i + _PIECE]) for i in range(0, len(of), _PIECE)]
+            to, of, size = target.data_ptr(), original.data_ptr(), original.nbytes
+            pieces += [(to + i, of + i, min(_PIECE, size - i)) for i in range(0, size, _PIECE)]
         else:
             target.copy_(original, non_blocking=True)
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for _ in threads.map(lambda piece: np.copyto(*piece), pieces):  # copyto releases the interpreter's lock
+        for _ in threads.map(lambda piece: ctypes.memmove(*piece), pieces):  # releases the interpreter's lock
             pass
     platform.wait_for_copies()
 

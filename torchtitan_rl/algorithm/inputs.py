@@ -31,11 +31,12 @@ def without_inputs(data: list[Datum], *names: str) -> list[Datum]:
 
 
 def minibatches(data: list[Datum], config: AlgorithmConfig) -> list[list[Datum]]:
-    """Cuts a batch into minibatches of `tasks_per_minibatch` whole groups, the last with what is left; `reduction`
-    computes the token weights of each minibatch anew."""
+    """Cuts a batch into minibatches of `tasks_per_minibatch` whole groups, the last with what is left; 0 is the whole
+    batch. `reduction` computes the token weights of each minibatch anew."""
     groups, parts = sorted({datum.group for datum in data}), []
-    for start in range(0, len(groups), config.tasks_per_minibatch):
-        chosen = set(groups[start : start + config.tasks_per_minibatch])
+    size = config.tasks_per_minibatch or max(1, len(groups))
+    for start in range(0, len(groups), size):
+        chosen = set(groups[start : start + size])
         part = [datum for datum in data if datum.group in chosen]
         weights = config.reduction([d.loss_inputs["loss_mask"] for d in part], [d.group for d in part])
         parts.append(with_inputs(part, token_weights=weights))

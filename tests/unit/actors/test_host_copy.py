@@ -65,6 +65,13 @@ def test_a_tensor_of_several_pieces_is_copied_whole(monkeypatch):
     assert torch.equal(HostCopy().take({"w": values})["w"], values)
 
 
+def test_a_copied_tensor_may_still_leave_its_device():
+    values = torch.randn(9)
+    HostCopy().take({"w": values})
+    values.untyped_storage().resize_(0)  # as an offload does
+    assert values.untyped_storage().nbytes() == 0
+
+
 def test_a_sharded_tensor_stays_one(mesh):
     taker, w = HostCopy(), distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
     copied = taker.take({"w": w, "same": w.detach()})["w"]

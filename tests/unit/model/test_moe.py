@@ -284,7 +284,7 @@ def run_config(**shape):
     config = RunConfig(
         name="unit",
         task=LetterSort.Config(min_letters=4, max_letters=6),
-        model=ModelConfig(assets="chars", shape=tiny(**{"vocab_size": 64, "max_seq_len": 64, **shape})),
+        model=ModelConfig(assets="chars", shape=tiny(**{"vocab_size": 64, "max_seq_len": 64, "head_dim": 32, **shape})),
         sampling=SamplingConfig(max_prompt_tokens=8, max_tokens=12),
         generator=GeneratorConfig(dtype="float32", max_model_len=32),
     )
