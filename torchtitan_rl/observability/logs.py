@@ -14,6 +14,8 @@ __all__ = ["setup_rank_logging"]
 _OWN_HANDLERS = ("vllm", "transformers")
 
 _log_file: Path | None = None
+_handlers: list[logging.Handler] = []
+"""What a call of `setup_rank_logging` has added to the root logger."""
 
 
 def setup_rank_logging(
@@ -22,15 +24,20 @@ def setup_rank_logging(
     """Sends this process's logs to `log_dir/role-rank.log`, and warnings to stderr. Returns the file.
 
     The first line names role, rank, pid, host and device. Python warnings are captured. Other packages reach the
-    console only with errors. A process has one log file: a second call returns that file and only redirects the
-    handlers of packages imported since. Raises ValueError for a level that `logging` does not know.
+    console only with errors. A process has one log file at a time: a second call with the same directory returns that
+    file and only redirects the handlers of packages imported since; a call with another directory, of the next run in
+    this process, closes the file. Raises ValueError for a level that `logging` does not know.
     """
     global _log_file
     if level not in logging.getLevelNamesMapping():
         raise ValueError(f"log level={level!r}: is not known; use DEBUG, INFO, WARNING or ERROR")
     _adopt_third_parties()
-    if _log_file is not None:
+    if _log_file is not None and _log_file.parent == Path(log_dir):
         return _log_file
+    root = logging.getLogger()
+    while _handlers:
+        root.removeHandler(handler := _handlers.pop())
+        handler.close()
     _log_file = Path(log_dir) / f"{role}-{rank}.log"
     _log_file.parent.mkdir(parents=True, exist_ok=True)
 
@@ -38,9 +45,9 @@ def setup_rank_logging(
     file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     console = Console(logging.WARNING)
     console.setFormatter(logging.Formatter(f"{role}-{rank} %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
     root.setLevel(level)
     for handler in (file_handler, console):
+        _handlers.append(handler)
         root.addHandler(handler)
         handler.filters.clear()  # Monarch adds a filter to every handler; each would prefix the same record again
     console.addFilter(worth_the_console)

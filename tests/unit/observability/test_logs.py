@@ -1,4 +1,4 @@
-"""Who writes what where. Logging is set up once per process, so each test has a process of its own."""
+"""Who writes what where. Logging belongs to a process, so each test has a process of its own."""
 
 import re
 import subprocess
@@ -81,6 +81,21 @@ def test_a_second_call_changes_nothing_but_adopts_packages_with_handlers_of_thei
     assert stderr == "trainer-1 WARNING ours: once\n"
     assert [line.split(": ")[-1] for line in lines[1:]] == ["special tokens", "once"]
     assert not (tmp_path / "logs" / "generator-0.log").exists()
+
+
+def test_the_next_run_of_a_process_has_a_log_of_its_own(tmp_path):
+    stderr, lines = run(
+        tmp_path,
+        """
+        logging.getLogger("ours").warning("first")
+        after = setup_rank_logging(log_dir + "2", "trainer", 1, 2, "INFO", device="cpu")
+        logging.getLogger("ours").warning("second")
+    """,
+    )
+    others = (tmp_path / "logs2" / "trainer-1.log").read_text().splitlines()
+    assert [len(lines), len(others)] == [2, 2] and "trainer rank 1 of 2" in others[0]
+    assert (lines[1].split(": ")[-1], others[1].split(": ")[-1]) == ("first", "second")
+    assert stderr == "trainer-1 WARNING ours: first\ntrainer-1 WARNING ours: second\n"
 
 
 def test_a_replaced_process_appends(tmp_path):
