@@ -29,7 +29,7 @@ REINFORCEMENT = (
     "policy/clip_frac",  # tokens whose ratio was clipped
     "advantage/mean",  # over trained tokens
     "advantage/abs_max",
-    "policy/lag_max",  # policy versions between the oldest token and this step
+    "policy/lag_max",  # policy versions between the oldest token and this step; with a lag allowed, publications
     "mismatch/kl",  # trainer against generator on the batch before its first optimizer step, k3, nats per token
     "mismatch/logprob_diff_max",  # largest absolute difference on the same tokens
     "completion/length_mean",  # tokens
@@ -45,6 +45,7 @@ Every line also has `optim/num_steps` and `optim/skipped` of the batch, and `tim
 score). By feature:
 
 - A reference: `policy/reference_kl` (k3, nats per token).
+- A lag (docs/asynchrony.md): `policy/lag_mean` (publications, over sampled tokens).
 - An off-policy correction: `correction/weight_mean` (mean factor), `correction/changed_frac` (tokens whose factor was
   truncated or masked).
 - Distillation (docs/distillation.md): `distill/kl` (nats per token: reverse KL to the teacher, its k1 estimate where

@@ -88,6 +88,10 @@ FUNCTIONS = {
         "    return -(inputs.token_weights * inputs.sampling_logprobs * inputs.advantages).sum(), {}",
         "config.algorithm.loss_fn, config.algorithm.loss_config = loss, {}",
     ),
+    "a lag with a loss for samples of one's own": (
+        "def loss(inputs):\n    return -(inputs.token_weights * inputs.policy_logprobs * inputs.advantages).sum(), {}",
+        "config.algorithm.loss_fn, config.algorithm.loss_config, config.algorithm.max_policy_lag = loss, {}, 1",
+    ),
     "a loss that returns no metrics": (
         "def loss(inputs):\n    return -(inputs.token_weights * inputs.policy_logprobs * inputs.advantages).sum()",
         "config.algorithm.loss_fn, config.algorithm.loss_config = loss, {}",

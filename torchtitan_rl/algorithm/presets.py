@@ -24,10 +24,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan_rl.algorithm import advantages, losses, reductions
+from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, FilterConfig
 
 __all__ = [
+    "asynchronous",
     "cispo",
     "dapo",
     "distill",
@@ -169,6 +170,26 @@ def reinforce_pp_baseline(**changes: Any) -> AlgorithmConfig:
         kl_estimator="k2",
     )
     return _changed("reinforce_pp_baseline", preset, changes)
+
+
+def asynchronous(**changes: Any) -> AlgorithmConfig:
+    """GRPO while the generators are `max_policy_lag` publications ahead, here 1, with the decoupled objective
+    (arXiv:2110.00641, equation 5; arXiv:2505.24298): the clipped ratio is to the trainer's policy before the batch, and
+    each token counts its truncated importance weight, min(that policy / the one that sampled, 2).
+
+    The trainer scores every batch once more before its first step.
+    """
+    preset = AlgorithmConfig(
+        max_policy_lag=1,
+        recompute_logprobs_per_batch=True,
+        advantage_fn=advantages.grpo,
+        loss_fn=losses.ppo,
+        loss_config={"clip_low": 0.2, "clip_high": 0.2},
+        correction_fn=corrections.truncated_token,
+        correction_config={"cap": 2.0},
+        reduction=reductions.token_mean,
+    )
+    return _changed("asynchronous", preset, changes)
 
 
 def distill(**changes: Any) -> AlgorithmConfig:

@@ -105,6 +105,9 @@ class AlgorithmConfig:
     """Groups in a minibatch, which is one optimizer step; the last minibatch may be smaller. 0: the whole batch."""
     num_epochs: int = 1
     """Passes over a batch before its weights are published."""
+    max_policy_lag: int = 0
+    """How many publications of weights the oldest token of a batch may be behind when the batch starts to train: as
+    many batches are generated while one trains. 0: generation and training take turns. See docs/asynchrony.md."""
     recompute_logprobs_per_batch: bool = False
     """True: the old policy of a ratio is the trainer's policy before the batch's first step, by log-probabilities that
     the trainer recomputes. False: the generator that sampled."""

@@ -9,11 +9,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
-from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
-__all__ = ["Repair", "TooManyRestarts"]
+__all__ = ["Repair", "TooManyRestarts", "end"]
 
 logger = logging.getLogger(__name__)
+
+_END_WITHIN_S = 90.0  # Monarch may need a minute to notice that a process has ended
 
 
 class TooManyRestarts(RuntimeError):
@@ -94,3 +96,17 @@ async def _catch_up(replica: Replica) -> None:
         except (RuntimeError, ValueError):
             if replica.versions.served == served:  # else the version was deleted when the next one was published
                 raise
+
+
+async def end(mesh: RoleMesh) -> None:
+    """Ends the processes of a lost replica."""
+    await asyncio.gather(*(_end_rank(mesh, rank) for rank in range(mesh.num_ranks)))
+
+
+async def _end_rank(mesh: RoleMesh, rank: int) -> None:
+    try:
+        await asyncio.wait_for(mesh.call_rank(rank, "abort"), _END_WITHIN_S)
+    except TimeoutError:
+        logger.warning("%s-%d does not end; it keeps its memory until the run ends", mesh.role, rank)
+    except WorkerLost:
+        pass  # the process has ended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import asynccontextmanager, contextmanager
 
@@ -14,10 +14,6 @@ from torchtitan_rl.types import Request
 
 __all__ = ["Replica", "ReplicaLost"]
 
-logger = logging.getLogger(__name__)
-
-_END_WITHIN_S = 90.0  # Monarch may need a minute to notice that a process has ended
-
 
 class ReplicaLost(Exception):
     """The replica is at fault, not the call. The message is the reason."""
@@ -27,8 +23,9 @@ class Replica:
     """One engine and the policy version that it serves.
 
     While a pinned request is in the engine, no pull changes the weights, and every other pinned request there names the
-    same version. The version `versions.served` serves unpinned requests. A pull may change the weights under an
-    unpinned request; the completion's `policy_versions` say which version sampled each token.
+    same version. The version `versions.served` serves unpinned requests, and until a pull has fetched it, the version
+    before. A pull may change the weights under an unpinned request; the completion's `policy_versions` say which
+    version sampled each token.
     """
 
     def __init__(
@@ -43,7 +40,10 @@ class Replica:
         self.held: int | None = None
         self.lost: str | None = None
         """Why the replica is out of use; None while it is healthy."""
-        self._naming, self._free = 0, 0
+        self._flying: Counter[bool] = Counter()
+        """The rounds of requests that are being answered: pinned ones under True."""
+        self._pulling: int | None = None
+        """The version that a pull is fetching."""
         self._changed = asyncio.Condition()
 
     async def sample(self, requests: list[Request], version: int | None, timeout_s: float) -> list:
@@ -53,18 +53,22 @@ class Replica:
                 return await self.mesh.call_leader("sample", requests, timeout_s=timeout_s)
 
     async def pull(self, version: int) -> None:
-        """Loads a version out of the store, after all pinned requests have ended. Raises ReplicaLost."""
-        async with self._changed:
-            await self._until(lambda: self._naming == 0)
-            await self._load(version)  # even the version that is held: the trainer may have published it again
+        """Fetches a version, while requests go on, and loads it once pinned ones have ended. Raises ReplicaLost."""
+        self._pulling = version
+        try:
+            async with self._fetched(version), self._changed:  # even the held one: it may have been published again
+                await self._until(lambda: not self._flying[True])
+                previous = await self._switch(version)
+        finally:
+            self._pulling = None
+        await self._release(previous)
 
     async def load_hf(self, directory: str, version: int) -> None:
         """Loads the weights of a Hugging Face directory, after all pinned requests have ended. Raises ReplicaLost."""
         async with self._changed:
-            await self._until(lambda: self._naming == 0)
+            await self._until(lambda: not self._flying[True])
             await self._fetch("fetch_hf", directory, version)
-            await self._activate(version)
-            self.held = version
+            await self._switch(version)
 
     async def release(self) -> None:
         """Releases the version that the replica holds, and wakes every call that waits for the replica. Call after
@@ -72,43 +76,29 @@ class Replica:
         async with self._changed:
             self._changed.notify_all()
             held, self.held = self.held, None
-            if held is not None:
-                await self.versions.release(held, self.mesh.role)
-
-    async def end(self) -> None:
-        """Ends the replica's processes."""
-        await asyncio.gather(*(self._end(rank) for rank in range(self.mesh.num_ranks)))
-
-    async def _end(self, rank: int) -> None:
-        try:
-            await asyncio.wait_for(self.mesh.call_rank(rank, "abort"), _END_WITHIN_S)
-        except TimeoutError:
-            logger.warning("%s-%d does not end; it keeps its memory until the run ends", self.mesh.role, rank)
-        except WorkerLost:
-            pass  # the process has ended
+            await self._release(held)
 
     @asynccontextmanager
     async def _serving(self, version: int | None):
+        pinned = version is not None
         async with self._changed:
-            if version is None:
-                await self._until(lambda: self.held == self.versions.served or self._naming == 0)
-                if self.held != self.versions.served:
-                    await self._load(self.versions.served)
-                self._free += 1
-            else:
-                await self._until(lambda: self.held == version or (self._naming == 0 and self._free == 0))
-                if self.held != version:
-                    await self._load(version)
-                self._naming += 1
+            in_the_way = (True, False) if pinned else (True,)
+            await self._until(lambda: self._serves(version) or not any(self._flying[kind] for kind in in_the_way))
+            if not self._serves(version):
+                await self._load(version if pinned else self.versions.served)
+            self._flying[pinned] += 1
         try:
             yield
         finally:
             async with self._changed:
-                if version is None:
-                    self._free -= 1
-                else:
-                    self._naming -= 1
+                self._flying[pinned] -= 1
                 self._changed.notify_all()
+
+    def _serves(self, version: int | None) -> bool:
+        """Whether a request that names a version, or None, may begin with the weights that are held."""
+        if version is None:
+            return self.held is not None and self.versions.served in (self.held, self._pulling)
+        return self.held == version
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         await self._changed.wait_for(lambda: self.lost is not None or condition())
@@ -116,27 +106,38 @@ class Replica:
             raise ReplicaLost(self.lost)
 
     async def _load(self, version: int) -> None:
+        async with self._fetched(version):
+            previous = await self._switch(version)
+        await self._release(previous)
+
+    @asynccontextmanager
+    async def _fetched(self, version: int):
+        """Pins and fetches a version, which the block loads; releases the version where that fails."""
         self.versions.pin(version, self.mesh.role)
         try:
             await self._fetch("fetch", version, self.verify)
-            await self._activate(version)
+            yield
         except BaseException:
             await self.versions.release(version, self.mesh.role)
             raise
-        previous, self.held = self.held, version
-        if previous is not None:
-            await self.versions.release(previous, self.mesh.role)
+
+    async def _release(self, version: int | None) -> None:
+        if version is not None:
+            await self.versions.release(version, self.mesh.role)
 
     async def _fetch(self, endpoint: str, *args) -> None:
         with _at_fault(WorkerLost):  # no other error: damaged or misfit weights would fail on any replica
             await self.mesh.call_all(endpoint, *args)
 
-    async def _activate(self, version: int) -> None:
+    async def _switch(self, version: int) -> int | None:
+        """Loads a fetched version into the engine. Returns the version that was held before."""
         with _at_fault(RuntimeError):
             await self.mesh.call_leader("load", version)
         if self.on_load is not None:
             self.on_load()
         self._changed.notify_all()  # requests that wait for a version look again once the lock is free
+        previous, self.held = self.held, version
+        return previous
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts
+from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.sampling_steps import SamplingSteps, fail
 from torchtitan_rl.types import Request
@@ -108,7 +108,7 @@ class SamplingClient(SamplingSteps):
 
     async def _abandon(self, replica: Replica) -> None:
         await replica.release()
-        await replica.end()
+        await end(replica.mesh)
 
     async def _replace(self, index: int, repair: Repair) -> None:
         """Puts a replacement in the place of a lost replica, or notes why there is none."""

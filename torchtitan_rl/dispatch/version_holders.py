@@ -35,7 +35,8 @@ class VersionHolders:
         if config.transport == "auto":
             self._transport = "shared_memory" if one_host else "store"
         self._holders: dict[int, Counter[str]] = {}
-        self._published: int | None = None
+        self.publications: list[int] = []
+        """The versions published so far, oldest first; one twice where no step was taken between two publications."""
         self.served: int | None = None
         """The version that serves unpinned requests; None before the first pull. `SamplingClient` sets `served`,
         everybody else reads it."""
@@ -43,10 +44,11 @@ class VersionHolders:
     async def publish(self) -> int:
         """Publishes and returns the trainer's version, then releases the version published before."""
         version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
-        previous, self._published = self._published, version
+        previous = self.publications[-1:]
+        self.publications.append(version)
         self._holders.setdefault(version, Counter())["newest"] += 1
-        if previous is not None:
-            await self.release(previous, "newest")
+        if previous:
+            await self.release(previous[0], "newest")
         return version
 
     def pin(self, version: int, holder: str) -> None:

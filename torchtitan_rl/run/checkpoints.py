@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.model.files import pad_token_id
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.run.draws import Draws
 from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.run.retention import complete, superfluous
 from torchtitan_rl.run.state import RunState, random_states
@@ -56,10 +56,11 @@ class Checkpoints:
         roles: dict[str, TrainingClient],
         weights: PolicyWeights,
         tokenizer,
-        draws: Draws,
+        draws: Callable[[], dict[str, Any]],
         state: RunState,
         recorder: Recorder,
     ) -> None:
+        """`draws` gives the state of the draws before the first batch that has not trained."""
         self.config, self.run_dir, self.state, self.recorder = config, run_dir, state, recorder
         self._roles, self._weights, self._tokenizer, self._draws = roles, weights, tokenizer, draws
         self._writing: asyncio.Task[dict[str, Any]] | None = None
@@ -79,7 +80,7 @@ class Checkpoints:
             if config.controller.checkpoint_export in ("all", "last" if last else "all"):
                 await self._export(written)
             await self._weights.save_teacher(checkpoint.teacher_file(written))
-            state.draws, state.teacher_version = self._draws.state_dict(), self._weights.teacher_version
+            state.draws, state.teacher_version = self._draws(), self._weights.teacher_version
             content = copy.deepcopy(dataclasses.asdict(state))
             content |= {"random": random_states(), "metrics_bytes": self.run_dir.metrics_size()}
         except (OSError, RuntimeError) as error:

@@ -9,6 +9,7 @@ Scripts, the command line and the notebook drive the same object::
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
 from torchtitan_rl.run import resume
+from torchtitan_rl.run.ahead import BatchesAhead
 from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
 from torchtitan_rl.run.ends import Ended, StopRequest
@@ -73,15 +75,12 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
         self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights, self.state.calls)
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
-        self.batches = Batches(
-            config.algorithm,
-            self.player.play,
-            self.draws,
-            max_tokens=config.sampling.max_tokens,
-            admitted=self._admitted,
-        )
+        batches_of: Callable[..., Batches] = Batches
+        if config.algorithm.max_policy_lag and self.versions is not None:
+            batches_of = partial(BatchesAhead, publications=self.versions.publications)
+        self.batches = batches_of(config, self.player.play, self.draws, self.state, self._admitted)
         self.checkpoints = Checkpoints(
-            config, run_dir, self.roles, self.weights, self.tokenizer, self.draws, self.state, recorder
+            config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
         )
 
     # Starting and stopping.

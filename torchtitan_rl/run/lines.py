@@ -96,13 +96,13 @@ def _of_features(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def of_times(line: dict, step_s: float, generate_s: float, sync_s: float) -> dict[str, float]:
-    """Seconds of a step and of its parts; trained tokens per second of the step, generated ones of the generation."""
+    """Seconds of a step and of its parts, and tokens per second: of the step, or of the generation if it is apart."""
     return {
         "time/step_s": step_s,
         "time/generate_s": generate_s,
         "time/sync_s": sync_s,
         "tokens/trained_per_s": line["tokens/trained"] / step_s,
-        "tokens/generated_per_s": line["tokens/generated"] / generate_s,
+        "tokens/generated_per_s": line["tokens/generated"] / (step_s if "policy/lag_mean" in line else generate_s),
     }
 
 

@@ -8,14 +8,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-from torchtitan_rl.algorithm import soft_targets
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.algorithm.objective import policy_objective
-from torchtitan_rl.algorithm.terms import with_kept_weights
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
@@ -39,42 +39,46 @@ __all__ = ["Batches", "Reinforcement", "scored", "step_on", "optim_params", "lr_
 
 
 class Batches:
-    """Rolls out slots in order, `tasks_per_step` slots for each batch.
-
-    The tasks of a batch depend on the seed and on the filters' decisions, not on the step that trains on the batch.
-    """
+    """Rolls out slots in order, `tasks_per_step` slots and their replacements for each batch. The tasks of a batch
+    depend on the seed and on the filters' decisions, not on the step that trains on the batch. Generation and training
+    take turns; `run.ahead` overlaps them."""
 
     def __init__(
         self,
-        config: AlgorithmConfig,
+        config: RunConfig,
         play: Callable[[list[Draw], Counter], Awaitable[list[RolloutGroup]]],
         draws: Draws,
-        *,
-        max_tokens: int,
-        admitted: Callable[[list[Draw]], None],
+        state: RunState,
+        admitted: Callable[[list[Draw], int], None],
     ) -> None:
-        """`play` is `Rollouts.play`; `max_tokens` is the limit of a completion; `admitted` is told of draws that are
-        about to be played."""
-        self._config, self._draws, self._max_tokens = config, draws, max_tokens
-
-        def admit_and_play(draws: list[Draw], counts: Counter) -> Awaitable[list[RolloutGroup]]:
-            admitted(draws)
-            return play(draws, counts)
-
-        self._play = admit_and_play
+        """`play` is `Rollouts.play`; `admitted` is told of draws that are about to be played, and after which step
+        their batch is to train."""
+        self._config, self._play, self._draws, self._state, self._admitted = config, play, draws, state, admitted
+        self._max_tokens = config.sampling.max_tokens
 
     async def next_batch(self) -> Batch:
         """Rollouts of the next slots. With filters on, or groups dropped for a failure: the groups that are left, and
         replacements for the slots of the others. Raises NothingToTrainOn."""
-        filters, counts = self._config.filters, Counter()
-        draws = self._draws.next(self._config.tasks_per_step)
-        groups = await self._play(draws, counts)
-        failed = counts["failure/dropped_groups"]
+        return await self._played(self._draws.next(self._config.algorithm.tasks_per_step), self._state.step)
+
+    async def _played(self, draws: list[Draw], step: int) -> Batch:
+        def play(draws: list[Draw], counts: Counter) -> Awaitable[list[RolloutGroup]]:
+            self._admitted(draws, step)
+            return self._play(draws, counts)
+
+        config, counts = self._config.algorithm, Counter[str]()
+        groups = await play(draws, counts)
+        filters, failed = config.filters, counts["failure/dropped_groups"]
         if groups and not failed and not filters.zero_variance and filters.overlong == "keep":
             return Batch(draws=draws, groups=groups, sampled=groups, metrics=dict(counts))
-        return await fill_batch(
-            self._play, self._draws.replace, draws, groups, self._config, counts, max_tokens=self._max_tokens
-        )
+        return await fill_batch(play, self._draws.replace, draws, groups, config, counts, max_tokens=self._max_tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the draws before the next batch."""
+        return self._draws.state_dict()
+
+    async def cancel(self) -> None:
+        """Gives up what is being played: nothing between two calls of `next_batch`."""
 
 
 class Reinforcement(ABC):
@@ -106,6 +110,8 @@ class Reinforcement(ABC):
                 await self.checkpoints.save(last=True)
                 await self.checkpoints.require_written()
             raise
+        finally:
+            await self.batches.cancel()
 
     async def _reinforce(self) -> None:
         """Generates, trains, publishes, and evaluates every `eval_every` steps."""
@@ -134,8 +140,8 @@ class Reinforcement(ABC):
                         await self.evaluate_all()
                     await self._between_steps(first)
 
-    def _admitted(self, draws: list[Draw]) -> None:
-        self.recorder.fact("draws", step=self.state.step, records=admissions(draws))
+    def _admitted(self, draws: list[Draw], step: int) -> None:
+        self.recorder.fact("draws", step=step, records=admissions(draws))
 
     def _record_batch(self, batch: Batch) -> None:
         self.recorder.fact("draws", step=self.state.step, records=ends(batch))
@@ -212,19 +218,13 @@ async def step_on(
     Returns role -> (output of `optim_step`, loss), and the policy's log-probabilities of the minibatch before the step,
     one tensor per datum.
     """
-    policy, others = roles["policy"], {}
-    if config.algorithm.recompute_logprobs_per_minibatch:
-        minibatch = await scoring.with_old_logprobs(minibatch, policy, line)
-    if "critic" in roles:  # submitted before the policy's step: they may take turns on shared devices
-        others["critic"] = scoring.critic_step(
-            minibatch, roles["critic"], config.algorithm, optim_params(config, "critic", step), line
-        )
-    if config.algorithm.correction_denominator == "kept":
-        minibatch = with_kept_weights(minibatch, config.algorithm)
-    if "soft_tokens" in minibatch[0].loss_inputs:
-        minibatch = soft_targets.appended(minibatch)
+    policy, algorithm, others = roles["policy"], config.algorithm, {}
+    alone = len(roles) == 1 and "soft_tokens" not in minibatch[0].loss_inputs
+    if not alone or algorithm.recompute_logprobs_per_minibatch or algorithm.correction_denominator == "kept":
+        critic = partial(optim_params, config, "critic", step)
+        minibatch, others = await scoring.before_step(minibatch, roles, algorithm, critic, line)
     start = time.perf_counter()
-    forward_backward = policy.forward_backward(minibatch, policy_objective(config.algorithm, minibatch[0].loss_inputs))
+    forward_backward = policy.forward_backward(minibatch, policy_objective(algorithm, minibatch[0].loss_inputs))
     optim_step = policy.optim_step(optim_params(config, "policy", step))
     (output, forward_backward_s), (optim, step_s), *answers = await asyncio.gather(
         timed(forward_backward, start), timed(optim_step, start), *others.values()

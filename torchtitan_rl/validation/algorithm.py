@@ -17,13 +17,7 @@ from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.resolve import function_name, named
 from torchtitan_rl.config.run import RolesConfig, RunConfig
-from torchtitan_rl.validation.functions import (
-    probe_advantages,
-    probe_correction,
-    probe_loss,
-    probe_reduction,
-    reads_advantages,
-)
+from torchtitan_rl.validation.functions import probe_advantages, probe_correction, probe_loss, probe_reduction, reads
 
 __all__ = ["check_algorithm"]
 
@@ -144,7 +138,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         columns=columns,
     )
     loss = partial(algorithm.loss_fn, **algorithm.loss_config)
-    if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads_advantages(loss, columns, outputs):
+    if algorithm.kl_coef and algorithm.kl_in == "reward" and not reads("advantages", loss, columns, outputs):
         raise ValueError(
             f"algorithm.kl_in='reward': {function_name(algorithm.loss_fn)} does not read advantages, so "
             "the KL would not count; use 'loss'"
@@ -157,7 +151,7 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
         ),
     }
     for what, needed in needs.items():
-        if needed and not reads_advantages(loss, columns, outputs):
+        if needed and not reads("advantages", loss, columns, outputs):
             raise ValueError(
                 f"algorithm.loss_fn={function_name(algorithm.loss_fn)}: does not read advantages, by which "
                 f"{what} is to train; use importance_sampling or ppo"

@@ -12,7 +12,7 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.observability.user_code import defined_at, described, raised_at
 from torchtitan_rl.types import LossInputs, Rollout, RolloutGroup, Task
 
-__all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads_advantages"]
+__all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads"]
 
 _LENGTHS = [3, 2]
 _OUTPUTS = {  # the model's, for five tokens of two datums; the first token does not train
@@ -70,11 +70,11 @@ def probe_loss(
         )
 
 
-def reads_advantages(loss_fn: Callable, columns: set[str], outputs: Sequence[str]) -> bool:
-    """Whether a policy's loss, with its `loss_config` bound, depends on the advantages."""
+def reads(column: str, loss_fn: Callable, columns: set[str], outputs: Sequence[str]) -> bool:
+    """Whether a policy's loss, with its `loss_config` bound, depends on a column of the data, such as `advantages`."""
     inputs = _inputs(columns, outputs)
     before = loss_fn(inputs)[0]
-    inputs.tensors["advantages"] = inputs.tensors["advantages"] * 3.0
+    inputs.tensors[column] = inputs.tensors[column] * 3.0
     return not _close(loss_fn(inputs)[0], before)
 
 

@@ -23,6 +23,7 @@ from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.algorithm import check_algorithm
 from torchtitan_rl.validation.batches import check_batches
 from torchtitan_rl.validation.distillation import check_distill
+from torchtitan_rl.validation.lag import check_lag_settings
 from torchtitan_rl.validation.recovery import check_checkpoints, check_failures
 from torchtitan_rl.validation.roles import check_roles
 from torchtitan_rl.validation.sampling import check_sampling
@@ -72,6 +73,7 @@ def validate(config: RunConfig) -> None:
     _check_own_teacher(config, longest)
     check_distill(config.algorithm, config.roles, vocab_size=shape.vocab_size)
     check_algorithm(config)
+    check_lag_settings(config)
     check_batches(config)
     _check_workflow(config.algorithm.workflow)
     if not config.algorithm.temperature > 0:

@@ -15,7 +15,10 @@ from torchtitan_rl.algorithm.filters import filtered, overlong_penalty
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.algorithm.reductions import sequence_mean
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RunConfig, SamplingConfig
 from torchtitan_rl.run.draws import Draws, NothingToTrainOn
+from torchtitan_rl.run.state import RunState
 from torchtitan_rl.run.training import Batches
 from torchtitan_rl.types import Task
 
@@ -173,8 +176,16 @@ class Source:
         return Task(id="t", prompt="")
 
 
-def filled(play, config):
-    return asyncio.run(Batches(config, play, Draws(Source()), max_tokens=8, admitted=lambda draws: None).next_batch())
+def filled(play, algorithm):
+    config = RunConfig(
+        name="unit",
+        task=None,
+        model=ModelConfig(assets="chars"),
+        algorithm=algorithm,
+        sampling=SamplingConfig(max_tokens=8),
+    )
+    batches = Batches(config, play, Draws(Source()), RunState(seed=0), lambda draws, step: None)
+    return asyncio.run(batches.next_batch())
 
 
 MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]

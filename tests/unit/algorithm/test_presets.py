@@ -23,6 +23,7 @@ def hint(rollout):
 
 
 PRESETS = {  # name: (config, role that the run brings)
+    "asynchronous": (presets.asynchronous(), ""),
     "grpo": (presets.grpo(), ""),
     "dapo": (presets.dapo(), ""),
     "dr_grpo": (presets.dr_grpo(length=12), ""),

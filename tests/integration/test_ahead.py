@@ -1,0 +1,51 @@
+"""Batches ahead of training, in the loop of a real run: the age of every trained token, and what the ledger says."""
+
+import contextlib
+from functools import partial
+
+from tests.integration.test_batches import algorithm
+from torchtitan_rl.observability.attempts import read_ledger, read_rollouts
+from torchtitan_rl.run.ahead import BatchesAhead
+
+LAG, STEPS = 2, 6
+
+
+@contextlib.contextmanager
+def ahead(controller, lag):
+    """The controller's loop with batches ahead."""
+    before, arguments = controller.batches, (controller.config, controller.player.play, controller.draws)
+    with algorithm(controller, max_policy_lag=lag):
+        make = partial(BatchesAhead, publications=controller.versions.publications)
+        controller.batches = make(*arguments, controller.state, controller._admitted)
+        try:
+            yield
+        finally:
+            controller.batches = before
+
+
+def test_no_trained_token_is_older_than_the_bound_and_no_rollout_is_missing(loop, controller):
+    first, slot = controller.state.step, controller.draws.next_slot
+    published = len(controller.versions.publications)
+    with ahead(controller, LAG):
+        controller.config.controller.num_steps = first + STEPS
+        loop.run_until_complete(controller.reinforce())
+    lines = [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"][-STEPS:]
+    assert [line["step"] for line in lines] == list(range(first + 1, first + STEPS + 1))
+    assert max(line["policy/lag_max"] for line in lines) == LAG and lines[0]["policy/lag_max"] == 0
+
+    order = {version: i for i, version in enumerate(controller.versions.publications)}
+    tokens = 0
+    for record in read_rollouts(controller.run_dir):
+        if record["step"] > first:
+            starts = published - 1 + record["step"] - first - 1  # the publication that was served as its batch started
+            ages = [starts - order[version] for turn in record["turns"] for version in turn["policy_versions"]]
+            assert 0 <= min(ages) and max(ages) <= LAG
+            tokens += len(ages)
+    assert tokens == sum(line["tokens/generated"] for line in lines)
+
+    trained = [record for record in read_ledger(controller.run_dir) if record["step"] > first]
+    per_batch = controller.config.algorithm.tasks_per_step
+    assert [record["draw"] for record in trained if record["event"] == "trained"] == [
+        f"{s}/0" for s in range(slot, slot + STEPS * per_batch)
+    ]
+    assert controller.draws.next_slot == slot + STEPS * per_batch  # nothing was played for no step

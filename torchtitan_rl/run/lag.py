@@ -1,0 +1,31 @@
+"""The age of what a batch trains on, in publications of weights."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+from torchtitan_rl.types import RolloutGroup
+
+__all__ = ["check_lag"]
+
+
+def check_lag(groups: list[RolloutGroup], publications: list[int], max_lag: int) -> dict[str, float]:
+    """`policy/lag_mean` and `policy/lag_max` over the sampled tokens of a batch that is about to train.
+
+    A token's lag is the number of publications since the last one of the version that sampled the token. `publications`
+    lists the published versions, oldest first; a version appears again when every step of a batch was skipped. Raises
+    RuntimeError for a token older than `max_lag`, which admission rules out: the rollout was not played by this run's
+    admission.
+    """
+    newest = len(publications) - 1
+    ages = {version: newest - i for i, version in enumerate(publications)}
+    lags = []
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        of_rollout = [ages[version] for turn in rollout.turns for version in turn.completion.policy_versions]
+        if of_rollout and max(of_rollout) > max_lag:
+            raise RuntimeError(
+                f"rollout={rollout.id!r}: has a token that is {max(of_rollout)} publications old, "
+                f"algorithm.max_policy_lag={max_lag}; keep no rollouts back in a workflow or hook of your own"
+            )
+        lags += of_rollout
+    return {"policy/lag_mean": mean(lags), "policy/lag_max": max(lags)} if lags else {}

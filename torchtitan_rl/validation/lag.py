@@ -1,0 +1,50 @@
+"""Checks of `algorithm.max_policy_lag` before a process starts: what older policies sampled needs a loss that knows
+it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torchtitan_rl.config.resolve import function_name
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.validation.functions import reads
+
+__all__ = ["check_lag_settings"]
+
+_ADVICE = "presets.asynchronous, or a lag of 0"
+
+
+def check_lag_settings(config: RunConfig) -> None:
+    """Raises ValueError for a negative lag, and for a lag above 0 that devices or the objective do not allow."""
+    algorithm, lag = config.algorithm, config.algorithm.max_policy_lag
+    where = f"algorithm.max_policy_lag={lag}"
+    if lag < 0:
+        raise ValueError(f"{where}: is a number of publications; use 0 for none, 1 to overlap generation and training")
+    if not lag:
+        return
+    if config.roles.colocation == "all":
+        raise ValueError(
+            f"{where}: roles.colocation='all' gives generators and trainers the devices in turn, so nothing can "
+            "overlap; use 0, or generators with devices of their own"
+        )
+    if algorithm.correction_fn is not None:
+        return
+    for name in ("recompute_logprobs_per_batch", "recompute_logprobs_per_minibatch"):
+        if getattr(algorithm, name):
+            raise ValueError(
+                f"{where}: with {name}=True a ratio is against the trainer, and nothing corrects for the older "
+                f"policy that sampled; use algorithm.correction_fn=corrections.truncated_token, {_ADVICE}"
+            )
+    learns_from_teacher_alone = algorithm.distill is not None and not algorithm.distill.rewards
+    if learns_from_teacher_alone and algorithm.distill.divergence != "tokens":
+        return
+    columns = {"token_weights", "loss_mask", "advantages", "sampling_logprobs"}
+    columns |= {"reference_logprobs"} if config.roles.reference is not None else set()
+    columns |= {"teacher_logprobs"} if config.roles.teacher is not None else set()
+    columns |= {"values", "returns"} if config.roles.critic is not None else set()
+    loss = partial(algorithm.loss_fn, **algorithm.loss_config)
+    if not reads("sampling_logprobs", loss, columns, ["policy_logprobs"]):
+        raise ValueError(
+            f"{where}: {function_name(algorithm.loss_fn)} does not read sampling_logprobs, so it takes what an older "
+            f"policy sampled for its own; use ppo or importance_sampling, {_ADVICE}"
+        )
