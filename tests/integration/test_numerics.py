@@ -36,8 +36,14 @@ LAYOUTS = {
     "selective": dict(activation_checkpoint="selective"),
     "full": dict(activation_checkpoint="full"),
 }
+FOUR_RANKS = ("dp2-tp2", "replicate2-dp2")
+"""Slow: four ranks on two cores. Each of the two parallelisms has a layout of its own that is not."""
 DISTILLED = ["dp2", "tp2", "dp2-tp2"]
 ONE_RANK = ["selective", "full"]
+
+
+def marked(layouts):
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in FOUR_RANKS else []) for name in layouts]
 
 
 async def ten_steps(trainer, path, save=False):
@@ -74,10 +80,7 @@ def launcher(loop):
     loop.run_until_complete(launcher.stop())
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] if name == "replicate2-dp2" else []) for name in LAYOUTS],
-)
+@pytest.fixture(scope="module", params=marked(LAYOUTS))
 def laid_out(loop, here, launcher, request):
     if request.param in ONE_RANK:
         yield here(trainer_config(**LAYOUTS[request.param]))
@@ -137,7 +140,7 @@ def reverse_kl_by_the_mask(inputs):
     )
 
 
-@pytest.mark.parametrize("laid_out", DISTILLED, indirect=True)
+@pytest.mark.parametrize("laid_out", marked(DISTILLED), indirect=True)
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(
     num=st.integers(1, 9),
@@ -158,7 +161,7 @@ def test_a_gradient_of_distillation_is_that_of_one_rank_and_one_microbatch(
     check_gradient(loop, laid_out, one_rank[0], data, seed, budget, num_calls, loss_fn)
 
 
-@pytest.mark.parametrize("laid_out", DISTILLED, indirect=True)
+@pytest.mark.parametrize("laid_out", marked(DISTILLED), indirect=True)
 def test_the_likeliest_tokens_and_hidden_states_are_those_of_one_rank(loop, laid_out, one_rank):
     data = random_datums(7, seed=3)
 
@@ -185,6 +188,45 @@ def test_ten_steps_change_the_parameters_as_on_one_rank(loop, laid_out, one_rank
     _, expected, path = one_rank
     update = loop.run_until_complete(ten_steps(client(laid_out), path))
     assert relative_l2(update, expected) <= 1e-3
+
+
+def test_a_checkpoint_of_one_rank_goes_on_in_any_layout(loop, laid_out, one_rank, tmp_path):
+    """With the optimizer's state: the third step of either is the same, and not that of a fresh optimizer."""
+    _, _, initial = one_rank
+    batches = recorded_batches(3)
+
+    async def run():
+        one, other = client(one_rank[0]), client(laid_out)
+        await one.load_checkpoint(initial)
+        await replay(one, batches[:2])
+        await one.save_checkpoint(tmp_path / "two-steps")
+        await other.load_checkpoint(tmp_path / "two-steps")
+        third, _ = await replay(other, batches[2:])
+        expected, _ = await replay(one, batches[2:])
+        await other.load_checkpoint(tmp_path / "two-steps", optimizer=False)
+        await other.reset_optimizer()
+        fresh, _ = await replay(other, batches[2:])
+        for trainer in (one, other):
+            await trainer.load_checkpoint(initial)
+        return flat(third), flat(expected), flat(fresh)
+
+    third, expected, fresh = loop.run_until_complete(run())
+    assert relative_l2(third, expected) <= 1e-3 < 0.1 < relative_l2(fresh, expected)
+
+
+def test_scoring_between_backward_and_step_leaves_the_gradient_whole(loop, laid_out):
+    """FSDP keeps parameters gathered after a forward without a backward; they must not hide the optimizer's."""
+    trainer, data = client(laid_out), random_datums(5)
+
+    async def norm(score: bool):
+        await trainer.forward_backward(data, importance_sampling)
+        if score:
+            await trainer.forward(data)
+        gradients = await trainer.gradients()
+        assert all(gradient is not None for gradient in gradients.values())
+        return (await trainer.optim_step(OptimParams(lr=0.0))).grad_norm
+
+    assert loop.run_until_complete(norm(True)) == loop.run_until_complete(norm(False)) > 0
 
 
 @pytest.mark.slow
