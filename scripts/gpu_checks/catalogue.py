@@ -67,8 +67,7 @@ def _run(variant: str, teaches: str, time_limit_s: int, config: Callable[[], Run
 
 
 # What starts real actors, engine and store, and asserts no bound or bit that only float32 on a CPU keeps: those have
-# their own form in tests/gpu. Left out besides: layouts of two ranks (tests/gpu/test_two_gpus.py) and roles, which
-# start such layouts.
+# their own form in tests/gpu. Left out besides: layouts of two ranks (tests/gpu/test_two_gpus.py).
 _INTEGRATION = (
     "tests/integration/test_stack.py",
     "tests/integration/test_batches.py",
@@ -83,7 +82,7 @@ _INTEGRATION = (
     "--deselect=tests/integration/test_stack.py::test_exported_model_loads_in_transformers_with_the_same_log_probabilities",
     "--deselect=tests/integration/test_stack.py::test_versions_can_be_pinned_scored_and_are_deleted_when_nobody_holds_them",
     "--deselect=tests/integration/test_stack.py::test_any_loss_gets_the_check_of_generator_against_trainer",
-    "--deselect=tests/integration/test_replicas.py::test_four_replicas_give_the_tokens_and_log_probabilities_of_one",
+    "--deselect=tests/integration/test_replicas.py::test_replicas_give_the_tokens_and_log_probabilities_of_one",
     "--deselect=tests/integration/test_replicas.py::test_the_same_requests_give_the_same_bits_on_several_replicas",
 )
 

@@ -1,4 +1,8 @@
-"""Policy, reference and critic on meshes of their own, side by side and sharing devices: the same numbers."""
+"""Policy, reference and critic side by side: in this process, and (slow) on meshes of their own and sharing devices.
+
+The tests of both backends are the same. Only meshes have what is about several ranks: test_numerics.py has the gradient
+and the optimizer of two ranks.
+"""
 
 import asyncio
 from pathlib import Path
@@ -38,18 +42,19 @@ def recorder(directory: str):
     return register
 
 
-def config(tmp_path: Path, colocation: str):
-    """The policy on two ranks, a reference on one, a critic on two in another layout."""
+def config(tmp_path: Path, colocation: str, backend: str = "actors"):
+    """The policy on two ranks, a reference on one, a critic on two in another layout; locally each on one."""
+    ranks = 2 if backend == "actors" else 1
     (tmp_path / "steps").mkdir()
     made = small_config(
         tmp_path / "run",
-        trainer__parallelism__data_parallel_shard_degree=2,
+        trainer__parallelism__data_parallel_shard_degree=ranks,
         algorithm__tasks_per_minibatch=3,
         algorithm__recompute_logprobs_per_minibatch=True,
         controller__num_steps=4,
         trainer__post_optimizer_build_fn=recorder(str(tmp_path / "steps")),
     )
-    made.roles.reference, made.roles.critic = role(), role(tensor_parallel_degree=2)
+    made.roles.reference, made.roles.critic = role(), role(tensor_parallel_degree=ranks)
     made.roles.refresh_reference_every, made.roles.colocation = 4, colocation
     return made
 
@@ -68,12 +73,16 @@ async def run(controller):
     return lines, await controller.trainer.parameters(), await controller.role("critic").parameters()
 
 
-@pytest.fixture(scope="module")
-def apart(loop, tmp_path_factory):
-    """Roles on devices of their own: the running controller, and what `run` gave."""
+ACTORS = pytest.param("actors", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["local", ACTORS])
+def apart(loop, tmp_path_factory, request):
+    """Roles that share nothing, as actors on devices of their own: the running controller, and what `run` gave."""
     from torchtitan_rl.run.controller import Controller
 
-    controller = loop.run_until_complete(Controller.launch(config(tmp_path_factory.mktemp("apart"), "none")))
+    made = config(tmp_path_factory.mktemp("apart"), "none", request.param)
+    controller = loop.run_until_complete(Controller.launch(made, backend=request.param))
     yield controller, loop.run_until_complete(run(controller))
     loop.run_until_complete(controller.close())
 
@@ -97,8 +106,12 @@ def test_the_post_optimizer_hook_ran_once_per_rank_and_step_and_not_for_a_skippe
     def counts():
         return {file.name: len(file.read_text().split()) for file in directory.iterdir()}
 
-    before = counts()
-    assert before.keys() == {"0", "1"} and len(set(before.values())) == 1 and before["0"] >= 2 + 4
+    before, ranks = counts(), controller.config.trainer.parallelism.data_parallel_shard_degree
+    assert (
+        before.keys() == {str(rank) for rank in range(ranks)}
+        and len(set(before.values())) == 1
+        and before["0"] >= 2 + 4
+    )
 
     async def skip():
         data = random_datums(3)
@@ -110,6 +123,7 @@ def test_the_post_optimizer_hook_ran_once_per_rank_and_step_and_not_for_a_skippe
     assert counts() == before
 
 
+@pytest.mark.parametrize("apart", [ACTORS], indirect=True)
 def test_forwards_of_policy_reference_and_critic_overlap_in_time(loop, apart):
     controller, _ = apart
     data = random_datums(400, max_len=60, min_len=40)
@@ -301,7 +315,7 @@ def test_init_model_starts_from_a_checkpoint_with_a_fresh_optimizer(loop, apart)
     saved, moved, results, residency = loop.run_until_complete(reload())
     assert not torch.equal(flat(saved), flat(moved))
     assert all(torch.equal(flat(saved), flat(result)) for result in results)
-    assert [rank["optimizer"] for rank in residency] == [0, 0]
+    assert residency and all(rank["optimizer"] == 0 for rank in residency)
 
 
 def test_saving_before_the_first_step_does_not_change_it(loop, apart, tmp_path):
@@ -328,7 +342,7 @@ def test_saving_before_the_first_step_does_not_change_it(loop, apart, tmp_path):
     assert torch.equal(plain, saved) and torch.equal(plain, resumed)
 
 
-@pytest.mark.slow  # test_backends_agree.py has roles that share one device
+@pytest.mark.parametrize("apart", [ACTORS], indirect=True)  # test_backends_agree.py has roles that share one device
 def test_sharing_every_device_changes_no_number_and_loses_no_gradient(loop, apart, tmp_path):
     from torchtitan_rl.run.controller import Controller
 
