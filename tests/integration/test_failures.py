@@ -11,6 +11,8 @@ from tests.integration.helpers import gone
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.types import Request, SamplingParams
 
+# test_layouts.py has a replica of two ranks, test_replicas.py an engine's thread that dies.
+pytestmark = pytest.mark.slow
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14][: 2 + i % 4] for i in range(8)]
 
 

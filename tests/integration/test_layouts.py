@@ -79,7 +79,11 @@ def reference(loop, exported, tmp_path_factory):
     return loop.run_until_complete(_two_steps(config, "local", exported))
 
 
-@pytest.fixture(scope="module", params=["dp2, from a directory", "tp2, from the seed"])
+# Slow: test_hosts.py has dp2 with generators, test_moe.py starts dp2 from a directory.
+FROM_DIRECTORY = pytest.param("dp2, from a directory", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[FROM_DIRECTORY, "tp2, from the seed"])
 def laid_out(loop, reference, exported, request, tmp_path_factory):
     config = small_config(tmp_path_factory.mktemp("two") / "run", generator__tensor_parallel_degree=2)
     if request.param.startswith("dp2"):

@@ -105,6 +105,7 @@ def test_a_stopped_replica_is_found_without_a_call_and_replaced(loop, controller
     assert all(len(answer.tokens) == 40 for answer in answers)
 
 
+@pytest.mark.slow  # below, two replicas are lost at once and there is one spare
 def test_without_its_spare_a_replica_is_replaced_from_scratch(loop, controller):
     async def run():
         spare = await _spare(controller)
