@@ -99,14 +99,14 @@ def started(loop, config, **how):
     return mesh, lambda: loop.run_until_complete(running.__aexit__(None, None, None))
 
 
-def client(mesh, max_tokens: int = 10**6) -> TrainingClient:
+def client(mesh, max_tokens: int = 10**6, model: ModelConfig = MODEL) -> TrainingClient:
     """A client is only a way to call a mesh; one for each microbatch budget costs nothing."""
     return TrainingClient(
         mesh,
         max_tokens_per_microbatch=max_tokens,
         max_datum_tokens=64,
         temperature=1.0,
-        vocab_size=MODEL.shape.vocab_size,
+        vocab_size=model.shape.vocab_size,
     )
 
 
