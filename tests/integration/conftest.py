@@ -89,12 +89,30 @@ def watched(arguments: list[str], path: Path, typed: str = "") -> SimpleNamespac
 
 @pytest.fixture
 def here(monkeypatch, capsys):
-    """The command in this process: what is refused before anything starts needs no other."""
+    """The command in this process: for what is refused before anything starts, and for `--backend local` while no other
+    local run is open."""
     from torchtitan_rl import cli, verbs
 
     monkeypatch.chdir(ROOT)
-    # The command ends its process with this status; nothing else of it is replaced.
-    monkeypatch.setattr(verbs, "ended", lambda coroutine, status=int: status(asyncio.run(coroutine)))
+    launchers = []
+
+    async def to_the_end(coroutine) -> int:
+        try:
+            return await coroutine
+        finally:
+            for launcher in launchers:
+                await launcher.stop()
+            launchers.clear()
+
+    def ended(coroutine, status=int) -> int:
+        """Returns the status with which the command ends its process, and ends a local run, which would end with that
+        process; nothing else of the command is replaced."""
+        from torchtitan_rl.launch.local import LocalLauncher
+
+        monkeypatch.setattr(LocalLauncher, "kill", lambda launcher: launchers.append(launcher))
+        return status(asyncio.run(to_the_end(coroutine)))
+
+    monkeypatch.setattr(verbs, "ended", ended)
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         capsys.readouterr()

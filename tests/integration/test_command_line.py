@@ -83,9 +83,11 @@ def test_the_same_seed_gives_the_same_bytes(short_run, tmp_path):
     assert first == second
 
 
-def test_a_checkpoint_evaluates_and_samples(short_run, tmp_path):
-    checkpoint = str(short_run.path / "checkpoints" / "step-2")
-    result = run("eval", QUICKSTART, *SHORT, "--checkpoint", checkpoint, "--output-dir", str(tmp_path / "eval"))
+def test_a_checkpoint_evaluates_and_samples(here, short_run, tmp_path):
+    checkpoint, local = str(short_run.path / "checkpoints" / "step-2"), ["--backend", "local"]
+    result = here(
+        "eval", QUICKSTART, *SHORT, *local, "--checkpoint", checkpoint, "--output-dir", str(tmp_path / "eval")
+    )
     assert result.returncode == 0, result.stderr
     after = [r for r in lines(short_run.path) if r["phase"] == "evaluation" and r["eval/split"] == "validation"][-1]
     assert f"step 2: validation accuracy {after['eval/accuracy']:.4f}" in result.stdout
@@ -138,39 +140,41 @@ def test_a_half_written_checkpoint_is_refused(here, tmp_path):
     mistake(here("eval", QUICKSTART, "--checkpoint", str(tmp_path / "step-5")), "step-5", "is incomplete")
 
 
-def test_a_file_without_a_config_is_refused(tmp_path):
+def test_a_file_without_a_config_is_refused(here, tmp_path):
     (tmp_path / "empty.py").write_text("x = 1\n")
-    mistake(run("train", str(tmp_path / "empty.py")), "empty.py", "defines no config()")
+    mistake(here("train", str(tmp_path / "empty.py")), "empty.py", "defines no config()")
 
 
 BAD_REWARD = """
-import sys, time
-sys.path.insert(0, {configs!r})
-import quickstart
+import time
+from torchtitan_rl.config import load_config
 
 def reward(task, completions):
     {body}
 
 def config():
-    config = quickstart.config()
+    config = load_config({quickstart!r})
     config.task.reward = reward
     config.controller.reward_timeout_s = 1.0
     return config
 """
 
 
-@pytest.mark.parametrize(
-    "body, expected",
-    [
-        ("raise KeyError('boom')", "raised KeyError: 'boom'"),
-        pytest.param("time.sleep(1000)", "gave no answer", marks=pytest.mark.slow),
-    ],
-)  # NaN, None, infinity and wrong counts: tests/unit/tasks/test_family.py
-def test_a_bad_reward_function_ends_the_run_with_its_name(tmp_path, body, expected):
+def with_reward(tmp_path: Path, body: str) -> list[str]:
+    """Arguments of a short local run with such a reward."""
     file = tmp_path / "bad.py"
-    file.write_text(BAD_REWARD.format(configs=str(ROOT / "configs"), body=body))
-    result = run("train", str(file), *SHORT, "--backend", "local", "--output-dir", str(tmp_path / "run"))
-    mistake(result, "bad:reward", expected)
+    file.write_text(BAD_REWARD.format(quickstart=QUICKSTART, body=body))
+    return ["train", str(file), *SHORT, "--backend", "local", "--output-dir", str(tmp_path / "run")]
+
+
+# NaN, None, infinity and wrong counts: tests/unit/tasks/test_family.py
+def test_a_bad_reward_function_ends_the_run_with_its_name(here, tmp_path):
+    mistake(here(*with_reward(tmp_path, "raise KeyError('boom')")), "bad:reward", "raised KeyError: 'boom'")
+
+
+@pytest.mark.slow  # of a process of its own, which ends although the reward does not
+def test_so_does_a_reward_function_that_hangs(tmp_path):
+    mistake(run(*with_reward(tmp_path, "time.sleep(1000)")), "bad:reward", "gave no answer")
 
 
 def test_a_prompt_longer_than_its_limit_is_refused(loop, tmp_path):
@@ -185,7 +189,7 @@ def test_a_prompt_longer_than_its_limit_is_refused(loop, tmp_path):
         loop.run_until_complete(train())
 
 
-@pytest.mark.parametrize("generator_tp", [pytest.param("1", marks=pytest.mark.slow), "2"])
+@pytest.mark.parametrize("generator_tp", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_run_within_five_seconds_and_says_where(tmp_path, generator_tp):
     process = subprocess.Popen(
         [

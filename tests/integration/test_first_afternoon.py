@@ -5,7 +5,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -177,6 +176,23 @@ def of(phase, lines):
     return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines if line["phase"] == phase]
 
 
+def test_adapters_a_reference_and_an_early_stop_from_the_command_line_alone(here, tmp_path):
+    """Before the tests whose local run stays open."""
+    flags = ["--trainer.lora.rank", "4", "--roles.reference", "True", "--algorithm.kl-coef", "0.04"]
+    stop = ["--controller.num-steps", "6", "--controller.stop.patience", "1"]
+    command = ["train", str(ROOT / "configs" / "quickstart.py"), *SHORT, *flags, *stop]
+    done = here(*command, "--backend", "local", "--output-dir", str(tmp_path / "lora"))
+    assert done.returncode == 0, done.stderr
+    assert "stopped early" in done.stdout and "controller.stop.patience=1: " in done.stdout
+    lines = RunDir(tmp_path / "lora").read_metrics()
+    trained, (ended,) = of("reinforcement", lines), of("stop", lines)
+    assert 1 <= len(trained) < 6 and ended["stop/reason"].startswith("controller.stop.patience=1: ")
+    assert all("policy/reference_kl" in line for line in trained)
+    checkpoint = tmp_path / "lora" / "checkpoints" / f"step-{len(trained)}"
+    assert json.loads((checkpoint / "lora.json").read_text())["rank"] == 4
+    assert (checkpoint / "adapter" / "adapter_config.json").exists()
+
+
 def test_prompts_are_the_rows_with_the_system_prompt(run, directory):
     words = {json.loads(line)["word"]: json.loads(line) for line in (directory / "task.jsonl").open()}
     assert len(run.rollouts) == 3 * 4 * 4
@@ -276,25 +292,3 @@ def test_a_prompt_that_does_not_fit_into_an_iteration_waits_for_the_next(loop, r
 
     answers = loop.run_until_complete(together())
     assert [answer.tokens for answer in answers] == [loop.run_until_complete(ask(i)).tokens for i in range(5)]
-
-
-def test_adapters_a_reference_and_an_early_stop_from_the_command_line_alone(directory):
-    flags = ["--trainer.lora.rank", "4", "--roles.reference", "True", "--algorithm.kl-coef", "0.04"]
-    stop = ["--controller.num-steps", "6", "--controller.stop.patience", "1"]
-    command = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(ROOT / "configs" / "quickstart.py"), *SHORT]
-    done = subprocess.run(
-        [*command, *flags, *stop, "--backend", "local", "--output-dir", "lora"],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "stopped early" in done.stdout and "controller.stop.patience=1: " in done.stdout
-    lines = RunDir(directory / "lora").read_metrics()
-    trained, (ended,) = of("reinforcement", lines), of("stop", lines)
-    assert 1 <= len(trained) < 6 and ended["stop/reason"].startswith("controller.stop.patience=1: ")
-    assert all("policy/reference_kl" in line for line in trained)
-    checkpoint = directory / "lora" / "checkpoints" / f"step-{len(trained)}"
-    assert json.loads((checkpoint / "lora.json").read_text())["rank"] == 4
-    assert (checkpoint / "adapter" / "adapter_config.json").exists()
