@@ -19,7 +19,7 @@ def test_the_calculator(tmp_path, monkeypatch):
     config = load_config(str(ROOT / "configs" / "calculator.py"))
     config.output_dir = str(tmp_path / "run")
     config.task.tool_demonstrations = 1.0  # so that a short warm start leads to calls
-    config.supervised.num_steps = 100
+    config.supervised.num_steps, config.supervised.batch_size = 60, 32
     config.algorithm.tasks_per_step, config.algorithm.group_size = 8, 4
     config.controller.num_steps, config.controller.eval_tasks, config.controller.pass_at_k = 2, 16, 0
     config.controller.call_timeout_s = config.controller.sample_timeout_s = 120
