@@ -105,7 +105,7 @@ def test_a_stopped_replica_is_found_without_a_call_and_replaced(loop, controller
     assert all(len(answer.tokens) == 40 for answer in answers)
 
 
-@pytest.mark.slow  # below, two replicas are lost at once and there is one spare
+@pytest.mark.slow  # the next test has a replacement from scratch, without a spare that dies
 def test_without_its_spare_a_replica_is_replaced_from_scratch(loop, controller):
     async def run():
         spare = await _spare(controller)
@@ -120,20 +120,23 @@ def test_without_its_spare_a_replica_is_replaced_from_scratch(loop, controller):
 
 
 def test_with_every_replica_gone_requests_wait_for_a_replacement(loop, controller):
+    """One replacement is the spare, the other one starts from scratch."""
+
     async def run():
         expected = await _sample(controller, 16)
+        spare = await _spare(controller)
         for index in (0, 1):
             os.kill(await _pid(controller, index), signal.SIGKILL)
         answers = await asyncio.wait_for(_sample(controller, 16), REJOINS_WITHIN_S)
         await controller.publish()
         await _all_healthy(controller)
-        return expected, answers
+        return expected, answers, [await _pid(controller, index) == spare for index in (0, 1)]
 
-    expected, answers = loop.run_until_complete(run())
+    expected, answers, were_spares = loop.run_until_complete(run())
     for one, other in zip(expected, answers, strict=True):
         assert one.tokens == other.tokens
         assert torch.allclose(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5)
-    assert controller.generator.num_restarts >= 3
+    assert controller.generator.num_restarts >= 3 and sorted(were_spares) == [False, True]
 
 
 def test_more_losses_than_allowed_end_the_run_and_say_why(loop, controller):
