@@ -14,8 +14,8 @@ __all__ = ["RunningTotal", "lines_of", "partial_credit"]
 
 
 class RunningTotal:
-    """Prompt `3_2_3_3_=`, answer `33253831`: each number again, and in place of its blank the last digit of the total
-    so far (3, 5, 8, 11). The answer's last character is the last digit of the sum.
+    """Prompt `8_1_2_0_=`, answer `88192101`: each number again, and in place of its blank the last digit of the total
+    so far (8, 9, 11, 11). The answer's last character is the last digit of the sum.
 
     The train split is endless. Every list of numbers belongs to one split, so splits share no list. Raises ValueError
     when the lists that exist are too few for validation and test.
@@ -23,13 +23,13 @@ class RunningTotal:
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        num_numbers: int = 5
+        num_numbers: int = 6
         """Numbers in a list, 2 to 6. The first is any digit, so that every digit is a total equally often."""
-        largest: int = 3
+        largest: int = 2
         """Largest of the numbers after the first, 9 at most; the smallest is 0."""
-        near_credit: float = 0.6
-        """Credit for a wrong total, relative to a right one, before its error is taken off; see `partial_credit`.
-        0: only right totals count."""
+        num_shown: int = 2
+        """How many of the numbers 0 to `largest`, from 0 on, demonstrations add as they should; fewer than all.
+        0: demonstrations show no addition."""
         num_validation: int = 256
         """Number of different validation tasks."""
         num_test: int = 512
@@ -44,8 +44,11 @@ class RunningTotal:
                 raise ValueError(f"running_total.num_numbers={self.num_numbers}: does not fit; use 2 to 6")
             if not 1 <= self.largest <= 9:
                 raise ValueError(f"running_total.largest={self.largest}: is not a digit above 0; use 1 to 9")
-            if not 0.0 <= self.near_credit <= 1.0:
-                raise ValueError(f"running_total.near_credit={self.near_credit}: is not a fraction; use 0 to 1")
+            if not 0 <= self.num_shown <= self.largest:
+                raise ValueError(
+                    f"running_total.num_shown={self.num_shown}: must leave a number of 0 to {self.largest} to be "
+                    f"learned from the reward; use 0 to {self.largest}"
+                )
 
         def build(self) -> RunningTotal:
             return RunningTotal(self)
@@ -75,14 +78,16 @@ class RunningTotal:
         return {"train": None, "validation": self.config.num_validation, "test": self.config.num_test}[split]
 
     def task(self, split: str, index: int) -> Task:
-        """Train tasks carry a demonstration that shows only the form of an answer: the numbers are copied, the first is
-        the first total, and then the total grows by a random number from 0 to `largest` each time."""
+        """Train tasks carry a demonstration. In it the numbers are copied, and the first number is the first total.
+        After each of the `num_shown` smallest numbers the total grows by that number; after a larger number it grows
+        by a random number from 0 to `largest`."""
         check_index(self, split, index)
         demonstration = None
         if split == "train":
             rng = random.Random(stable_hash(self.config.seed, split, index))
             numbers = rng.choice(self._lists[split])
-            steps = [rng.randint(0, self.config.largest) for _ in numbers[1:]]
+            shown, largest = self.config.num_shown, self.config.largest
+            steps = [number if number < shown else rng.randint(0, largest) for number in numbers[1:]]
             demonstration = _written(numbers, [numbers[0], *steps])
         else:
             numbers = self._lists[split][index]
@@ -92,27 +97,23 @@ class RunningTotal:
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
         """1 for the right answer; otherwise up to 0.5 for the lines that are right, see `partial_credit`."""
-        near, miss = self.config.near_credit, self.config.largest + 1
         return [
-            1.0 if completion == task.answer else 0.5 * partial_credit(completion, task.answer, near, miss)
+            1.0 if completion == task.answer else 0.5 * partial_credit(completion, task.answer)
             for completion in completions
         ]
 
 
-def partial_credit(completion: str, answer: str, near_credit: float, miss: int) -> float:
-    """A score from 0 to 1: the mean over the answer's lines, of a number and a total each. A line with the right number
-    counts 1 if its total is the completion's total before it plus that number, so one mistake costs one line.
-    Otherwise the line counts `near_credit * (1 - error / miss)`, at least 0, where 9 and 0 are 1 apart. Lines with
-    another number, and lines from a broken one on, count 0. A completion of another length than the answer counts half.
+def partial_credit(completion: str, answer: str) -> float:
+    """A score from 0 to 1: the share of the answer's lines, of a number and a total each, that are right. A line is
+    right if its number is the answer's and its total is the last digit of the completion's total before it plus that
+    number, so one mistake costs one line. Lines from a broken one on are wrong. A completion of another length than the
+    answer counts half.
     """
-    expected, credit, before = lines_of(answer), 0.0, 0
+    expected, right, before = lines_of(answer), 0, 0
     for (number, total), (right_number, _) in zip(lines_of(completion), expected, strict=False):
-        if number == right_number:
-            error = (total - before - number) % 10
-            error = min(error, 10 - error)
-            credit += near_credit * max(0.0, 1 - error / miss) if error else 1.0
+        right += number == right_number and total == (before + number) % 10
         before = total
-    return credit / len(expected) * (1.0 if len(completion) == len(answer) else 0.5)
+    return right / len(expected) * (1.0 if len(completion) == len(answer) else 0.5)
 
 
 def lines_of(text: str) -> list[tuple[int, int]]:
