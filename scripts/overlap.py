@@ -16,6 +16,7 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -76,10 +77,10 @@ def benchmark_config(work: str, threads: tuple[int, int], directory: str) -> rl.
 
 async def block(controller: Controller, lag: int, steps: int, work: str) -> float:
     """Seconds per step of `steps` steps, after the `lag` + 1 steps that fill the pipeline."""
-    config, batches = controller.config, Batches
+    config = controller.config
     config.algorithm.max_policy_lag = lag
-    if lag:
-        batches = partial(BatchesAhead, publications=controller.versions.publications)
+    ahead = partial(BatchesAhead, publications=controller.versions.publications)
+    batches: Callable[..., Batches] = ahead if lag else Batches
     play = controller.player.play if work != "throttled" else partial(_throttled, controller.player.play)
     controller.batches = batches(config, play, controller.draws, controller.state, controller._admitted)
     seconds: list[float] = []
