@@ -3,10 +3,11 @@
     .venv/bin/python scripts/overlap.py [--lags 0 1] [--work plain|rewards|long|throttled] [--blocks 5] [--steps 6]
 
 A Qwen3 of 3.2M random parameters, 16 tasks of 8 rollouts, completions that end by chance (mean 64 tokens) or at 256
-tokens. Blocks of steps alternate between the lags in the same processes; the first steps of a block, which wait for a
-batch whatever the lag, do not count. `rewards`: every reward waits 1 s. `long`: completions end by chance after 24
-tokens, and one in 128 is 240 long. `throttled`: a sleep makes generation and training take 2 s each. Prints one line of
-JSON: seconds per step by lag, median over blocks, and the ratios to the first lag.
+tokens. Every lag has processes of its own, as a run at that lag starts them. Blocks of steps alternate between the
+lags, and the processes of the others wait. The first steps of a block, which wait for a batch whatever the lag, do not
+count. `rewards`: every reward waits 1 s. `long`: completions end by chance after 24 tokens, and one in 128 is 240 long.
+`throttled`: a sleep makes generation and training take 2 s each. Prints one line of JSON: seconds per step by lag,
+median over blocks, and the ratios to the first lag.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -75,10 +77,10 @@ def benchmark_config(work: str, threads: tuple[int, int], directory: str) -> rl.
     return config
 
 
-async def block(controller: Controller, lag: int, steps: int, work: str) -> float:
-    """Seconds per step of `steps` steps, after the `lag` + 1 steps that fill the pipeline."""
+async def block(controller: Controller, steps: int, work: str) -> float:
+    """Seconds per step of `steps` steps, after the steps that fill the pipeline: one more than the lag."""
     config = controller.config
-    config.algorithm.max_policy_lag = lag
+    lag = config.algorithm.max_policy_lag
     ahead = partial(BatchesAhead, publications=controller.versions.publications)
     batches: Callable[..., Batches] = ahead if lag else Batches
     play = controller.player.play if work != "throttled" else partial(_throttled, controller.player.play)
@@ -106,13 +108,16 @@ async def _throttled(play, draws, counts):
 
 async def measure(args) -> dict[int, list[float]]:
     seconds: dict[int, list[float]] = {lag: [] for lag in args.lags}
+    controllers: dict[int, Controller] = {}
     with tempfile.TemporaryDirectory() as directory:
-        config = benchmark_config(args.work, tuple(args.threads), directory + "/run")
-        config.controller.num_steps = 10**6
-        async with await Controller.launch(config) as controller:
+        async with AsyncExitStack() as stack:
+            for lag in args.lags:
+                config = benchmark_config(args.work, tuple(args.threads), f"{directory}/{lag}")
+                config.controller.num_steps, config.algorithm.max_policy_lag = 10**6, lag
+                controllers[lag] = await stack.enter_async_context(await Controller.launch(config))
             for _ in range(args.blocks):
                 for lag in args.lags:
-                    seconds[lag].append(await block(controller, lag, args.steps, args.work))
+                    seconds[lag].append(await block(controllers[lag], args.steps, args.work))
     return seconds
 
 

@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import median
 
@@ -46,11 +47,10 @@ class Recoveries:
         self._answered: set[int] = set()
         sample = Replica.sample
 
-        async def noted(replica: Replica, requests, *args) -> list:
-            answers = await sample(replica, requests, *args)
-            if requests:
+        async def noted(replica: Replica, *args) -> AsyncIterator[list]:
+            async for answers in sample(replica, *args):
                 self._answered.add(id(replica))
-            return answers
+                yield answers
 
         Replica.sample = noted  # type: ignore[assignment]
 

@@ -46,6 +46,14 @@ def loop():
     loop.close()
 
 
+async def answers_of(replica, requests) -> list:
+    """What one replica of a `SamplingClient` answers to unpinned requests, in their order."""
+    answers: dict[int, object] = {}
+    async for some in replica.sample(requests, None, 60):
+        answers |= dict(some)
+    return [answers[index] for index in range(len(requests))]
+
+
 SHORT = [
     *("--supervised.num-steps", "2", "--supervised.batch-size", "8"),
     *("--algorithm.tasks-per-step", "4", "--algorithm.group-size", "4"),

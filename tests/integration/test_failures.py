@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from tests.integration.conftest import small_config
+from tests.integration.conftest import answers_of, small_config
 from tests.integration.helpers import gone
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.types import Request, SamplingParams
@@ -60,9 +60,7 @@ def test_two_replicas_of_two_ranks_side_by_side_give_the_tokens_of_the_whole_mod
             Request(prompt, SamplingParams(max_tokens=8, seed=i, ignore_eos=True)) for i, prompt in enumerate(PROMPTS)
         ]
         # At the same time: ranks that shared memory with those of another engine would add up each other's numbers.
-        both = await asyncio.gather(
-            *(replica.mesh.call_rank(0, "sample", requests) for replica in controller.generator._replicas)
-        )
+        both = await asyncio.gather(*(answers_of(replica, requests) for replica in controller.generator._replicas))
         return both, await _sample(controller), await _sample(controller, temperature=0.0)
 
     (first, second), routed, greedy = loop.run_until_complete(run())

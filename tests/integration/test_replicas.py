@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from tests.integration.conftest import small_config
+from tests.integration.conftest import answers_of, small_config
 from tests.integration.helpers import gone
 from torchtitan_rl.types import Request, SamplingParams
 
@@ -52,7 +52,7 @@ def served(controller, monkeypatch):
 
         def call_leader(endpoint, *args, call=replica.mesh.call_leader, role=replica.mesh.role, **kwargs):
             if endpoint == "sample":
-                prompts[role] += [request.tokens for request in args[0]]
+                prompts[role] += [request.tokens for request in args[1]]
             return call(endpoint, *args, **kwargs)
 
         monkeypatch.setattr(replica.mesh, "call_leader", call_leader)
@@ -85,7 +85,7 @@ def test_replicas_give_the_tokens_and_log_probabilities_of_one(loop, controller,
     requests = _requests([prompt for prompt in PROMPTS for _ in range(6)], max_tokens=16)
 
     async def run():
-        one = await controller.generator._replicas[0].mesh.call_rank(0, "sample", requests)
+        one = await answers_of(controller.generator._replicas[0], requests)
         for prompts in served.values():
             prompts.clear()
         return one, await _sample(controller, requests)
@@ -130,7 +130,7 @@ def test_a_batch_completes_although_a_replica_is_killed_in_the_middle(loop, cont
     requests = _requests(LONG_BATCH, max_tokens=56)
 
     async def run():
-        expected = await controller.generator._replicas[0].mesh.call_rank(0, "sample", requests)
+        expected = await answers_of(controller.generator._replicas[0], requests)
         batch = asyncio.ensure_future(_sample(controller, requests))
         await asyncio.sleep(0.05)
         assert served["generator-2"] and not batch.done()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint
@@ -11,7 +12,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.config.actors import GeneratorConfig
-from torchtitan_rl.types import Completion, Request
+from torchtitan_rl.types import Request
 
 __all__ = ["Generator"]
 
@@ -54,8 +55,8 @@ class Generator(Actor):
         await self.rank.start(threads)
 
     @concurrent_endpoint
-    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | tuple | ValueError]:
-        return await self.rank.sample(requests)
+    async def sample(self, ticket: int, requests: list[Request]) -> list[tuple[int, Any]]:
+        return await self.rank.sample(ticket, requests)
 
     @concurrent_endpoint
     async def fetch(self, version: int, verify: bool) -> None:

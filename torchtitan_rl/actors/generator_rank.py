@@ -39,7 +39,7 @@ class GeneratorRank(GeneratorSteps):
         sleeps: bool = False,
     ):
         """`sleeps`: the engine shares devices with trainers; `sleep` frees the devices."""
-        self.store = store
+        self.store, self._waiting = store, {}
         self.engine = Engine(config, model_dir, seed, rank, sleeps=sleeps)
 
     async def start(self, num_threads: int) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from torchtitan_rl.model.vllm_engine import Engine
-from torchtitan_rl.types import Completion, Request
+from torchtitan_rl.types import Request
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["GeneratorSteps"]
+
+_GATHER_S = 0.01  # answers of this long travel together
 
 
 class GeneratorSteps:
@@ -18,18 +21,29 @@ class GeneratorSteps:
 
     store: VersionedStore
     engine: Engine
+    _waiting: dict[int, dict[asyncio.Future, int]]  # ticket -> requests that are not answered, each with its index
 
-    async def sample(self, requests: list[Request]) -> list[Completion | list[float] | tuple | ValueError]:
-        """Completions (or log-probabilities, where `params` is None) in the order of the requests.
+    async def sample(self, ticket: int, requests: list[Request]) -> list[tuple[int, Any]]:
+        """Admits requests under a ticket, and returns the answers that are there, each with the index of its request;
+        waits for the first. Without requests: the next answers of the ticket.
 
-        An invalid request gets a ValueError in place of an answer. An error of the engine is raised.
+        An answer is a Completion (or log-probabilities, where `params` is None), and a ValueError for an invalid
+        request. An error of the engine is raised.
         """
-        futures = [asyncio.wrap_future(future) for future in self.engine.submit(requests)]
-        answers = await asyncio.gather(*futures, return_exceptions=True)
-        for answer in answers:
+        waiting = self._waiting.pop(ticket, None)
+        if waiting is None:
+            waiting = dict(zip(map(asyncio.wrap_future, self.engine.submit(requests)), range(len(requests))))
+        _, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if left:
+            await asyncio.sleep(_GATHER_S)
+        done = [future for future in waiting if future.done()]
+        answers = [(waiting.pop(future), future.exception() or future.result()) for future in done]
+        for _, answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
                 raise answer
-        return answers  # type: ignore[return-value]  # the loop raised every other type
+        if waiting:
+            self._waiting[ticket] = waiting
+        return answers
 
     async def fetch(self, version: int, verify: bool) -> None:
         """Stages a version from the store. Raises RuntimeError for tensors that do not fit this model."""

@@ -157,6 +157,10 @@ class GeneratorConfig:
     verify_loaded: bool = True
     """After every load, each rank compares the weights that its model holds with the weights that were sent, bit for
     bit. Not with `model_impl="vllm"`, which packs weights in its own way."""
+    on_update: Literal["keep", "recompute", "wait"] = "keep"
+    """What new weights do to requests that are in the engine. `keep`: they go on with the attention cache of the old
+    weights. `recompute`: their cache is computed again by the new weights, at the cost of a prefill each. `wait`: they
+    end first, while later requests wait for the new weights; `controller.call_timeout_s` bounds the wait."""
     max_replica_restarts: int = 3
     """Lost replicas that are replaced on their devices, within `restart_window_s`, before the run ends; 0: a lost
     replica stays lost, and the run ends with the last one. Not with `roles.colocation="all"`."""

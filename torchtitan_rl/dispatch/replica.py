@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
@@ -45,12 +46,21 @@ class Replica:
         self._pulling: int | None = None
         """The version that a pull is fetching."""
         self._changed = asyncio.Condition()
+        self._num_tickets = 0
 
-    async def sample(self, requests: list[Request], version: int | None, timeout_s: float) -> list:
-        """One answer per request, in order; a ValueError is the answer to a request at fault. Raises ReplicaLost."""
+    async def sample(
+        self, requests: list[Request], version: int | None, timeout_s: float
+    ) -> AsyncIterator[list[tuple[int, Any]]]:
+        """Yields answers as they come, each with the index of its request; a ValueError is the answer to a request at
+        fault. Raises ReplicaLost, also when `timeout_s` pass without an answer."""
+        self._num_tickets = ticket = self._num_tickets + 1
         async with self._serving(version):
-            with _at_fault(RuntimeError):  # a fault of the request would be an answer
-                return await self.mesh.call_leader("sample", requests, timeout_s=timeout_s)
+            unanswered = len(requests)
+            while unanswered:
+                with _at_fault(RuntimeError):  # a fault of the request would be an answer
+                    answers = await self.mesh.call_leader("sample", ticket, requests, timeout_s=timeout_s)
+                unanswered, requests = unanswered - len(answers), []
+                yield answers
 
     async def pull(self, version: int) -> None:
         """Fetches a version, while requests go on, and loads it once pinned ones have ended. Raises ReplicaLost."""

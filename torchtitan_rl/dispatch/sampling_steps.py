@@ -81,13 +81,12 @@ class SamplingSteps(ABC):
     async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
         indices = await self._some_healthy()
         results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)
-        failed = [(index, error) for index, error in zip(indices, results) if isinstance(error, BaseException)]
-        for index, error in failed:
-            if isinstance(error, ReplicaLost):
-                self._lose(self._replicas[index], error)
-        for _, error in failed:
-            if not isinstance(error, ReplicaLost):
-                raise error
+        for index, result in zip(indices, results):
+            if isinstance(result, ReplicaLost):
+                self._lose(self._replicas[index], result)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ReplicaLost):
+                raise result
         await self._some_healthy()
 
     async def _some_healthy(self) -> list[int]:
@@ -150,25 +149,26 @@ class SamplingSteps(ABC):
         try:
             healthy = self._healthy()
         except RuntimeError as error:
-            return self._wait_or_fail(batch, version, error)
+            if self._repairing and not self._broken:
+                self._waiting.append((batch, version))
+                return
+            return fail(batch, error)
         shares = {healthy[0]: batch} if self._router is None else self._routed(batch, version, healthy)
         for index, share in shares.items():
             self._start(self._send(index, share, version))
 
-    def _wait_or_fail(self, batch: list, version: int | None, error: RuntimeError) -> None:
-        if self._repairing and not self._broken:
-            self._waiting.append((batch, version))
-        else:
-            fail(batch, error)
-
     async def _send(self, index: int, batch: list, version: int | None) -> None:
-        replica, lost = self._replicas[index], False
+        replica, lost, unanswered = self._replicas[index], False, len(batch)
         try:
             async with self._turn("sample"):
-                answers = await replica.sample([request for request, _ in batch], version, self._timeout_s)
-            for (_, future), answer in zip(batch, answers, strict=True):
-                if not future.done():
-                    (future.set_exception if isinstance(answer, ValueError) else future.set_result)(answer)
+                async for answers in replica.sample([request for request, _ in batch], version, self._timeout_s):
+                    for position, answer in answers:
+                        future = batch[position][1]
+                        if not future.done():
+                            (future.set_exception if isinstance(answer, ValueError) else future.set_result)(answer)
+                    if self._router is not None:
+                        self._router.finished(index, len(answers), version)
+                    unanswered -= len(answers)
         except ReplicaLost as error:
             lost = True
             self._lose(replica, error)
@@ -179,7 +179,7 @@ class SamplingSteps(ABC):
             fail(batch, error)
         finally:
             if self._router is not None:
-                self._router.finished(index, len(batch), version)
+                self._router.finished(index, unanswered, version)
         if lost:
             self._dispatch([call for call in batch if not call[1].done()], version)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchtitan_rl import platform
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.placement import Placement
@@ -21,6 +22,7 @@ from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.hosts.inventory import local_host
 from torchtitan_rl.hosts.preflight import check_hosts
 from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.threads import side_by_side
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.run import check_local
 
@@ -46,6 +48,9 @@ class Stack:
 
 async def start_stack(config: RunConfig, launcher: Launcher | LocalLauncher, model_dir: Path) -> Stack:
     """Starts every mesh and the store. Roles that share devices start one after the other, everything else at once."""
+    here = isinstance(launcher, Launcher) and not launcher.attached
+    if config.algorithm.max_policy_lag and here and platform.device_type() == "cpu":
+        config = side_by_side(config)
     colocation, wanted = config.roles.colocation, config.trainers()
     placement = None if colocation == "none" else Placement(colocation)
     sharing = COLOCATION[colocation]

@@ -122,12 +122,16 @@ class EngineSteps(ABC):
 
     def _iterate(self) -> None:
         """Executes one command, then takes one engine step if there is work."""
-        while not self._probes.empty():
-            self._probes.get_nowait().set_result(None)
         command, futures = self._next()
         self._current = futures
         self._do[command.kind](command.argument, futures)
         self._current = []
+        self._step()
+
+    def _step(self) -> None:
+        """Gives a sign of life to who asked for one, and takes one engine step if there is work."""
+        while not self._probes.empty():
+            self._probes.get_nowait().set_result(None)
         if self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 if output.finished:
@@ -146,10 +150,8 @@ class EngineSteps(ABC):
     def _load_staged(self, version: int, futures: list[Future]) -> None:
         assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
         tensors = self._staged.pop(version)
-        if self._config.model_impl == "vllm":  # vLLM's own Qwen3 takes Hugging Face's names and repacks weights
-            head = tensors["lm_head.weight"]
-            tensors = self._spec.state_dict_adapter(self._spec.model, None).to_hf(tensors) | {"lm_head.weight": head}
-            vllm_internals.reload_weights(self._engine, tensors)
+        if self._config.model_impl == "vllm":
+            vllm_internals.reload_weights(self._engine, self._spec, tensors)
         else:
             with torch.inference_mode():
                 self.model.load_weights(tensors.items())

@@ -38,6 +38,8 @@ class Engine(EngineSteps):
         super().__init__(config, build_spec(ModelConfig(assets=model_dir)), leads=rank == 0)
         self._model_dir, self._seed, self._sleeps = model_dir, seed, sleeps
         self._do |= {"sleep": self._sleep_now, "wake": self._wake_now}
+        if config.on_update != "keep":
+            self._do["load"] = self._update
         self.ready: Future = Future()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -116,6 +118,16 @@ class Engine(EngineSteps):
         self.model = vllm_internals.model(engine)
         self.model_runner = vllm_internals.model_runner(engine)
         return engine
+
+    # New weights under requests, where the requests do not keep their attention cache.
+
+    def _update(self, version: int, futures: list[Future]) -> None:
+        """Loads a version; requests that are in flight end first, or have their attention cache computed again."""
+        while self._config.on_update == "wait" and self._engine.has_unfinished_requests():
+            self._step()
+        self._load_staged(version, futures)
+        if self._config.on_update == "recompute":
+            self._engine.reset_prefix_cache(reset_running_requests=True)
 
     # Giving the device to a trainer and taking the device back.
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.protocols.model_spec import ModelSpec
 from vllm import LLMEngine, envs
 
 from torchtitan_rl import platform
@@ -77,9 +78,11 @@ def model(engine: LLMEngine) -> torch.nn.Module:
     return _runner(engine).get_model()
 
 
-def reload_weights(engine: LLMEngine, tensors: dict[str, torch.Tensor]) -> None:
-    """Replaces the weights of vLLM's own Qwen3; `tensors` are unsharded, under Hugging Face's names."""
-    _runner(engine).reload_weights(weights_iterator=iter(tensors.items()))
+def reload_weights(engine: LLMEngine, spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> None:
+    """Replaces the weights of vLLM's own Qwen3, which takes Hugging Face's names and repacks weights; `tensors` are
+    unsharded, under torchtitan's names."""
+    of_hf = spec.state_dict_adapter(spec.model, None).to_hf(tensors) | {"lm_head.weight": tensors["lm_head.weight"]}
+    _runner(engine).reload_weights(weights_iterator=iter(of_hf.items()))
 
 
 def num_sampled(engine: LLMEngine, engine_id: str) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from statistics import mean
 
 from torchtitan_rl.algorithm.advantages import all_equal
-from torchtitan_rl.tasks.reward_parts import part_means
-from torchtitan_rl.types import Rollout, RolloutGroup
+from torchtitan_rl.run.line_features import of_features
+from torchtitan_rl.types import RolloutGroup
 
 __all__ = ["StepMetrics", "of_batch", "of_times", "summary", "mean_std"]
 
@@ -76,22 +76,9 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     line["time/reward_s"] = max(rollout.seconds.get("reward", 0.0) for rollout in rollouts)
     if any(rollout.role != "policy" or rollout.end_reason or rollout.reward_parts for rollout in rollouts):
-        line |= _of_features(rollouts)
+        line |= of_features(rollouts)
     if len(health) > 1:
         line["generator/healthy_replicas"] = list(health.values()).count("healthy")
-    return line
-
-
-def _of_features(rollouts: list[Rollout]) -> dict[str, float]:
-    line, by_role = part_means(rollouts, "reward/part_{}_mean"), {}
-    for rollout in rollouts:
-        by_role.setdefault(rollout.role, []).append(rollout.reward)
-    if len(by_role) > 1:
-        line |= {f"reward/{role}_mean": mean(of_role) for role, of_role in by_role.items()}
-    played = [rollout for rollout in rollouts if rollout.end_reason]
-    if played:
-        line["rollout/turns_mean"] = mean(len(rollout.turns) for rollout in played)
-        line["rollout/limit_frac"] = mean(rollout.end_reason != "done" for rollout in played)
     return line
 
 

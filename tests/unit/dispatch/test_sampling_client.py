@@ -13,29 +13,40 @@ from torchtitan_rl.types import Completion, SamplingParams
 
 
 class Mesh:
-    """Answers like a generator mesh; `broken[endpoint]` is raised instead, `held_up` delays sampling."""
+    """Answers like a generator mesh; `broken[endpoint]` is raised instead, `held_up` delays sampling, prompts in `slow`
+    are answered last, once `released` is set."""
 
     def __init__(self, role):
         self.role, self.num_ranks, self.broken, self.held_up = role, 2, {}, None
         self.sampled, self.loaded, self.aborted = [], [], []
+        self.waiting, self.slow, self.released = {}, [], asyncio.Event()
 
     async def call_rank(self, rank, endpoint):
         assert endpoint == "abort"
         self.aborted.append(rank)
         raise died(self.role, endpoint)
 
-    async def call_leader(self, endpoint, argument, timeout_s=None):
+    async def call_leader(self, endpoint, argument, requests=(), timeout_s=None):
         if endpoint in self.broken:
             raise self.broken[endpoint]
         if endpoint == "load":
             self.loaded.append(argument)
             return None
-        self.sampled += [request.tokens for request in argument]
+        self.sampled += [request.tokens for request in requests]
         if self.held_up is not None:
             await self.held_up.wait()
             if endpoint in self.broken:
                 raise self.broken[endpoint]
-        return [self._answer(request) for request in argument]
+        if requests:
+            self.waiting[argument] = dict(enumerate(requests))
+        waiting = self.waiting[argument]
+        done = [index for index, request in waiting.items() if request.tokens not in self.slow]
+        if not done:
+            await self.released.wait()
+            if endpoint in self.broken:
+                raise self.broken[endpoint]
+            done = list(waiting)
+        return [(index, self._answer(waiting.pop(index))) for index in done]
 
     def _answer(self, request):
         if request.tokens == [13]:
@@ -213,6 +224,41 @@ def test_whoever_waits_for_a_version_of_a_replica_that_is_lost_is_served_by_anot
         assert [(answer.tokens, answer.policy_versions) for answer in await named] == [([5], [old])]
         await settle()
         assert client._router.loads == [0, 0] and "generator-0" not in versions.held()[2]
+
+    asyncio.run(run())
+
+
+def test_each_request_is_answered_when_it_is_done_and_frees_its_place_in_the_load():
+    async def run():
+        meshes, versions, client = client_of(2)
+        await client.pull(await versions.publish())
+        for mesh in meshes:
+            mesh.slow = [[1], [2]]
+        slow = asyncio.ensure_future(sample_all(client, [[1], [2]]))
+        quick = await sample_all(client, [[3], [4], [5]])
+        assert [answer.tokens for answer in quick] == [[3], [4], [5]] and not slow.done()
+        assert client._router.loads == [1, 1]
+        for mesh in meshes:
+            mesh.released.set()
+        assert [answer.tokens for answer in await slow] == [[1], [2]]
+        await settle()
+        assert client._router.loads == [0, 0]
+
+    asyncio.run(run())
+
+
+def test_a_replica_lost_after_some_answers_hands_over_the_other_requests_only():
+    async def run():
+        meshes, versions, client = client_of(2)
+        await client.pull(await versions.publish())
+        meshes[0].slow = [[1]]
+        batch = asyncio.ensure_future(sample_all(client, [[1], [2], [3], [4]]))
+        await settle()
+        assert meshes[0].sampled == [[1], [3]] and client._router.loads == [1, 0]
+        meshes[0].broken["sample"] = died("generator-0", "sample")
+        meshes[0].released.set()
+        assert [answer.tokens for answer in await batch] == [[1], [2], [3], [4]]
+        assert meshes[1].sampled == [[2], [4], [1]] and client._router.loads == [0, 0]
 
     asyncio.run(run())
 
