@@ -26,16 +26,19 @@ def local(loop, tmp_path_factory):
 def across_a_pull(loop, local, on_update):
     """Samples while a version is published: the two versions, the completions, one of a request made during the pull,
     and the new version's log-probabilities of all tokens."""
-    local.launcher._generators[0].engine._config.on_update = on_update
+    engine = local.launcher._generators[0].engine
+    engine._config.on_update = on_update
 
     async def run():
         old = await local.publish()
-        flying = [asyncio.ensure_future(local.generator.sample(prompt, LONG)) for prompt in PROMPTS]
-        await asyncio.sleep(0.05)  # the engine has begun
         await local.trainer.forward_backward(random_datums(6, seed=4), cross_entropy)
         await local.trainer.optim_step(OptimParams(lr=3e-3))
+        flying = [asyncio.ensure_future(local.generator.sample(prompt, LONG)) for prompt in PROMPTS]
+        await asyncio.sleep(0.03)  # the engine has begun
         pull = asyncio.ensure_future(local.publish())
-        await asyncio.sleep(0)
+        while not (engine._staged or pull.done()):  # the load follows at once
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.005)
         later = asyncio.ensure_future(local.generator.sample(PROMPTS[0], LONG))
         new, completions = await pull, await asyncio.gather(*flying)
         scores = [await local.generator.score(p + c.tokens) for p, c in zip(PROMPTS, completions)]
@@ -68,3 +71,8 @@ def test_requests_that_wait_end_by_the_old_weights_and_later_ones_begin_by_the_n
     old, new, completions, later, _ = across_a_pull(loop, local, "wait")
     assert all(set(completion.policy_versions) == {old} for completion in completions)
     assert set(later.policy_versions) == {new} and len(later.tokens) == 50
+
+
+def test_requests_that_keep_their_cache_go_on_with_what_the_old_weights_read(loop, local):
+    _, new, completions, _, scores = across_a_pull(loop, local, "keep")
+    assert gaps(completions, scores, new).max() > 0.01

@@ -13,7 +13,7 @@ from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["GeneratorSteps"]
 
-_GATHER_S = 0.01  # answers of this long travel together
+_GATHER_S = 0.02  # answers of this long travel together
 
 
 class GeneratorSteps:

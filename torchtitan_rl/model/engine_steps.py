@@ -122,9 +122,8 @@ class EngineSteps(ABC):
 
     def _iterate(self) -> None:
         """Executes one command, then takes one engine step if there is work."""
-        command, futures = self._next()
-        self._current = futures
-        self._do[command.kind](command.argument, futures)
+        command, self._current = self._next()
+        self._do[command.kind](command.argument, self._current)
         self._current = []
         self._step()
 
@@ -132,10 +131,9 @@ class EngineSteps(ABC):
         """Gives a sign of life to who asked for one, and takes one engine step if there is work."""
         while not self._probes.empty():
             self._probes.get_nowait().set_result(None)
-        if self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.finished:
-                    self._finish(output)
+        for output in self._engine.step() if self._engine.has_unfinished_requests() else ():
+            if output.finished:
+                self._finish(output)
 
     def _next(self) -> tuple[Command, list[Future]]:
         command, futures = Command(), []
@@ -155,13 +153,12 @@ class EngineSteps(ABC):
         else:
             with torch.inference_mode():
                 self.model.load_weights(tensors.items())
-                if wrong := self.model.differs_from(tensors.items()) if self._config.verify_loaded else "":
-                    raise RuntimeError(
-                        f"policy_version={version}: the engine holds other values of {wrong} than were sent"
-                    )
+                wrong = self.model.differs_from(tensors.items()) if self._config.verify_loaded else ""
+            if wrong:
+                raise RuntimeError(f"policy_version={version}: the engine holds other values of {wrong} than were sent")
         self.policy_version, self._num_loads = version, self._num_loads + 1
-        for request in self._in_flight.values():
-            request.version_starts.append((vllm_internals.num_sampled(self._engine, request.engine_id), version))
+        for flying in self._in_flight.values():
+            flying.version_starts.append((vllm_internals.num_sampled(self._engine, flying.engine_id), version))
         # Requests carry the number of loads as cache salt, so old blocks never match; the reset frees old blocks.
         if not self._engine.has_unfinished_requests() and not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset after a pull")
@@ -187,9 +184,8 @@ class EngineSteps(ABC):
         if request.future is None:
             return
         scored = output.prompt_logprobs is not None
-        request.future.set_result(
-            scores(output, request.top_k) if scored else completion(output, request.version_starts)
-        )
+        answer = scores(output, request.top_k) if scored else completion(output, request.version_starts)
+        request.future.set_result(answer)
 
 
 def engine_params(request: Request) -> EngineSamplingParams:
