@@ -45,7 +45,11 @@ Every line also has `optim/num_steps` and `optim/skipped` of the batch, and `tim
 score). By feature:
 
 - A reference: `policy/reference_kl` (k3, nats per token).
-- A lag (docs/asynchrony.md): `policy/lag_mean` (publications, over sampled tokens).
+- A lag (docs/asynchrony.md): `policy/lag_mean` (publications, over sampled tokens); for tokens of each age A
+  `policy/ratio_lagA_mean` (probability ratio of trainer to sampler before the first step), `policy/far_lagA_frac`
+  (ratios outside 0.8 to 1.2), `tokens/trained_lagA`; `batches/ready` (played batches that waited as the step began),
+  `trainer/idle_frac`, `generator/idle_frac` (of the time since the last line, without a request),
+  `generator/in_flight_mean` (requests), `generator/stall_s` (the engine's last load of weights).
 - An off-policy correction: `correction/weight_mean` (mean factor), `correction/changed_frac` (tokens whose factor was
   truncated or masked).
 - Distillation (docs/distillation.md): `distill/kl` (nats per token: reverse KL to the teacher, its k1 estimate where

@@ -6,6 +6,7 @@ from functools import partial
 from tests.integration.test_batches import algorithm
 from torchtitan_rl.observability.attempts import read_ledger, read_rollouts
 from torchtitan_rl.run.ahead import BatchesAhead
+from torchtitan_rl.run.overlap import Overlap
 
 LAG, STEPS = 2, 6
 
@@ -17,10 +18,13 @@ def ahead(controller, lag):
     with algorithm(controller, max_policy_lag=lag):
         make = partial(BatchesAhead, publications=controller.versions.publications)
         controller.batches = make(*arguments, controller.state, controller._admitted)
+        overlap = Overlap(controller.batches, controller.generator, controller.versions.publications)
+        controller.recorder.listeners.insert(0, overlap)
         try:
             yield
         finally:
             controller.batches = before
+            controller.recorder.listeners.remove(overlap)
 
 
 def test_no_trained_token_is_older_than_the_bound_and_no_rollout_is_missing(loop, controller):
@@ -32,6 +36,15 @@ def test_no_trained_token_is_older_than_the_bound_and_no_rollout_is_missing(loop
     lines = [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"][-STEPS:]
     assert [line["step"] for line in lines] == list(range(first + 1, first + STEPS + 1))
     assert max(line["policy/lag_max"] for line in lines) == LAG and lines[0]["policy/lag_max"] == 0
+
+    for line in lines:
+        by_age = {age: line.get(f"tokens/trained_lag{age}", 0) for age in range(LAG + 1)}
+        assert sum(by_age.values()) == line["tokens/trained"]
+        assert line["policy/lag_max"] == max(age for age, tokens in by_age.items() if tokens)
+        for age in filter(by_age.get, by_age):
+            assert 0.5 < line[f"policy/ratio_lag{age}_mean"] < 2 and 0 <= line[f"policy/far_lag{age}_frac"] <= 1
+        assert 0 <= line["generator/idle_frac"] <= 1 and 0 <= line["trainer/idle_frac"] < 1
+        assert line["generator/stall_s"] > 0 and line["batches/ready"] in range(LAG + 1)
 
     order = {version: i for i, version in enumerate(controller.versions.publications)}
     tokens = 0

@@ -67,8 +67,8 @@ class Generator(Actor):
         await self.rank.fetch_hf(directory, version)
 
     @concurrent_endpoint
-    async def load(self, version: int) -> None:
-        await self.rank.load(version)
+    async def load(self, version: int) -> float:
+        return await self.rank.load(version)
 
     @concurrent_endpoint
     async def probe(self) -> None:

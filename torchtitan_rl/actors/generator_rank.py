@@ -71,15 +71,15 @@ class GeneratorRank(GeneratorSteps):
 
     async def probe(self) -> None:
         """Returns once the engine's thread has given a sign of life."""
-        await asyncio.wrap_future(self.engine.probe())
+        await asyncio.shield(asyncio.wrap_future(self.engine.probe()))
 
     async def sleep(self) -> None:
         """Frees weights and KV cache on the device. Raises RuntimeError while requests run."""
-        await asyncio.wrap_future(self.engine.sleep())
+        await asyncio.shield(asyncio.wrap_future(self.engine.sleep()))
 
     async def wake(self, part: str) -> None:
         """Brings `"weights"` or `"kv_cache"` back."""
-        await asyncio.wrap_future(self.engine.wake(part))
+        await asyncio.shield(asyncio.wrap_future(self.engine.wake(part)))
 
     async def weights(self) -> dict[str, torch.Tensor]:
         """This rank's parameters under torchtitan's names, in host memory, for tests and debugging of small models."""

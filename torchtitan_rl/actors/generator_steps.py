@@ -53,6 +53,7 @@ class GeneratorSteps:
             raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
         self.engine.stage(version, layout.read(payload, manifest))
 
-    async def load(self, version: int) -> None:
-        """Copies the fetched version into the model between two engine steps and resets the prefix cache."""
-        await asyncio.wrap_future(self.engine.load(version))
+    async def load(self, version: int) -> float:
+        """Copies the fetched version into the model between two engine steps and resets the prefix cache. Returns the
+        seconds from one engine step to the next."""
+        return await asyncio.shield(asyncio.wrap_future(self.engine.load(version)))

@@ -46,7 +46,10 @@ class Replica:
         self._pulling: int | None = None
         """The version that a pull is fetching."""
         self._changed = asyncio.Condition()
-        self._num_tickets = 0
+        self._num_tickets, self.stall_s = 0, 0.0
+        """`stall_s`: the seconds for which the engine stood still at the last load of weights."""
+        self.unanswered: dict[int, int] = {}
+        """By ticket of a round: the requests in the engine."""
 
     async def sample(
         self, requests: list[Request], version: int | None, timeout_s: float
@@ -55,12 +58,14 @@ class Replica:
         fault. Raises ReplicaLost, also when `timeout_s` pass without an answer."""
         self._num_tickets = ticket = self._num_tickets + 1
         async with self._serving(version):
-            unanswered = len(requests)
-            while unanswered:
+            self.unanswered[ticket] = len(requests)
+            while self.unanswered[ticket]:
                 with _at_fault(RuntimeError):  # a fault of the request would be an answer
                     answers = await self.mesh.call_leader("sample", ticket, requests, timeout_s=timeout_s)
-                unanswered, requests = unanswered - len(answers), []
+                self.unanswered[ticket] -= len(answers)
+                requests = []
                 yield answers
+            del self.unanswered[ticket]
 
     async def pull(self, version: int) -> None:
         """Fetches a version, while requests go on, and loads it once pinned ones have ended. Raises ReplicaLost."""
@@ -142,7 +147,7 @@ class Replica:
     async def _switch(self, version: int) -> int | None:
         """Loads a fetched version into the engine. Returns the version that was held before."""
         with _at_fault(RuntimeError):
-            await self.mesh.call_leader("load", version)
+            self.stall_s = await self.mesh.call_leader("load", version)
         if self.on_load is not None:
             self.on_load()
         self._changed.notify_all()  # requests that wait for a version look again once the lock is free

@@ -36,6 +36,14 @@ class SamplingClient(SamplingSteps):
         """Replicas that were replaced so far."""
         return 0 if self._repair is None else self._repair.num_restarts
 
+    def in_flight(self) -> list[int]:
+        """The unanswered requests of each replica."""
+        return [sum(replica.unanswered.values()) for replica in self._replicas]
+
+    def stalls(self) -> list[float]:
+        """Per replica, the seconds for which its engine stood still at its last load of weights."""
+        return [replica.stall_s for replica in self._replicas]
+
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         """Every healthy replica loads the weights of a Hugging Face directory and calls them `version`. No trainer is
         needed. Raises RuntimeError when no replica is left."""

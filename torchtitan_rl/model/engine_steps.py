@@ -7,6 +7,7 @@ command, because ranks that stepped different schedules would wait for each othe
 from __future__ import annotations
 
 import queue
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -99,7 +100,8 @@ class EngineSteps(ABC):
         self._staged[version] = tensors
 
     def load(self, version: int) -> Future:
-        """Copies a staged version into the model between two engine steps. Every rank must have staged the version."""
+        """Copies a staged version into the model between two engine steps, and gives the seconds that it took. Every
+        rank must have staged the version."""
         return self._ask(Command("load", version))
 
     def _ask(self, command: Command) -> Future:
@@ -147,7 +149,7 @@ class EngineSteps(ABC):
 
     def _load_staged(self, version: int, futures: list[Future]) -> None:
         assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
-        tensors = self._staged.pop(version)
+        tensors, began = self._staged.pop(version), time.perf_counter()
         if self._config.model_impl == "vllm":
             vllm_internals.reload_weights(self._engine, self._spec, tensors)
         else:
@@ -163,7 +165,7 @@ class EngineSteps(ABC):
         if not self._engine.has_unfinished_requests() and not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset after a pull")
         for future in futures:
-            future.set_result(None)
+            future.set_result(time.perf_counter() - began)
 
     def _add_all(self, requests: list[tuple[str, Request]], futures: list[Future]) -> None:
         for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures

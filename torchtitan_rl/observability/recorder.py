@@ -48,7 +48,7 @@ class Listener:
 
 
 class Recorder:
-    """Passes facts and spans on to every listener, in order.
+    """Passes facts and spans on to every listener, in order. A listener may add to the `line` of `metrics`.
 
     Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `trained` (`sequences`, the
     datums of a batch with the policy's log-probabilities), `rollouts` (`step`, `groups`), `draws` (`step`, `records` of

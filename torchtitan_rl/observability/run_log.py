@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan_rl.observability.recorder import Listener
 from torchtitan_rl.observability.records import Trained, rollout_records
+from torchtitan_rl.observability.refusals import refuse_columns, refuse_metrics
 
 __all__ = ["RunLog", "RunDirWriter", "Tail", "encode"]
 
@@ -32,7 +33,7 @@ class Tail:
         """Adds records. On return the operating system has them, and with `durable` the disk. Raises ValueError for a
         column that the schema lacks."""
         if not all(record.keys() <= self._columns.keys() for record in records):
-            self._refuse(records)
+            refuse_columns(self.directory.name, records, self._columns)
         if not self._number:
             self._number = self._begin()
         lines = "".join(json.dumps(encode(record), ensure_ascii=False) + "\n" for record in records)
@@ -60,13 +61,6 @@ class Tail:
         self.directory.mkdir(parents=True, exist_ok=True)
         return max(self._parts(), default=0) + 1
 
-    def _refuse(self, records: list[dict[str, Any]]) -> None:
-        unknown = sorted({name for record in records for name in record} - self._columns.keys())
-        raise ValueError(
-            f"table={self.directory.name}: has no column {', '.join(unknown)}; its columns are "
-            f"{', '.join(self._columns)}"
-        )
-
 
 class RunLog:
     """The files of a run that grow: `metrics.jsonl`, and the tables of `observability.schemas`."""
@@ -85,7 +79,7 @@ class RunLog:
         """
         plain = all(isinstance(value, (int, float, str)) for value in metrics.values())
         if not plain or not {"step", "phase"} <= metrics.keys() or not all(map(_METRIC_NAME.fullmatch, metrics)):
-            _refuse(metrics)
+            refuse_metrics(metrics, _METRIC_NAME)
         with self.metrics_file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(json.dumps(encode(metrics), ensure_ascii=False) + "\n")
 
@@ -93,19 +87,6 @@ class RunLog:
         """Appends records to a table of `observability.schemas`; each names the step and this attempt."""
         told = [{"step": step, "attempt": self.attempt, **record} for record in records]
         self.tables[table].append(told, durable=durable)
-
-
-def _refuse(metrics: dict[str, Any]) -> None:
-    for name in ("step", "phase"):
-        if name not in metrics:
-            raise ValueError(f"metrics={sorted(metrics)}: has no {name!r}; every line names its step and phase")
-    for name, value in metrics.items():
-        if not _METRIC_NAME.fullmatch(name):
-            raise ValueError(f"metric={name!r}: is not of the form area/what; rename it, as in 'reward/mean'")
-        if not isinstance(value, (int, float, str)):
-            raise ValueError(
-                f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor"
-            )
 
 
 class RunDirWriter(Listener):

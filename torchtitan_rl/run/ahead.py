@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan_rl.run.draws import Batch
 from torchtitan_rl.run.lag import check_lag
 from torchtitan_rl.run.training import Batches
+from torchtitan_rl.types import RolloutGroup
 
 __all__ = ["BatchesAhead"]
 
@@ -27,6 +28,8 @@ class BatchesAhead(Batches):
         self._publications = publications
         self._playing: deque[tuple[asyncio.Task[Batch], dict[str, Any]]] = deque()
         """The batches that are being played, in order, each with the state of the draws before the batch."""
+        self.groups: list[RolloutGroup] = []
+        """The groups of the batch that was handed out last."""
 
     async def next_batch(self) -> Batch:
         """The next batch, as `Batches` says; admits the draws of later batches. Call when the publication after the
@@ -42,8 +45,13 @@ class BatchesAhead(Batches):
         playing, _ = self._playing.popleft()
         await asyncio.sleep(0)  # the requests of later batches leave before training begins
         batch = await playing
+        self.groups = batch.groups
         batch.metrics |= check_lag(batch.groups, self._publications, algorithm.max_policy_lag)
         return batch
+
+    def num_ready(self) -> int:
+        """The batches that have been played and wait to train."""
+        return sum(task.done() for task, _ in self._playing)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the draws before the first batch that was not handed out: a resumed run plays that batch and

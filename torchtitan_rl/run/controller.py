@@ -33,6 +33,7 @@ from torchtitan_rl.run.draws import Draw, Draws
 from torchtitan_rl.run.ends import Ended, StopRequest
 from torchtitan_rl.run.evaluation import Evaluation, Evaluations
 from torchtitan_rl.run.numeric_guard import note_bad_step
+from torchtitan_rl.run.overlap import Overlap
 from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
@@ -79,6 +80,8 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         if config.algorithm.max_policy_lag and self.versions is not None:
             batches_of = partial(BatchesAhead, publications=self.versions.publications)
         self.batches = batches_of(config, self.player.play, self.draws, self.state, self._admitted)
+        if isinstance(self.batches, BatchesAhead):
+            recorder.listeners.insert(0, Overlap(self.batches, self.generator, self.versions.publications))
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
         )

@@ -6,7 +6,12 @@ from statistics import mean
 
 from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["check_lag"]
+__all__ = ["ages", "check_lag"]
+
+
+def ages(publications: list[int]) -> dict[int, int]:
+    """Version -> the number of publications since its last one, for the published versions, oldest first."""
+    return {version: len(publications) - 1 - i for i, version in enumerate(publications)}
 
 
 def check_lag(groups: list[RolloutGroup], publications: list[int], max_lag: int) -> dict[str, float]:
@@ -17,11 +22,9 @@ def check_lag(groups: list[RolloutGroup], publications: list[int], max_lag: int)
     RuntimeError for a token older than `max_lag`, which admission rules out: the rollout was not played by this run's
     admission.
     """
-    newest = len(publications) - 1
-    ages = {version: newest - i for i, version in enumerate(publications)}
-    lags = []
+    age, lags = ages(publications), []
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        of_rollout = [ages[version] for turn in rollout.turns for version in turn.completion.policy_versions]
+        of_rollout = [age[version] for turn in rollout.turns for version in turn.completion.policy_versions]
         if of_rollout and max(of_rollout) > max_lag:
             raise RuntimeError(
                 f"rollout={rollout.id!r}: has a token that is {max(of_rollout)} publications old, "

@@ -1,0 +1,101 @@
+"""Metrics of a run with batches ahead: how far tokens of each age have drifted, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+import torch
+
+from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.observability.recorder import Listener, Span
+from torchtitan_rl.observability.records import Trained
+from torchtitan_rl.run.ahead import BatchesAhead
+from torchtitan_rl.run.lag import ages
+from torchtitan_rl.types import RolloutGroup
+
+__all__ = ["Overlap", "ratios_by_age"]
+
+_EVERY_S = 0.05
+FAR = 0.2
+"""A probability ratio is far when it lies outside [1 - FAR, 1 + FAR]."""
+
+
+class Overlap(Listener):
+    """Adds to every line of metrics of the reinforcement phase what `metrics.py` lists under a lag. Needs a place among
+    the recorder's listeners before those that write lines."""
+
+    def __init__(self, batches: BatchesAhead, generator: SamplingClient, publications: list[int]) -> None:
+        self._batches, self._generator, self._publications = batches, generator, publications
+        self._watch: asyncio.Task | None = None
+        self._in_flight: list[list[int]] = []
+        """Per look at the generators: the unanswered requests of each replica."""
+        self._ready = 0
+        self._training_s = 0.0
+        self._by_age: dict[str, float] = {}
+
+    def begin(self, span: Span) -> None:
+        if span.name == "reinforcement":
+            self._watch = asyncio.ensure_future(self._look())
+        elif span.name == "step":
+            self._ready, self._training_s = self._batches.num_ready(), 0.0
+        elif span.name == "score":  # the first part of training
+            self._training_s -= span.began
+        elif span.name == "sync":
+            self._training_s += span.began
+
+    def end(self, span: Span, failed: bool) -> None:
+        if span.name == "reinforcement" and self._watch is not None:
+            self._watch.cancel()
+
+    def fact(self, kind: str, what: dict[str, Any]) -> None:
+        if kind == "trained":
+            self._by_age = ratios_by_age(what["sequences"], self._batches.groups, self._publications[:])
+        elif kind == "metrics" and "policy/lag_mean" in what["line"]:
+            line, looks = what["line"], self._in_flight
+            line["batches/ready"] = self._ready
+            line["trainer/idle_frac"] = max(0.0, 1.0 - self._training_s / line["time/step_s"])
+            if looks:
+                line["generator/idle_frac"] = mean(number == 0 for look in looks for number in look)
+                line["generator/in_flight_mean"] = mean(map(sum, looks))
+            line["generator/stall_s"] = max(self._generator.stalls())
+            line |= self._by_age
+            self._in_flight = []
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            self._in_flight.append(self._generator.in_flight())
+
+
+def ratios_by_age(trained: Sequence[Trained], groups: list[RolloutGroup], publications: list[int]) -> dict[str, float]:
+    """Per age a, in publications, of the tokens that trained: `policy/ratio_lagA_mean`, the mean probability ratio of
+    the trainer before its step to the policy that sampled; `policy/far_lagA_frac`, the share of ratios outside
+    [0.8, 1.2]; `tokens/trained_lagA`, the number of tokens.
+
+    `trained` has one pair of datum and log-probabilities (T,) per sequence of `groups`; a rollout is found by
+    `Datum.rollout`, its turns by `Datum.turns`. Sequences with several targets a token are left out.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    age = ages(publications)
+    ratios: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for datum, logprobs_T in trained:
+        if logprobs_T.dim() != 1:
+            continue
+        ratio_T = (logprobs_T - datum.loss_inputs["sampling_logprobs"]).exp()
+        for index, start, length in datum.turns:
+            versions = rollouts[datum.rollout].turns[index].completion.policy_versions
+            of_tokens = torch.tensor([age[version] for version in versions])
+            trains = datum.loss_inputs["loss_mask"][start : start + length] > 0
+            for of_age in of_tokens[trains].unique().tolist():
+                ratios[of_age].append(ratio_T[start : start + length][trains & (of_tokens == of_age)])
+    found: dict[str, float] = {}
+    for of_age, parts in sorted(ratios.items()):
+        ratio_N = torch.cat(parts)
+        found[f"policy/ratio_lag{of_age}_mean"] = float(ratio_N.mean())
+        found[f"policy/far_lag{of_age}_frac"] = float(((ratio_N - 1).abs() > FAR).float().mean())
+        found[f"tokens/trained_lag{of_age}"] = ratio_N.numel()
+    return found
