@@ -1,11 +1,14 @@
 """Kills a run at random moments, lets it go on each time, and compares it with a run that nobody disturbed.
 
-    scripts/chaos.sh [--kills 20] [--steps 40] [--seed 0] [--who run|controller,trainer,store] [--output-dir DIR]
+    scripts/chaos.sh [--kills 20] [--steps 40] [--seed 0] [--who run|controller,trainer,store] [--lag 0]
+                     [--output-dir DIR]
 
 `--who run` kills every process of the run and starts the command again with `--resume auto`. Any other list is killed
 one after the other, in turn, under `--max-restarts`: nobody starts anything again. Each kill prints a witness: what was
-killed, in which phase, what the run was doing. Exit status 0 if rewards, losses, accuracies, gradient norms and the
-order of the data are the same to the byte.
+killed, in which phase, what the run was doing. Exit status 0 if the audit is clean, and rewards, losses, accuracies,
+gradient norms and the order of the data are the same to the byte. With a lag, versions of tokens depend on time: then
+every step must have trained on the same tasks, no token may be older than the lag, and the lengths of trained
+completions must be distributed alike (two-sample Kolmogorov-Smirnov).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+from scipy.stats import ks_2samp
 
 from torchtitan_rl.observability.attempts import attempts as attempts_of
 from torchtitan_rl.observability.attempts import read_rollouts
@@ -32,11 +36,13 @@ from torchtitan_rl.observability.run_dir import RunDir
 ROOT = Path(__file__).parents[1]
 COLUMNS = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/", "completion/", "critic/")
 WAITS_S = 600.0
+SIGNIFICANT = 0.01
 
 
-def command(output_dir: Path, steps: int, *more: str) -> list[str]:
+def command(output_dir: Path, steps: int, lag: int, *more: str) -> list[str]:
     """A short run of the quickstart with a checkpoint every other step."""
     settings = {
+        "algorithm.max-policy-lag": lag,
         "supervised.num-steps": max(4, steps // 4),
         "supervised.batch-size": 16,
         "supervised.schedule.warmup-steps": 1,
@@ -54,9 +60,11 @@ def command(output_dir: Path, steps: int, *more: str) -> list[str]:
     return [*train, *flags, "--quiet", "--output-dir", str(output_dir), *more]
 
 
-def start(output_dir: Path, steps: int, *more: str) -> psutil.Popen:
+def start(output_dir: Path, steps: int, lag: int, *more: str) -> psutil.Popen:
     log = open(output_dir.parent / f"{output_dir.name}.log", "a")
-    return psutil.Popen(command(output_dir, steps, *more), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    return psutil.Popen(
+        command(output_dir, steps, lag, *more), cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+    )
 
 
 def lines(output_dir: Path) -> list[dict]:
@@ -75,6 +83,21 @@ def compared(output_dir: Path) -> tuple[list[dict], list[tuple]]:
         (r["step"], r["task_id"], r["rollout_id"], r["text"], r["reward"]) for r in read_rollouts(RunDir(output_dir))
     ]
     return metrics, order
+
+
+def of_lag(undisturbed: Path, disturbed: Path, lag: int) -> dict[str, bool]:
+    """What must hold for two runs with a lag, see the top of this file."""
+    tasks, lengths = [], []
+    for path in (undisturbed, disturbed):
+        records = list(read_rollouts(RunDir(path)))
+        tasks.append(sorted((record["step"], record["draw"], record["rollout_id"]) for record in records))
+        lengths.append([sum(record["num_tokens"]) for record in records if not record["left_out"]])
+    oldest = max(line["policy/lag_max"] for line in lines(disturbed) if line["phase"] == "reinforcement")
+    return {
+        "tasks_identical": tasks[0] == tasks[1],
+        "lag_within": oldest <= lag,
+        "lengths_alike": bool(ks_2samp(*lengths).pvalue > SIGNIFICANT),
+    }
 
 
 def has_come(output_dir: Path, target: float) -> bool:
@@ -124,7 +147,7 @@ def everything(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def kill_run(output_dir: Path, steps: int, kills: int, draw: random.Random) -> None:
+def kill_run(output_dir: Path, steps: int, lag: int, kills: int, draw: random.Random) -> None:
     """Kills the whole run `kills` times, at least once in its supervised phase, the last two in a row, and lets it
     end."""
     total = max(4, steps // 4) + steps
@@ -132,7 +155,7 @@ def kill_run(output_dir: Path, steps: int, kills: int, draw: random.Random) -> N
     targets = sorted([draw.uniform(1, supervised), *(draw.uniform(0, total) for _ in range(kills - 2))])
     targets.append(targets[-1])  # twice in a row: the second one during the start, or right after it
     for number, target in enumerate(targets, 1):
-        process = start(output_dir, steps, "--resume", "auto")
+        process = start(output_dir, steps, lag, "--resume", "auto")
         began, twice = len(attempts(output_dir)), number == kills
         wait_until(partial(has_begun, output_dir, began), process)
         pause = draw.uniform(0, 12) if twice else draw.uniform(0, 0.4)
@@ -148,7 +171,7 @@ def kill_run(output_dir: Path, steps: int, kills: int, draw: random.Random) -> N
             except psutil.NoSuchProcess:
                 pass
         psutil.wait_procs(victims, timeout=15)
-    status = start(output_dir, steps, "--resume", "auto").wait(WAITS_S)
+    status = start(output_dir, steps, lag, "--resume", "auto").wait(WAITS_S)
     if status != 0:
         raise RuntimeError(f"the last attempt ended with status {status}; see {output_dir}.log")
 
@@ -157,10 +180,10 @@ def attempts(output_dir: Path) -> list[dict]:
     return attempts_of(RunDir(output_dir))
 
 
-def kill_one(output_dir: Path, steps: int, kills: int, who: list[str], draw: random.Random) -> None:
+def kill_one(output_dir: Path, steps: int, lag: int, kills: int, who: list[str], draw: random.Random) -> None:
     """Kills one process after the other, under `--max-restarts`, and waits for the end."""
     total = max(4, steps // 4) + steps
-    process = start(output_dir, steps, "--max-restarts", str(kills + 1))
+    process = start(output_dir, steps, lag, "--max-restarts", str(kills + 1))
     for number in range(1, kills + 1):
         target = number * total / (kills + 1)
         if not wait_until(partial(has_come, output_dir, target), process):
@@ -197,28 +220,32 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--who", default="run")
+    parser.add_argument("--lag", type=int, default=0)
     parser.add_argument("--output-dir", default="")
     args = parser.parse_args()
     place = Path(args.output_dir or tempfile.mkdtemp(prefix="torchtitan-rl-chaos-")).absolute()
     place.mkdir(parents=True, exist_ok=True)
     undisturbed, disturbed = place / "undisturbed", place / "disturbed"
-    if start(undisturbed, args.steps).wait(WAITS_S) != 0:
+    if start(undisturbed, args.steps, args.lag).wait(WAITS_S) != 0:
         raise RuntimeError(f"the undisturbed run failed; see {undisturbed}.log")
     draw = random.Random(args.seed)
     if args.who == "run":
-        kill_run(disturbed, args.steps, args.kills, draw)
+        kill_run(disturbed, args.steps, args.lag, args.kills, draw)
     else:
-        kill_one(disturbed, args.steps, args.kills, args.who.split(","), draw)
+        kill_one(disturbed, args.steps, args.lag, args.kills, args.who.split(","), draw)
     (metrics, order), (metrics_too, order_too) = compared(undisturbed), compared(disturbed)
     counts, problems = audit(RunDir(disturbed))
     for problem in problems:
         print(f"problem: {problem}")
-    same = metrics == metrics_too and order == order_too and not problems
+    if args.lag:
+        holds = of_lag(undisturbed, disturbed, args.lag)
+    else:
+        holds = {"metrics_identical": metrics == metrics_too, "data_identical": order == order_too}
     print(json.dumps({
         "kills": args.kills, "attempts": len(attempts(disturbed)), "lines": len(metrics), "rollouts": len(order),
-        "audit": counts, "metrics_identical": metrics == metrics_too, "data_identical": order == order_too,
+        "audit": counts, **holds,
     }))  # fmt: skip
-    return 0 if same else 1
+    return 0 if all(holds.values()) and not problems else 1
 
 
 if __name__ == "__main__":

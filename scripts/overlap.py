@@ -1,13 +1,15 @@
 """Steps per minute with batches generated ahead, against generation and training in turns, in one invocation.
 
-    .venv/bin/python scripts/overlap.py [--lags 0 1] [--work plain|rewards|long|throttled] [--blocks 5] [--steps 6]
+    .venv/bin/python scripts/overlap.py [--lags 0 1] [--work plain|rewards|long|turns|throttled] [--blocks 5]
+                                        [--steps 6]
 
 A Qwen3 of 3.2M random parameters, 16 tasks of 8 rollouts, completions that end by chance (mean 64 tokens) or at 256
 tokens. Every lag has processes of its own, as a run at that lag starts them. Blocks of steps alternate between the
 lags, and the processes of the others wait. The first steps of a block, which wait for a batch whatever the lag, do not
 count. `rewards`: every reward waits 1 s. `long`: completions end by chance after 24 tokens, and one in 128 is 240 long.
-`throttled`: a sleep makes generation and training take 2 s each. Prints one line of JSON: seconds per step by lag,
-median over blocks, and the ratios to the first lag.
+`turns`: 8 turns of at most 24 tokens; each answer of the environment takes 20 to 400 ms. `throttled`: a sleep makes
+generation and training take 2 s each. Prints one line of JSON: seconds per step by lag, median over blocks, and the
+ratios to the first lag.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -60,6 +63,22 @@ async def one_long(task, policy, *, rollout_id, seed):
     )
 
 
+async def eight_turns(task, policy, *, rollout_id, seed):
+    """Eight turns in an environment whose answers take 20 to 400 ms."""
+    from torchtitan_rl.types import Rollout, Turn
+
+    tokens, turns, delay = policy.prompt_tokens(task), [], random.Random(seed)
+    for turn in range(8):
+        completion = await policy.complete(tokens, seed=seed + turn, max_tokens=24)
+        turns.append(Turn(prompt_tokens=tokens, completion=completion))
+        await asyncio.sleep(delay.uniform(0.02, 0.4))
+        tokens = tokens + completion.tokens + [20, 31, 27]
+    return Rollout(id=rollout_id, task=task, turns=turns, text=policy.text(completion))
+
+
+WORKFLOWS = {"long": one_long, "turns": eight_turns}
+
+
 def benchmark_config(work: str, threads: tuple[int, int], directory: str) -> rl.RunConfig:
     config = load_config(str(ROOT / "configs" / "quickstart.py"))
     config.output_dir, config.model.shape = directory, SHAPE
@@ -72,8 +91,8 @@ def benchmark_config(work: str, threads: tuple[int, int], directory: str) -> rl.
     config.trainer.training.seq_len, config.trainer.optimizer.lr = 512, 1e-6
     config.trainer.num_threads, config.generator.num_threads = threads
     config.task.reward = slow_reward if work == "rewards" else reward
-    if work == "long":
-        config.algorithm.workflow = one_long
+    if work in WORKFLOWS:
+        config.algorithm.workflow = WORKFLOWS[work]
     return config
 
 
@@ -124,7 +143,7 @@ async def measure(args) -> dict[int, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--work", choices=("plain", "rewards", "long", "throttled"), default="plain")
+    parser.add_argument("--work", choices=("plain", "rewards", "long", "turns", "throttled"), default="plain")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int, nargs=2, default=(0, 0), help="of trainer and generator; 0: all cores")

@@ -1,6 +1,7 @@
 """Kills the replicas of a run's generator in turn and compares the run with undisturbed ones.
 
-    .venv/bin/python scripts/replica_kills.py [--kills 8] [--replicas 2] [--spares 1] [--seeds 3] [--output-dir DIR]
+    .venv/bin/python scripts/replica_kills.py [--kills 8] [--replicas 2] [--spares 1] [--seeds 3] [--lag 0]
+                                              [--output-dir DIR]
 
 All runs have the quickstart's config with two replicas. Each kill waits until the replica killed before has completed a
 request again. Asked: the run finishes; its accuracy is within the spread of the undisturbed seeds, widened by the 95%
@@ -81,6 +82,7 @@ async def train(path: Path, args: argparse.Namespace, seed: int, kills: int) -> 
     config.output_dir, config.seed = str(path), seed
     config.generator.num_replicas = args.replicas
     config.generator.max_replica_restarts, config.generator.num_spares = max(1, kills), args.spares if kills else 0
+    config.algorithm.max_policy_lag = args.lag
     config.controller.num_steps = args.steps or config.controller.num_steps
     config.controller.test_tasks = args.test_tasks
     async with await Controller.launch(config) as controller:
@@ -114,6 +116,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the quickstart has")
     parser.add_argument("--test-tasks", type=int, default=256)
+    parser.add_argument("--lag", type=int, default=0)
     parser.add_argument("--output-dir", default="")
     args = parser.parse_args()
     place = Path(args.output_dir or tempfile.mkdtemp(prefix="torchtitan-rl-replicas-")).absolute()

@@ -29,7 +29,7 @@ HANG_S = 8.0
 
 def _begun(path: Path, *more: str) -> psutil.Popen:
     """A run that has made six steps, of both phases."""
-    process = chaos.start(path, STEPS, *more)
+    process = chaos.start(path, STEPS, 0, *more)
     assert chaos.wait_until(lambda: chaos.has_come(path, 6), process), (path.parent / "run.log").read_text()[-500:]
     return process
 
