@@ -150,22 +150,28 @@ class EngineSteps(ABC):
     def _load_staged(self, version: int, futures: list[Future]) -> None:
         assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
         tensors, began = self._staged.pop(version), time.perf_counter()
+        flying = self._engine.has_unfinished_requests()
         if self._config.model_impl == "vllm":
             vllm_internals.reload_weights(self._engine, self._spec, tensors)
         else:
             with torch.inference_mode():
                 self.model.load_weights(tensors.items())
-                wrong = self.model.differs_from(tensors.items()) if self._config.verify_loaded else ""
-            if wrong:
-                raise RuntimeError(f"policy_version={version}: the engine holds other values of {wrong} than were sent")
         self.policy_version, self._num_loads = version, self._num_loads + 1
-        for flying in self._in_flight.values():
-            flying.version_starts.append((vllm_internals.num_sampled(self._engine, flying.engine_id), version))
+        for request in self._in_flight.values():
+            request.version_starts.append((vllm_internals.num_sampled(self._engine, request.engine_id), version))
         # Requests carry the number of loads as cache salt, so old blocks never match; the reset frees old blocks.
-        if not self._engine.has_unfinished_requests() and not self._engine.reset_prefix_cache():
+        if not flying and not self._engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset after a pull")
+        if self._config.verify_loaded and self._config.model_impl != "vllm":
+            if flying:
+                return self._check_beside(version, tensors, futures, time.perf_counter() - began)
+            self.model.check_holds(tensors.items(), version)
         for future in futures:
             future.set_result(time.perf_counter() - began)
+
+    @abstractmethod
+    def _check_beside(self, version: int, tensors: dict, futures: list[Future], stall_s: float) -> None:
+        """Gives `stall_s` to the futures once the model was found to hold the tensors, while the engine goes on."""
 
     def _add_all(self, requests: list[tuple[str, Request]], futures: list[Future]) -> None:
         for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures

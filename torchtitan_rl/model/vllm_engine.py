@@ -119,7 +119,26 @@ class Engine(EngineSteps):
         self.model_runner = vllm_internals.model_runner(engine)
         return engine
 
-    # New weights under requests, where the requests do not keep their attention cache.
+    # New weights under requests.
+
+    def _check_beside(
+        self, version: int, tensors: dict[str, torch.Tensor], futures: list[Future], stall_s: float
+    ) -> None:
+        def check() -> None:
+            try:
+                self.model.check_holds(tensors.items(), version)
+            except Exception as error:
+                logger.exception("the check of the loaded weights failed")
+                if not self._leads:  # as in `_run`
+                    logging.shutdown()
+                    os._exit(1)
+                for future in futures:
+                    future.set_exception(error)
+            else:
+                for future in futures:
+                    future.set_result(stall_s)
+
+        threading.Thread(target=check, name="check", daemon=True).start()
 
     def _update(self, version: int, futures: list[Future]) -> None:
         """Loads a version; requests that are in flight end first, or have their attention cache computed again."""

@@ -62,15 +62,20 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
             )
         return {name for name, _ in self.named_parameters()}
 
-    def differs_from(self, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """The name of the first of some whole tensors whose part this rank does not hold bit for bit; empty if there is
-        none."""
+    @torch.inference_mode()
+    def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
         held = self.canonical_state()
         for name, tensor in weights:
-            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size)
-            if not torch.equal(held[name], expected.to(held[name].device, held[name].dtype)):
-                return name
-        return ""
+            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(held[name].device, held[name].dtype)
+            if not torch.equal(_bits(held[name]), _bits(expected)):
+                raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, in words as long as they fit: torch compares such words four times as fast as bfloat16."""
+    flat = tensor.reshape(-1)
+    return flat.view(torch.int64 if flat.nbytes % 8 == 0 else torch.uint8)
 
 
 def register() -> None:
