@@ -19,7 +19,7 @@ from vllm import LLMEngine
 from torchtitan_rl import platform
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.model import vllm_internals, vllm_model
+from torchtitan_rl.model import sampling_noise, vllm_internals, vllm_model
 from torchtitan_rl.model.engine_args import engine_args
 from torchtitan_rl.model.engine_steps import Command, EngineSteps
 from torchtitan_rl.model.spec import build_spec
@@ -117,6 +117,8 @@ class Engine(EngineSteps):
             engine = LLMEngine.from_engine_args(args)
         self.model = vllm_internals.model(engine)
         self.model_runner = vllm_internals.model_runner(engine)
+        if self.model_runner == "v1":
+            sampling_noise.install(vllm_internals.runner(engine), self._seed)
         return engine
 
     # New weights under requests.

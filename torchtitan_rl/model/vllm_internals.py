@@ -1,4 +1,4 @@
-"""Every use of vLLM beyond the public interface, in one module.
+"""Every use of vLLM beyond the public interface, in one module but for the draw of tokens.
 
 Checked against vLLM 0.32, which has two model runners: V1 (`vllm/v1/worker/gpu_model_runner.py`, and a subclass for a
 CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton runs: on a GPU, not on a CPU.
@@ -13,6 +13,9 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `engine_core.shutdown()`, `envs.disable_envs_cache()` | above the runner | as V1 |
 | `get_tp_group().broadcast_object` | above the runner | as V1 |
 | `_CPUSHMDistributed.make_group_name` | CPU ranks | not used on a GPU |
+| `runner.sampler.topk_topp_sampler.forward` | replaced in `sampling_noise.py` | draws by seed and position itself |
+| `runner.input_batch`: `logitsprocs`, `num_tokens_no_spec`, `num_prompt_tokens` | read in `sampling_noise.py` | no |
+| `torch.ops._C.fused_gumbel_argmax` | called in `sampling_noise.py`, on a CPU | no |
 
 `vllm_model`'s `load_weights` and vLLM's `reload_weights` copy into the existing parameters. A captured CUDA graph holds
 the addresses of these parameters and thus reads the new weights.
@@ -35,6 +38,7 @@ from torchtitan_rl import platform
 
 __all__ = [
     "chosen_model_runner",
+    "runner",
     "model_runner",
     "model",
     "reload_weights",
@@ -64,7 +68,8 @@ def chosen_model_runner(which: str) -> Iterator[None]:
             os.environ[_CHOICE] = before
 
 
-def _runner(engine: LLMEngine) -> Any:
+def runner(engine: LLMEngine) -> Any:
+    """This rank's model runner."""
     return engine.model_executor.driver_worker.worker.model_runner
 
 
@@ -75,14 +80,14 @@ def model_runner(engine: LLMEngine) -> str:
 
 def model(engine: LLMEngine) -> torch.nn.Module:
     """This rank's model."""
-    return _runner(engine).get_model()
+    return runner(engine).get_model()
 
 
 def reload_weights(engine: LLMEngine, spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> None:
     """Replaces the weights of vLLM's own Qwen3, which takes Hugging Face's names and repacks weights; `tensors` are
     unsharded, under torchtitan's names."""
     of_hf = spec.state_dict_adapter(spec.model, None).to_hf(tensors) | {"lm_head.weight": tensors["lm_head.weight"]}
-    _runner(engine).reload_weights(weights_iterator=iter(of_hf.items()))
+    runner(engine).reload_weights(weights_iterator=iter(of_hf.items()))
 
 
 def num_sampled(engine: LLMEngine, engine_id: str) -> int:

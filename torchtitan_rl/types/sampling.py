@@ -40,8 +40,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from the logit of a token as often as the completion has the token already; 0 changes nothing."""
     seed: int | None = None
-    """Equal seed, prompt and weights give equal tokens. On a GPU only within equal batches: rounding in GPU kernels
-    depends on the number of tokens in a batch."""
+    """The stream of random numbers: token t takes number t, so equal seed, prompt and weights give equal tokens. On a
+    GPU rounding depends on the batch, and a token may differ: docs/numerics.md says how rarely."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end generation, besides the end-of-sequence token; the completion keeps the stop token."""
     stop: list[str] = field(default_factory=list)
