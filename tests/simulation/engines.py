@@ -121,11 +121,14 @@ class FakeReplica:
         self._after(self.world.between(0.1, 1.5), self._answer, answer, fetched)
 
     def load(self, answer: asyncio.Future, version: int) -> None:
-        def loaded() -> None:
+        seconds = self.world.between(0.05, 0.4)
+
+        def loaded() -> float:
             self.world.may_fail("load", self)
             self.held.append((self.world.loop.time(), version, self.staged.pop(version)))
+            return seconds
 
-        self._after(self.world.between(0.05, 0.4), self._answer, answer, loaded)
+        self._after(seconds, self._answer, answer, loaded)
 
     def probe(self, answer: asyncio.Future) -> None:
         self._after(0.01, self._answer, answer, lambda: None)

@@ -16,7 +16,7 @@ from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.stack import Stack, start_stack
 from torchtitan_rl.observability.tables import Table
-from torchtitan_rl.run import checkpoints, controller, resume
+from torchtitan_rl.run import checkpoints, controller, overlap, resume
 from torchtitan_rl.run.start import Inputs
 from torchtitan_rl.tasks.family import source_of
 from torchtitan_rl.weights import checkpoint
@@ -66,6 +66,7 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
         (Table, "seal", _nothing),
         (Table, "_read_lines", lambda table, file: map(json.loads, file.read_text().splitlines())),
         (os, "fsync", _nothing),
+        (overlap, "_EVERY_S", 5.0),  # looks at the generators
     ]
     logging.disable(logging.CRITICAL)  # replicas are lost all the time
     try:

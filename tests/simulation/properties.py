@@ -129,11 +129,11 @@ def a_resumed_run_goes_on(run: Run) -> None:
 
 
 def nothing_is_left_over(run: Run) -> None:
-    """A finished run's router counts no request, and the store holds the versions that are in use and no other."""
+    """After a finished run nobody counts a request, and the store holds the versions that are in use and no other."""
     left = run.log.left
     if run.log.end != "finished":
         return
-    requests, in_use = left["requests that a router counts"], left["versions in use"]
+    requests, in_use = left["requests that somebody counts"], left["versions in use"]
     _check(run, "nothing_is_left_over", requests == 0, requests_counted=requests)
     held, stored = left["versions that somebody holds"], left["versions in the store"]
     fine = set(held) == set(stored) == set(in_use)

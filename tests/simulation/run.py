@@ -108,7 +108,7 @@ async def _run(world: World, config: RunConfig, resume: str, begun: list[Control
         await asyncio.sleep(_SETTLED_S)
         replicas, router = controller.generator._replicas, controller.generator._router
         world.log.left = {
-            "requests that a router counts": sum(router.loads),
+            "requests that somebody counts": sum(router.loads) + sum(controller.generator.in_flight()),
             "versions that somebody holds": controller.versions.held(),
             "versions in the store": sorted(world.store.held),
             "versions in use": sorted({replica.held for replica in replicas} | {controller.policy_version}),
