@@ -16,7 +16,7 @@ from torchtitan_rl.dispatch.replica import Replica
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.observability import attempts
-from torchtitan_rl.run import rollouts
+from torchtitan_rl.run import ahead, rollouts
 from torchtitan_rl.run.ahead import BatchesAhead
 from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
@@ -156,6 +156,10 @@ def _nothing(*args: Any, **named: Any) -> Any:
     return 0
 
 
+def _find_nothing(*args: Any) -> dict[str, float]:
+    return {}
+
+
 def _mutant(imitates: str, caught_by: str, *changes: tuple[Any, str, Callable | SimpleNamespace]) -> Mutant:
     return Mutant(imitates=imitates, caught_by=caught_by, changes=list(changes))
 
@@ -220,6 +224,7 @@ MUTANTS: dict[str, Mutant] = {
         "requests for the newest version are served by what an earlier request has left loaded",
         "no_token_is_older_than_the_lag",
         (Replica, "_serves", _serves_unpinned_with_anything),
+        (ahead, "check_lag", _find_nothing),  # it would end the run
     ),
     "a version deleted under its holder": _mutant(
         "the first release deletes a version, whoever else holds it",
