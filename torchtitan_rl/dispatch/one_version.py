@@ -11,6 +11,8 @@ class OneVersion:
     def __init__(self) -> None:
         self.served: int | None = None
         """The version that `SamplingClient.load_hf` gave the weights; None before that call."""
+        self.publications: list[int] = []
+        """Empty, as nobody publishes."""
 
     async def publish(self) -> int:
         """Raises RuntimeError: nobody trains."""

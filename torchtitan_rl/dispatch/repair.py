@@ -53,11 +53,14 @@ class Repair:
         began, role, reason = self._clock(), lost.mesh.role, lost.lost
         while True:
             self._count(reason)
+            replica = None
             try:
                 replica = build(await self._start(role))
                 await _catch_up(replica)
             except (RuntimeError, ValueError, ReplicaLost) as error:
                 reason = str(error)
+                if replica is not None:
+                    await replica.release()  # it may hold a version that was served when it began to catch up
                 logger.warning("%s: its replacement did not start: %s", role, reason)
                 continue
             logger.warning("%s: replaced after %.1f s", role, self._clock() - began)

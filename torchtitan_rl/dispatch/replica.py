@@ -112,7 +112,8 @@ class Replica:
     def _serves(self, version: int | None) -> bool:
         """Whether a request that names a version, or None, may begin with the weights that are held."""
         if version is None:
-            return self.held is not None and self.versions.served in (self.held, self._pulling)
+            before = self.versions.publications[-2:-1] if self._pulling == self.versions.served else []
+            return self.held in (self.versions.served, *before)  # and no older one, which a pinned request has loaded
         return self.held == version
 
     async def _until(self, condition: Callable[[], bool]) -> None:

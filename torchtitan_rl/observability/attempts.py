@@ -113,11 +113,13 @@ def cut_metrics(run_dir: RunDir, size: int, attempt: int) -> int:
 def read_ledger(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """The records of draws that count, in order: of attempts before a later one went on from an earlier step, only the
     draws that had ended by that step."""
-    begun = _begun(run_dir)
-    for record in run_dir.tables["ledger"].read():
-        ended = record["event"] != "admitted"  # a draw admitted after step n ends by step n + 1 at the earliest
-        bound = [step for attempt, step in begun.items() if attempt > record["attempt"]]
-        if all(record["step"] <= step if ended else record["step"] < step for step in bound):
+    begun, records = _begun(run_dir), list(run_dir.tables["ledger"].read())
+    ended = {(record["attempt"], record["draw"]): record["step"] for record in records if record["event"] != "admitted"}
+    for record in records:
+        step = record["step"]
+        if record["event"] == "admitted":  # by its end: batches before it may turn out to have fewer steps than planned
+            step = ended.get((record["attempt"], record["draw"]), step + 1)
+        if all(step <= bound for attempt, bound in begun.items() if attempt > record["attempt"]):
             yield record
 
 

@@ -68,13 +68,14 @@ def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]]) -> lis
 
 
 def _of_checkpoints(run_dir: RunDir, records: list[dict[str, Any]]) -> list[str]:
-    problems = []
+    ended, problems = {r["draw"]: r["step"] for r in records if r["event"] in _ENDS}, []
     for path in sorted(run_dir.checkpoints.glob("step-*")):
         if not (path / "COMPLETE").exists():
             continue
         state = json.loads((path / "state.json").read_text())
-        admitted = {r["draw"] for r in records if r["event"] == "admitted" and r["step"] < state["step"]}
-        slots = sum(draw.endswith("/0") for draw in admitted)
+        admitted = {r["draw"]: r["step"] for r in records if r["event"] == "admitted"}
+        before = [draw for draw, step in admitted.items() if ended.get(draw, step + 1) <= state["step"]]
+        slots = sum(draw.endswith("/0") for draw in before)
         if state["draws"] and state["draws"]["next_slot"] != slots:
             problems.append(f"{path.name}: goes on with slot {state['draws']['next_slot']}, {slots} were filled before")
     return problems

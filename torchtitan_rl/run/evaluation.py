@@ -52,7 +52,7 @@ class Evaluation:
     """Chance that at least one of k samples is correct."""
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
     """Name of a metric -> its 95% confidence interval over tasks; None with a single task."""
-    failures: Counter[str] = field(default_factory=Counter)
+    failures: dict[str, int] = field(default_factory=dict)
     """Failed attempts by cause, and failed groups of attempts; see `run.failures`."""
     pass_rates: list[PassRate] = field(default_factory=list)
     """The pass rate of each task: over its samples if `num_samples` > 0, else of the greedy completion."""
@@ -77,7 +77,8 @@ class Evaluation:
 
     def summary_data(self) -> dict:
         """The fields of an equal evaluation without pass rates, as plain data."""
-        return dataclasses.asdict(dataclasses.replace(self, pass_rates=[]))
+        plain = dict(self.failures)  # `asdict` would count the items of a Counter, with keys that JSON refuses
+        return dataclasses.asdict(dataclasses.replace(self, pass_rates=[], failures=plain))
 
     def summary(self) -> str:
         text = f"{self.split} accuracy {self.accuracy:.3f}"

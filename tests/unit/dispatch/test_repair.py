@@ -35,6 +35,9 @@ class Fake:
             raise outcome
         self.held = version
 
+    async def release(self):
+        self.held = None
+
 
 def repair(meshes, clock=None, **limits):
     async def start(role):
@@ -62,6 +65,18 @@ def test_a_version_published_meanwhile_is_loaded_instead():
     made = repair([replica])
     asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))
     assert replica.held == 5 and made.num_restarts == 1
+
+
+def test_a_replacement_that_fails_while_it_catches_up_holds_no_version_any_more():
+    class Behind(Fake):
+        async def pull(self, version):
+            await super().pull(version)
+            self.versions.served, self.outcomes = 4, [ReplicaLost("its process died")]
+
+    versions = Versions()
+    behind, good = Behind(versions), Fake(versions)
+    asyncio.run(repair([behind, good]).replacement(Fake(versions), lambda mesh: mesh))
+    assert (behind.held, good.held) == (None, 4)
 
 
 def test_restarts_are_counted_within_a_window():

@@ -14,12 +14,12 @@ from torchtitan_rl.types import Completion, SamplingParams
 
 class Mesh:
     """Answers like a generator mesh; `broken[endpoint]` is raised instead, `held_up` delays sampling, prompts in `slow`
-    are answered last, once `released` is set."""
+    are answered last, once `released` is set; `fetching` holds up what fetches weights."""
 
     def __init__(self, role):
         self.role, self.num_ranks, self.broken, self.held_up = role, 2, {}, None
         self.sampled, self.loaded, self.aborted = [], [], []
-        self.waiting, self.slow, self.released = {}, [], asyncio.Event()
+        self.waiting, self.slow, self.released, self.fetching = {}, [], asyncio.Event(), None
 
     async def call_rank(self, rank, endpoint):
         assert endpoint == "abort"
@@ -56,6 +56,8 @@ class Mesh:
     async def call_all(self, endpoint, *args):
         if endpoint in self.broken:
             raise self.broken[endpoint]
+        if endpoint == "fetch" and self.fetching is not None:
+            await self.fetching.wait()
 
 
 class Weights:
@@ -224,6 +226,27 @@ def test_whoever_waits_for_a_version_of_a_replica_that_is_lost_is_served_by_anot
         assert [(answer.tokens, answer.policy_versions) for answer in await named] == [([5], [old])]
         await settle()
         assert client._router.loads == [0, 0] and "generator-0" not in versions.held()[2]
+
+    asyncio.run(run())
+
+
+def test_while_new_weights_are_fetched_the_version_before_serves_and_no_older_one():
+    async def run():
+        (mesh,), versions, client = client_of(1)
+        old = await versions.publish()
+        versions.pin(old, "teacher")
+        await client.pull(old)
+        await client.pull(await versions.publish())
+        for named in (None, old):  # in the second round a pinned request has loaded the old version before the pull
+            await sample_all(client, [[1]], policy_version=named)
+            mesh.fetching = asyncio.Event()
+            pull = asyncio.ensure_future(client.pull(await versions.publish()))
+            await settle()
+            free = asyncio.ensure_future(sample_all(client, [[2]]))
+            await settle()
+            mesh.fetching.set()
+            await pull
+            assert [answer.policy_versions for answer in await free] == [[2] if named is None else [4]]
 
     asyncio.run(run())
 

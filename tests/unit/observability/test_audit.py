@@ -116,3 +116,19 @@ def test_a_checkpoint_goes_on_with_the_slot_that_is_next(made):
     assert audit(made.run_dir)[1] == []
     (path / "state.json").write_text(json.dumps({"step": 1, "draws": {"next_slot": 3}}))
     assert audit(made.run_dir)[1] == ["step-1: goes on with slot 3, 2 were filled before"]
+
+
+def test_draws_admitted_ahead_count_by_the_step_at_which_they_ended(made):
+    made.admit(0, "0/0", "1/0")
+    made.admit(2, "2/0", "3/0")  # ahead of a batch that was to have two steps, and had one: a group was dropped
+    for step, (trained, failed) in enumerate([("0/0", "1/0"), ("2/0", "3/0")], 1):
+        made.end(step, "trained", trained)
+        made.end(step, "failed", failed)
+        made.line(step)
+    path = made.run_dir.checkpoints / "step-2"
+    path.mkdir()
+    (path / "COMPLETE").touch()
+    (path / "state.json").write_text(json.dumps({"step": 2, "draws": {"next_slot": 4}}))
+    attempts.begin(made.run_dir, "step-2", "reinforcement", 2)
+    counts, problems = audit(made.run_dir)
+    assert problems == [] and counts["admitted"] == 4

@@ -1,6 +1,7 @@
 """What an evaluation reports, worked out by hand for a policy whose right answers are counted out."""
 
 import asyncio
+import json
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
 from torchtitan_rl.model.files import assets_dir
-from torchtitan_rl.run.evaluation import eval_families, evaluate
+from torchtitan_rl.run.evaluation import Evaluation, eval_families, evaluate
 from torchtitan_rl.run.failures import Failures
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.pass_rate_filter import prompt_hash
@@ -122,6 +123,12 @@ def test_a_task_whose_reward_fails_to_the_last_counts_as_wrong_where_failures_do
     assert line["eval/accuracy"] == 0.25  # c alone; d is right, and nobody judged it
     assert line["eval/reward_mean"] == (0.5 + 0.5 + 1.0) / 3  # of those that were judged
     assert (line["failure/reward"], line["failure/dropped_groups"]) == (2, 1)
+
+
+def test_an_evaluation_with_failures_comes_back_from_a_checkpoint():
+    result = evaluation(failures=Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {}))
+    again = Evaluation(**json.loads(json.dumps(result.summary_data())))
+    assert again.failures == {"failure/dropped_groups": 0} and again.metrics() == result.metrics()
 
 
 def test_greedy_alone_and_a_single_task():

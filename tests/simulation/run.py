@@ -1,0 +1,150 @@
+"""A simulated run of a seed, from its first attempt to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.pretence import pretended
+from tests.simulation.tasks import BATCHES, config_of, faults_of
+from tests.simulation.virtual_clock import Stuck
+from tests.simulation.world import Log, Watch, World
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.audit import audit
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.tasks.family import source_of
+from torchtitan_rl.types import SamplingParams
+
+__all__ = ["Run", "simulate"]
+
+_LIMIT_S = 6000.0  # virtual seconds of one attempt; an attempt with five hangs takes about 1000
+_MAX_ATTEMPTS = 8  # more than faults that end an attempt, and one
+_SETTLED_S = 100.0  # after which every request of a finished run has been answered
+
+
+@dataclass
+class Run:
+    """What a simulation leaves, for `properties`."""
+
+    seed: int
+    config: RunConfig
+    logs: list[Log]
+    """One per attempt."""
+    history: list[str]
+    problems: list[str]
+    """What `observability.audit` says of the run directory."""
+    undisturbed: Run | None = None
+    """The run of the same seed without the faults that depend on time; made where a property compares with it."""
+    expected_tasks: dict[int, str] = field(default_factory=dict)
+    """Slot -> id of the task that is due in it."""
+
+    @property
+    def log(self) -> Log:
+        """Of the last attempt."""
+        return self.logs[-1]
+
+
+def simulate(seed: int, *, disturbed: bool = True) -> Run:
+    """Runs a seed until the run has finished, was stuck or failed without a fault that explains it."""
+    with tempfile.TemporaryDirectory(prefix="simulated-") as directory:
+        config = config_of(seed, Path(directory) / "run")
+        world = World(
+            seed, faults_of(seed, config), call_timeout_s=config.controller.call_timeout_s, disturbed=disturbed
+        )
+        with pretended(world, config):
+            while len(world.logs) < _MAX_ATTEMPTS:
+                _attempt(world, config, resume="auto" if world.logs else "")
+                log = world.logs[-1]
+                if log.end == "finished" or not (log.end == "killed" or log.excused):
+                    break
+        problems = audit(RunDir(config.output_dir))[1] if disturbed else []
+    run = Run(seed, config, world.logs, world.history, problems)
+    family = config.task.build()
+    tasks = source_of(family, "train", seed).next(2 * BATCHES * config.algorithm.tasks_per_step)
+    run.expected_tasks = {slot: task.id for slot, task in enumerate(tasks)}
+    if disturbed and config.algorithm.max_policy_lag == 0:
+        run.undisturbed = simulate(seed, disturbed=False)
+    return run
+
+
+def _attempt(world: World, config: RunConfig, resume: str) -> None:
+    """One attempt; `world.logs[-1].end` says how it ended."""
+    world.begin_attempt(_LIMIT_S)
+    log, loop, begun = world.log, world.loop, []
+    asyncio.set_event_loop(loop)
+    main = loop.create_task(_run(world, config, resume, begun))
+    try:
+        loop.run_until_complete(main)
+        log.end = "finished"
+    except Stuck as stuck:
+        log.end = f"stuck: {stuck}; waiting: {_waiting(loop)}"
+    except Exception as error:
+        log.error = error
+        log.end = "killed" if world.killed else f"{type(error).__name__}: {error}"
+        log.excused = not world.killed and world.excuses(str(error))
+    world.note(log.end)
+    for controller in begun:
+        controller.recorder.listeners.clear()  # a killed process writes nothing more
+    world.end_attempt()
+    asyncio.set_event_loop(None)
+    attempts.unlock(RunDir(config.output_dir))
+
+
+async def _run(world: World, config: RunConfig, resume: str, begun: list[Controller]) -> None:
+    controller = await Controller.launch(config, resume_from=resume)
+    begun.append(controller)
+    controller.recorder.listeners.append(Watch(world))
+    async with controller:
+        over = asyncio.Event()
+        asking = asyncio.ensure_future(_ask_for_versions(world, controller, over))
+        await controller.train()
+        over.set()
+        await asking
+        await asyncio.sleep(_SETTLED_S)
+        replicas, router = controller.generator._replicas, controller.generator._router
+        world.log.left = {
+            "requests that somebody counts": sum(router.loads) + sum(controller.generator.in_flight()),
+            "versions that somebody holds": controller.versions.held(),
+            "versions in the store": sorted(world.store.held),
+            "versions in use": sorted({replica.held for replica in replicas} | {controller.policy_version}),
+        }
+
+
+async def _ask_for_versions(world: World, controller: Controller, over: asyncio.Event) -> None:
+    """Keeps a version and asks for it by its number, now and after later versions were published, until the run is
+    over."""
+    number = 0
+    while not over.is_set():
+        await asyncio.sleep(world.between(5, 40))
+        version = controller.policy_version
+        try:
+            controller.versions.pin(version, "asker")
+        except ValueError:  # the version was deleted before the next one was served
+            continue
+        for _ in range(2):
+            asked = []
+            for _ in range(2):
+                number += 1
+                params = SamplingParams(max_tokens=6, seed=10**6 * len(world.logs) + number)
+                asked.append(controller.generator.sample([1, number % 50], params, policy_version=version))
+            answers: list[Any] = await asyncio.gather(*asked, return_exceptions=True)
+            told = [getattr(answer, "policy_versions", answer) for answer in answers]
+            world.log.named += [(version, versions) for versions in told]
+            world.note(f"version {version} was asked for, {told} answered")
+            await asyncio.sleep(world.between(1, 30))
+        await controller.versions.release(version, "asker")
+
+
+def _waiting(loop: asyncio.AbstractEventLoop) -> list[str]:
+    """Where each task waits that waits for something else than time."""
+    places = []
+    for task in asyncio.all_tasks(loop):
+        frames = task.get_stack(limit=1)
+        if frames:
+            places.append(f"{frames[-1].f_code.co_qualname}:{frames[-1].f_lineno}")
+    return sorted(places)

@@ -1,0 +1,176 @@
+"""A trainer that takes virtual time, and the store: the methods of a `RoleMesh` over a number that stands for weights.
+
+The weights are a hash of everything that has trained, in the order of the optimizer steps: two runs with equal weights
+have trained on the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.simulation.engines import number_of
+from torchtitan_rl.dispatch.role_mesh import ProcessDied
+from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
+from torchtitan_rl.weights import checkpoint
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+__all__ = ["FakeStore", "FakeTrainer"]
+
+_SECONDS = {
+    "forward_backward": (0.5, 6.0),
+    "optim_step": (0.1, 0.5),
+    "push_weights": (0.1, 1.0),
+    "stage_checkpoint": (0.1, 1.0),
+    "load_checkpoint": (0.5, 3.0),
+}
+"""Endpoint -> the least and the most virtual seconds of a call; any other call takes 0.01 s."""
+
+
+class FakeStore:
+    """Which versions exist, and the weights of each."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def weights_of(self, version: int) -> int:
+        if version not in self.held:
+            raise RuntimeError(f"policy_version={version}: is not in the store (it holds {sorted(self.held)})")
+        return self.held[version]
+
+    async def discard(self, version: int) -> None:
+        await asyncio.sleep(0.01)
+        self.held.pop(version, None)
+
+
+class FakeTrainer:
+    """The policy's trainer, of two data-parallel ranks. Calls run one at a time, in the order they were made."""
+
+    role, num_ranks, data_parallel_size = "policy", 2, 2
+
+    def __init__(self, world: World) -> None:
+        self.world, self.timeout_s = world, world.call_timeout_s
+        self.dead = False
+        self.version, self.weights, self.num_calls = 0, world.seed, 0
+        """Optimizer steps that were not skipped; what they have made of the weights; calls of `optim_step`."""
+        self._gradient: list[str] = []
+        self._staged: tuple[float, dict[str, list]] = (0.0, {})
+        self._free_at = 0.0
+        self._calls: set[asyncio.Future] = set()
+
+    # What a mesh offers.
+
+    def call_split(self, endpoint: str, shards: Sequence[Any], *args: Any) -> asyncio.Future[list]:
+        return self._call(endpoint, lambda: [self._rank_forward_backward(shard, *args) for shard in shards])
+
+    def call_each(self, endpoint: str, *args: Any, timeout_s: float | None = None) -> asyncio.Future[list]:
+        return self._call(endpoint, lambda: [getattr(self, endpoint)(*args)] * self.num_ranks)
+
+    def call_all(self, endpoint: str, *args: Any, timeout_s: float | None = None) -> asyncio.Future:
+        return self._call(endpoint, lambda: getattr(self, endpoint)(*args))
+
+    def _call(self, endpoint: str, work: Callable[[], Any]) -> asyncio.Future:
+        loop = self.world.loop
+        answer, (least, most) = loop.create_future(), _SECONDS.get(endpoint, (0.01, 0.01))
+        self._free_at = max(self._free_at, loop.time()) + self.world.between(least, most)
+        self._calls.add(answer)
+        answer.add_done_callback(self._calls.discard)
+        if self.dead:
+            loop.call_later(1.0, self._lose, answer)
+        else:
+            loop.call_at(self._free_at, self._finish, answer, work)
+        return answer
+
+    def _finish(self, answer: asyncio.Future, work: Callable[[], Any]) -> None:
+        if self.dead:
+            return
+        try:
+            result = work()
+        except Exception as error:
+            if not answer.done():
+                answer.set_exception(RuntimeError(f"policy-0: {error}"))
+            return
+        if not answer.done():
+            answer.set_result(result)
+
+    def die(self) -> None:
+        """Ends the process: calls that wait fail a second later."""
+        self.dead = True
+        for answer in self._calls:
+            self.world.loop.call_later(1.0, self._lose, answer)
+
+    def _lose(self, answer: asyncio.Future) -> None:
+        if not answer.done():
+            answer.set_exception(ProcessDied("policy-0: its process died; see its log"))
+
+    # Operations.
+
+    def _rank_forward_backward(
+        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
+    ) -> Accumulated:
+        rows = []
+        for batch in batches:
+            logprobs = batch.loss_inputs["sampling_logprobs"].split(batch.lengths)
+            masks = batch.loss_inputs["loss_mask"].split(batch.lengths)
+            targets = batch.target_tokens_T.split(batch.lengths)
+            for target_T, mask_T, logprobs_T in zip(targets, masks, logprobs, strict=True):
+                rows.append(logprobs_T * mask_T)
+                sampled: dict[int, list[int]] = {}
+                for token, mask, logprob in zip(target_T.tolist(), mask_T.tolist(), logprobs_T.tolist(), strict=True):
+                    if mask:
+                        sampled.setdefault(number_of(logprob), []).append(token)
+                if sampled:
+                    self._gradient.append(repr(list(sampled.values())))
+                    self.world.log.trained.append((self.num_calls, len(self.world.log.publications), sampled))
+        return Accumulated(rows={"policy_logprobs": rows}, loss=1.0, sums={"policy/entropy": 1.0, "mismatch/kl": 0.0})
+
+    def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
+        skipped, data = self.num_calls in self.world.skipped_steps, sorted(self._gradient)
+        self._gradient.clear()
+        if not skipped:
+            self.version += 1
+            self.weights = zlib.crc32(f"{self.weights}/{data}".encode())
+        self.num_calls += 1
+        self.world.log.weights[self.num_calls] = self.weights
+        self.world.note(f"step {self.num_calls}: version {self.version}, weights {self.weights:08x}")
+        norm = float("inf") if skipped else 1.0
+        return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.version, skipped=skipped)
+
+    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+        self.world.store.held[self.version] = self.weights
+        self.world.log.publications.append(self.version)
+        return self.version
+
+    def discard_weights(self, version: int) -> None:
+        pass
+
+    # Checkpoints.
+
+    def stage_checkpoint(self, path: str) -> None:
+        file = Path(path) / "model" / "weights.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps([self.version, self.weights, self.num_calls]))
+        ready = self.world.loop.time() + self.world.between(0.2, 8.0)
+        self._staged = ready, checkpoint.checksums(Path(path), [file])
+
+    def checkpoint_written(self) -> dict[str, list] | None:
+        ready, files = self._staged
+        if self.world.loop.time() < ready:
+            return None
+        self.world.may_fail("checkpoint", None)
+        return files
+
+    def load_checkpoint(self, path: str, policy_version: int) -> None:
+        self.version, self.weights, self.num_calls = json.loads((Path(path) / "model" / "weights.json").read_text())
+        self.world.log.loaded = (self.num_calls, self.version, policy_version)
+
+    def remove_checkpoint(self, path: str) -> None:
+        checkpoint.remove(Path(path))

@@ -1,0 +1,239 @@
+"""The world of a simulated run: its clock, its processes, what goes wrong when, and a log of what really happened."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.engines import FakeReplica
+from tests.simulation.tasks import Fault
+from tests.simulation.trainers import FakeStore, FakeTrainer
+from tests.simulation.virtual_clock import VirtualLoop
+from torchtitan_rl.dispatch.role_mesh import ProcessDied
+from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.observability.recorder import Listener
+from torchtitan_rl.types import Request
+
+__all__ = ["Asked", "FakeLauncher", "Log", "Watch", "World"]
+
+_IN_PLACE = ("step is skipped", "engine refuses requests", "environment fails")
+"""Faults that do not depend on time: they strike an undisturbed run of the same seed too."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request as the engine got it."""
+
+    number: int
+    stream: int
+    """The request's seed, which names rollout and turn."""
+    engine: FakeReplica
+    began: float
+    seconds: float
+    num_tokens: int
+    cut_off: bool
+    refused: bool
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Log:
+    """What happened in one attempt at the run, as engines and trainer saw it, and what the controller recorded."""
+
+    requests: list[Asked] = field(default_factory=list)
+    delivered: set[int] = field(default_factory=set)
+    """Streams whose answer has reached the client."""
+    twice: list[str] = field(default_factory=list)
+    """Requests that were sent once more while an engine in use had them, or after their answer."""
+    named: list[tuple[int, list[int] | Exception]] = field(default_factory=list)
+    """(version that a request named, versions that sampled its tokens or the error that it got)."""
+    publications: list[int] = field(default_factory=list)
+    trained: list[tuple[int, int, dict[int, list[int]]]] = field(default_factory=list)
+    """(optimizer steps before, publications before, request -> its tokens that train) of each training sequence."""
+    weights: dict[int, int] = field(default_factory=dict)
+    """Optimizer steps -> the weights after them."""
+    loaded: tuple[int, int, int] | None = None
+    """(steps, version of the weights, version that the controller asked for) of the checkpoint that was loaded."""
+    draws: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """(step, record of the ledger)."""
+    misplaced: list[str] = field(default_factory=list)
+    """Training sequences whose log-probabilities are those of another one."""
+    faults: set[str] = field(default_factory=set)
+    """Kinds of the faults that struck, in this attempt or at its expense."""
+    num_faults: int = 0
+    """Faults that struck in this attempt."""
+    end: str = ""
+    """`finished`, `killed`, or the error that ended the attempt."""
+    error: Exception | None = None
+    excused: bool = False
+    """Whether a fault explains the error."""
+    left: dict[str, Any] = field(default_factory=dict)
+    """What the clients hold when everything has been answered."""
+
+
+class World:
+    """One run of a seed over all its attempts. `disturbed=False` leaves out the faults that depend on time."""
+
+    def __init__(self, seed: int, faults: list[Fault], *, call_timeout_s: float, disturbed: bool = True) -> None:
+        self.seed, self.call_timeout_s = seed, call_timeout_s
+        self._random = random.Random(f"world/{seed}")
+        self.history: list[str] = []
+        self.num_requests, self.killed = 0, False
+        drawn = random.Random(f"skipped/{seed}")
+        kinds = [fault.kind for fault in faults]
+        self.refuses = "engine refuses requests" in kinds
+        self.skipped_steps = {drawn.randrange(20) for kind in kinds if kind == "step is skipped"}
+        self.faults = [fault for fault in faults if disturbed and fault.kind not in _IN_PLACE]
+        self._to_fail: list[str] = []
+        self.logs: list[Log] = []
+        self.now = 0.0
+
+    def begin_attempt(self, limit_s: float) -> None:
+        """Starts the processes of another attempt."""
+        self.loop = VirtualLoop(now=self.now, limit_s=self.now + limit_s)
+        self.log, self.store, self.trainer = Log(), FakeStore(), FakeTrainer(self)
+        self.logs.append(self.log)
+        self.replicas: dict[str, FakeReplica] = {}
+        self.client: SamplingClient | None = None
+        self._running: dict[int, Asked] = {}
+        self.killed = False
+        self.note(f"attempt {len(self.logs)}")
+
+    def end_attempt(self) -> None:
+        """Cancels what is left of the attempt; none of that is noted."""
+        self.now, self.log, self.faults, left = self.loop.time(), Log(), [], self.faults
+        self.loop.run_to_the_end()
+        self.faults = left
+
+    def between(self, least: float, most: float) -> float:
+        return self._random.uniform(least, most)
+
+    def note(self, text: str) -> None:
+        self.history.append(f"{self.loop.time():9.2f}  {text}")
+
+    def excuses(self, error: str) -> bool:
+        """Whether a fault that has struck explains why an attempt ended."""
+        said = {"trainer dies": "policy-0: its process died", "fetch fails": "fetch fails"}
+        said |= {"checkpoint is not written": "checkpoint could not be written"}
+        return any(kind in self.log.faults and text in error for kind, text in said.items())
+
+    # What engines tell.
+
+    def asked(self, request: Request, engine: FakeReplica) -> Asked:
+        """Notes a request that an engine begins with."""
+        params, stream = request.params, request.params.seed
+        num_tokens = 1 + stream // 7 % params.max_tokens
+        pace = self.between(0.05, 0.4) * (8 if stream % 10 == 0 else 1)  # one in ten is long
+        refused = self.refuses and stream // 1000 % 41 == 0
+        asked = Asked(
+            self.num_requests, stream, engine, self.loop.time(), num_tokens * pace, num_tokens,
+            num_tokens == params.max_tokens, refused,
+        )  # fmt: skip
+        before = self._running.get(stream)
+        if before is not None and self._in_use(before.engine):
+            self.log.twice.append(f"request {stream}: sent to {engine.role} while {before.engine.role} has it")
+        if stream in self.log.delivered:
+            self.log.twice.append(f"request {stream}: sent to {engine.role} although it has been answered")
+        self._running[stream] = asked
+        self.log.requests.append(asked)
+        while self.faults and self.faults[0].at <= self.num_requests:
+            fault = self.faults.pop(0)
+            self.loop.call_later(fault.delay, self._strike, fault)
+        self.num_requests += 1
+        return asked
+
+    def answered(self, asked: Asked) -> None:
+        """Notes an answer that reaches the client."""
+        self._running.pop(asked.stream, None)
+        self.log.delivered.add(asked.stream)
+
+    def _in_use(self, engine: FakeReplica) -> bool:
+        replicas = [] if self.client is None else self.client._replicas
+        return any(replica.mesh is engine and replica.lost is None for replica in replicas)
+
+    # Faults.
+
+    def _strike(self, fault: Fault) -> None:
+        if self.killed:
+            return
+        kind, replica = fault.kind, list(self.replicas.values())[fault.replica]
+        self.note(f"fault: {kind}" + (f" ({replica.role})" if kind.startswith("replica ") else ""))
+        self.log.faults.add(kind)
+        self.log.num_faults += 1
+        if kind == "replica dies":
+            replica.die()
+        elif kind in ("replica hangs", "replica answers late", "replica is slow"):
+            replica.hang(fault.seconds)
+        elif kind == "trainer dies":
+            self.trainer.die()
+        elif kind == "controller is killed":
+            self.killed = True
+            self.loop.stop()
+        else:
+            self._to_fail.append(kind)
+
+    def may_fail(self, endpoint: str, engine: FakeReplica | None) -> None:
+        """Raises what a fault that has struck has in store for the next call of the endpoint."""
+        for kind in [kind for kind in self._to_fail if kind.startswith(endpoint)]:
+            self._to_fail.remove(kind)
+            self.log.faults.add(kind)
+            self.note(f"{kind}" + (f": {engine.role}" if engine is not None else ""))
+            raise (ProcessDied if kind == "fetch is lost" else RuntimeError)(kind)
+
+
+class Watch(Listener):
+    """Notes in the world's log what the controller records."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.log = world, world.log
+
+    def fact(self, kind: str, what: dict[str, Any]) -> None:
+        if kind == "draws":
+            self.log.draws += [(what["step"], record) for record in what["records"]]
+            for record in what["records"]:
+                self.world.note(f"draw {record['draw']} {record['event']}")
+        elif kind == "version":
+            self.world.note(f"version {what['version']} is served")
+        elif kind == "trained":
+            for datum, logprobs_T in what["sequences"]:
+                inputs = datum.loss_inputs
+                if logprobs_T.tolist() != (inputs["sampling_logprobs"] * inputs["loss_mask"]).tolist():
+                    steps = self.world.trainer.num_calls
+                    self.log.misplaced.append(f"sequence of rollout {datum.rollout} in the batch before step {steps}")
+
+
+class FakeLauncher(Launcher):
+    """Starts pretended processes. `restart_generator` is what a repair calls."""
+
+    one_host, attached = True, False  # type: ignore[assignment]  # properties of a launcher of real processes
+
+    def __init__(self, world: World) -> None:
+        self.world, self.store = world, world.store
+
+    async def start_trainer(self, *args: Any, **named: Any) -> Any:
+        return self.world.trainer
+
+    async def start_generator(self, config: Any, model_dir: Path, *, role: str, **named: Any) -> Any:
+        self.world.replicas[role] = FakeReplica(self.world, role)
+        return self.world.replicas[role]
+
+    async def restart_generator(self, role: str) -> Any:
+        self.world.replicas[role].dead = True
+        await asyncio.sleep(self.world.between(2, 30))
+        self.world.may_fail("replacement", self.world.replicas[role])
+        self.world.note(f"{role} is replaced")
+        return await self.start_generator(None, Path(), role=role)
+
+    async def start_store(self) -> None:
+        pass
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
