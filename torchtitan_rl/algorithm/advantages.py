@@ -9,7 +9,6 @@ as equal (`all_equal`).
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,21 +18,12 @@ import torch
 
 from torchtitan_rl.algorithm.listed import from_list
 from torchtitan_rl.algorithm.refusals import refuse_advantages, refuse_number
+from torchtitan_rl.algorithm.role_estimators import estimator_for
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup
 
-__all__ = [
-    "all_equal",
-    "batch_estimator",
-    "estimate_advantages",
-    "estimator_for",
-    "group_centered",
-    "grpo",
-    "reinforce",
-    "reinforce_pp_baseline",
-    "rloo",
-]
-
+__all__ = ["all_equal", "batch_estimator", "estimate_advantages", "group_centered", "grpo", "reinforce"]
+__all__ += ["reinforce_pp_baseline", "rloo"]
 
 NO_SPREAD = 1e-6
 """A spread of rewards up to this fraction of the largest absolute reward is rounding.
@@ -106,20 +96,6 @@ def reinforce_pp_baseline(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
 def _divided(centered_G: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
     # Squares of differences below some 1e-160 underflow: the standard deviation of unequal rewards may be 0.
     return torch.zeros_like(centered_G) if std == 0 else centered_G / std
-
-
-def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
-    """The estimator for rollouts of `role`. Raises ValueError when `advantage_fn` names roles, but not `role`."""
-    chosen = config.advantage_fn
-    if not isinstance(chosen, dict):
-        return chosen
-    if role not in chosen:
-        near = difflib.get_close_matches(role, chosen, 1)
-        hint = f"did you mean {near[0]!r}, or add it" if near else "add it"
-        raise ValueError(
-            f"algorithm.advantage_fn: has no estimator for role {role!r}, only for {', '.join(chosen)}; {hint}"
-        )
-    return chosen[role]
 
 
 def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> None:

@@ -10,20 +10,8 @@ import torch
 from torchtitan_rl.algorithm.refusals import refuse_clip
 from torchtitan_rl.types import LossInputs
 
-__all__ = [
-    "LOG_RATIO_LIMIT",
-    "check_clip",
-    "clipped_surrogate",
-    "kl_sum",
-    "log_ratio",
-    "masked_difference",
-    "masked_sum",
-    "mismatch",
-    "old_logprobs",
-    "ppo",
-    "ratio",
-    "sampled_metrics",
-]
+__all__ = ["LOG_RATIO_LIMIT", "check_clip", "clipped_surrogate", "kl_sum", "log_ratio", "masked_difference"]
+__all__ += ["masked_sum", "mismatch", "old_logprobs", "ppo", "ratio", "sampled_metrics"]
 
 LOG_RATIO_LIMIT = 20.0
 """Nats. Log-ratios are clamped to +-20: exp of more may overflow and poison even a clipped token's gradient."""

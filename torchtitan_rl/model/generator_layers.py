@@ -1,20 +1,16 @@
-"""Layers of a generator rank's model in place of torchtitan's: vLLM's attention and all-reduces; and the rule that cuts
-whole weights into a rank's weights."""
+"""vLLM's attention in place of torchtitan's in a generator rank's model, and the rule that cuts whole weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.protocols.module import Module
-from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention
 
 from torchtitan_rl import adapters
 
-__all__ = ["PagedAttention", "RowParallelLinear", "SlicedExperts", "shard_for_rank"]
+__all__ = ["PagedAttention", "shard_for_rank"]
 
 adapters.adapt_torchtitan()
 
@@ -47,28 +43,6 @@ class PagedAttention(Module):
     def forward(self, q_BLNH, k_BLNH, v_BLNH, **kwargs):
         out = self.attention(q_BLNH[0].flatten(1), k_BLNH[0].flatten(1), v_BLNH[0].flatten(1))
         return out.view(q_BLNH.shape)
-
-
-class RowParallelLinear(Linear):
-    """A linear layer whose input features are split over the ranks; an all-reduce sums the ranks' outputs."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return tensor_model_parallel_all_reduce(super().forward(input))
-
-
-class SlicedExperts(RoutedExperts):
-    """Experts whose inner features are split over the ranks; one all-reduce sums the ranks' outputs per token."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RoutedExperts.Config):
-        pass
-
-    def forward(self, *args, **kwargs) -> torch.Tensor:
-        return tensor_model_parallel_all_reduce(super().forward(*args, **kwargs))
 
 
 def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:

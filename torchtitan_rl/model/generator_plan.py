@@ -15,7 +15,8 @@ import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model_spec import ModelSpec
 
-from torchtitan_rl.model.generator_layers import PagedAttention, RowParallelLinear, SlicedExperts
+from torchtitan_rl.model.generator_layers import PagedAttention
+from torchtitan_rl.model.generator_slices import RowParallelLinear, SlicedExperts
 
 __all__ = ["generator_spec", "whole_parameters"]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, Rollout, SamplingParams, Task, Turn
 from torchtitan_rl.workflows.altered import TrainingSampler, refuse_altered
 from torchtitan_rl.workflows.chat import Chat
+from torchtitan_rl.workflows.sampler import Sampler
 
 __all__ = ["Policy", "Prompt", "Sampler", "SamplingFailed", "single_turn"]
 
@@ -21,21 +20,6 @@ Prompt = str | list[dict[str, str]] | list[int]
 
 class SamplingFailed(RuntimeError):
     """The generators gave no completion. The rollout that asked is not at fault."""
-
-
-class Sampler(Protocol):
-    """Completes and scores tokens, such as `dispatch.SamplingClient`. Only self-distillation calls `score`,
-    `score_top`."""
-
-    async def sample(
-        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
-    ) -> Completion: ...
-
-    async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]: ...
-
-    async def score_top(
-        self, tokens: list[int], top_k: int, *, policy_version: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(kw_only=True)

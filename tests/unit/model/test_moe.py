@@ -243,18 +243,20 @@ def generator_layers():
     return generator_layers
 
 
-def test_a_generator_rank_has_every_expert_and_its_share_of_their_features(generator_plan, generator_layers):
+def test_a_generator_rank_has_every_expert_and_its_share_of_their_features(generator_plan):
+    from torchtitan_rl.model import generator_slices
+
     shared = build_spec(ModelConfig(shape=tiny()))
     spec = generator_plan.generator_spec(shared, 2)
     for layer, whole in zip(spec.model.layers, shared.model.layers):
         routed = layer.moe.routed_experts
-        assert isinstance(routed, generator_layers.SlicedExperts.Config)
+        assert isinstance(routed, generator_slices.SlicedExperts.Config)
         assert isinstance(routed.inner_experts, Experts.Config) and isinstance(layer.moe.router.gate, Gate.Config)
         assert (routed.inner_experts.num_experts, routed.inner_experts.hidden_dim) == (6, 12)
         assert repr(layer.moe.router.to_dict()) == repr(whole.moe.router.to_dict())
         assert whole.moe.routed_experts.inner_experts.hidden_dim == 24
     alone = generator_plan.generator_spec(shared, 1)
-    assert not isinstance(alone.model.layers[0].moe.routed_experts, generator_layers.SlicedExperts.Config)
+    assert not isinstance(alone.model.layers[0].moe.routed_experts, generator_slices.SlicedExperts.Config)
     with pytest.raises(ValueError, match="generator.tensor_parallel_degree=2: must divide the model's hidden_dim=25"):
         generator_plan.generator_spec(build_spec(ModelConfig(shape=tiny(hidden_dim=25))), 2)
 
