@@ -62,7 +62,7 @@ def simulate(seed: int, *, disturbed: bool = True) -> Run:
                 log = world.logs[-1]
                 if log.end == "finished" or not (log.end == "killed" or log.excused):
                     break
-        problems = audit(RunDir(config.output_dir))[1] if disturbed else []
+            problems = audit(RunDir(config.output_dir))[1] if disturbed else []
     run = Run(seed, config, world.logs, world.history, problems)
     family = config.task.build()
     tasks = source_of(family, "train", seed).next(2 * BATCHES * config.algorithm.tasks_per_step)
