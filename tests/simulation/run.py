@@ -111,7 +111,7 @@ async def _run(world: World, config: RunConfig, resume: str, begun: list[Control
             "requests that somebody counts": sum(router.loads) + sum(controller.generator.in_flight()),
             "versions that somebody holds": controller.versions.held(),
             "versions in the store": sorted(world.store.held),
-            "versions in use": sorted({replica.held for replica in replicas} | {controller.policy_version}),
+            "versions in use": sorted({r.held for r in replicas if r.lost is None} | {controller.policy_version}),
         }
 
 
