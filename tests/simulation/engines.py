@@ -125,6 +125,8 @@ class FakeReplica:
 
         def loaded() -> float:
             self.world.may_fail("load", self)
+            if version not in self.staged:
+                self.world.log.not_staged.append(f"{self.role}: version {version}")
             self.held.append((self.world.loop.time(), version, self.staged.pop(version)))
             return seconds
 

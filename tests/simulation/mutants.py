@@ -102,8 +102,7 @@ def _merge_in_the_order_of_the_ranks(answers: list, ranks: list[list[list[int]]]
 async def _serving_without_a_wake_up(self: Replica, version: int | None) -> Any:
     pinned = version is not None
     async with self._changed:
-        in_the_way = (True, False) if pinned else (True,)
-        await self._until(lambda: self._serves(version) or not any(self._flying[kind] for kind in in_the_way))
+        await self._until(lambda: self._serves(version) or self._may_load(version))
         if not self._serves(version):
             await self._load(version if pinned else self.versions.served)
         self._flying[pinned] += 1

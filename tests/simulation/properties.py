@@ -67,6 +67,12 @@ def a_named_version_is_served(run: Run) -> None:
             _check(run, "a_named_version_is_served", fine, attempt=number, version=version, sampled_by=versions)
 
 
+def what_is_loaded_was_fetched(run: Run) -> None:
+    """Each load of a version follows a fetch of its own: an engine has the weights of a fetch once."""
+    for number, log in enumerate(run.logs, 1):
+        _check(run, "what_is_loaded_was_fetched", not log.not_staged, attempt=number, not_fetched=log.not_staged[:3])
+
+
 def what_trains_is_what_was_admitted(run: Run) -> None:
     """Each sequence that trains consists of answers of this attempt's engines, token for token, of draws that were
     admitted; a group trains whole, in one optimizer step of each epoch."""
@@ -148,6 +154,7 @@ PROPERTIES: dict[str, Callable[[Run], None]] = {
         each_draw_ends_once,
         no_token_is_older_than_the_lag,
         a_named_version_is_served,
+        what_is_loaded_was_fetched,
         what_trains_is_what_was_admitted,
         a_request_has_one_answer,
         a_resumed_run_goes_on,

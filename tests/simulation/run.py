@@ -62,7 +62,7 @@ def simulate(seed: int, *, disturbed: bool = True) -> Run:
                 log = world.logs[-1]
                 if log.end == "finished" or not (log.end == "killed" or log.excused):
                     break
-        problems = audit(RunDir(config.output_dir))[1] if disturbed else []
+            problems = audit(RunDir(config.output_dir))[1] if disturbed else []
     run = Run(seed, config, world.logs, world.history, problems)
     family = config.task.build()
     tasks = source_of(family, "train", seed).next(2 * BATCHES * config.algorithm.tasks_per_step)
@@ -111,7 +111,7 @@ async def _run(world: World, config: RunConfig, resume: str, begun: list[Control
             "requests that somebody counts": sum(router.loads) + sum(controller.generator.in_flight()),
             "versions that somebody holds": controller.versions.held(),
             "versions in the store": sorted(world.store.held),
-            "versions in use": sorted({replica.held for replica in replicas} | {controller.policy_version}),
+            "versions in use": sorted({r.held for r in replicas if r.lost is None} | {controller.policy_version}),
         }
 
 

@@ -140,7 +140,7 @@ def config_of(seed: int, output_dir: Path) -> rl.RunConfig:
     task = Play.Config(
         seed=seed,
         num_train=draw.choice([None, 13]),
-        max_turns=draw.choice([1, 1, 2, 3]),
+        max_turns=draw.choice([1, 1, 1, 3]),
         one_in_fails=23 * ("environment fails" in _kinds_of(seed)),
     )
     config = rl.RunConfig(
@@ -168,7 +168,7 @@ def config_of(seed: int, output_dir: Path) -> rl.RunConfig:
             dtype="float32",
             max_model_len=64,
             max_num_seqs=64,
-            max_replica_restarts=30,
+            max_replica_restarts=draw.choice([30, 30, 30, 0]),
             probe_every_s=20.0,
             hang_timeout_s=15.0,
         ),

@@ -61,6 +61,8 @@ class Log:
     """(steps, version of the weights, version that the controller asked for) of the checkpoint that was loaded."""
     draws: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """(step, record of the ledger)."""
+    not_staged: list[str] = field(default_factory=list)
+    """Versions that an engine was to load without a fetch since its last load of the version."""
     misplaced: list[str] = field(default_factory=list)
     """Training sequences whose log-probabilities are those of another one."""
     faults: set[str] = field(default_factory=set)
@@ -120,6 +122,8 @@ class World:
         """Whether a fault that has struck explains why an attempt ended."""
         said = {"trainer dies": "policy-0: its process died", "fetch fails": "fetch fails"}
         said |= {"checkpoint is not written": "checkpoint could not be written"}
+        if "no generator replica is left" in error:
+            return self.log.num_faults >= len(self.replicas)
         return any(kind in self.log.faults and text in error for kind, text in said.items())
 
     # What engines tell.

@@ -76,6 +76,8 @@ class Replica:
                 previous = await self._switch(version)
         finally:
             self._pulling = None
+            async with self._changed:
+                self._changed.notify_all()
         await self._release(previous)
 
     async def load_hf(self, directory: str, version: int) -> None:
@@ -97,8 +99,7 @@ class Replica:
     async def _serving(self, version: int | None):
         pinned = version is not None
         async with self._changed:
-            in_the_way = (True, False) if pinned else (True,)
-            await self._until(lambda: self._serves(version) or not any(self._flying[kind] for kind in in_the_way))
+            await self._until(lambda: self._serves(version) or self._may_load(version))
             if not self._serves(version):
                 await self._load(version if pinned else self.versions.served)
             self._flying[pinned] += 1
@@ -115,6 +116,12 @@ class Replica:
             before = self.versions.publications[-2:-1] if self._pulling == self.versions.served else []
             return self.held in (self.versions.served, *before)  # and no older one, which a pinned request has loaded
         return self.held == version
+
+    def _may_load(self, version: int | None) -> bool:
+        """Whether a request may load its version: requests under way allow it, and no pull is about to load it."""
+        in_the_way = (True,) if version is None else (True, False)
+        pulled = self._pulling == (self.versions.served if version is None else version)
+        return not (pulled or any(self._flying[kind] for kind in in_the_way))
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         await self._changed.wait_for(lambda: self.lost is not None or condition())

@@ -37,8 +37,8 @@ class SamplingClient(SamplingSteps):
         return 0 if self._repair is None else self._repair.num_restarts
 
     def in_flight(self) -> list[int]:
-        """The unanswered requests of each replica."""
-        return [sum(replica.unanswered.values()) for replica in self._replicas]
+        """The unanswered requests of each replica; a lost one has none."""
+        return [sum(replica.unanswered.values()) * (replica.lost is None) for replica in self._replicas]
 
     def stalls(self) -> list[float]:
         """Per replica, the seconds for which its engine stood still at its last load of weights."""

@@ -20,6 +20,7 @@ class Mesh:
         self.role, self.num_ranks, self.broken, self.held_up = role, 2, {}, None
         self.sampled, self.loaded, self.aborted = [], [], []
         self.waiting, self.slow, self.released, self.fetching = {}, [], asyncio.Event(), None
+        self.staged = set()  # versions that were fetched and not loaded yet
 
     async def call_rank(self, rank, endpoint):
         assert endpoint == "abort"
@@ -30,6 +31,9 @@ class Mesh:
         if endpoint in self.broken:
             raise self.broken[endpoint]
         if endpoint == "load":
+            if argument not in self.staged:
+                raise RuntimeError(f"version {argument} is not staged")
+            self.staged.remove(argument)
             self.loaded.append(argument)
             return None
         self.sampled += [request.tokens for request in requests]
@@ -58,6 +62,7 @@ class Mesh:
             raise self.broken[endpoint]
         if endpoint == "fetch" and self.fetching is not None:
             await self.fetching.wait()
+        self.staged.add(args[0 if endpoint == "fetch" else 1])
 
 
 class Weights:
@@ -247,6 +252,33 @@ def test_while_new_weights_are_fetched_the_version_before_serves_and_no_older_on
             mesh.fetching.set()
             await pull
             assert [answer.policy_versions for answer in await free] == [[2] if named is None else [4]]
+
+    asyncio.run(run())
+
+
+def test_a_request_for_the_version_that_a_pull_fetches_waits_for_the_pull():
+    async def run():
+        (mesh,), versions, client = client_of(1)
+        await client.pull(await versions.publish())
+        mesh.fetching = asyncio.Event()
+        pull = asyncio.ensure_future(client.pull(await versions.publish()))
+        await settle()
+        named = asyncio.ensure_future(sample_all(client, [[1]], policy_version=2))
+        await settle()
+        mesh.fetching.set()
+        await pull
+        assert [answer.policy_versions for answer in await named] == [[2]]
+        assert mesh.loaded == [1, 2] and client.health() == {"generator-0": "healthy"}
+
+        mesh.fetching = asyncio.Event()  # a pull that fails lets the request try for itself
+        pull = asyncio.ensure_future(client.pull(await versions.publish()))
+        await settle()
+        named = asyncio.ensure_future(sample_all(client, [[1]], policy_version=3))
+        await settle()
+        pull.cancel()
+        await settle()
+        mesh.fetching.set()
+        assert [answer.policy_versions for answer in await named] == [[3]]
 
     asyncio.run(run())
 
