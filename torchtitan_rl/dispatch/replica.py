@@ -48,8 +48,7 @@ class Replica:
         self._changed = asyncio.Condition()
         self._num_tickets, self.stall_s = 0, 0.0
         """`stall_s`: the seconds for which the engine stood still at the last load of weights."""
-        self.unanswered: dict[int, int] = {}
-        """By ticket of a round: the requests in the engine."""
+        self.unanswered: dict[int, int] = {}  # ticket of a round -> its requests in the engine
 
     async def sample(
         self, requests: list[Request], version: int | None, timeout_s: float
@@ -62,8 +61,7 @@ class Replica:
             while self.unanswered[ticket]:
                 with _at_fault(RuntimeError):  # a fault of the request would be an answer
                     answers = await self.mesh.call_leader("sample", ticket, requests, timeout_s=timeout_s)
-                self.unanswered[ticket] -= len(answers)
-                requests = []
+                self.unanswered[ticket], requests = self.unanswered[ticket] - len(answers), []
                 yield answers
             del self.unanswered[ticket]
 
