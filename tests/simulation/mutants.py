@@ -33,6 +33,8 @@ class Mutant:
     imitates: str
     caught_by: str
     changes: list[tuple[Any, str, Any]]
+    first_seed: int = 0
+    """Where a test begins to look for a seed that shows the fault."""
 
     def put_back(self) -> AbstractContextManager[None]:
         """The package has the fault for as long as the block runs."""
@@ -159,8 +161,10 @@ def _find_nothing(*args: Any) -> dict[str, float]:
     return {}
 
 
-def _mutant(imitates: str, caught_by: str, *changes: tuple[Any, str, Callable | SimpleNamespace]) -> Mutant:
-    return Mutant(imitates=imitates, caught_by=caught_by, changes=list(changes))
+def _mutant(
+    imitates: str, caught_by: str, *changes: tuple[Any, str, Callable | SimpleNamespace], first_seed: int = 0
+) -> Mutant:
+    return Mutant(imitates=imitates, caught_by=caught_by, changes=list(changes), first_seed=first_seed)
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -193,6 +197,7 @@ MUTANTS: dict[str, Mutant] = {
         "rollouts that failed are left out and their siblings train, with a biased baseline",
         "what_trains_is_what_was_admitted",
         (group, "asyncio", SimpleNamespace(gather=_gather_what_succeeds)),
+        first_seed=8,
     ),
     "long rollouts discarded": _mutant(
         "the batch is full once most of it has finished, and the slowest group is thrown away",
@@ -245,5 +250,6 @@ MUTANTS: dict[str, Mutant] = {
         "every_wait_ends",
         (Replica, "sample", _sample_for_ever),
         (SamplingClient, "_probe", _nothing),
+        first_seed=14,
     ),
 }

@@ -132,7 +132,7 @@ def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions
         assert versions.held() == {2: ["generator-0", "generator-2", "newest"]}
         assert [mesh.loaded for mesh in meshes] == [[1, 2], [1], [1, 2]]
         assert [mesh.aborted for mesh in meshes] == [[], [0, 1], []]
-        assert client._router.loads == [0, 0, 0] and not client._tasks
+        assert client._router.loads == client.in_flight() == [0, 0, 0] and not client._tasks
 
     asyncio.run(run())
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
