@@ -20,7 +20,6 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -30,8 +29,6 @@ import torchtitan_rl.config as rl
 from torchtitan_rl import Controller
 from torchtitan_rl.algorithm import presets
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.run.ahead import BatchesAhead
-from torchtitan_rl.run.training import Batches
 
 ROOT = Path(__file__).parents[1]
 SHAPE = rl.Qwen3Shape(
@@ -98,12 +95,9 @@ def benchmark_config(work: str, threads: tuple[int, int], directory: str) -> rl.
 
 async def block(controller: Controller, steps: int, work: str) -> float:
     """Seconds per step of `steps` steps, after the steps that fill the pipeline: one more than the lag."""
-    config = controller.config
-    lag = config.algorithm.max_policy_lag
-    ahead = partial(BatchesAhead, publications=controller.versions.publications)
-    batches: Callable[..., Batches] = ahead if lag else Batches
-    play = controller.player.play if work != "throttled" else partial(_throttled, controller.player.play)
-    controller.batches = batches(config, play, controller.draws, controller.state, controller._admitted)
+    lag = controller.config.algorithm.max_policy_lag
+    if work == "throttled":
+        controller.batches._play = partial(_throttled, controller.player.play)
     seconds: list[float] = []
     for _ in range(lag + 1 + steps):
         began = time.perf_counter()
