@@ -7,8 +7,8 @@ A Qwen3 of 3.2M random parameters, 16 tasks of 8 rollouts, completions that end 
 tokens. Every lag has processes of its own, as a run at that lag starts them. Blocks of steps alternate between the
 lags, and the processes of the others wait. The first steps of a block, which wait for a batch whatever the lag, do not
 count. `rewards`: every reward waits 1 s. `long`: completions end by chance after 24 tokens, and one in 128 is 240 long.
-`turns`: 8 turns of at most 24 tokens; each answer of the environment takes 20 to 400 ms. `throttled`: a sleep makes
-generation and training take 2 s each. Prints one line of JSON: seconds per step by lag, median over blocks, and the
+`turns`: 8 turns of at most 24 tokens; each answer of the environment takes 20 to 400 ms. `throttled`: 16 tokens at
+most, and a sleep makes generation and training take 2 s each. Prints one line of JSON: seconds per step by lag, median over blocks, and the
 ratios to the first lag.
 """
 
@@ -84,7 +84,7 @@ def benchmark_config(work: str, threads: tuple[int, int], directory: str) -> rl.
     config.algorithm = presets.asynchronous(tasks_per_step=16, group_size=8, max_policy_lag=0)
     config.algorithm.recompute_logprobs_per_batch, config.algorithm.correction_fn = False, None
     config.algorithm.correction_config = {}
-    config.sampling.max_tokens, config.generator.max_model_len = 256, 512
+    config.sampling.max_tokens, config.generator.max_model_len = 16 if work == "throttled" else 256, 512
     config.trainer.training.seq_len, config.trainer.optimizer.lr = 512, 1e-6
     config.trainer.num_threads, config.generator.num_threads = threads
     config.task.reward = slow_reward if work == "rewards" else reward
