@@ -8,8 +8,8 @@ tokens. Every lag has processes of its own, as a run at that lag starts them. Bl
 lags, and the processes of the others wait. The first steps of a block, which wait for a batch whatever the lag, do not
 count. `rewards`: every reward waits 1 s. `long`: completions end by chance after 24 tokens, and one in 128 is 240 long.
 `turns`: 8 turns of at most 24 tokens; each answer of the environment takes 20 to 400 ms. `throttled`: 16 tokens at
-most, and a sleep makes generation and training take 2 s each. Prints one line of JSON: seconds per step by lag, median over blocks, and the
-ratios to the first lag.
+most, and a sleep makes generation and training take 2 s each. Prints one line of JSON: seconds per step by lag, median
+over blocks, and the ratios to the first lag.
 """
 
 from __future__ import annotations
