@@ -4,8 +4,8 @@
 
 One engine in this process, with 8 requests under way. Every load brings other values than the one before, in one
 contiguous buffer, as a replica fetches them. A memcpy is torch's copy of contiguous host memory into host memory that
-has been written to before, with the same number of threads; it is timed beside each load on 512 MiB and scaled. Prints
-one line of JSON per load, and the medians.
+has been written to before, with the same number of threads; it is timed before each load, without requests, on 512 MiB
+and scaled. Prints one line of JSON per load, and the medians.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def measure(flavor: str, loads: int, dtype: str, directory: Path) -> list[dict[s
         if not version:
             engine.load(version).result(600)  # the first requests need weights
             continue
+        memcpy_s = memcpy.seconds(payload.nbytes)  # before the requests, which would take cores from it
         flying = engine.submit([_REQUEST] * 8)
-        memcpy_s = memcpy.seconds(payload.nbytes)
         stall_s = engine.load(version).result(600)
         assert not any(future.done() for future in flying), "the requests ended before the load"
         row = {"stall_s": stall_s, "memcpy_s": memcpy_s, "bytes": payload.nbytes}

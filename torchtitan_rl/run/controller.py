@@ -9,7 +9,6 @@ Scripts, the command line and the notebook drive the same object::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -76,12 +75,11 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
         self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights, self.state.calls)
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
-        batches_of: Callable[..., Batches] = Batches
+        arguments = config, self.player.play, self.draws, self.state, self._admitted
+        self.batches = Batches(*arguments)
         if config.algorithm.max_policy_lag and self.versions is not None:
-            batches_of = partial(BatchesAhead, publications=self.versions.publications)
-        self.batches = batches_of(config, self.player.play, self.draws, self.state, self._admitted)
-        if isinstance(self.batches, BatchesAhead):
-            recorder.listeners.insert(0, Overlap(self.batches, self.generator, self.versions.publications))
+            self.batches = ahead = BatchesAhead(*arguments, publications=self.versions.publications)
+            recorder.listeners.insert(0, Overlap(ahead, self.generator, self.versions.publications))
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
         )
