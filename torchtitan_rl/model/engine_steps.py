@@ -42,8 +42,7 @@ class _InFlight:
     """(number of tokens already sampled, policy version from there on)."""
     future: Future | None
     """The caller's future; None on ranks other than 0."""
-    top_k: int = 0
-    """`Request.top_k` of a scoring request."""
+    top_k: int = 0  # `Request.top_k` of a scoring request
 
 
 @dataclass(slots=True)
@@ -53,6 +52,7 @@ class Command:
     kind: Literal["add", "load", "sleep", "wake"] = "add"
     argument: Any = field(default_factory=list)
     """`add`: a list of (request id, request). `load`: a policy version. `wake`: a part's name. `sleep`: unused."""
+    more: bool = False  # whether another command is executed before the engine steps
 
 
 class EngineSteps(ABC):
@@ -123,10 +123,12 @@ class EngineSteps(ABC):
     # Methods that run on the engine's thread.
 
     def _iterate(self) -> None:
-        """Executes one command, then takes one engine step if there is work."""
-        command, self._current = self._next()
-        self._do[command.kind](command.argument, self._current)
-        self._current = []
+        """Executes the commands that wait, then takes one engine step if there is work."""
+        more = True
+        while more:
+            command, self._current = self._next()
+            self._do[command.kind](command.argument, self._current)
+            self._current, more = [], command.more
         self._step()
 
     def _step(self) -> None:
@@ -143,6 +145,7 @@ class EngineSteps(ABC):
             wait_s = 0.0 if self._engine.has_unfinished_requests() else _IDLE_WAIT_S
             with suppress(queue.Empty):
                 command, futures = self._commands.get(timeout=wait_s)
+                command.more = not self._commands.empty()
         if self._config.tensor_parallel_degree > 1:
             command = vllm_internals.from_leader(command)
         return command, futures

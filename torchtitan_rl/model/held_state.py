@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
+from torchtitan.models.common.attention import FusedQKVLinear
 
-__all__ = ["held_state"]
+from torchtitan_rl import adapters
+
+__all__ = ["held_state", "places"]
+
+adapters.adapt_torchtitan()
 
 
 def held_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -16,6 +21,24 @@ def held_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     and copies the weight's parts to new memory as wq, wk and wv.
     """
     return dict(model.state_dict(destination=_Fused()))
+
+
+def places(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The memory behind every name of `model.state_dict()`, for copies without a detour: (n_kv_heads, heads per KV
+    head, head_dim, ...) for the query part of a fused weight, (n_kv_heads, head_dim, ...) for its key and value parts,
+    the parameter's own shape for the rest. A parameter with two names, such as a tied head, is one tensor under both.
+    """
+    found, known = held_state(model), {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, FusedQKVLinear):
+            continue
+        for kind in ("weight", "bias"):
+            if (fused := found.pop(f"{prefix}.wqkv.{kind}", None)) is not None:
+                heads = fused.unflatten(0, (-1, module.r_dim, module.head_dim))
+                found[f"{prefix}.wq.{kind}"] = heads[:, : module.heads_per_kv]
+                found[f"{prefix}.wk.{kind}"] = heads[:, module.heads_per_kv]
+                found[f"{prefix}.wv.{kind}"] = heads[:, module.heads_per_kv + 1]
+    return {name: known.setdefault((place.data_ptr(), place.shape), place) for name, place in found.items()}
 
 
 class _Fused(OrderedDict):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm import LLMEngine
+from vllm.model_executor.models.registry import ModelRegistry
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.actors import GeneratorConfig
@@ -111,7 +112,7 @@ class Engine(EngineSteps):
                 future.set_exception(RuntimeError(f"the engine has stopped: {self._failure!r}"))
 
     def _build(self) -> LLMEngine:
-        vllm_model.register()
+        ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanQwen3ForCausalLM)
         args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
         with vllm_internals.private_shared_memory(), vllm_internals.chosen_model_runner(self._config.model_runner):
             engine = LLMEngine.from_engine_args(args)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.models.registry import ModelRegistry
 
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.model.generator_layers import shard_for_rank
 from torchtitan_rl.model.generator_plan import generator_spec
+from torchtitan_rl.model.held_state import places
 from torchtitan_rl.model.spec import ModelConfig, build_spec
 
-__all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE", "register"]
+__all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE"]
 
 ARCHITECTURE = "TorchtitanQwen3ForCausalLM"
 
@@ -50,16 +51,17 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
         state = self.decoder.state_dict()
         return {name: tensor for name, tensor in state.items() if ".inner_attention." not in name}  # vLLM's own scales
 
+    @cached_property
+    def places(self) -> dict[str, torch.Tensor]:
+        """The memory of this rank's parameters under torchtitan's names, see `held_state.places`."""
+        return {name: place for name, place in places(self.decoder).items() if ".inner_attention." not in name}
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Copies whole tensors under torchtitan's names into this rank's parameters, in place."""
-        state = {name: shard_for_rank(name, tensor, self.tp_rank, self.tp_size) for name, tensor in weights}
-        report = self.decoder.load_state_dict(state, strict=False)
-        missing = [name for name in report.missing_keys if ".inner_attention." not in name]
-        if missing or report.unexpected_keys:
-            raise ValueError(
-                f"weights: missing {missing[:3]}, unexpected {report.unexpected_keys[:3]}; "
-                "trainer and generator must be built from the same model config"
-            )
+        """Copies whole tensors under torchtitan's names into this rank's parameters, in place; a tied head once."""
+        given = dict(weights)  # names and shapes were compared where the weights were fetched
+        for name in {id(place): name for name, place in self.places.items()}.values():
+            part = shard_for_rank(name, given[name], self.tp_rank, self.tp_size)
+            self.places[name].copy_(part.reshape(self.places[name].shape))
         return {name for name, _ in self.named_parameters()}
 
     @torch.inference_mode()
@@ -76,8 +78,3 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor, in words as long as they fit: torch compares such words four times as fast as bfloat16."""
     flat = tensor.reshape(-1)
     return flat.view(torch.int64 if flat.nbytes % 8 == 0 else torch.uint8)
-
-
-def register() -> None:
-    """Makes `architectures=[ARCHITECTURE]` known to vLLM in this process."""
-    ModelRegistry.register_model(ARCHITECTURE, TorchtitanQwen3ForCausalLM)

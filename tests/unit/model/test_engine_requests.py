@@ -5,12 +5,17 @@ from types import SimpleNamespace
 import torch
 
 from torchtitan_rl import adapters
+from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.types import Request, SamplingParams
 
 adapters.prepare_vllm(eager=True)
 
 from torchtitan_rl.model.engine_scores import scores  # noqa: E402
-from torchtitan_rl.model.engine_steps import completion, engine_params  # noqa: E402
+from torchtitan_rl.model.engine_steps import EngineSteps, completion, engine_params  # noqa: E402
+from torchtitan_rl.model.spec import build_spec  # noqa: E402
+
+SHAPE = Qwen3Shape(vocab_size=8, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=16, max_seq_len=16)
 
 
 def scored(logprob, rank):
@@ -57,3 +62,36 @@ def test_what_alters_the_distribution_reaches_the_engine():
     altered |= {"presence_penalty": 0.3, "frequency_penalty": 0.4}
     params = engine_params(Request([1, 2], SamplingParams(max_tokens=4, **altered)))
     assert {name: getattr(params, name) for name in altered} == altered
+
+
+class Scripted(EngineSteps):
+    """The commands and steps of an engine that computes nothing."""
+
+    def __init__(self):
+        super().__init__(GeneratorConfig(), build_spec(ModelConfig(shape=SHAPE)), leads=True)
+        self.admitted, self.seen = 0, []
+        self._engine = SimpleNamespace(has_unfinished_requests=lambda: self.admitted > 0, step=self.stepped)
+
+    def stepped(self):
+        self.seen.append(self.admitted)
+        return []
+
+    def _add(self, request_id, request, future):
+        self.admitted += 1
+
+    def _check_beside(self, *args):
+        """Nothing is loaded."""
+
+    def _fail_waiting(self):
+        """Nothing fails."""
+
+
+def test_requests_of_all_calls_that_wait_are_admitted_before_the_next_step():
+    """One call per step kept the rollouts of an environment waiting behind each other."""
+    engine = Scripted()
+    for count in (1, 2, 3):
+        engine.submit([Request([1, 2], SamplingParams(max_tokens=4))] * count)
+    engine._iterate()
+    assert engine.seen == [6]
+    engine._iterate()
+    assert engine.seen == [6, 6]

@@ -1,14 +1,15 @@
 """A model's state as the model holds it: fused, under the names of a state dict, in the memory of the parameters."""
 
+import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.unit.model.test_spec import for_training, tiny
-from torchtitan_rl.model.held_state import held_state
+from torchtitan_rl.model.held_state import held_state, places
 
 
-def a_model():
-    model = for_training(tiny()).model.build()
+def a_model(**changes):
+    model = for_training(tiny(**changes)).model.build()
     model.init_weights()
     return model
 
@@ -37,3 +38,15 @@ def test_activation_checkpointing_does_not_show_in_names():
     for key, layer in model.layers.items():
         model.layers[key] = checkpoint_wrapper(layer)
     assert list(held_state(model)) == names
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_written_to_places_is_the_models_state(tied):
+    model, other = a_model(tie_embeddings=tied), a_model(tie_embeddings=tied)
+    state, memory = other.state_dict(), places(model)
+    before = model.state_dict()
+    assert memory.keys() == state.keys() and not torch.equal(before["lm_head.weight"], state["lm_head.weight"])
+    for name, place in memory.items():
+        place.copy_(state[name].reshape(place.shape))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert (memory["lm_head.weight"] is memory["tok_embeddings.weight"]) == tied
