@@ -49,7 +49,10 @@ score). By feature:
   `policy/ratio_lagA_mean` (probability ratio of trainer to sampler before the first step), `policy/far_lagA_frac`
   (ratios outside 0.8 to 1.2), `tokens/trained_lagA`; `batches/ready` (played batches that waited as the step began),
   `trainer/idle_frac`, `generator/idle_frac` (of the time since the last line, without a request),
-  `generator/in_flight_mean` (requests), `generator/stall_s` (the engine's last load of weights).
+  `generator/in_flight_mean` (requests), `generator/stall_s` (the engine's last load of weights), `time/eval_wait_s`
+  (the publication waited for an evaluation; not in `time/sync_s`). With `batch_order="finished"`:
+  `completion/long_frac` (rollouts of the batch, before filters, with half of `sampling.max_tokens` tokens or more),
+  `completion/long_played_frac` (the same of all rollouts played so far, trained or waiting).
 - An off-policy correction: `correction/weight_mean` (mean factor), `correction/changed_frac` (tokens whose factor was
   truncated or masked).
 - Distillation (docs/distillation.md): `distill/kl` (nats per token: reverse KL to the teacher, its k1 estimate where

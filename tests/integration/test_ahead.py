@@ -6,24 +6,28 @@ from functools import partial
 from tests.integration.test_batches import algorithm
 from torchtitan_rl.observability.attempts import read_ledger, read_rollouts
 from torchtitan_rl.run.ahead import BatchesAhead
+from torchtitan_rl.run.finished import Finished
+from torchtitan_rl.run.first_finished import FirstFinished
 from torchtitan_rl.run.overlap import Overlap
 
 LAG, STEPS = 2, 6
 
 
 @contextlib.contextmanager
-def ahead(controller, lag):
+def ahead(controller, lag, kind=BatchesAhead):
     """The controller's loop with batches ahead."""
     before, arguments = controller.batches, (controller.config, controller.player.play, controller.draws)
     with algorithm(controller, max_policy_lag=lag):
-        make = partial(BatchesAhead, publications=controller.versions.publications)
+        played, run_group = Finished(controller.player.run_group), controller.player.run_group
+        controller.player.run_group = played.run_group
+        make = partial(kind, publications=controller.versions.publications, finished=played)
         controller.batches = make(*arguments, controller.state, controller._admitted)
         overlap = Overlap(controller.batches, controller.generator, controller.versions.publications)
         controller.recorder.listeners.insert(0, overlap)
         try:
             yield
         finally:
-            controller.batches = before
+            controller.batches, controller.player.run_group = before, run_group
             controller.recorder.listeners.remove(overlap)
 
 
@@ -62,3 +66,18 @@ def test_no_trained_token_is_older_than_the_bound_and_no_rollout_is_missing(loop
         f"{s}/0" for s in range(slot, slot + STEPS * per_batch)
     ]
     assert controller.draws.next_slot == slot + STEPS * per_batch  # nothing was played for no step
+
+
+def test_every_slot_trains_once_and_in_time_in_the_order_of_their_ends(loop, controller):
+    first, slot = controller.state.step, controller.draws.next_slot
+    with ahead(controller, LAG, FirstFinished):
+        controller.config.controller.num_steps = first + STEPS
+        loop.run_until_complete(controller.reinforce())
+    lines = [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"][-STEPS:]
+    assert [line["step"] for line in lines] == list(range(first + 1, first + STEPS + 1))
+    assert max(line["policy/lag_max"] for line in lines) <= LAG
+    assert all(0 <= line[f"completion/{name}"] <= 1 for line in lines for name in ("long_frac", "long_played_frac"))
+    ended = [record for record in read_ledger(controller.run_dir) if record["step"] > first]
+    trained = sorted(int(record["draw"].split("/")[0]) for record in ended if record["event"] == "trained")
+    assert trained == list(range(slot, slot + STEPS * controller.config.algorithm.tasks_per_step))
+    assert controller.draws.next_slot == slot + len(trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import resource
 import sys
@@ -45,7 +46,7 @@ def main() -> int:
         return bool(found)
     began, failed, num_attempts, num_faults = time.perf_counter(), 0, 0, 0
     seeds = range(options.first, options.first + options.seeds)
-    with multiprocessing.Pool(options.processes) as pool:
+    with multiprocessing.Pool(options.processes, gc.freeze) as pool:
         for _, of_attempts, faults, found in pool.imap(partial(_one, mutant=options.mutant), seeds, chunksize=8):
             num_attempts, num_faults, failed = num_attempts + of_attempts, num_faults + faults, failed + bool(found)
             for said in found.values():

@@ -20,6 +20,10 @@ from torchtitan_rl.run import ahead, rollouts
 from torchtitan_rl.run.ahead import BatchesAhead
 from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
+from torchtitan_rl.run.evaluation import Evaluations
+from torchtitan_rl.run.evaluation_beside import EvaluationBeside
+from torchtitan_rl.run.finished import Finished
+from torchtitan_rl.run.first_finished import FirstFinished
 from torchtitan_rl.run.training import Batches
 from torchtitan_rl.workflows import group
 
@@ -161,6 +165,13 @@ def _find_nothing(*args: Any) -> dict[str, float]:
     return {}
 
 
+_evaluate = Evaluations._evaluate
+
+
+async def _evaluate_with_the_newest(self: Evaluations, *arguments: Any) -> Any:
+    return await _evaluate(self, *arguments[:-1], None)
+
+
 def _mutant(
     imitates: str, caught_by: str, *changes: tuple[Any, str, Callable | SimpleNamespace], first_seed: int = 0
 ) -> Mutant:
@@ -177,6 +188,11 @@ MUTANTS: dict[str, Mutant] = {
         "weights are restored and the position in the data is not",
         "a_resumed_run_goes_on",
         (Draws, "load_state_dict", _nothing),
+    ),
+    "finished rollouts played again": _mutant(
+        "a checkpoint holds the position in the data alone, so that rollouts that had finished are made anew",
+        "what_had_finished_is_not_played_again",
+        (Finished, "restore", lambda self, lines: []),
     ),
     "state newer than the weights": _mutant(
         "a checkpoint that is written beside training takes up the state when it is written, not when it is staged",
@@ -209,10 +225,30 @@ MUTANTS: dict[str, Mutant] = {
         "no_token_is_older_than_the_lag",
         (BatchesAhead, "next_batch", _next_batch_one_more_ahead),
     ),
+    "long slots passed over": _mutant(
+        "a batch takes whatever finished first, and nothing waits for a slot that is due",
+        "no_token_is_older_than_the_lag",
+        (FirstFinished, "_allowed", lambda self, chosen: [slot for slot in self._slots if slot not in chosen]),
+        (ahead, "check_lag", _find_nothing),  # it would end the run
+        first_seed=19,
+    ),
     "rows of another datum": _mutant(
         "outputs come back in the order of ranks and microbatches, not of the data",
         "what_trains_is_what_was_admitted",
         (training_steps, "_merge", _merge_in_the_order_of_the_ranks),
+        first_seed=6,
+    ),
+    "an evaluation of two versions": _mutant(
+        "an evaluation beside training samples with the newest weights, and no publication waits for it",
+        "an_evaluation_has_one_version",
+        (Evaluations, "_evaluate", _evaluate_with_the_newest),
+        (EvaluationBeside, "then", lambda self, publish: publish),
+    ),
+    "an evaluation lost at resume": _mutant(
+        "a checkpoint that falls between an evaluation's begin and its end does not say that it is due",
+        "every_evaluation_is_made_once",
+        (EvaluationBeside, "before_batch", _nothing),
+        first_seed=25,
     ),
     "a lost wake-up": _mutant(
         "the end of a request wakes nobody that waits for the replica's version to change",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.simulation.run import Run
-from tests.simulation.world import Log
+from tests.simulation.world import Asked, Log
 from torchtitan_rl.tasks.family import stream
 
 __all__ = ["PROPERTIES", "broken"]
@@ -44,8 +44,9 @@ def each_draw_ends_once(run: Run) -> None:
 def no_token_is_older_than_the_lag(run: Run) -> None:
     """When a batch trains, each of its tokens was sampled by one of the last `max_policy_lag` + 1 publications."""
     lag = run.config.algorithm.max_policy_lag
+    versions: dict[int, list[int]] = {}
     for number, log in enumerate(run.logs, 1):
-        versions = {one.number: one.versions for one in log.requests}
+        versions |= {one.number: one.versions for one in log.requests}
         for step, published, sampled in log.trained:
             allowed = set(log.publications[:published][-lag - 1 :])
             for request in sampled:
@@ -74,12 +75,14 @@ def what_is_loaded_was_fetched(run: Run) -> None:
 
 
 def what_trains_is_what_was_admitted(run: Run) -> None:
-    """Each sequence that trains consists of answers of this attempt's engines, token for token, of draws that were
-    admitted; a group trains whole, in one optimizer step of each epoch."""
+    """Each sequence that trains consists of answers of engines, token for token, of draws that were admitted; answers
+    of an earlier attempt's engines only to draws that the checkpoint had as played. A group trains whole, in one
+    optimizer step of each epoch."""
     name, config = "what_trains_is_what_was_admitted", run.config
     epochs = config.algorithm.num_epochs
+    earlier: dict[int, Asked] = {}
     for number, log in enumerate(run.logs, 1):
-        answers = {one.number: one for one in log.requests}
+        answers = earlier | {one.number: one for one in log.requests}
         places = _places(run, log)
         steps: dict[str, set[int]] = {}
         rollouts: dict[str, Counter[int]] = {}
@@ -89,7 +92,10 @@ def what_trains_is_what_was_admitted(run: Run) -> None:
                 asked = answers.get(request)
                 fine = asked is not None and asked.tokens == tokens and asked.stream in places
                 _check(run, name, fine, attempt=number, step=step, tokens=tokens, answer=asked and asked.tokens)
-                origins.add(places[asked.stream])
+                origin = places[asked.stream]
+                fine = request not in earlier or origin[0] in log.had_played
+                _check(run, name, fine, attempt=number, step=step, answer_of_an_earlier_attempt=origin)
+                origins.add(origin)
             _check(run, name, len(origins) == 1, attempt=number, step=step, rollouts_in_one_sequence=sorted(origins))
             draw, rollout = origins.pop()
             steps.setdefault(draw, set()).add(step)
@@ -98,6 +104,7 @@ def what_trains_is_what_was_admitted(run: Run) -> None:
             fine = trained == dict.fromkeys(range(config.algorithm.group_size), epochs) and len(steps[draw]) == epochs
             _check(run, name, fine, attempt=number, draw=draw, sequences_of_rollouts=dict(trained), steps=steps[draw])
         _check(run, name, not log.misplaced, attempt=number, misplaced=log.misplaced[:3])
+        earlier = answers
 
 
 def a_request_has_one_answer(run: Run) -> None:
@@ -122,6 +129,7 @@ def a_resumed_run_goes_on(run: Run) -> None:
                 continue
             due = int(slot) // per_step * config.algorithm.steps_per_batch
             in_time = step <= due if config.algorithm.tasks_per_minibatch else step == due  # fewer groups, fewer steps
+            in_time = in_time or config.algorithm.batch_order == "finished"
             fine = record["task_id"] == run.expected_tasks.get(int(slot)) and in_time
             _check(
                 run, name, fine, attempt=number, draw=record["draw"], task=record["task_id"], step=step,
@@ -132,6 +140,51 @@ def a_resumed_run_goes_on(run: Run) -> None:
                 run, name, weights == reference.get(step), attempt=number, step=step, weights=weights,
                 undisturbed=reference.get(step),
             )  # fmt: skip
+
+
+def what_had_finished_is_not_played_again(run: Run) -> None:
+    """An attempt sends no request of a draw that had been played to its end when its checkpoint was staged."""
+    name = "what_had_finished_is_not_played_again"
+    for number, log in enumerate(run.logs, 1):
+        places = _places(run, log) if log.had_played else {}
+        for one in log.requests:
+            draw, _ = places.get(one.stream, ("", 0))
+            _check(run, name, draw not in log.had_played, attempt=number, draw=draw, sent_at=one.began)
+
+
+def an_evaluation_has_one_version(run: Run) -> None:
+    """All tokens of the evaluations after a step are of one version."""
+    turns, config = range(run.config.task.max_turns), run.config
+    tries = range(1 + config.algorithm.rollout_retries)
+    steps = {}
+    for step in range(config.controller.num_steps + 1):
+        for split in ("validation", "test"):
+            for retry in tries:
+                seed = stream(config.seed, f"eval/{step}/play/{split}/0", 0, retry)
+                steps |= {stream(seed, turn): step for turn in turns}
+    for number, log in enumerate(run.logs, 1):
+        versions: dict[int, set[int]] = {}
+        for one in log.requests:
+            if one.stream in steps:
+                versions.setdefault(steps[one.stream], set()).update(one.versions)
+        for step, found in versions.items():
+            fine = len(found) <= 1
+            _check(run, "an_evaluation_has_one_version", fine, attempt=number, step=step, versions=sorted(found))
+
+
+def every_evaluation_is_made_once(run: Run) -> None:
+    """A finished run has one line for each evaluation: before the first step, after every `eval_every` steps, and two
+    after the last step."""
+    if run.log.end != "finished":
+        return
+    last, every = max(step for step, _ in run.evaluated), run.config.controller.eval_every
+    per_batch = run.config.algorithm.steps_per_batch
+    between = [step for step, _ in run.evaluated if 0 < step < last]
+    due = list(range(every, last, every)) if every else []
+    made = [sum(least <= step < least + per_batch for step in between) for least in due]
+    all_made = all(number == 1 or least + per_batch > last for least, number in zip(due, made, strict=True))
+    fine = all_made and max(Counter(run.evaluated).values()) == 1 and len(between) == sum(made)
+    _check(run, "every_evaluation_is_made_once", fine, evaluated=run.evaluated, due=due)
 
 
 def nothing_is_left_over(run: Run) -> None:
@@ -158,6 +211,9 @@ PROPERTIES: dict[str, Callable[[Run], None]] = {
         what_trains_is_what_was_admitted,
         a_request_has_one_answer,
         a_resumed_run_goes_on,
+        what_had_finished_is_not_played_again,
+        an_evaluation_has_one_version,
+        every_evaluation_is_made_once,
         nothing_is_left_over,
     )
 }

@@ -131,6 +131,7 @@ def config_of(seed: int, output_dir: Path) -> rl.RunConfig:
         tasks_per_step=tasks,
         group_size=group,
         max_policy_lag=lag,
+        batch_order="finished" if lag >= 2 and random.Random(f"order/{seed}").random() < 0.4 else "slots",
         tasks_per_minibatch=draw.choice([0, 0, 0, 1]),
         filters=rl.FilterConfig(zero_variance=zero_variance, max_resamples=draw.choice([1, 3]) * zero_variance),
         on_rollout_failure=draw.choice(["retry", "drop_group"]),

@@ -157,7 +157,9 @@ class FakeTrainer:
     def stage_checkpoint(self, path: str) -> None:
         file = Path(path) / "model" / "weights.json"
         file.parent.mkdir(parents=True)
-        file.write_text(json.dumps([self.version, self.weights, self.num_calls]))
+        log = self.world.log
+        held = [self.version, self.weights, self.num_calls, log.publications, sorted(log.played)]
+        file.write_text(json.dumps(held))
         ready = self.world.loop.time() + self.world.between(0.2, 8.0)
         self._staged = ready, checkpoint.checksums(Path(path), [file])
 
@@ -169,8 +171,10 @@ class FakeTrainer:
         return files
 
     def load_checkpoint(self, path: str, policy_version: int) -> None:
-        self.version, self.weights, self.num_calls = json.loads((Path(path) / "model" / "weights.json").read_text())
-        self.world.log.loaded = (self.num_calls, self.version, policy_version)
+        held, log = json.loads((Path(path) / "model" / "weights.json").read_text()), self.world.log
+        self.version, self.weights, self.num_calls, publications, played = held
+        log.loaded = (self.num_calls, self.version, policy_version)
+        log.publications, log.had_played, log.played = publications[:-1], set(played), set(played)
 
     def remove_checkpoint(self, path: str) -> None:
         checkpoint.remove(Path(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torchtitan_rl.dispatch.role_mesh import ProcessDied
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.observability.recorder import Listener
-from torchtitan_rl.types import Request
+from torchtitan_rl.types import Request, RolloutGroup
 
 __all__ = ["Asked", "FakeLauncher", "Log", "Watch", "World"]
 
@@ -59,6 +60,10 @@ class Log:
     """Optimizer steps -> the weights after them."""
     loaded: tuple[int, int, int] | None = None
     """(steps, version of the weights, version that the controller asked for) of the checkpoint that was loaded."""
+    had_played: set[str] = field(default_factory=set)
+    """The draws that had been played to their end when the loaded checkpoint was staged."""
+    played: set[str] = field(default_factory=set)
+    """These, and the draws that were played to their end in this attempt."""
     draws: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """(step, record of the ledger)."""
     not_staged: list[str] = field(default_factory=list)
@@ -155,6 +160,16 @@ class World:
         """Notes an answer that reaches the client."""
         self._running.pop(asked.stream, None)
         self.log.delivered.add(asked.stream)
+
+    def watched(self, run_group: Callable[..., Awaitable[RolloutGroup]]) -> Callable[..., Awaitable[RolloutGroup]]:
+        """`run_group`, which notes the draws that it has played to their end."""
+
+        async def watched(*args: Any, group_id: str, **named: Any) -> RolloutGroup:
+            log, group = self.log, await run_group(*args, group_id=group_id, **named)
+            log.played.add(group_id)
+            return group
+
+        return watched
 
     def _in_use(self, engine: FakeReplica) -> bool:
         replicas = [] if self.client is None else self.client._replicas

@@ -108,6 +108,10 @@ class AlgorithmConfig:
     max_policy_lag: int = 0
     """How many publications of weights the oldest token of a batch may be behind when the batch starts to train: as
     many batches are generated while one trains. 0: generation and training take turns. See docs/asynchrony.md."""
+    batch_order: Literal["slots", "finished"] = "slots"
+    """`slots`: every batch waits for the slots that are due in it. `finished`, for a lag of 2 or more: a batch consists
+    of the slots that finished first, and a slot trains before a token of it is older than the lag. See
+    docs/asynchrony.md."""
     recompute_logprobs_per_batch: bool = False
     """True: the old policy of a ratio is the trainer's policy before the batch's first step, by log-probabilities that
     the trainer recomputes. False: the generator that sampled."""

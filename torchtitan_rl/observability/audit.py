@@ -76,6 +76,12 @@ def _of_checkpoints(run_dir: RunDir, records: list[dict[str, Any]]) -> list[str]
         admitted = {r["draw"]: r["step"] for r in records if r["event"] == "admitted"}
         before = [draw for draw, step in admitted.items() if ended.get(draw, step + 1) <= state["step"]]
         slots = sum(draw.endswith("/0") for draw in before)
-        if state["draws"] and state["draws"]["next_slot"] != slots:
-            problems.append(f"{path.name}: goes on with slot {state['draws']['next_slot']}, {slots} were filled before")
+        if state["draws"] and (trained := _num_trained(state["draws"])) != slots:
+            problems.append(f"{path.name}: goes on with slot {trained}, {slots} were filled before")
     return problems
+
+
+def _num_trained(draws: dict[str, Any]) -> int:
+    """The slots that had trained, by a checkpoint's state of the draws: all before the next one, or with
+    `batch_order="finished"` all that were admitted but those in flight."""
+    return draws["admitted"] - len(draws["in_flight"]) if "in_flight" in draws else draws["next_slot"]

@@ -19,6 +19,7 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.model.files import pad_token_id
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.run import finished
 from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.run.retention import complete, superfluous
 from torchtitan_rl.run.state import RunState, random_states
@@ -60,7 +61,8 @@ class Checkpoints:
         state: RunState,
         recorder: Recorder,
     ) -> None:
-        """`draws` gives the state of the draws before the first batch that has not trained."""
+        """`draws` gives the state of the draws before the first batch that has not trained; with a lag the groups that
+        have been played for later batches too, as `finished`."""
         self.config, self.run_dir, self.state, self.recorder = config, run_dir, state, recorder
         self._roles, self._weights, self._tokenizer, self._draws = roles, weights, tokenizer, draws
         self._writing: asyncio.Task[dict[str, Any]] | None = None
@@ -81,8 +83,9 @@ class Checkpoints:
                 await self._export(written)
             await self._weights.save_teacher(checkpoint.teacher_file(written))
             state.draws, state.teacher_version = self._draws(), self._weights.teacher_version
+            played = state.draws.pop("finished", [])
             content = copy.deepcopy(dataclasses.asdict(state))
-            content |= {"random": random_states(), "metrics_bytes": self.run_dir.metrics_size()}
+            content |= {"finished": played, "random": random_states(), "metrics_bytes": self.run_dir.metrics_size()}
         except (OSError, RuntimeError) as error:
             self._record(self._failed(path, state.phase_step, error))
             return path
@@ -119,6 +122,8 @@ class Checkpoints:
                 prefix = where.relative_to(written)
                 files |= {str(prefix / name): entry for name, entry in (await role.checkpoint_written()).items()}
             checkpoint.write_json(written / checkpoint.RUN_CONFIG, resolved(self.config))
+            if played := content.pop("finished"):
+                await asyncio.to_thread(finished.write, checkpoint.finished_file(written), played)
             await asyncio.to_thread(checkpoint.commit, written, path, content, files)
             await asyncio.to_thread(checkpoint.point_to, path)
         except WorkerLost as error:  # the run's next call to the role fails for the same reason, and ends the run

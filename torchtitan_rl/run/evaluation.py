@@ -195,9 +195,11 @@ class Evaluations:
         self.config, self.family, self.families = config, family, families
         self.player, self.recorder = player, recorder
 
-    async def own(self, split: Split, step: int, *, num_tasks: int | None = None, pass_at_k: int = 0) -> Evaluation:
+    async def own(
+        self, split: Split, step: int, *, num_tasks: int | None = None, pass_at_k: int = 0, version: int | None = None
+    ) -> Evaluation:
         """Greedy accuracy on a split of the run's family after `step` steps, and with `pass_at_k` the chance that one
-        of k samples is correct."""
+        of k samples is correct. `version` samples; None: the newest."""
         config = self.config.controller
         if num_tasks is None:
             num_tasks = config.test_tasks if split == "test" else config.eval_tasks
@@ -208,22 +210,28 @@ class Evaluations:
             pass_at_k=pass_at_k,
             temperature=self.config.algorithm.temperature,
         )
-        return await self._evaluate(self.family, self.family.name, eval_set, step, label=f"eval/{step}")
+        return await self._evaluate(self.family, self.family.name, eval_set, step, f"eval/{step}", version)
 
     async def sets(self, step: int) -> dict[str, Evaluation]:
         """The evaluations of `controller.eval_sets`, by name."""
-        return {
-            name: await self._evaluate(self.families[name], name, eval_set, step, label=f"eval/{step}/{name}")
-            for name, eval_set in self.config.controller.eval_sets.items()
-        }
+        return {name: await self.of_set(name, step) for name in self.config.controller.eval_sets}
+
+    async def of_set(self, name: str, step: int, *, version: int | None = None) -> Evaluation:
+        """The evaluation of one of `controller.eval_sets`. `version` samples; None: the newest."""
+        eval_set = self.config.controller.eval_sets[name]
+        return await self._evaluate(self.families[name], name, eval_set, step, f"eval/{step}/{name}", version)
 
     async def _evaluate(
-        self, family: TaskFamily, name: str, eval_set: EvalSetConfig, step: int, *, label: str
+        self, family: TaskFamily, name: str, eval_set: EvalSetConfig, step: int, label: str, version: int | None
     ) -> Evaluation:
         shown = f"{name} " if name in self.families else ""
+
+        def policy(temperature: float) -> Policy:
+            return dataclasses.replace(self.player.policy(temperature), policy_version=version)
+
         with self.recorder.span(f"evaluating on {shown}{eval_set.split} tasks", shown=True) as span:
             result = await evaluate(
-                self.player.policy,
+                policy,
                 family,
                 eval_set,
                 name=name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import mean
 
 from torchtitan_rl.types import RolloutGroup
@@ -20,11 +21,12 @@ def check_lag(groups: list[RolloutGroup], publications: list[int], max_lag: int)
     A token's lag is the number of publications since the last one of the version that sampled the token. `publications`
     lists the published versions, oldest first; a version appears again when every step of a batch was skipped. Raises
     RuntimeError for a token older than `max_lag`, which admission rules out: the rollout was not played by this run's
-    admission.
+    admission. A version that is not listed is infinitely old.
     """
     age, lags = ages(publications), []
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        of_rollout = [age[version] for turn in rollout.turns for version in turn.completion.policy_versions]
+        versions = [version for turn in rollout.turns for version in turn.completion.policy_versions]
+        of_rollout = [age.get(version, math.inf) for version in versions]
         if of_rollout and max(of_rollout) > max_lag:
             raise RuntimeError(
                 f"rollout={rollout.id!r}: has a token that is {max(of_rollout)} publications old, "

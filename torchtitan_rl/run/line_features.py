@@ -21,4 +21,6 @@ def of_features(rollouts: list[Rollout]) -> dict[str, float]:
     if played:
         line["rollout/turns_mean"] = mean(len(rollout.turns) for rollout in played)
         line["rollout/limit_frac"] = mean(rollout.end_reason != "done" for rollout in played)
+        for name in sorted({name for rollout in played for name in rollout.counts}):
+            line[f"rollout/{name}_mean"] = mean(rollout.counts.get(name, 0.0) for rollout in played)
     return line

@@ -14,6 +14,7 @@ from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.observability.recorder import Listener, Span
 from torchtitan_rl.observability.records import Trained
 from torchtitan_rl.run.ahead import BatchesAhead
+from torchtitan_rl.run.evaluation_beside import WAIT
 from torchtitan_rl.run.lag import ages
 from torchtitan_rl.types import RolloutGroup
 
@@ -34,14 +35,14 @@ class Overlap(Listener):
         self._in_flight: list[list[int]] = []
         """Per look at the generators: the unanswered requests of each replica."""
         self._ready = 0
-        self._training_s = 0.0
+        self._training_s = self._waited_s = 0.0
         self._by_age: dict[str, float] = {}
 
     def begin(self, span: Span) -> None:
         if span.name == "reinforcement":
             self._watch = asyncio.ensure_future(self._look())
         elif span.name == "step":
-            self._ready, self._training_s = self._batches.num_ready(), 0.0
+            self._ready, self._training_s, self._waited_s = self._batches.num_ready(), 0.0, 0.0
         elif span.name == "score":  # the first part of training
             self._training_s -= span.began
         elif span.name == "sync":
@@ -50,6 +51,8 @@ class Overlap(Listener):
     def end(self, span: Span, failed: bool) -> None:
         if span.name == "reinforcement" and self._watch is not None:
             self._watch.cancel()
+        elif span.name == WAIT:
+            self._waited_s = span.seconds
 
     def fact(self, kind: str, what: dict[str, Any]) -> None:
         if kind == "trained":
@@ -61,6 +64,7 @@ class Overlap(Listener):
             if looks:
                 line["generator/idle_frac"] = mean(number == 0 for look in looks for number in look)
                 line["generator/in_flight_mean"] = mean(map(sum, looks))
+            line["time/eval_wait_s"], line["time/sync_s"] = self._waited_s, line["time/sync_s"] - self._waited_s
             line["generator/stall_s"] = max(self._generator.stalls())
             line |= self._by_age
             self._in_flight = []

@@ -37,7 +37,7 @@ class Rollouts:
     ) -> None:
         """`counted` counts calls and failures, see `run.failures`."""
         self.config, self.family, self.tokenizer = config, family, tokenizer
-        self.generator, self.weights = generator, weights
+        self.generator, self.weights, self.run_group = generator, weights, run_group
         self.failures = None if config.algorithm.on_rollout_failure == "fail" else Failures(config.algorithm, counted)
 
     async def play(self, draws: list[Draw], counts: Counter) -> list[RolloutGroup]:
@@ -52,7 +52,7 @@ class Rollouts:
         if extended and config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
         failures, limit_s = self.failures, self.config.controller.reward_timeout_s
-        run = partial(run_group, workflow, policy=policy, n=config.group_size, seed=self.config.seed)
+        run = partial(self.run_group, workflow, policy=policy, n=config.group_size, seed=self.config.seed)
         run = partial(run, reward=self.family, reward_timeout_s=limit_s, tried=failures and failures.tried)
         attempts = (run(draw.task, group_id=draw.id) for draw in draws)
         played: list = await asyncio.gather(*attempts, return_exceptions=failures is not None)

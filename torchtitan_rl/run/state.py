@@ -29,17 +29,23 @@ class RunState:
     teacher_version: int | None = None
     """The version of the snapshot that scores for self-distillation; None without a snapshot."""
     draws: dict = field(default_factory=dict)
-    """`Draws.state_dict()`: the next slot, and the state of the source of tasks."""
+    """`Batches.state_dict()`: the next slot, and the state of the source of tasks; with a lag the last publications."""
     supervised_source: dict = field(default_factory=dict)
     """The state of the supervised phase's source of tasks; empty before the first supervised step."""
     calls: dict[str, int] = field(default_factory=dict)
     """Calls of workflows and rewards, and failed calls by cause; see `run.failures`."""
     accuracies: dict[str, dict[str, float]] = field(default_factory=dict)
     """Name of an evaluation -> step of the reinforcement phase -> accuracy."""
+    evaluations_due: list[str] = field(default_factory=list)
+    """With a lag: the evaluations after step `step` that are not made yet, such as `validation`."""
     collapse: dict[str, int] = field(default_factory=dict)
     """Batches in a row with a sign of collapse, by rule; see `run.stopping`."""
     warm_start: dict | None = None
     """The evaluation before reinforcement; None before it was made."""
+
+    def note_accuracy(self, evaluation: str, step: int, accuracy: float) -> None:
+        """Adds to `accuracies`."""
+        self.accuracies.setdefault(evaluation, {})[str(step)] = accuracy
 
 
 def random_states() -> dict[str, Any]:

@@ -116,6 +116,10 @@ def test_a_checkpoint_goes_on_with_the_slot_that_is_next(made):
     assert audit(made.run_dir)[1] == []
     (path / "state.json").write_text(json.dumps({"step": 1, "draws": {"next_slot": 3}}))
     assert audit(made.run_dir)[1] == ["step-1: goes on with slot 3, 2 were filled before"]
+    # The first finished first: of four slots that were admitted two are in flight, the first of them slot 1.
+    draws = {"next_slot": 1, "in_flight": [[1, 0], [2, 2]], "admitted": 4}
+    (path / "state.json").write_text(json.dumps({"step": 1, "draws": draws}))
+    assert audit(made.run_dir)[1] == []
 
 
 def test_draws_admitted_ahead_count_by_the_step_at_which_they_ended(made):

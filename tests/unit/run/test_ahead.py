@@ -1,6 +1,7 @@
 """Batches ahead of training: which draws are admitted when, and what is true of every order in which rollouts end."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from functools import partial
@@ -14,6 +15,7 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.run.ahead import BatchesAhead
 from torchtitan_rl.run.draws import Draws
+from torchtitan_rl.run.finished import Finished
 from torchtitan_rl.run.lag import check_lag
 from torchtitan_rl.run.state import RunState
 from torchtitan_rl.run.training import Batches
@@ -46,7 +48,7 @@ class Run:
     """A loop over batches with generators that take a random time, drawn from a seed; every batch is one step and is
     followed by a publication. `bad` groups have equal rewards, which the filter drops."""
 
-    def __init__(self, lag, seed=0, bad=(), start=None):
+    def __init__(self, lag, seed=0, bad=(), start=None, kind=BatchesAhead):
         self.random, self.bad, self.events = random.Random(seed), set(bad), []
         filters = FilterConfig(zero_variance=bool(bad), max_resamples=3 if bad else 0)
         algorithm = AlgorithmConfig(max_policy_lag=lag, tasks_per_step=PER_BATCH, group_size=2, filters=filters)
@@ -56,16 +58,19 @@ class Run:
         if start is not None:
             self.state.step, draws = start
             self.draws.load_state_dict(draws)
-        batches = partial(BatchesAhead, publications=self.publications) if lag else Batches
+        self.finished, self.played = Finished(self.group), []
+        ahead = partial(kind, publications=self.publications, finished=self.finished)
+        batches = ahead if lag else Batches
         self.batches = batches(self.config, self.play, self.draws, self.state, self.admitted)
 
     def admitted(self, draws, step):
         self.events.append(("admitted", step, self.publications[-1], [draw.id for draw in draws]))
 
     async def play(self, draws, counts: Counter):
-        return list(await asyncio.gather(*(self.group(draw) for draw in draws)))
+        run = self.finished.run_group if self.config.algorithm.max_policy_lag else self.group
+        return list(await asyncio.gather(*(run(None, draw.task, None, 2, group_id=draw.id) for draw in draws)))
 
-    async def group(self, draw):
+    async def group(self, workflow, task, policy, n, *, group_id):
         versions = []
         for _ in range(self.random.randrange(1, 4)):  # tokens: each from the version that is served then
             await asyncio.sleep(self.random.choice([0, 0, 1e-4, 2e-3]))
@@ -73,14 +78,14 @@ class Run:
         tokens = Completion(
             tokens=[0] * len(versions), logprobs=[0.0] * len(versions), policy_versions=versions, finish_reason="stop"
         )
-        rewards = [1.0, 1.0] if draw.id in self.bad else [1.0, 0.0]
+        rewards = [1.0, 1.0] if group_id in self.bad else [1.0, 0.0]
+        turns = [Turn(prompt_tokens=[0], completion=tokens)]
         rollouts = [
-            Rollout(id=f"{draw.id}/{i}", task=draw.task, turns=[Turn(prompt_tokens=[0], completion=tokens)], reward=r)
-            for i, r in enumerate(rewards)
+            Rollout(id=f"{group_id}/{i}", task=task, turns=turns, reward=reward, group=group_id)
+            for i, reward in enumerate(rewards)
         ]
-        for rollout in rollouts:
-            rollout.group = draw.id
-        return RolloutGroup(id=draw.id, rollouts=rollouts)
+        self.played.append(group_id)
+        return RolloutGroup(id=group_id, rollouts=rollouts)
 
     async def batch(self):
         """One round of the loop. Returns the batch."""
@@ -130,6 +135,43 @@ def test_no_batch_is_admitted_that_the_run_will_not_train_on():
     assert len(run.of("admitted")) == NUM_BATCHES and run.draws.next_slot == PER_BATCH * NUM_BATCHES
 
 
+@settings(deadline=None)
+@given(lag=st.integers(1, 3), seed=st.integers(0, 2**16), stop_after=st.integers(1, 5))
+def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag, seed, stop_after):
+    async def stopped():
+        run = Run(lag, seed, bad=["1/0", "5/0", "5/1"])
+        for _ in range(stop_after):
+            await run.batch()
+        await asyncio.sleep(run.random.choice([0, 1e-3, 5e-3]))
+        state = run.batches.state_dict()
+        lines = json.loads(json.dumps(state.pop("finished")))
+        state, publications = json.loads(json.dumps(state)), list(run.publications)
+        await run.batches.cancel()
+        return run, publications, state, lines
+
+    async def resumed(publications, state, lines):
+        run = Run(lag, seed + 1, bad=["1/0", "5/0", "5/1"], start=(stop_after, state))
+        run.publications[:] = publications[-1:]  # a resumed run publishes the checkpoint's weights
+        assert run.batches.resume(state, lines) == []
+        assert run.publications == publications[-lag - 1 :]
+        first = run.batches.state_dict()
+        assert first["finished"] == lines and first["publications"] == run.publications
+        return run, await run.all()
+
+    run, publications, state, lines = asyncio.run(stopped())
+    assert state["next_slot"] == stop_after * PER_BATCH == run.draws.next_slot  # `cancel` has given the draws back
+    again, batches = asyncio.run(resumed(publications, state, lines))
+    assert all(batch.metrics["policy/lag_max"] <= lag for batch in batches)
+    trained = [sorted(event[3]) for event in run.of("trained") + again.of("trained")]
+    slots = [[f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)]
+    slots[0][1], slots[1][2] = "1/1", "5/2"
+    assert trained == [sorted(ids) for ids in slots]
+    kept = [line["draw"] for line in lines]
+    assert sorted(kept) == sorted(draw for draw in run.played if int(draw.split("/")[0]) >= state["next_slot"])
+    assert not set(kept) & set(again.played)
+    assert again.batches.state_dict()["finished"] == []  # what has trained is forgotten
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_resumed_run_plays_what_was_in_flight_again(lag):
     async def stopped():
@@ -142,7 +184,7 @@ def test_a_resumed_run_plays_what_was_in_flight_again(lag):
         return run, state
 
     run, state = asyncio.run(stopped())
-    assert state["next_slot"] == 3 * PER_BATCH and run.draws.next_slot == (3 + lag) * PER_BATCH
+    assert state["next_slot"] == 3 * PER_BATCH == run.draws.next_slot
     resumed = Run(lag, start=(3, state))
     asyncio.run(resumed.all())
     assert [event[3] for event in run.of("trained") + resumed.of("trained")] == [
@@ -173,7 +215,8 @@ def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_for_no
 
 
 def test_age_is_counted_in_publications_and_an_older_token_is_refused():
-    group = asyncio.run(Run(lag=0).group(Draws(Source()).next(1)[0]))
+    task = Task(id="0", prompt="")
+    group = asyncio.run(Run(lag=0).group(None, task, None, 2, group_id="0/0"))
     for rollout in group.rollouts:
         rollout.turns[0].completion.policy_versions = [4, 6]
     assert check_lag([group], [0, 4, 6], 1) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}
@@ -182,3 +225,5 @@ def test_age_is_counted_in_publications_and_an_older_token_is_refused():
     message = r"rollout='0/0/0': has a token that is 2 publications old, algorithm.max_policy_lag=1"
     with pytest.raises(RuntimeError, match=message):
         check_lag([group], [4, 5, 6], 1)
+    with pytest.raises(RuntimeError, match="a token that is inf publications old"):
+        check_lag([group], [5, 6], 3)  # version 4 is not known

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from torchtitan_rl.observability.recorder import Recorder
+from torchtitan_rl.run.evaluation_beside import WAIT
 from torchtitan_rl.run.overlap import Overlap, ratios_by_age
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
@@ -74,15 +75,21 @@ def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
                     await asyncio.sleep(0.2)  # the wait for a batch
                     with recorder.span("score"):
                         await asyncio.sleep(0.1)
-                    with recorder.span("sync"):
-                        pass
-                lines.append({"policy/lag_mean": 1.0, "time/step_s": step.seconds})
+                    with recorder.span("sync") as sync:
+                        await asyncio.sleep(0.02)
+                        if not lines:
+                            with recorder.span(WAIT):
+                                await asyncio.sleep(0.05)
+                lines.append({"policy/lag_mean": 1.0, "time/step_s": step.seconds, "time/sync_s": sync.seconds})
                 recorder.fact("metrics", line=lines[-1], text="")
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1  # nobody looks any more
         return lines
 
-    for line in asyncio.run(run()):
+    lines = asyncio.run(run())
+    assert lines[0]["time/eval_wait_s"] >= 0.05 and lines[1]["time/eval_wait_s"] == 0
+    for line in lines:
+        assert 0.02 <= line["time/sync_s"] < 0.05
         assert 0.5 < line["trainer/idle_frac"] < 0.8
         assert line["generator/idle_frac"] == 0.5 and line["generator/in_flight_mean"] == 3
         assert line["generator/stall_s"] == 0.2 and line["batches/ready"] == 1

@@ -66,3 +66,16 @@ def test_others_are_refused_with_what_would_serve(algorithm, overrides, lag, com
     assert complaint in str(refused.value) and ("use 0" in str(refused.value) or "a lag of 0" in str(refused.value))
     config.algorithm.max_policy_lag = 0
     check_lag_settings(config)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_first_finished_needs_something_to_choose_from(lag):
+    config = lagged(None, "--algorithm.batch-order", "finished", lag=lag)
+    message = rf"^algorithm.batch_order='finished': with algorithm.max_policy_lag={lag} every slot .*is due in"
+    with pytest.raises(ValueError, match=message):
+        check_lag_settings(config)
+    config.algorithm.max_policy_lag = 2
+    check_lag_settings(config)
+    config.algorithm.trajectory_grouping_hook = lambda rollouts, **named: []
+    with pytest.raises(ValueError, match="groups the rollouts of a whole batch; use 'slots'"):
+        check_lag_settings(config)
