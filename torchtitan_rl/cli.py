@@ -22,6 +22,7 @@ _VERBS = {
     "train": "run a config: warm start, reinforcement, evaluation, checkpoint",
     "eval": "accuracy of a checkpoint on a split",
     "sample": "complete a prompt with a checkpoint",
+    "serve": "open OpenAI's endpoints on a checkpoint",
     "audit": "check that a run's records agree: every draw ended once",
     "export": "write a checkpoint's policy as a Hugging Face directory",
     "show": "print a resolved config and the memory each process will need",
@@ -46,6 +47,27 @@ def _add_sampling(sub: argparse.ArgumentParser) -> None:
     for name, kind, off in _ALTERED:
         sub.add_argument(f"--{name}", type=kind, default=off, metavar=kind.__name__, help=f"{off}: off")
     sub.add_argument("--output-dir", default="", help="default: runs/sample-NAME-DATE-TIME")
+
+
+def _add_address(sub: argparse.ArgumentParser, prefix: str) -> None:
+    sub.add_argument(f"--{prefix}host", default="127.0.0.1", help="any other address needs a key")
+    sub.add_argument(
+        "--api-key-file",
+        default="",
+        metavar="FILE",
+        help="the key of clients; default: $TORCHTITAN_RL_API_KEY, or none",
+    )
+    sub.add_argument("--tool-parser", default="", metavar="NAME", help="vLLM's parser of tool calls, such as hermes")
+
+
+def _add_serve(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("checkpoint", help="a run's checkpoints/step-N, or a Hugging Face directory")
+    sub.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    _add_address(sub, "")
+    sub.add_argument("--max-model-len", type=int, default=0, help="default: the model's, at most 4096")
+    sub.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    sub.add_argument("--kv-cache-gib", type=float, default=1.0)
+    sub.add_argument("--output-dir", default="", help="default: runs/serve-NAME-DATE-TIME")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="N",
                 help="begin again from the newest checkpoint, at most N times, when the run is killed or fails",
             )
+            sub.add_argument("--serve", type=int, metavar="PORT", help="serve the run's newest version meanwhile")
+            _add_address(sub, "serve-")
             sub.add_argument("--outcome", default="", help=argparse.SUPPRESS)  # of a run under --max-restarts
         if verb in ("train", "eval"):
             sub.add_argument(
@@ -113,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("directory", help="a new directory")
         if verb == "sample":
             _add_sampling(sub)
+        if verb == "serve":
+            _add_serve(sub)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.add_argument("--quiet", action="store_true", help="no progress display")
     return parser
@@ -124,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["quickstart"]:
         argv = ["train", str(QUICKSTART), *argv[1:]]
     args, overrides = _parser().parse_known_args(argv)
-    if args.verb in ("doctor", "sample", "export", "audit") and overrides:
+    if args.verb in ("doctor", "sample", "serve", "export", "audit") and overrides:
         return verbs.fail(
             f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help"
         )
@@ -156,6 +182,8 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
         return report()
     if args.verb == "sample":
         return verbs.ended(verbs.sample(args))
+    if args.verb == "serve":
+        return verbs.ended(verbs.serve(args))
     if args.verb == "audit":
         return verbs.audit(args)
     if args.verb == "export":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchtitan_rl.observability.user_code import told
 
-__all__ = ["ended", "fail", "dry_run", "train", "train_with_restarts", "evaluate", "audit", "export", "sample"]
+__all__ = ["ended", "fail", "dry_run", "train", "train_with_restarts", "evaluate", "audit", "export", "sample", "serve"]
 
 _ATTACH_S = 60.0
 
@@ -143,11 +143,13 @@ async def train(args: argparse.Namespace, config) -> int:
     from torchtitan_rl.observability.plot import plot_curve
     from torchtitan_rl.observability.progress import Progress
     from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.run.gateway import serving
 
-    progress = Progress(quiet=args.quiet)
+    progress, address = Progress(quiet=args.quiet), _address(args, args.serve, args.serve_host)
 
     async def body(controller: Controller) -> None:
-        report = await controller.train()
+        async with serving(controller, address, quiet=args.quiet):
+            report = await controller.train()
         curve = controller.run_dir.path / "curve.png"
         plot_curve(controller.run_dir.read_metrics(), curve)
         warm, k = report["warm start"], config.controller.pass_at_k
@@ -256,3 +258,30 @@ async def sample(args: argparse.Namespace) -> int:
         if args.debug:
             traceback.print_exc()
         return fail(told(error))
+
+
+async def serve(args: argparse.Namespace) -> int:
+    """Until SIGINT or SIGTERM."""
+    from torchtitan_rl.config.actors import GeneratorConfig
+    from torchtitan_rl.run.serve import serve
+
+    generator = GeneratorConfig(
+        dtype=args.dtype, max_model_len=args.max_model_len, kv_cache_gib=args.kv_cache_gib, max_num_batched_tokens=16384
+    )
+    try:
+        address = _address(args, args.port, args.host)
+        await serve(Path(args.checkpoint), address, generator, output_dir=args.output_dir, quiet=args.quiet)
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        return fail(told(error))
+
+
+def _address(args: argparse.Namespace, port: int | None, host: str):
+    """Where clients come in; None: nothing is served."""
+    from torchtitan_rl.run.gateway import Address
+
+    if port is None:
+        return None
+    return Address(host=host, port=port, api_key_file=args.api_key_file, tool_parser=args.tool_parser)

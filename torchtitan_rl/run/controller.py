@@ -12,7 +12,7 @@ from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import RunConfig, Split
@@ -25,12 +25,15 @@ from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
-from torchtitan_rl.run import resume
+from torchtitan_rl.run import finished, resume
 from torchtitan_rl.run.ahead import BatchesAhead
 from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
 from torchtitan_rl.run.ends import Ended, StopRequest
 from torchtitan_rl.run.evaluation import Evaluation, Evaluations
+from torchtitan_rl.run.evaluation_beside import EvaluationBeside
+from torchtitan_rl.run.first_finished import FirstFinished
+from torchtitan_rl.run.gateway import open_gateway
 from torchtitan_rl.run.numeric_guard import note_bad_step
 from torchtitan_rl.run.overlap import Overlap
 from torchtitan_rl.run.policy_weights import PolicyWeights
@@ -44,6 +47,10 @@ from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.validation.batches import compares_siblings
 from torchtitan_rl.validation.rewards import check_reward
 from torchtitan_rl.validation.run import missing_weights, validate
+from torchtitan_rl.weights import checkpoint
+
+if TYPE_CHECKING:
+    from torchtitan_rl.server.gateway import Gateway
 
 __all__ = ["Controller"]
 
@@ -71,6 +78,8 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         self.versions, self.placement = stack.versions, stack.placement
         self.state = state or RunState(seed=config.seed)
         self.stop, self.ended_early = StopRequest(config.controller.max_hours), ""
+        self.gateway: Gateway | None = None
+        """Where agents meet the policy; None: the workflow asks for none."""
         watch_for_collapse(config.controller.stop, self.state, self.stop, recorder)
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
         self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights, self.state.calls)
@@ -78,7 +87,13 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         arguments = config, self.player.play, self.draws, self.state, self._admitted
         self.batches = Batches(*arguments)
         if config.algorithm.max_policy_lag and self.versions is not None:
-            self.batches = ahead = BatchesAhead(*arguments, publications=self.versions.publications)
+            played = finished.Finished(self.player.run_group)
+            self.player.run_group = played.run_group
+            kind = FirstFinished if config.algorithm.batch_order == "finished" else BatchesAhead
+            self.batches = ahead = kind(*arguments, publications=self.versions.publications, finished=played)
+            beside = EvaluationBeside(config.controller, self.evaluations, self.versions, self.state, recorder)
+            self.evaluate_all, self.publish = beside.begin, beside.then(self.publish)
+            ahead.beside = beside
             recorder.listeners.insert(0, Overlap(ahead, self.generator, self.versions.publications))
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
@@ -125,8 +140,13 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
                 state = None if found is None or found.checkpoint is None else resume.state_of(found)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)
+                controller.gateway = await open_gateway(config)
                 if state is not None:
                     await resume.restore(found, config, state, stack.roles, controller.weights, controller.draws)
+                    if isinstance(controller.batches, BatchesAhead):
+                        played = finished.read(checkpoint.finished_file(found.checkpoint))
+                        for note in controller.batches.resume(state.draws, played):
+                            recorder.fact("note", text=note)
                 elif hf_weights is None:
                     await controller.publish()
         return controller
@@ -134,6 +154,8 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
     async def close(self) -> None:
         """Stops every process of the run."""
         self.generator.close()  # first: a call in flight would report its generator as lost
+        if self.gateway is not None:
+            await self.gateway.close()
         await self.launcher.stop()
         attempts.unlock(self.run_dir)
 
@@ -238,7 +260,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
 
     def _note_accuracies(self, results: dict[str, Evaluation]) -> None:
         for name, result in results.items():
-            self.state.accuracies.setdefault(name, {})[str(self.state.step)] = result.accuracy
+            self.state.note_accuracy(name, self.state.step, result.accuracy)
 
     async def save_checkpoint(self) -> Path:
         """Writes a checkpoint, marker last, with the weights as a Hugging Face directory unless

@@ -1,40 +1,49 @@
-"""Environments written for the `verifiers` package (0.1.x), played with this library's own sampling.
+"""Environments of the `verifiers` package (0.4): their tasks as a family, their rollouts as an agent.
 
-https://github.com/PrimeIntellect-ai/verifiers. The environment gives the data set, the turns and the rubric; the
-package's clients are not used, so that tokens stay as sampled. docs/environments.md lists environments that do not fit.
+https://github.com/PrimeIntellect-ai/verifiers. The environment runs as its author wrote it and meets the policy at the
+gateway's endpoint (workflows/external.py). docs/environments.md shows a run and says what does not fit.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import os
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_rl.tasks.env import Env, Message, Observation, Step
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
 from torchtitan_rl.types import Task
 
-__all__ = ["Verifiers", "VerifiersEnv"]
+__all__ = ["Verifiers"]
+
+HARNESS = "torchtitan_rl"
+"""The name by which verifiers finds `verifiers_harness.InProcess`."""
 
 
 class Verifiers:
-    """The tasks of one verifiers environment: a `MultiTurnEnv` (or `SingleTurnEnv`) of chat messages, without tools.
+    """The tasks of one verifiers environment with one agent. The task set is cut into train, validation and test.
 
-    The environment's data set is cut into train, validation and test. Raises ValueError for other kinds of environments
-    and for a data set that is too small, RuntimeError when verifiers is not installed.
+    Raises ValueError for an environment of several agents and for a task set that is endless or too small,
+    RuntimeError when verifiers is not installed.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        load: Callable[[], Any]
-        """Returns the environment, such as `functools.partial(verifiers.load_environment, "wordle")`."""
+        env: dict[str, Any]
+        """The `[env]` block of the package's own configs, such as `{"taskset": {"id": "gsm8k-v1"}}`. An agent without a
+        harness, or without a runtime, gets one of this machine: `verifiers_harness.InProcess`, and `subprocess`."""
         num_validation: int = 64
-        """Rows of the data set kept for validation."""
+        """Tasks kept for validation."""
         num_test: int = 128
-        """Rows of the data set kept for the test."""
+        """Tasks kept for the test."""
         seed: int = 0
-        """Seed that chooses the rows for validation and test."""
+        """Seed that chooses the tasks for validation and test."""
+        demonstrate: Callable[[Any, random.Random], str] | None = None
+        """Gives a reply to imitate: `(the environment's TaskData, generator of random numbers) -> text`."""
 
         def build(self) -> Verifiers:
             return Verifiers(self)
@@ -42,31 +51,15 @@ class Verifiers:
     name = "verifiers"
 
     def __init__(self, config: Verifiers.Config) -> None:
-        try:
-            import verifiers
-        except ImportError as error:
-            raise RuntimeError(
-                f"verifiers: cannot be imported ({error}); install it with bash scripts/setup.sh verifiers"
-            ) from error
         self.config = config
-        self.played: Any = config.load()
-        kind = type(self.played).__name__
-        playable: Any = getattr(verifiers, "MultiTurnEnv", ())
-        if not isinstance(self.played, playable):
-            raise ValueError(f"verifiers.load: gave a {kind}; give a MultiTurnEnv of verifiers 0.1")
-        if self.played.message_type != "chat" or self.played.oai_tools:
-            raise ValueError(
-                f"verifiers.load: gave a {kind} with plain-text prompts or tool calls; use one of chat messages whose "
-                "tools are written in the text"
-            )
-        self.rows = self.played.get_dataset()
+        self.rows = _loaded(json.dumps(config.env)).rows
         order = list(range(len(self.rows)))
         random.Random(stable_hash(config.seed, "verifiers")).shuffle(order)
         held_out = config.num_validation + config.num_test
         if held_out >= len(order):
             raise ValueError(
                 f"verifiers.num_validation={config.num_validation}, num_test={config.num_test}: leave nothing to train "
-                f"on of {len(order)} rows; lower them"
+                f"on of {len(order)} tasks; lower them"
             )
         self._order = {
             "validation": order[: config.num_validation],
@@ -74,64 +67,104 @@ class Verifiers:
             "train": order[held_out:],
         }
 
+    @staticmethod
+    def agent(env: dict[str, Any]) -> Callable:
+        """What `external` takes: plays one episode of the environment, gives its reward, and each of its rewards and
+        metrics by name."""
+        return functools.partial(play, env=env)
+
     def num_tasks(self, split: str) -> int:
         check_split(split)
         return len(self._order[split])
 
     def task(self, split: str, index: int) -> Task:
-        """`answer` is the row of the data set."""
+        """`answer` is the environment's task as plain data. Only train tasks carry a demonstration."""
         check_index(self, split, index)
-        row = dict(self.rows[self._order[split][index]])
-        return Task(id=f"{self.name}/{split}/{index}", prompt=row["prompt"], answer=row)
-
-    def environment(self, task: Task) -> VerifiersEnv:
-        return VerifiersEnv(self.played, task)
+        data = self.rows[self._order[split][index]].data
+        demonstration = None
+        if split == "train" and self.config.demonstrate is not None:
+            rng = random.Random(stable_hash(self.config.seed, split, index))
+            demonstration = self.config.demonstrate(data, rng)
+        return Task(
+            id=f"{self.name}/{split}/{index}",
+            prompt=_messages(data),
+            answer=data.model_dump(mode="json"),
+            demonstration=demonstration,
+        )
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
-        raise RuntimeError("verifiers: rubrics judge whole rollouts; play tasks through environment(task)")
-
-
-class VerifiersEnv(Env):
-    """One rollout of a verifiers environment. The rubric judges a rollout that the environment ends; a rollout that a
-    limit of `sampling` ends has reward 0."""
-
-    def __init__(self, played: Any, task: Task) -> None:
-        self.of, self.task = played, task
-
-    async def reset(self) -> Observation:
-        state = await self.of.init_state(self.task.answer, client=None, model="policy", sampling_args={})
-        self.state = await self.of.setup_state(state)
-        self.messages: list[Message] = list(await self.of.get_prompt_messages(self.state))
-        return list(self.messages)
-
-    async def step(self, text: str) -> Step:
-        said = {"role": "assistant", "content": text}
-        await self.of.add_trajectory_step(
-            self.state,
-            {
-                "prompt": self.messages,
-                "completion": [said],
-                "response": None,
-                "tokens": None,
-                "reward": None,
-                "advantage": None,
-                "is_truncated": False,
-                "trajectory_id": self.state["trajectory_id"],
-                "extras": {},
-            },
+        raise RuntimeError(
+            "verifiers: an environment judges its own rollouts; set algorithm.workflow=external(Verifiers.agent(env))"
         )
-        if await self.of.is_completed(self.state):
-            return await self._judged()
-        grown = list(await self.of.get_prompt_messages(self.state))
-        if await self.of.is_completed(self.state):  # the environment's answer may end the rollout
-            return await self._judged()
-        before = [*self.messages, said]
-        if grown[: len(before)] != before:
-            raise ValueError("its messages do not go on from those before; tokens that were sampled cannot be kept")
-        self.messages = grown
-        return Step(observation=grown[len(before) :])
 
-    async def _judged(self) -> Step:
-        await self.of.render_completion(self.state)
-        await self.of.rubric.score_rollout(self.state)
-        return Step(reward=self.state["reward"], done=True)
+
+async def play(task: Task, endpoint: Any, *, env: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """One episode: (reward, its rewards and metrics by name). Raises RuntimeError for an episode that failed."""
+    import verifiers.v1 as vf
+
+    loaded = _loaded(json.dumps(env))
+    # Clients of the package read keys from the environment only. It keeps names with API_KEY from programs it starts.
+    variable = f"SESSION_API_KEY_{endpoint.session_id}"
+    os.environ[variable] = endpoint.api_key
+    try:
+        client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
+        context = vf.ModelContext(model=endpoint.model, client=client)
+        episode = await loaded.env.run_episode(loaded.rows[task.answer["idx"]], context)
+    finally:
+        os.environ.pop(variable, None)
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise RuntimeError(f"verifiers: {errors[-1].type}: {errors[-1].message}" if errors else "verifiers: it failed")
+    (trace,) = episode.traces
+    parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    return trace.reward, parts | {name: value for name, value in trace.metrics.items() if value is not None}
+
+
+@dataclass(slots=True)
+class _Loaded:
+    env: Any
+    rows: list[Any]
+    """The environment's tasks; `data.idx` is a task's place here."""
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(env: str) -> _Loaded:
+    try:
+        import verifiers.v1 as vf
+        from verifiers.v1.configs.agent import agent_config_fields
+    except ImportError as error:
+        raise RuntimeError(
+            f"verifiers: cannot be imported ({error}); install it with bash scripts/setup.sh verifiers"
+        ) from error
+    from torchtitan_rl.tasks import verifiers_harness
+
+    sys.modules.setdefault(f"verifiers.v1.harnesses.{HARNESS}", verifiers_harness)
+    config = vf.resolve_env_config(json.loads(env))
+    agents = agent_config_fields(config)
+    if len(agents) != 1:
+        raise ValueError(
+            f"verifiers.env={env}: has {len(agents)} agents ({', '.join(agents)}), and one rollout has one reward; use "
+            "an environment with one"
+        )
+    ((name, agent),) = agents.items()
+    ours: dict[str, Any] = {}
+    if agent.harness is None and vf.default_harness_id(config.taskset.id) == "bash":
+        ours["harness"] = vf.HarnessConfig(id=HARNESS)
+    if "runtime" not in agent.model_fields_set:
+        ours["runtime"] = vf.SubprocessConfig()
+    made = vf.load_environment(config.model_copy(update={name: agent.model_copy(update=ours)}))
+    if not made.taskset.bounded:
+        raise ValueError(f"verifiers.env={env}: its task set is endless; use one with an end")
+    if made.taskset.toolsets(made.taskset.config):
+        raise ValueError(f"verifiers.env={env}: its tasks share tool servers; use one whose tasks bring their own")
+    return _Loaded(made, list(made.taskset))
+
+
+def _messages(data: Any) -> list[dict[str, Any]]:
+    """What the agent is told first, as far as the task says it."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*system, {"role": "user", "content": data.prompt}]
+    return [*system, *(message_to_wire(message) for message in data.prompt or [])]

@@ -47,8 +47,7 @@ class Completion:
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
     filtered: str = ""
-    """The settings of `types.sampling.NEUTRAL`, such as `top_p=0.9`, by which the tokens were not drawn from the
-    policy's own distribution; training refuses the completion. Empty: none."""
+    """The settings of `types.sampling.NEUTRAL` that altered the policy's distribution; training refuses such tokens."""
 
     @property
     def truncated(self) -> bool:
@@ -64,8 +63,7 @@ class Turn:
     reward: float | None = None
     """The turn's reward; the last turn's reward stands in for a missing rollout reward."""
     advantages: float | Sequence[float] | None = None
-    """Precomputed advantages: one number, or one per sampled token (list, tuple, array, tensor); see
-    algorithm/precomputed.py."""
+    """Precomputed advantages, one number or one per sampled token (any sequence); see algorithm/precomputed.py."""
     advantages_version: int | None = None
     """The policy version of the precomputed advantages; None: the newest version that sampled a token of the turn."""
     soft_targets: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -96,6 +94,8 @@ class Rollout:
     """Why a rollout in an environment ended: `"done"`, or the limit `"turns"`, `"tokens"` or `"time"`."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by what was waited for: `play`, the workflow with its sampling and environment; `reward`."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """Numbers about the attempt by name, such as `drift`; each has a curve (`rollout/drift_mean`)."""
 
 
 @dataclass(kw_only=True, slots=True)

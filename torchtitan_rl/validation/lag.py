@@ -20,6 +20,8 @@ def check_lag_settings(config: RunConfig) -> None:
     where = f"algorithm.max_policy_lag={lag}"
     if lag < 0:
         raise ValueError(f"{where}: is a number of publications; use 0 for none, 1 to overlap generation and training")
+    if algorithm.batch_order == "finished":
+        _check_order(config)
     if not lag:
         return
     if config.roles.colocation == "all":
@@ -47,4 +49,19 @@ def check_lag_settings(config: RunConfig) -> None:
         raise ValueError(
             f"{where}: {function_name(algorithm.loss_fn)} does not read sampling_logprobs, so it takes what an older "
             f"policy sampled for its own; use ppo or importance_sampling, {_ADVICE}"
+        )
+
+
+def _check_order(config: RunConfig) -> None:
+    algorithm = config.algorithm
+    where = "algorithm.batch_order='finished'"
+    if algorithm.max_policy_lag < 2:
+        raise ValueError(
+            f"{where}: with algorithm.max_policy_lag={algorithm.max_policy_lag} every slot that is in flight is due in "
+            "the next batch, so there is nothing to choose; use a lag of 2 or more, or 'slots'"
+        )
+    if algorithm.trajectory_grouping_hook is not None:
+        raise ValueError(
+            f"{where}: slots finish one by one, and a trajectory_grouping_hook groups the rollouts of a whole batch; "
+            "use 'slots'"
         )

@@ -16,7 +16,8 @@ __all__ = ["demonstrate"]
 async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tuple[list[int], list[int]]]:
     """(prompt tokens, completion tokens) of each turn of a policy that says `task.demonstration`.
 
-    A list of texts is played through `workflow`, so a demonstration has the tokens of a rollout. A completion ends with
+    A list of texts is played through `workflow`, so a demonstration has the tokens of a rollout; a workflow with an
+    attribute `imitated` names another for it. A completion ends with
     the end-of-sequence token (or the template's end of a turn), unless a stop string ends it.
     Raises ValueError for a task without a demonstration, and when the environment ends before the demonstration does or
     goes on after it.
@@ -26,6 +27,7 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
     if isinstance(task.demonstration, str):
         completion = policy.tokenizer.encode(task.demonstration, add_special_tokens=False)
         return [(policy.prompt_tokens(task), [*completion, policy.tokenizer.eos_token_id])]
+    workflow = getattr(workflow, "imitated", None) or workflow
     script: Any = _Script(task, policy.tokenizer)  # no Sampler: a demonstration is never scored
     rollouts = rollouts_of(
         await workflow(

@@ -1,115 +1,160 @@
-"""A verifiers environment, played turn by turn through its own methods and judged by its own rubric."""
+"""Environments of verifiers 0.4, unmodified: their tasks, and episodes that meet the policy at the gateway."""
 
 import asyncio
+import os
+import sys
+import types
+from pathlib import Path
 
 import pytest
 
-from tests.unit.workflows.scripted import CHARS, policy
+from tests.unit.server.opened import BYTES, END
+from tests.unit.workflows.scripted import policy
+from torchtitan_rl.server.gateway import Gateway
 from torchtitan_rl.tasks.verifiers import Verifiers
-from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
+from torchtitan_rl.workflows.external import AgentFailed, SessionLimits, external
 
-vf = pytest.importorskip("verifiers", reason="an extra of its own: bash scripts/setup.sh verifiers")
-if not hasattr(vf, "MultiTurnEnv"):
-    pytest.skip("verifiers 0.4 has no MultiTurnEnv", allow_module_level=True)
+vf = pytest.importorskip("verifiers.v1", reason="an extra of its own: bash scripts/setup.sh verifiers")
 
-LIMITS = Limits(max_turns=8, max_tokens=256, timeout_s=20.0, step_timeout_s=10.0)
+ENVIRONMENTS = str(Path(__file__).parents[3] / "environments")
+LAST_LETTER = {"taskset": {"id": "last_letter"}}
 
 
-class Higher(vf.MultiTurnEnv):
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+
+
+class NumberData(vf.TaskData):
+    number: int
+
+
+class NumberTask(vf.Task[NumberData]):
+    @vf.reward(weight=2.0)
+    async def found(self, task, trace) -> float:
+        return float(trace.last_reply == str(task.number))
+
+    @vf.metric
+    async def replies(self, trace) -> float:
+        return float(trace.num_turns)
+
+
+class Numbers(vf.Taskset[NumberTask]):
+    def load(self):
+        for number in range(10):
+            yield NumberTask(NumberData(prompt=f"{number}?", number=number, system_prompt="find"), self.config.task)
+
+
+class HigherConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class Higher(vf.Env[HigherConfig]):
     """Says whether the number is higher or lower."""
 
-    async def env_response(self, messages, state, **kwargs):
-        guess, number = int(messages[-1]["content"]), int(state["answer"])
-        if guess == number:
-            state["final_env_response"] = [{"role": "user", "content": "yes"}]
-            return state["final_env_response"]
-        return [{"role": "user", "content": "higher" if number > guess else "lower"}]
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as game:
+            segment = await game.turn()
+            for _ in range(2):
+                if segment.terminated or segment.last_reply == str(task.data.number):
+                    return
+                segment = await game.turn("higher" if task.data.number > int(segment.last_reply) else "lower")
 
 
-def found(completion, answer, **kwargs) -> float:
-    said = [message["content"] for message in completion if message["role"] == "assistant"]
-    return 0.5 if answer in said else 0.0
+class TwoConfig(vf.EnvConfig):
+    first: vf.AgentConfig = vf.AgentConfig()
+    second: vf.AgentConfig = vf.AgentConfig()
 
 
-def load(max_turns=3, rows=10):
-    from datasets import Dataset
+class Two(vf.Env[TwoConfig]):
+    async def run(self, task, agents):
+        await agents.first.run(task)
 
-    return Higher(
-        max_turns=max_turns,
-        rubric=vf.Rubric(funcs=[found], weights=[2.0]),
-        dataset=Dataset.from_dict(
-            {
-                "prompt": [[{"role": "user", "content": f"number {i}?"}] for i in range(rows)],
-                "answer": [str(i) for i in range(rows)],
-            }
-        ),
+
+class Endless(Numbers):
+    INFINITE = True
+
+
+def package(name, *classes):
+    module = types.ModuleType(name)
+    module.__all__ = [cls.__name__ for cls in classes]
+    for cls in classes:
+        setattr(module, cls.__name__, cls)
+    sys.modules[name] = module
+    return {"taskset": {"id": name}}
+
+
+HIGHER = package("higher_v1", Numbers, Higher)
+PLAIN = package("numbers_v1", Numbers)
+TWO = package("two_v1", Numbers, Two)
+ENDLESS = package("endless_v1", Endless)
+
+
+def family(env=HIGHER, **config):
+    return Verifiers.Config(env=env, **({"num_validation": 2, "num_test": 3} | config)).build()
+
+
+def play(env, task, *texts, **settings):
+    async def scene():
+        made = policy(*texts, tokenizer=BYTES, for_training=True)
+        async with Gateway(context_tokens=256) as gateway:
+            workflow = external(Verifiers.agent(env), timeout_s=60, **settings)
+            workflow.attach(gateway)
+            return await workflow(task, made, rollout_id="0/0/0", seed=5), made.generator
+
+    return asyncio.run(scene())
+
+
+def test_the_splits_share_no_task():
+    numbers = family()
+    ids = [
+        numbers.task(s, i).answer["idx"] for s in ("train", "validation", "test") for i in range(numbers.num_tasks(s))
+    ]
+    assert sorted(ids) == list(range(10)) and [numbers.num_tasks(s) for s in ("train", "test")] == [5, 3]
+    assert numbers.task("train", 1).prompt[0] == {"role": "system", "content": "find"}
+    with pytest.raises(RuntimeError, match="judges its own rollouts"):
+        numbers.reward(numbers.task("train", 0), ["1"])
+
+
+def test_an_episode_of_several_turns_has_the_tokens_that_were_sampled():
+    task = family().task("train", 0)
+    number = task.answer["number"]
+    rollout, sampler = play(HIGHER, task, f"{number - 1}{END}", f"{number}{END}")
+    assert (rollout.reward, rollout.reward_parts) == (2.0, {"found": 2.0, "replies": 2.0})
+    assert [turn.prompt_tokens for turn in rollout.turns] == [tokens for tokens, _ in sampler.asked]
+    assert BYTES.decode(rollout.turns[1].prompt_tokens) == (
+        f"<|system|>find{END}<|user|>{number}?{END}<|assistant|>{number - 1}{END}<|user|>higher{END}<|assistant|>"
     )
+    assert rollout.counts["drift"] == 0
+    assert not [name for name in os.environ if name.startswith("SESSION_API_KEY")]
 
 
-def family(load=load, **config):
-    return Verifiers.Config(load=load, **({"num_validation": 2, "num_test": 3} | config)).build()
+def test_the_environment_of_the_example():
+    letters = family(LAST_LETTER, num_validation=64, num_test=128, demonstrate=lambda data, rng: data.prompt[0])
+    task = letters.task("train", 3)
+    word = task.prompt[0]["content"]
+    assert (task.answer["answer"], task.demonstration) == (word[-1], word[0])
+    assert letters.task("test", 3).demonstration is None
+    assert play(LAST_LETTER, task, word[-1] + END)[0].reward == 1.0
+    assert play(LAST_LETTER, task, "?" + END)[0].reward == 0.0
 
 
-def play(family, task, *said):
-    return asyncio.run(
-        multi_turn(
-            task,
-            policy(*said, max_prompt_tokens=128),
-            rollout_id="0/0/0",
-            seed=0,
-            env=family.environment(task),
-            limits=LIMITS,
-        )
-    )
+def test_a_limit_of_the_session_ends_the_rollout_and_a_fault_is_a_failure():
+    task = family().task("train", 0)
+    rollout, _ = play(HIGHER, task, f"77{END}", f"78{END}", session=SessionLimits(max_turns=1))
+    assert (rollout.end_reason, rollout.reward, len(rollout.turns)) == ("turns", 0.0, 1)
+    with pytest.raises(AgentFailed, match="ValueError"):
+        play(HIGHER, task, f"no number{END}")
 
 
-def test_a_game_that_is_won():
-    sides = family()
-    task = sides.task("train", 0)
-    number = int(task.answer["answer"])
-    rollout = play(sides, task, f"{number - 1}<eos>", f"{number}<eos>")
-    assert (rollout.reward, rollout.end_reason, [turn.reward for turn in rollout.turns]) == (1.0, "done", [0.0, 1.0])
-    assert CHARS.decode(rollout.turns[1].prompt_tokens) == (
-        f"<user>:number {number}?\n<assistant>:{number - 1}<eos>\n<user>:higher\n<assistant>:"
-    )
-
-
-def test_a_game_that_ends_by_its_own_limit_of_turns():
-    sides = family()
-    task = sides.task("train", 0)
-    rollout = play(sides, task, "99<eos>", "99<eos>", "99<eos>")
-    assert (rollout.reward, rollout.end_reason, len(rollout.turns)) == (0.0, "done", 3)
-
-
-def test_siblings_do_not_share_a_state():
-    sides = family()
-    task = sides.task("train", 0)
-    number = task.answer["answer"]
-    assert [play(sides, task, f"{number}<eos>").reward for _ in range(2)] == [1.0, 1.0]
-
-
-def test_splits_share_no_row():
-    sides = family()
-    rows = {
-        split: {sides.task(split, i).answer["answer"] for i in range(sides.num_tasks(split))}
-        for split in ("train", "validation", "test")
-    }
-    assert [len(rows[split]) for split in ("train", "validation", "test")] == [5, 2, 3]
-    assert len(set().union(*rows.values())) == 10
-
-
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="num_validation=2, num_test=8: leave nothing to train on of 10 rows"):
-        family(num_test=8)
-    with pytest.raises(ValueError, match="verifiers.load: gave a dict; give a MultiTurnEnv"):
-        family(load=dict)
-
-    def tools():
-        def add(a: int, b: int) -> int:
-            """Adds."""
-            return a + b
-
-        return vf.ToolEnv(tools=[add], dataset=load().get_dataset(), rubric=vf.Rubric())
-
-    with pytest.raises(ValueError, match="gave a ToolEnv with plain-text prompts or tool calls"):
-        family(load=tools)
+@pytest.mark.parametrize(
+    "env, config, message",
+    [
+        (TWO, {}, "has 2 agents"),
+        (ENDLESS, {}, "is endless"),
+        (PLAIN, {"num_test": 8}, "leave nothing to train on of 10 tasks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(env, config, message):
+    with pytest.raises(ValueError, match=message):
+        family(env, **config)

@@ -1,0 +1,2 @@
+#!/bin/bash
+tail -c 1 word.txt > answer.txt

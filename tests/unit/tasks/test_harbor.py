@@ -1,0 +1,64 @@
+"""A task in Harbor's format, played by a command through the gateway."""
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.server.opened import BYTES, END
+from tests.unit.workflows.scripted import policy
+from torchtitan_rl.server.gateway import Gateway
+from torchtitan_rl.tasks import harbor
+from torchtitan_rl.types import Task
+from torchtitan_rl.workflows.external import AgentFailed, external
+
+TASK = Path(__file__).parents[3] / "environments" / "harbor" / "last_letter"
+AGENT = (sys.executable, str(TASK.parent / "agent.py"))
+
+
+def play(said, task=TASK, agent=AGENT):
+    async def scene():
+        made = policy(said + END, tokenizer=BYTES, for_training=True, max_prompt_tokens=128)
+        async with Gateway(context_tokens=256) as gateway:
+            workflow = external([sys.executable, harbor.__file__, str(task), *agent], timeout_s=60)
+            workflow.attach(gateway)
+            return await workflow(Task(id="letter", prompt=""), made, rollout_id="0/0/0", seed=5)
+
+    return asyncio.run(scene())
+
+
+@pytest.mark.parametrize("said, reward", [("w", 1.0), ("k", 0.0)])
+def test_the_tests_of_the_task_judge_what_the_agent_left(said, reward):
+    rollout = play(said)
+    assert (rollout.reward, rollout.text) == (reward, said)
+    assert "Write the last letter" in BYTES.decode(rollout.turns[0].prompt_tokens)
+    assert (TASK / "environment").exists() and not (TASK / "answer.txt").exists()
+
+
+def changed(tmp_path, file, text):
+    shutil.copytree(TASK, tmp_path / "task")
+    (tmp_path / "task" / file).write_text(text)
+    return tmp_path / "task"
+
+
+def test_a_reward_of_several_numbers(tmp_path):
+    script = 'echo \'{"right": 1.0, "short": 0.5}\' > $HARBOR_LOGS/verifier/reward.json; ls $HARBOR_TESTS/test.sh'
+    rollout = play("w", changed(tmp_path, "tests/test.sh", script))
+    assert (rollout.reward, rollout.reward_parts) == (0.75, {"right": 1.0, "short": 0.5})
+
+
+@pytest.mark.parametrize(
+    "file, text, agent, message",
+    [
+        ("task.toml", "[agent", AGENT, "not a task in Harbor's format"),
+        ("tests/test.sh", "true", AGENT, "left no reward"),
+        ("instruction.md", "x", ("no-such-agent",), "cannot be started"),
+        ("instruction.md", "x", (sys.executable, "-c", "raise SystemExit(3)"), "ended with status 3"),
+        ("instruction.md", "x", (), "agent: is missing"),
+    ],
+)
+def test_what_cannot_run_is_a_failure_that_says_so(tmp_path, file, text, agent, message):
+    with pytest.raises(AgentFailed, match=message):
+        play("w", changed(tmp_path, file, text), agent)

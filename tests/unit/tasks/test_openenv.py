@@ -1,0 +1,90 @@
+"""An OpenEnv environment behind its own server, played through the gateway."""
+
+import asyncio
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.server.opened import BYTES, END
+from tests.unit.workflows.scripted import policy
+from torchtitan_rl.server.gateway import Gateway
+from torchtitan_rl.tasks.openenv import OpenEnv, served
+from torchtitan_rl.workflows.external import AgentFailed, external
+
+ENVIRONMENTS = str(Path(__file__).parents[3] / "environments")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    pytest.importorskip("openenv", reason="an extra of its own: bash scripts/setup.sh openenv")
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+
+
+def words(seed):
+    rng = random.Random(seed)
+    return ["".join(rng.choices("abcdefgh", k=4)) for _ in range(2)]
+
+
+def play(task, *texts, act=lambda reply: {"letter": reply}):
+    async def scene():
+        made = policy(*texts, tokenizer=BYTES, for_training=True)
+        async with Gateway(context_tokens=256) as gateway:
+            agent = OpenEnv.agent("last_letter_server:app", say=lambda observation: observation["word"], act=act)
+            workflow = external(agent, timeout_s=150)
+            workflow.attach(gateway)
+            return await workflow(task, made, rollout_id="0/0/0", seed=5)
+
+    return asyncio.run(scene())
+
+
+def test_an_episode_is_a_conversation_rewarded_step_by_step(installed):
+    task = OpenEnv.Config().build().task("train", 0)
+    first, second = words(task.answer)
+    rollout = play(task, first[-1] + END, "?" + END)
+    assert (rollout.reward, len(rollout.turns), rollout.counts["drift"]) == (0.5, 2, 0)
+    assert BYTES.decode(rollout.turns[1].prompt_tokens) == (
+        f"<|user|>{first}{END}<|assistant|>{first[-1]}{END}<|user|>{second}{END}<|assistant|>"
+    )
+
+
+def test_an_action_that_the_environment_refuses_is_a_failure(installed):
+    task = OpenEnv.Config().build().task("train", 0)
+    with pytest.raises(AgentFailed, match="Server error"):
+        play(task, "a" + END, act=lambda reply: {"word": reply})
+
+
+def test_the_splits_share_no_seed():
+    family = OpenEnv.Config(num_train=5, num_validation=3, num_test=2, demonstrate=lambda seed, rng: ["a"]).build()
+    seeds = [family.task(s, i).answer for s in ("train", "validation", "test") for i in range(family.num_tasks(s))]
+    assert sorted(seeds) == list(range(10))
+    assert (family.task("train", 0).demonstration, family.task("test", 0).demonstration) == (["a"], None)
+
+
+def test_a_server_that_does_not_start_is_an_error():
+    with pytest.raises(RuntimeError, match="did not answer; start it by hand"):
+        served("no_such_module_of_anybody:app")
+
+
+ORPHAN = """
+import os, signal, sys
+sys.path.append(sys.argv[1])
+from torchtitan_rl.tasks.openenv import served
+print(served("last_letter_server:app"), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_ends_with_the_process_that_started_it(installed):
+    ran = subprocess.run([sys.executable, "-c", ORPHAN, ENVIRONMENTS], capture_output=True, text=True, timeout=200)
+    host, port = ran.stdout.strip().removeprefix("http://").split(":")
+    for _ in range(100):
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))):
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"the server at {ran.stdout} lives on")

@@ -1,0 +1,190 @@
+"""Routes: each finds its session, reads a body, asks for completions and writes an answer. Nothing is decided here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from torchtitan_rl.server import answers
+from torchtitan_rl.server.doors import Doors, unknown_model
+from torchtitan_rl.server.errors import Refused, answer, invalid
+from torchtitan_rl.server.keys import bearer
+from torchtitan_rl.server.limits import read_body
+from torchtitan_rl.server.requests import ChatRequest, CompletionRequest, RewardRequest, Sampled, parse
+from torchtitan_rl.server.sessions import Answer, Prompt, Session
+
+__all__ = ["make_app"]
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(doors: Doors) -> FastAPI:
+    """The application. Every path below `/v1` is there once more below `/sessions/ID`; a header `X-Session-ID` names a
+    session too."""
+    app = FastAPI(openapi_url=None)
+    routes = _Routes(doors)
+    for path, handler, methods in (
+        ("/v1/models", routes.models, ["GET"]),
+        ("/v1/models/{model:path}", routes.models, ["GET"]),
+        ("/v1/chat/completions", routes.chat, ["POST"]),
+        ("/v1/completions", routes.completions, ["POST"]),
+        ("/reward", routes.reward, ["POST"]),
+    ):
+        app.add_route("/sessions/{session_id}" + path, routes.guarded(handler), methods)
+        if path != "/reward":
+            app.add_route(path, routes.guarded(handler), methods)
+    app.add_route("/healthz", routes.guarded(routes.health), ["GET"])
+    app.add_exception_handler(HTTPException, _no_route)
+    return app
+
+
+class _Routes:
+    def __init__(self, doors: Doors) -> None:
+        self.doors = doors
+
+    def guarded(self, handler: Handler) -> Handler:
+        """The handler with refusals as answers, and spans."""
+        spans = self.doors.spans
+
+        async def guard(request: Request) -> Response:
+            spans.go()
+            try:
+                response = await handler(request)
+            except Refused as refused:
+                response = answer(refused)
+            except Exception:
+                logger.exception("the gateway failed on %s", request.url.path)
+                response = answer(Refused(500, "the gateway failed; its log says why", code="internal_error"))
+            spans.ended(response.status_code)
+            return response
+
+        return guard
+
+    async def chat(self, request: Request) -> Response:
+        session, asked = await self._asked(request, ChatRequest)
+        said = await self._completed(request, session, asked, lambda: [session.chat_prompt(asked)])
+        whole = answers.chat_answer(
+            said, asked, asked.model or session.model, f"chatcmpl-{secrets.token_hex(12)}", session.policy.tokenizer
+        )
+        return _sent(whole, answers.chat_chunks(whole, asked) if asked.stream else None)
+
+    async def completions(self, request: Request) -> Response:
+        session, asked = await self._asked(request, CompletionRequest)
+        said = await self._completed(request, session, asked, lambda: session.text_prompts(asked))
+        whole = answers.completion_answer(
+            said, asked, asked.model or session.model, f"cmpl-{secrets.token_hex(12)}", session.policy.tokenizer
+        )
+        return _sent(whole, answers.completion_chunks(whole, asked) if asked.stream else None)
+
+    async def models(self, request: Request) -> Response:
+        """The models, or the one that the path names."""
+        key, session = _key(request), self._session(request)
+        names = self.doors.models(key) if session is None else [session.model]
+        more = {"max_model_len": self.doors.context_tokens}
+        listed = answers.model_list(dict.fromkeys(names, more))
+        if (wanted := request.path_params.get("model")) is None:
+            return _sent(listed)
+        if wanted not in names:
+            raise unknown_model(wanted, names)
+        return _sent(next(model for model in listed["data"] if model["id"] == wanted))
+
+    async def reward(self, request: Request) -> Response:
+        """Takes a session's reward; the last one counts. One that is refused makes the attempt fail."""
+        session = self._session(request)
+        try:
+            given = parse(RewardRequest, await self._body(request))
+        except Refused as refused:
+            session.fault = f"agent: posted a reward that was refused ({refused.message})"
+            raise
+        session.reward, session.fault = (given.reward, given.parts), ""
+        return _sent({"reward": given.reward})
+
+    async def health(self, request: Request) -> Response:
+        """Without a key: whether the gateway lives, and what its requests cost."""
+        doors = self.doors
+        return _sent({"status": "ok", "num_sessions": len(doors.sessions), "requests": doors.spans.as_dict()})
+
+    def _session(self, request: Request) -> Session | None:
+        """The session that the path or a header names; None: neither does."""
+        named = request.path_params.get("session_id") or request.headers.get("x-session-id")
+        return None if named is None else self.doors.session(named, _key(request))
+
+    async def _asked(self, request: Request, kind: type[Sampled]) -> tuple[Session, Any]:
+        session, key = self._session(request), _key(request)
+        if session is None:
+            self.doors.models(key)  # refuses a wrong key before a body is read
+        try:
+            asked = parse(kind, await self._body(request))
+            if session is None:
+                session = self.doors.stateless(key, asked.model)
+            elif asked.model not in (None, session.model):
+                raise unknown_model(asked.model, [session.model])
+            if (asked.n or 1) > self.doors.limits.max_choices:
+                raise invalid(f"n={asked.n}: is more than {self.doors.limits.max_choices}; ask for fewer", "n")
+            return session, asked
+        except Refused:
+            if session is not None:
+                session.counts["refused"] += 1
+            raise
+
+    async def _body(self, request: Request) -> bytes:
+        limits = self.doors.limits
+        with self.doors.spans.away():
+            return await read_body(request, limits.body_bytes(self.doors.context_tokens), limits.body_timeout_s)
+
+    async def _completed(
+        self, request: Request, session: Session, asked: Any, prompts: Callable[[], list[Prompt]]
+    ) -> list[Answer]:
+        """Completions, which become turns of the session unless the client has gone."""
+        try:
+            said = await session.complete(prompts(), asked)
+        except Refused:
+            session.counts["refused"] += 1
+            raise
+        if _has_gone(request):
+            session.counts["undelivered"] += len(said)
+        else:
+            session.keep(said)
+        return said
+
+
+def _has_gone(request: Request) -> bool:
+    """Whether the client of a request whose body was read has closed the connection. Asks without waiting: another
+    request's turn would come first otherwise."""
+    receiving: Any = request.receive()
+    try:
+        receiving.send(None)
+    except StopIteration as received:
+        return received.value["type"] == "http.disconnect"
+    receiving.close()
+    return False
+
+
+def _key(request: Request) -> str:
+    return bearer(request.headers.get("authorization"))
+
+
+def _sent(content: dict[str, Any], chunks=None) -> Response:
+    if chunks is not None:
+        return Response(
+            answers.event_stream(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+    return Response(json.dumps(content).encode(), media_type="application/json")
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Paths and methods that do not exist."""
+    assert isinstance(error, HTTPException)
+    what = "is no path of this gateway" if error.status_code == 404 else f"{error.detail}, for method {request.method}"
+    path = request.url.path[:120]
+    return answer(Refused(error.status_code, f"{path}: {what}; see docs/gateway.md", code="not_found"))

@@ -1,0 +1,112 @@
+"""How much one client may ask for: bytes of a body and seconds to send it, requests per second, sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+
+from torchtitan_rl.server.errors import Refused
+
+__all__ = ["ServerLimits", "Places", "Rate", "read_body"]
+
+_MAX_THROWN_AWAY = 2**26
+"""Bytes of a body that is too long which are read all the same: a client that is cut off while it writes sees no
+answer."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ServerLimits:
+    """Limits of one gateway, whoever asks."""
+
+    max_body_bytes: int = 0
+    """Bytes of a request's body; 0: 64 KiB and 16 bytes for each token of the context."""
+    body_timeout_s: float = 10.0
+    """Seconds in which a body has to arrive."""
+    max_sessions: int = 8192
+    """Sessions that are open at once."""
+    requests_per_s: float = 0.0
+    """Requests per second of all clients without a session, after a burst of as many as a second allows; 0: no
+    limit."""
+    max_parallel: int = 1024
+    """Completions that clients without a session may wait for at once."""
+    max_choices: int = 128
+    """Largest `n`."""
+
+    def body_bytes(self, context_tokens: int) -> int:
+        return self.max_body_bytes or 65536 + 16 * context_tokens
+
+
+class Places:
+    """How many completions are awaited, of how many that may be; 0: no limit."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.taken = number, 0
+
+    def take(self, n: int) -> None:
+        """Raises Refused (429) when fewer than `n` are left."""
+        if self.number and self.taken + n > self.number:
+            raise Refused(
+                429,
+                f"{self.taken} completions are awaited, and {self.number} may be; wait for one",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            )
+        self.taken += n
+
+    def give(self, n: int) -> None:
+        self.taken -= n
+
+
+class Rate:
+    """A bucket of tokens: `per_s` requests per second, after a burst of as many; 0: no limit."""
+
+    def __init__(self, per_s: float, *, clock=time.monotonic) -> None:
+        self.per_s, self._clock = per_s, clock
+        self._burst = max(1.0, per_s)
+        self._left, self._at = self._burst, clock()
+
+    def take(self) -> None:
+        """Raises Refused (429), with the seconds to wait in `Retry-After`, when the bucket is empty."""
+        if not self.per_s:
+            return
+        now = self._clock()
+        self._left = min(self._burst, self._left + (now - self._at) * self.per_s)
+        self._at = now
+        if self._left < 1.0:
+            wait_s = (1.0 - self._left) / self.per_s
+            raise Refused(
+                429,
+                f"rate limit: {self.per_s:g} requests per second are allowed; wait {wait_s:.2f} s",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(max(1, round(wait_s)))},
+            )
+        self._left -= 1.0
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The request's body. Raises Refused for a body that is too long (413), late (408) or ends early (400)."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size <= max_bytes:
+                    parts.append(part)
+                elif size > _MAX_THROWN_AWAY:
+                    break
+    except TimeoutError:
+        raise Refused(
+            408,
+            f"body: {size} bytes came within {timeout_s:g} s and the rest did not; send the whole body",
+            code="timeout",
+            headers={"Connection": "close"},
+        ) from None
+    except ClientDisconnect:
+        raise Refused(400, "body: the connection ended before the body did; send the whole body") from None
+    if size > max_bytes:
+        raise Refused(413, f"body: is longer than {max_bytes} bytes; send less", code="request_too_large")
+    return b"".join(parts)

@@ -1,0 +1,278 @@
+"""Sessions: what the policy was given and said, turn by turn, as the very tokens.
+
+A request gives a whole conversation as messages. A session recognises what the policy said before, and makes the next
+prompt from the tokens of that turn: its prompt, what was sampled, and what the chat template puts behind. Requests that
+go on from an earlier turn, from the beginning, or from something else all get along: each turn keeps its own prompt,
+and `algorithm.datums` trains turns that extend each other as one sequence and any other as a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl.server.errors import Refused, invalid
+from torchtitan_rl.server.limits import Places, Rate
+from torchtitan_rl.server.messages import compared, compared_answer, cut, rendered_message, tool_choice
+from torchtitan_rl.server.rendering import Renderings
+from torchtitan_rl.server.requests import ChatMessage, ChatRequest, CompletionRequest, Sampled
+from torchtitan_rl.server.settings import sampling_params
+from torchtitan_rl.server.spans import Spans
+from torchtitan_rl.server.tools import Call, ToolReader
+from torchtitan_rl.tasks.family import stream
+from torchtitan_rl.types import Completion, SamplingParams, Turn
+from torchtitan_rl.workflows.agent import Endpoint, SessionLimits
+from torchtitan_rl.workflows.policy import Policy, SamplingFailed
+
+__all__ = ["Answer", "Prompt", "Session"]
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What the policy is given: tokens, and what they stand for."""
+
+    tokens: list[int]
+    stop_token_ids: list[int] = field(default_factory=list)
+    """The end of an assistant's turn, where it is not the tokenizer's end of sequence."""
+    after: Answer | None = None
+    """The earlier turn that the prompt goes on from; None: it begins a sequence."""
+    messages: list[dict] = field(default_factory=list)
+    tools: list[dict] = field(default_factory=list)
+    key: int = 0
+    """Of the conversation up to here."""
+    text: str | None = None
+    """The text, for a prompt that was given as text."""
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One completion, as tokens and as the client reads it."""
+
+    number: int
+    """Counts the turns of a session, in the order in which they were asked for."""
+    prompt: Prompt
+    completion: Completion
+    text: str
+    """Without special tokens, and without the stop text."""
+    content: str | None
+    """The text besides calls of tools."""
+    calls: list[Call]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt's and the completion's."""
+        return [*self.prompt.tokens, *self.completion.tokens]
+
+    def begins(self, tokens: list[int]) -> bool:
+        """Whether a prompt goes on from this turn."""
+        given = len(self.prompt.tokens)
+        end = given + len(self.completion.tokens)
+        return tokens[given:end] == self.completion.tokens and tokens[:given] == self.prompt.tokens
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.calls else self.completion.finish_reason
+
+
+class Session:
+    """One rollout, or one client without memory. `policy` samples, with its limits, its temperature and its stops.
+
+    Turn i samples from the stream (seed, i). Nothing that was sampled is tokenised again.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        seed: int | None,
+        context_tokens: int,
+        vocab_size: int = 0,
+        limits: SessionLimits,
+        spans: Spans,
+        renderings: Renderings,
+        places: Places | None = None,
+        model: str = "policy",
+        tool_reader: ToolReader | None = None,
+        ignored: Sequence[str] = (),
+    ) -> None:
+        """`seed` None: the request's own, else a random one, and the request's temperature. `vocab_size` is the
+        model's; 0: the tokenizer's. `ignored` names sampling parameters of requests that the policy's own replace."""
+        self.policy, self.seed, self.context_tokens, self.limits = policy, seed, context_tokens, limits
+        self.vocab_size = vocab_size or len(policy.tokenizer)
+        self.model, self.tool_reader, self.ignored = model, tool_reader, frozenset(ignored)
+        self.id, self.secret = secrets.token_hex(8), secrets.token_urlsafe(24)
+        self.endpoint: Endpoint | None = None
+        self.answers: list[Answer] = []
+        """What was answered and received, in the order in which it was asked for."""
+        self.counts = dict.fromkeys(("drift", "undelivered", "refused"), 0)
+        """`drift`: messages that came back otherwise than the policy had said them. `undelivered`: completions whose
+        client had gone. `refused`: requests that were answered with an error."""
+        self.reward: tuple[float, dict[str, float]] | None = None
+        self.ended_by = ""
+        """The limit that the session has reached: `turns` or `tokens`."""
+        self.failure: SamplingFailed | None = None
+        self.fault = ""
+        """Why no reward of this session can count."""
+        self.closed = False
+        self._rate, self._places = Rate(limits.requests_per_s), places or Places(limits.max_parallel)
+        self._asked = self._num_tokens = 0
+        self._by_key: dict[int, Answer] = {}
+        self._given: set[int] = set()
+        self._spans, self._renderings = spans, renderings
+
+    # Prompts.
+
+    def chat_prompt(self, asked: ChatRequest) -> Prompt:
+        """The prompt of a conversation. Raises Refused for messages that cannot be rendered."""
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        if tool_choice(asked) == "none":
+            tools = []
+        try:
+            return self._conversation(asked.messages, tools)
+        except Exception as error:  # a template, or a tokenizer, may raise anything, always about the messages
+            raise invalid(" ".join(str(error).split())[:500] or type(error).__name__, "messages") from error
+
+    def _conversation(self, messages: list[ChatMessage], tools: list[dict]) -> Prompt:
+        chat = self._renderings.chat(self.policy.tokenizer, tools)
+        rendered = [rendered_message(message) for message in messages]
+        keys = [hash(("tools", json.dumps(tools)))]
+        for message in messages:
+            keys.append(hash((keys[-1], *compared(message))))
+        for i in range(len(messages) - 1, -1, -1):
+            if messages[i].role != "assistant":
+                continue
+            if (earlier := self._by_key.get(keys[i + 1])) is not None:
+                tokens = chat.extend(
+                    earlier.prompt.tokens, earlier.completion, earlier.prompt.messages, rendered[i + 1 :]
+                )
+                stops = earlier.prompt.stop_token_ids
+                return Prompt(tokens, stops, earlier, rendered, tools, keys[-1])
+            self.counts["drift"] += keys[i] in self._given
+        end = chat.end_of_turn(rendered)
+        stops = [] if end in (None, self.policy.tokenizer.eos_token_id) else [end]
+        return Prompt(chat.prompt(rendered), stops, None, rendered, tools, keys[-1])
+
+    def text_prompts(self, asked: CompletionRequest) -> list[Prompt]:
+        """The prompts of a request for completions: text or tokens, one or several. Raises Refused."""
+        given = asked.prompt
+        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        try:
+            prompts = [self._plain(prompt) for prompt in (given if several else [given])]
+        except (ValueError, TypeError, OverflowError) as error:
+            raise invalid(f"prompt: {error}", "prompt") from error
+        if any(not prompt.tokens for prompt in prompts):
+            raise invalid("prompt: has no tokens; give at least one", "prompt")
+        return prompts
+
+    def _plain(self, given: Any) -> Prompt:
+        if isinstance(given, str):
+            earlier = [
+                a for a in self.answers if a.prompt.text is not None and given.startswith(a.prompt.text + a.text)
+            ]
+            if (after := max(earlier, key=lambda a: len(a.prompt.text + a.text), default=None)) is None:
+                return Prompt(self.policy.encode(given), text=given)
+            rest = given[len(after.prompt.text) + len(after.text) :]
+            return Prompt([*after.tokens, *self.policy.encode(rest)], after=after, text=given)
+        self._check_ids(given, "prompt")
+        after = next((answer for answer in reversed(self.answers) if answer.begins(given)), None)
+        return Prompt(list(given), after=after)
+
+    def _check_ids(self, ids: list[int], param: str) -> None:
+        size = self.vocab_size
+        if (wrong := next((i for i in ids if not 0 <= i < size), None)) is not None:
+            raise invalid(f"{param}: token id {wrong} is outside the vocabulary of {size}; give ids of it", param)
+
+    # Completions.
+
+    async def complete(self, prompts: list[Prompt], asked: Sampled) -> list[Answer]:
+        """`n` completions of each prompt, prompt by prompt. They count as turns once `keep` is told. Raises Refused."""
+        n = (asked.n or 1) * len(prompts)
+        self._admit(n)
+        params = []
+        for prompt in prompts:
+            room = self.context_tokens - len(prompt.tokens)
+            if room < 1:
+                self.ended_by = "tokens"
+                raise invalid(
+                    f"messages: the prompt has {len(prompt.tokens)} tokens, and the context has room for "
+                    f"{self.context_tokens} with a completion; send less",
+                    "messages",
+                    "context_length_exceeded",
+                )
+            self._check_ids(asked.stop_token_ids or [], "stop_token_ids")
+            drawn = sampling_params(
+                asked, self.policy, prompt.stop_token_ids, room, self.ignored, own=self.seed is None
+            )
+            params += [(prompt, drawn)] * (asked.n or 1)
+        self._places.take(n)
+        first, self._asked = self._asked, self._asked + n
+        try:
+            calls = [self._complete(*drawn, first + i, asked.stops) for i, drawn in enumerate(params)]
+            with self._spans.away():
+                return [await calls[0]] if n == 1 else await asyncio.gather(*calls)
+        except RuntimeError as error:
+            self.failure = SamplingFailed(str(error))
+            raise Refused(
+                503, f"the generators gave no completion ({error}); try again", code="no_completion"
+            ) from error
+        except ValueError as error:
+            raise invalid(str(error)) from error
+        finally:
+            self._places.give(n)
+
+    def _admit(self, n: int) -> None:
+        """Raises Refused for a session that is closed or has reached a limit."""
+        limits = self.limits
+        if self.closed:
+            raise Refused(404, "session: has ended; open another", code="session_not_found")
+        self._rate.take()
+        turns = limits.max_turns and self._asked + n > limits.max_turns
+        if turns or (limits.max_tokens and self._num_tokens >= limits.max_tokens):
+            self.ended_by = "turns" if turns else "tokens"
+            reached = f"{limits.max_turns} completions" if turns else f"{limits.max_tokens} sampled tokens"
+            raise invalid(f"session: its limit of {reached} is reached; end here", code="session_limit_reached")
+
+    async def _complete(self, prompt: Prompt, params: SamplingParams, number: int, stops: list[str]) -> Answer:
+        self._spans.go()
+        seed = stream(self.seed, number) if self.seed is not None else params.seed
+        params = dataclasses.replace(params, seed=secrets.randbits(63) if seed is None else seed)
+        with self._spans.away():
+            completion = await self.policy.sampler.sample(
+                prompt.tokens, params, policy_version=self.policy.policy_version
+            )
+        self._num_tokens += len(completion.tokens)
+        text = cut(self.policy.text(completion), stops)
+        content, calls = text, []
+        if self.tool_reader is not None and prompt.tools:
+            content, calls = self.tool_reader.read(completion, text, prompt.tools, number)
+        self._spans.stop()
+        return Answer(number, prompt, completion, text, content, calls)
+
+    def keep(self, answers: list[Answer]) -> None:
+        """The client gets these completions: they are turns of the rollout from now on."""
+        if self.closed:
+            return
+        self.answers += answers
+        self.answers.sort(key=lambda answer: answer.number)
+        for answer in answers:
+            if answer.prompt.messages:
+                self._given.add(answer.prompt.key)
+                self._by_key[hash((answer.prompt.key, *compared_answer(answer.content, answer.calls)))] = answer
+
+    def turns(self) -> list[Turn]:
+        """The turns, each after the one that it extends where nothing else went on from there, sequence by sequence in
+        the order in which they began."""
+        sequences: list[list[Answer]] = []
+        for answer in self.answers:
+            goes_on = next((s for s in sequences if s[-1] is answer.prompt.after), None)
+            if goes_on is None:
+                sequences.append([answer])
+            else:
+                goes_on.append(answer)
+        flat = [answer for sequence in sequences for answer in sequence]
+        return [Turn(prompt_tokens=answer.prompt.tokens, completion=answer.completion) for answer in flat]

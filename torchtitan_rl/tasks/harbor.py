@@ -1,0 +1,72 @@
+"""A task directory in Harbor's format, played without containers by a command: what runs, not where it is isolated.
+
+    external([sys.executable, harbor.__file__, "path/of/task", "my-agent"], ...)
+
+`python harbor.py TASK AGENT...` copies `environment/` into the working directory, gives the agent `instruction.md` as
+its last argument, runs `tests/test.sh`, and writes its reward to REWARD_FILE. Standard library only: it starts once per
+attempt.
+docs/environments.md says which parts of the format count. https://www.harborframework.com
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+__all__ = ["main"]
+
+
+def main(task: str, *agent: str) -> None:
+    """Plays a task in the working directory. Exits with a message for a task or an agent that cannot run."""
+    directory = Path(task).resolve()
+    try:
+        settings = tomllib.loads((directory / "task.toml").read_text())
+        instruction = (directory / "instruction.md").read_text().strip()
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        sys.exit(f"harbor: task={task!r}: is not a task in Harbor's format ({error}); give its directory")
+    if not agent:
+        sys.exit("harbor: agent: is missing; give its command after the task's directory")
+    for part in (directory / "environment").glob("*"):
+        if part.name != "Dockerfile":
+            (shutil.copytree if part.is_dir() else shutil.copy2)(part, part.name)
+    logs = Path(os.environ.get("TMPDIR", ".")).resolve() / "harbor-logs"
+    (logs / "verifier").mkdir(parents=True)
+    _run([*agent, instruction], settings.get("agent", {}), {})
+    tests = shutil.copytree(directory / "tests", logs.parent / "harbor-tests")  # after the agent, who could change them
+    places = {"HARBOR_LOGS": str(logs), "HARBOR_TESTS": str(tests)}
+    _run(["bash", str(tests / "test.sh")], settings.get("verifier", {}), places)
+    Path(os.environ["REWARD_FILE"]).write_text(json.dumps(_reward(logs / "verifier")))
+
+
+def _run(command: list[str], settings: dict, places: dict[str, str]) -> None:
+    variables = {name: str(value) for name, value in settings.get("env", {}).items()}
+    try:
+        done = subprocess.run(command, env=os.environ | variables | places, timeout=settings.get("timeout_sec"))
+    except subprocess.TimeoutExpired:
+        return  # an agent that is late has done what it has done, and tests that are late have no reward
+    except OSError as error:
+        sys.exit(f"harbor: {command[0]!r} cannot be started ({error}); mend the command")
+    if done.returncode and not places:
+        sys.exit(f"harbor: {command[0]!r} ended with status {done.returncode}")
+
+
+def _reward(verifier: Path) -> dict[str, float]:
+    """`reward.json` (numbers by name; `reward`, else their mean, is the reward), or the number of `reward.txt`."""
+    try:
+        if (verifier / "reward.json").exists():
+            parts = {name: float(value) for name, value in json.loads((verifier / "reward.json").read_text()).items()}
+            return {"reward": parts.get("reward", sum(parts.values()) / max(1, len(parts)))} | parts
+        return {"reward": float((verifier / "reward.txt").read_text())}
+    except (OSError, ValueError, AttributeError) as error:
+        sys.exit(f"harbor: tests/test.sh left no reward ({error}); it must write {verifier}/reward.txt or reward.json")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: harbor.py TASK AGENT...")
+    main(*sys.argv[1:])

@@ -1,0 +1,165 @@
+"""Environments of the OpenEnv kind: their seeds as a task family, and an agent that plays them as a conversation.
+
+https://github.com/meta-pytorch/OpenEnv. An environment is a server of its own, met by the package's client. The agent
+meets the policy at the gateway's endpoint (workflows/external.py). docs/environments.md shows a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
+from torchtitan_rl.types import Task
+
+__all__ = ["OpenEnv", "served"]
+
+_START_S = 120.0
+
+
+class OpenEnv:
+    """One environment; a task is a seed for its `reset`, and the splits share no seed."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        num_train: int = 100_000
+        """Number of train seeds."""
+        num_validation: int = 256
+        """Number of validation seeds."""
+        num_test: int = 512
+        """Number of test seeds."""
+        demonstrate: Callable[[int, random.Random], list[str]] | None = None
+        """Gives the replies of an episode to imitate: `(seed, generator of random numbers) -> texts`."""
+
+        def build(self) -> OpenEnv:
+            return OpenEnv(self)
+
+    name = "openenv"
+
+    def __init__(self, config: OpenEnv.Config) -> None:
+        self.config = config
+        self._num = {"validation": config.num_validation, "test": config.num_test, "train": config.num_train}
+        self._first = {"validation": 0, "test": config.num_validation, "train": config.num_validation + config.num_test}
+
+    @staticmethod
+    def agent(server: str, *, say: Callable[[dict], str], act: Callable[[str], dict]) -> Callable:
+        """What `external` takes: plays one episode and gives the sum of its rewards.
+
+        `server` is a URL, or `module:app`, which is then served on this machine. `say` makes a user's message of an
+        observation, `act` an action of a reply; observations and actions are plain data, as they travel.
+        """
+        return functools.partial(play, server=server, say=say, act=act)
+
+    def num_tasks(self, split: str) -> int:
+        check_split(split)
+        return self._num[split]
+
+    def task(self, split: str, index: int) -> Task:
+        """`answer` is the seed. Only train tasks carry a demonstration: one text per turn."""
+        check_index(self, split, index)
+        seed = self._first[split] + index
+        demonstration = None
+        if split == "train" and self.config.demonstrate is not None:
+            demonstration = self.config.demonstrate(seed, random.Random(stable_hash("demonstration", seed)))
+        return Task(id=f"{self.name}/{split}/{index}", prompt=f"seed {seed}", answer=seed, demonstration=demonstration)
+
+    def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
+        raise RuntimeError(
+            "openenv: an environment judges its own steps; set algorithm.workflow=external(OpenEnv.agent(...))"
+        )
+
+
+async def play(task: Task, endpoint: Any, *, server: str, say: Callable, act: Callable) -> float:
+    """One episode: the sum of the rewards of its steps."""
+    from openenv.core import GenericEnvClient
+
+    sdk = _sdk().copy(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    messages, reward = [], 0.0
+    url = await asyncio.to_thread(served, server)
+    async with GenericEnvClient(base_url=url) as env:
+        result = await env.reset(seed=task.answer)
+        while not result.done:
+            messages.append({"role": "user", "content": say(result.observation)})
+            answer = await sdk.chat.completions.create(model=endpoint.model, messages=messages)
+            said = answer.choices[0].message.content
+            messages.append({"role": "assistant", "content": said})
+            result = await env.step(act(said))
+            reward += float(result.reward or 0.0)
+    return reward
+
+
+def served(server: str) -> str:
+    """The URL of a server; `module:app` is started by uvicorn in a process of its own, which ends with this one.
+
+    Raises RuntimeError for a server that does not answer within two minutes.
+    """
+    if "://" in server:
+        return server
+    with _STARTING:
+        url = _started(server)
+    if not url:
+        raise RuntimeError(
+            f"openenv: server {server!r} did not answer; start it by hand and mend it: python -m uvicorn {server}"
+        )
+    return url
+
+
+_STARTING = threading.Lock()
+# The pipe closes when this process ends, whatever it ends of. The package's server raises whenever a client leaves,
+# which uvicorn would tell at every episode.
+_SERVE = """
+import os, sys, threading, uvicorn
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+uvicorn.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), log_level="critical")
+"""
+
+
+@functools.cache
+def _started(server: str) -> str:
+    """The URL of a server that was started; empty where it does not answer."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", _SERVE, server, str(port)]
+    process = subprocess.Popen(command, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    atexit.register(process.kill)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return url
+        except OSError:
+            time.sleep(0.2)
+    process.kill()
+    return ""
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with our `sys.path`: a server's module may lie beside the config."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+_SDKS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
+
+
+def _sdk() -> Any:
+    """One client for all attempts of an event loop: a new one takes longer than a request."""
+    import openai
+
+    loop = asyncio.get_running_loop()
+    if loop not in _SDKS:
+        _SDKS[loop] = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="of the session", timeout=600)
+    return _SDKS[loop]
