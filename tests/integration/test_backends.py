@@ -161,7 +161,9 @@ def test_a_pinned_version_can_be_sampled_and_scored_until_it_is_released(loop, r
         return old, new, as_old, as_new, scores, sampled, stored, await running.launcher.store.versions()
 
     old, new, as_old, as_new, scores, sampled, stored, left = loop.run_until_complete(run())
-    assert scores == [as_old, as_new, as_new] and as_old != as_new
+    assert scores[0] == pytest.approx(as_old, abs=1e-5) and scores[0] != pytest.approx(as_new, abs=1e-2)
+    for scored in scores[1:]:  # scored in company: docs/numerics.md
+        assert scored == pytest.approx(as_new, abs=1e-5)
     assert set(sampled.policy_versions) == {old} and stored == [old, new] and left == [new]
 
 

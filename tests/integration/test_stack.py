@@ -193,7 +193,9 @@ def test_versions_can_be_pinned_scored_and_are_deleted_when_nobody_holds_them(lo
 
     old, new, as_old, as_new, mixed, sampled, stored, left = loop.run_until_complete(run())
     assert new == old + 1
-    assert mixed == [as_old, as_new, as_new] and as_old != as_new
+    assert mixed[0] == pytest.approx(as_old, abs=1e-5) and mixed[0] != pytest.approx(as_new, abs=1e-2)
+    for scored in mixed[1:]:  # scored in company: docs/numerics.md
+        assert scored == pytest.approx(as_new, abs=1e-5)
     assert set(sampled.policy_versions) == {old}
     assert stored == [old, new] and left == [new]
 
