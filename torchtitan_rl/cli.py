@@ -23,6 +23,7 @@ _VERBS = {
     "eval": "accuracy of a checkpoint on a split",
     "sample": "complete a prompt with a checkpoint",
     "serve": "open OpenAI's endpoints on a checkpoint",
+    "serve-tinker": "serve a config's model to Tinker's SDK: train, sample, save",
     "audit": "check that a run's records agree: every draw ended once",
     "export": "write a checkpoint's policy as a Hugging Face directory",
     "show": "print a resolved config and the memory each process will need",
@@ -70,6 +71,24 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--output-dir", default="", help="default: runs/serve-NAME-DATE-TIME")
 
 
+def _add_serve_tinker(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--host", default="127.0.0.1", help="any other address needs a key")
+    sub.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    sub.add_argument(
+        "--api-key-file",
+        default="",
+        metavar="FILE",
+        help="the key of clients; default: $TORCHTITAN_RL_API_KEY, or none",
+    )
+    sub.add_argument("--base-model", default="", metavar="NAME", help="default: the path of model.assets")
+    sub.add_argument("--lora-rank", type=int, default=32, metavar="N", help="largest; 0: one model, all parameters")
+    sub.add_argument("--max-models", type=int, default=8, metavar="N", help="LoRA models in the trainer at once")
+    sub.add_argument(
+        "--max-restarts", type=int, default=3, metavar="N", help="begin again when the server is killed or fails"
+    )
+    sub.add_argument("--outcome", default="", help=argparse.SUPPRESS)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtitan-rl",
@@ -79,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in _VERBS.items():
         sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
-        if verb in ("train", "eval", "show"):
+        if verb in ("train", "eval", "show", "serve-tinker"):
             sub.add_argument("config", help="a Python file with a config() function")
         if verb == "train":
             sub.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
@@ -139,6 +158,8 @@ def _parser() -> argparse.ArgumentParser:
             _add_sampling(sub)
         if verb == "serve":
             _add_serve(sub)
+        if verb == "serve-tinker":
+            _add_serve_tinker(sub)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.add_argument("--quiet", action="store_true", help="no progress display")
     return parser
@@ -157,7 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     if getattr(args, "outcome", ""):
         from torchtitan_rl.launch.restarts import attempt
 
-        args.resume = "auto" if attempt() else args.resume
+        restarts = attempt()
+        if args.verb == "train":
+            args.resume = "auto" if restarts else args.resume
     # Show deprecated settings of the user's config: by default Python shows deprecations of __main__ only.
     warnings.filterwarnings("default", category=DeprecationWarning, module="torchtitan_rl")
     try:
@@ -200,6 +223,8 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
 
         show(config)
         return 0
+    if args.verb == "serve-tinker":
+        return verbs.serve_tinker(args, config, argv)
     validate(config)
     if args.verb == "train":
         config.controller.check_reward &= not args.no_reward_check

@@ -15,7 +15,19 @@ from pathlib import Path
 
 from torchtitan_rl.observability.user_code import told
 
-__all__ = ["ended", "fail", "dry_run", "train", "train_with_restarts", "evaluate", "audit", "export", "sample", "serve"]
+__all__ = [
+    "ended",
+    "fail",
+    "dry_run",
+    "train",
+    "train_with_restarts",
+    "evaluate",
+    "audit",
+    "export",
+    "sample",
+    "serve",
+    "serve_tinker",
+]
 
 _ATTACH_S = 60.0
 
@@ -74,13 +86,17 @@ def train_with_restarts(args: argparse.Namespace, config, argv: list[str]) -> in
 
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
-    arguments = argv[argv.index("train") + 1 :]
-    at = next(i for i, argument in enumerate(arguments) if argument.startswith("--max-restarts"))
-    del arguments[at : at + (1 if "=" in arguments[at] else 2)]
+    arguments = _without_restarts(argv[argv.index("train") + 1 :])
     if not config.output_dir:  # the same one for every attempt
         directory = place(config, args.resume)[0] if args.resume else output_path(config, absolute=False)
         arguments += ["--output-dir", str(directory)]
-    return run_with_restarts(arguments, args.max_restarts)
+    return run_with_restarts("train", arguments, args.max_restarts)
+
+
+def _without_restarts(arguments: list[str]) -> list[str]:
+    """The arguments without `--max-restarts N`."""
+    at = next((i for i, argument in enumerate(arguments) if argument.startswith("--max-restarts")), len(arguments))
+    return arguments[:at] + arguments[at + (1 if "=" in "".join(arguments[at : at + 1]) else 2) :]
 
 
 async def _guarded(args, start, body) -> int:
@@ -276,6 +292,39 @@ async def serve(args: argparse.Namespace) -> int:
         if args.debug:
             traceback.print_exc()
         return fail(told(error))
+
+
+def serve_tinker(args: argparse.Namespace, config, argv: list[str]) -> int:
+    """Serves until SIGINT or SIGTERM; is started again, at most `--max-restarts` times, when it is killed or fails."""
+    from torchtitan_rl.config.derive import settled
+    from torchtitan_rl.launch.restarts import leave_outcome, run_with_restarts
+    from torchtitan_rl.run.serve_tinker import TinkerOptions, adapted, serve_tinker
+    from torchtitan_rl.run.start import dated
+    from torchtitan_rl.validation.run import validate
+
+    options = TinkerOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TinkerOptions)})
+    config = settled(adapted(config, options))
+    validate(config)
+    if args.max_restarts and not args.outcome:
+        arguments = _without_restarts(argv[argv.index("serve-tinker") + 1 :]) + ["--max-restarts", "0"]
+        if not config.output_dir:  # the same one for every attempt
+            arguments += ["--output-dir", dated(f"tinker-{config.name}")]
+        return run_with_restarts("serve-tinker", arguments, args.max_restarts)
+
+    async def serving() -> int:
+        try:
+            await serve_tinker(config, options, quiet=args.quiet)
+            return 0
+        except Exception as error:
+            args.final = isinstance(error, ValueError)
+            if args.debug:
+                traceback.print_exc()
+            return fail(told(error))
+
+    args.final = True
+    if not args.outcome:
+        return ended(serving())
+    return ended(serving(), lambda code: leave_outcome(args.outcome, code, final=args.final))
 
 
 def _address(args: argparse.Namespace, port: int | None, host: str):

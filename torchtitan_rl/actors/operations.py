@@ -1,7 +1,8 @@
 """The parts that each operation of a role needs on the device: one table for clients, placement, meshes and ranks.
 
 A trainer's operation has three places: the client's method (`dispatch.training_client`), the row of `TRAINER_NEEDS`,
-and the implementation (a method of `TrainerRank`, `WeightExchange`, `RoleCopies` or `TrainerFiles`). Meshes and the
+and the implementation (a method of `TrainerRank`, `WeightExchange`, `RoleCopies`, `TrainerFiles` or
+`AdapterSlots`). Meshes and the
 actor forward an operation by name.
 """
 
@@ -34,6 +35,11 @@ TRAINER_NEEDS: dict[str, tuple[str, ...]] = {
     "save_adapter": ("model",),
     "parameters": ("model",),
     "gradients": ("model", "gradients"),
+    "begin_model": ("optimizer", "gradients"),
+    "add_adapter": TRAINER_PARTS,
+    "use_adapter": TRAINER_PARTS,
+    "drop_adapter": (),
+    "freeze_untrained": ("gradients",),
 }
 """Parts by operation, in the order of error messages. An operation that needs gradients needs a role that trains."""
 NEEDS = TRAINER_NEEDS | {"pull": ("weights",), "sample": GENERATOR_PARTS}

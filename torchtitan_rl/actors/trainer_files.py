@@ -112,7 +112,7 @@ class TrainerFiles:
 
     def save_adapter(self, path: str) -> None:
         """Writes the adapters as a directory that PEFT loads. Raises ValueError without LoRA."""
-        rank, config = self.rank, self.rank.config.lora
+        rank, config = self.rank, self.rank.exchange.lora
         if config is None:
             raise ValueError("trainer.lora=None: there are no adapters to save; use save_hf_model")
         _, adapters = rank.exchange.base_and_adapters()

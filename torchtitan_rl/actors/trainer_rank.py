@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_determinism
 
+from torchtitan_rl.actors.adapter_slots import AdapterSlots
 from torchtitan_rl.actors.build import build_model, build_optimizers
 from torchtitan_rl.actors.operations import TRAINED_ROLES, TRAINER_NEEDS
 from torchtitan_rl.actors.trainer_files import TrainerFiles
@@ -31,8 +32,8 @@ class TrainerRank(TrainerSteps):
     """A torchtitan model, sharded by torchtitan's canonical plan, and an optimizer. The process group must exist.
 
     A `critic` has a value head; `reference` and `teacher` only score and have no optimizer. `run` executes an operation
-    of `operations.TRAINER_NEEDS`: a method of this class, of `WeightExchange`, `RoleCopies` or
-    `TrainerFiles`.
+    of `operations.TRAINER_NEEDS`: a method of this class, of `WeightExchange`, `RoleCopies`,
+    `TrainerFiles` or `AdapterSlots`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TrainerRank(TrainerSteps):
         self.exchange = WeightExchange(
             self.model, n_kv_heads=self.shape.n_kv_heads, config=config, device=device, store=store
         )
-        doers = (self, self.exchange, RoleCopies(self), TrainerFiles(self))
+        doers = (self, self.exchange, RoleCopies(self), TrainerFiles(self), AdapterSlots(self))
         self._operations = {
             name: next(getattr(doer, name) for doer in doers if hasattr(doer, name)) for name in TRAINER_NEEDS
         }

@@ -52,6 +52,29 @@ class TrainingClient(TrainingSteps):
         """Forgets the optimizer's moments and step count."""
         return self._call("reset_optimizer")
 
+    def begin_model(self, policy_version: int) -> asyncio.Future[None]:
+        """Forgets gradients and moments, and counts policy versions from `policy_version`."""
+        return self._call("begin_model", policy_version)
+
+    def add_adapter(
+        self, name: str, *, lora_rank: int, seed: int, parts: tuple[str, ...], policy_version: int
+    ) -> asyncio.Future[None]:
+        """Adds a LoRA model over the same base, which later calls train and score; `parts` of "attention" and "mlp" get
+        adapters that train. `policy_version` is the version of the fresh model."""
+        return self._call("add_adapter", name, lora_rank, seed, parts, policy_version)
+
+    def use_adapter(self, name: str) -> asyncio.Future[None]:
+        """Makes a model that was added the one which later calls train and score."""
+        return self._call("use_adapter", name)
+
+    def drop_adapter(self, name: str) -> asyncio.Future[None]:
+        """Forgets a model that was added."""
+        return self._call("drop_adapter", name)
+
+    def freeze_untrained(self) -> asyncio.Future[None]:
+        """Drops the gradients of the model's adapters that are not among its `parts`."""
+        return self._call("freeze_untrained")
+
     async def push_copy(self, transport: str) -> None:
         """Pushes the weights in the trainer's own dtype, for another role's `pull_copy`."""
         await self._call("push_copy", transport)

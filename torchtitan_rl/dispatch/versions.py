@@ -39,6 +39,12 @@ class PolicyVersions(VersionHolders):
             await self._store.discard("head")
             await source.discard_weights("head")
 
+    async def publish_for(self, holder: str) -> int:
+        """Publishes the trainer's version, which serves no unpinned request, and pins the version for `holder`."""
+        version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
+        self._holders.setdefault(version, Counter())[holder] += 1
+        return version
+
     async def save(self, version: int, file: Path) -> None:
         """Writes the parameters of a published version as safetensors, by torchtitan's names, in the generators'
         dtype."""

@@ -1,4 +1,4 @@
-"""Starting a run again when it was killed or failed: torchrun's own restarts around the command `train`.
+"""Starting a run again when it was killed or failed: torchrun's own restarts around a verb of the command.
 
 torchrun (`torch.distributed.elastic`) starts the command as its one worker and starts it again when it ends with
 another status than 0. `hosts.watchdog` kills a command that gives no sign of life. The command writes its real status
@@ -21,8 +21,8 @@ from torchtitan_rl.hosts import watchdog
 __all__ = ["run_with_restarts", "attempt", "leave_outcome"]
 
 
-def run_with_restarts(arguments: list[str], max_restarts: int) -> int:
-    """Runs `torchtitan-rl train ARGUMENTS`, again with `--resume auto` when it was killed or failed, at most
+def run_with_restarts(verb: str, arguments: list[str], max_restarts: int) -> int:
+    """Runs `torchtitan-rl VERB ARGUMENTS`, again (`train` with `--resume auto`) when it was killed or failed, at most
     `max_restarts` times. Returns the exit status of the last attempt."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -39,7 +39,7 @@ def run_with_restarts(arguments: list[str], max_restarts: int) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
         )
-        command = ("-m", "torchtitan_rl.cli", "train", *arguments, "--outcome", str(outcome))
+        command = ("-m", "torchtitan_rl.cli", verb, *arguments, "--outcome", str(outcome))
         try:
             with watchdog.watch(Path(directory) / "signs_of_life.json"):
                 elastic_launch(config, sys.executable)(*command)

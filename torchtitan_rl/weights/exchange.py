@@ -34,7 +34,7 @@ class WeightExchange:
     ):
         self.model, self.device, self.store = model, device, store
         self.buffers = SharedBuffers()
-        self._n_kv_heads, self._config = n_kv_heads, config
+        self._n_kv_heads, self.lora = n_kv_heads, config.lora
         # `named_parameters` lacks wq, wk and wv, which the state shows for the fused weight: subtract buffers instead.
         self._buffer_names = {plain_name(name) for name, _ in model.named_buffers()}
 
@@ -75,6 +75,6 @@ class WeightExchange:
     def base_and_adapters(self) -> tuple[dict[str, torch.Tensor], lora.Adapters]:
         """The state without adapters, and the whole adapters for `lora.merge` (LoRA only, then a collective call)."""
         state = self.model.state_dict()
-        if self._config.lora is None:
+        if self.lora is None:
             return state, {}
-        return lora.base_state(state), lora.whole_adapters(state, self._n_kv_heads, self._config.lora)
+        return lora.base_state(state), lora.whole_adapters(state, self._n_kv_heads, self.lora)

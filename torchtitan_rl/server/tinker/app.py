@@ -1,0 +1,279 @@
+"""Routes of Tinker's protocol: each reads a body, asks the service and writes an answer. Nothing is decided here."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from torchtitan_rl.server.errors import Refused
+from torchtitan_rl.server.keys import bearer
+from torchtitan_rl.server.limits import read_body
+from torchtitan_rl.server.spans import Spans
+from torchtitan_rl.server.tinker import bodies, wire
+from torchtitan_rl.server.tinker.catalogue import Catalogue
+from torchtitan_rl.server.tinker.faults import Fault, answer, fault_of, server, user
+from torchtitan_rl.server.tinker.service import Service
+
+__all__ = ["make_app"]
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(service: Service, api_key: str) -> FastAPI:
+    """The application. `api_key`: what `X-API-Key` has to be; empty: anything."""
+    app = FastAPI(openapi_url=None)
+    routes = _Routes(service, api_key)
+    catalogue = Catalogue(service)
+    for path, handler in (
+        ("client/config", routes.client_config),
+        ("client/dynamic_config", routes.dynamic_config),
+        ("create_session", routes.create_session),
+        ("session_heartbeat", routes.heartbeat),
+        ("sessions/{session_id}/finish", routes.finish),
+        ("create_model", routes.create_model),
+        ("get_info", routes.get_info),
+        ("unload_model", routes.unload),
+        ("forward_backward", routes.forward_backward),
+        ("forward", routes.forward),
+        ("optim_step", routes.optim_step),
+        ("save_weights", routes.save_weights),
+        ("save_weights_for_sampler", routes.save_for_sampler),
+        ("load_weights", routes.load_weights),
+        ("create_sampling_session", routes.create_sampler),
+        ("asample", routes.sample),
+        ("retrieve_future", routes.retrieve),
+        ("telemetry", routes.telemetry),
+        ("weights_info", routes.weights_info),
+    ):
+        app.add_route(f"/api/v1/{path}", routes.guarded(handler), ["POST"])
+    for path, method, answering in catalogue.routes():
+        app.add_route(f"/api/v1/{path}", routes.guarded(_shown(answering)), [method])
+    app.add_route("/api/v1/healthz", routes.guarded(routes.health, open_to_all=True), ["GET"])
+    for path in ("create_custom_loss", "copy_weights", "save_weights_external", "join_sampling_session",
+                 "retrieve_futures", "cancel_future", "auth/token"):  # fmt: skip
+        app.add_route(f"/api/v1/{path}", routes.guarded(_not_offered(path)), ["POST"])
+    app.add_exception_handler(HTTPException, _no_route)
+    app.state.spans = routes.spans
+    return app
+
+
+class _Routes:
+    def __init__(self, service: Service, api_key: str) -> None:
+        self.service, self._api_key, self.spans = service, api_key, Spans()
+
+    def guarded(self, handler: Handler, *, open_to_all: bool = False) -> Handler:
+        """The handler with the key checked, faults as answers, and spans."""
+
+        async def guard(request: Request) -> Response:
+            self.spans.go()
+            try:
+                if not open_to_all:
+                    self._check_key(request)
+                response = await handler(request)
+            except Fault as fault:
+                response = answer(fault)
+            except Refused as refused:
+                response = answer(Fault(refused.message, "user", status=refused.status))
+            except ValueError as error:
+                response = answer(fault_of(error))
+            except Exception:
+                logger.exception("the server failed on %s", request.url.path)
+                response = answer(server("the server failed; its log says why"))
+            self.spans.ended(response.status_code)
+            return response
+
+        return guard
+
+    def _check_key(self, request: Request) -> None:
+        given = request.headers.get("x-api-key") or bearer(request.headers.get("authorization"))
+        if self._api_key and not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._api_key.encode()):
+            raise user("X-API-Key: is not the key of this server; set TINKER_API_KEY to it", status=401)
+
+    async def _body(self, request: Request) -> bytes:
+        limits = self.service.limits
+        with self.spans.away():
+            body = await read_body(request, limits.max_body_bytes, limits.body_timeout_s)
+        return wire.decompressed(body, request.headers.get("content-encoding"))
+
+    async def _parsed(self, request: Request, kind: type) -> Any:
+        return bodies.parse(kind, await self._body(request))
+
+    # What the SDK asks when it starts.
+
+    async def client_config(self, request: Request) -> Response:
+        await self._body(request)
+        return _json(
+            {
+                "pjwt_auth_enabled": False,
+                "credential_default_source": "api_key",
+                "parallel_fwdbwd_chunks": True,
+                "proto_compress_fwdbwd": False,  # loopback is faster than compression
+                "use_pyqwest_transport": False,
+                "sample_use_retrieve_futures": False,
+                "custom_loss_server_side": False,
+                "sample_join_sampling_session": False,
+            }
+        )
+
+    async def dynamic_config(self, request: Request) -> Response:
+        await self._body(request)
+        return _json({"refresh_interval_sec": 3600, "sample_cancel_enabled": False})
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def telemetry(self, request: Request) -> Response:
+        """Read and thrown away."""
+        await self._body(request)
+        return _json({"status": "accepted"})
+
+    # Sessions.
+
+    async def create_session(self, request: Request) -> Response:
+        body = await self._parsed(request, bodies.SessionBody)
+        return _json({"type": "create_session", "session_id": self.service.create_session(body)})
+
+    async def heartbeat(self, request: Request) -> Response:
+        self.service.session((await self._parsed(request, bodies.SessionBody)).session_id)
+        return _json({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request) -> Response:
+        await self._body(request)
+        await self.service.finish(request.path_params["session_id"])
+        return Response(status_code=204)
+
+    # Models.
+
+    async def create_model(self, request: Request) -> Response:
+        body = await self._parsed(request, bodies.CreateModelBody)
+        self.service.require_session(body.session_id)
+        return _future(self.service.models.create(body))
+
+    async def get_info(self, request: Request) -> Response:
+        body = await self._parsed(request, bodies.ModelBody)
+        record, base_model = self.service.models.model(body.model_id).record, self.service.served.base_model
+        return _json(
+            {
+                "type": "get_info",
+                "model_data": {"arch": "qwen3", "model_name": base_model, "tokenizer_id": base_model},
+                "model_id": record.model_id,
+                "optimizer_config": {"type": "adamw"},
+                "is_lora": record.lora_rank > 0,
+                "lora_rank": record.lora_rank or None,
+                "model_name": base_model,
+            }
+        )
+
+    async def unload(self, request: Request) -> Response:
+        body = await self._parsed(request, bodies.ModelBody)
+        return _future(self.service.models.unload(body.model_id), body.model_id)
+
+    async def forward_backward(self, request: Request) -> Response:
+        return await self._train(request, forward_only=False)
+
+    async def forward(self, request: Request) -> Response:
+        return await self._train(request, forward_only=True)
+
+    async def _train(self, request: Request, *, forward_only: bool) -> Response:
+        content_type = request.headers.get("content-type", "")
+        asked = wire.read_training(await self._body(request), content_type, forward_only=forward_only)
+        return _future(self.service.models.train(asked), asked.model_id)
+
+    async def optim_step(self, request: Request) -> Response:
+        body = await self._parsed(request, bodies.OptimStepBody)
+        return _future(self.service.models.step(body.model_id, body.seq_id, body.optim_params), body.model_id)
+
+    async def save_weights(self, request: Request) -> Response:
+        body = await self._parsed(request, bodies.SaveWeightsBody)
+        return _future(self.service.models.save(body), body.model_id)
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        body = await self._parsed(request, bodies.SaveForSamplerBody)
+        return _future(self.service.save_for_sampler(body), body.model_id)
+
+    async def load_weights(self, request: Request) -> Response:
+        body = await self._parsed(request, bodies.LoadWeightsBody)
+        if body.model_id is not None:
+            return _future(self.service.models.load(body), body.model_id)
+        self.service.require_session(body.session_id)
+        return _future(self.service.models.create_from(body))
+
+    async def weights_info(self, request: Request) -> Response:
+        body = await self._parsed(request, bodies.WeightsInfoBody)
+        record = self.service.checkpoints.find(body.tinker_path)[0].model
+        return _json(
+            {
+                "base_model": record.base_model,
+                "optimizer_config": {"type": "adamw"},
+                "is_lora": record.lora_rank > 0,
+                "lora_rank": record.lora_rank or None,
+                "train_unembed": record.lora_rank == 0,
+                "train_mlp": record.train_mlp,
+                "train_attn": record.train_attn,
+            }
+        )
+
+    # Sampling.
+
+    async def create_sampler(self, request: Request) -> Response:
+        sampler = self.service.open_sampler(await self._parsed(request, bodies.SamplerBody))
+        return _json({"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id})
+
+    async def sample(self, request: Request) -> Response:
+        request_id, sequences = self.service.sampling.submit(await self._parsed(request, bodies.SampleBody))
+        return _json({"request_id": request_id, "sample_sequence_ids": sequences})
+
+    async def retrieve(self, request: Request) -> Response:
+        """The answer of a future; after `poll_s` 408, on which the SDK asks again."""
+        request_id = (await self._parsed(request, bodies.FutureBody)).request_id
+        try:
+            with self.spans.away():
+                found = await self.service.futures.fetch(request_id, self.service.limits.poll_s)
+        except Fault as fault:
+            found = fault
+        if found is None:
+            waits = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return Response(json.dumps(waits), 408, media_type="application/json")
+        if isinstance(found, Fault):
+            return _json(found.body)
+        return Response(found.content, media_type=f"application/{'x-protobuf' if found.protobuf else 'json'}")
+
+
+def _future(request_id: str, model_id: str | None = None) -> Response:
+    return _json({"request_id": request_id, "model_id": model_id})
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(json.dumps(content).encode(), media_type="application/json")
+
+
+def _shown(answering: Callable[[Request], Awaitable[dict | None]]) -> Handler:
+    async def handler(request: Request) -> Response:
+        content = await answering(request)
+        return Response(status_code=204) if content is None else _json(content)
+
+    return handler
+
+
+def _not_offered(path: str) -> Handler:
+    async def handler(request: Request) -> Response:
+        raise user(f"{path}: is not offered by this server; docs/tinker_server.md lists what is")
+
+    return handler
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Paths and methods that do not exist: a sentence, and not the 404 that the SDK takes for a lost resource."""
+    assert isinstance(error, HTTPException)
+    path = f"{request.method} {request.url.path[:120]}"
+    return answer(user(f"{path}: is not offered by this server; docs/tinker_server.md lists what is"))

@@ -1,0 +1,133 @@
+"""What can be looked up: capabilities, training runs, checkpoints, sessions and samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+
+from torchtitan_rl.server.limits import read_body
+from torchtitan_rl.server.tinker.bodies import TtlBody, parse
+from torchtitan_rl.server.tinker.checkpoints import ModelRecord
+from torchtitan_rl.server.tinker.faults import user
+from torchtitan_rl.server.tinker.service import Service
+
+__all__ = ["Catalogue"]
+
+_NEVER = "1970-01-01T00:00:00+00:00"
+
+
+class Catalogue:
+    """Answers questions about what is there; deletes checkpoints, and lets them expire."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[dict | None]]]]:
+        """Path, method and what answers; None is an answer without content."""
+        run = "training_runs/{model_id}"
+        return [
+            ("get_server_capabilities", "GET", self.capabilities),
+            ("training_runs", "GET", self.runs),
+            (run, "GET", self.run),
+            (f"{run}/checkpoints", "GET", self.checkpoints_of),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}/ttl", "PUT", self.set_ttl),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}", "DELETE", self.delete),
+            ("checkpoints", "GET", self.checkpoints),
+            ("sessions", "GET", self.sessions),
+            ("sessions/{session_id}", "GET", self.session),
+            ("samplers/{sampler_id}", "GET", self.sampler),
+        ]
+
+    async def capabilities(self, request: Request) -> dict[str, Any]:
+        served = self._service.served
+        model = {"model_name": served.base_model, "max_context_length": served.context_tokens}
+        return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
+
+    async def runs(self, request: Request) -> dict[str, Any]:
+        found = self._service.checkpoints.models()
+        shown, cursor = _page(request, found, 20)
+        return {"training_runs": [self._as_wire(record) for record in shown], "cursor": cursor}
+
+    async def run(self, request: Request) -> dict[str, Any]:
+        return self._as_wire(self._record(request))
+
+    async def checkpoints_of(self, request: Request) -> dict[str, Any]:
+        record = self._record(request)
+        return {"checkpoints": [found.as_wire() for found in self._service.checkpoints.of(record.model_id)]}
+
+    async def checkpoints(self, request: Request) -> dict[str, Any]:
+        store = self._service.checkpoints
+        found = [checkpoint for record in store.models() for checkpoint in store.of(record.model_id)]
+        found.sort(key=lambda checkpoint: checkpoint.time, reverse=True)
+        shown, cursor = _page(request, found, 100)
+        return {"checkpoints": [checkpoint.as_wire() for checkpoint in shown], "cursor": cursor}
+
+    async def delete(self, request: Request) -> None:
+        self._service.checkpoints.remove(request.path_params["model_id"], request.path_params["checkpoint_id"])
+
+    async def set_ttl(self, request: Request) -> None:
+        limits = self._service.limits
+        body = parse(TtlBody, await read_body(request, limits.max_body_bytes, limits.body_timeout_s))
+        found = request.path_params["model_id"], request.path_params["checkpoint_id"]
+        self._service.checkpoints.set_ttl(*found, body.ttl_seconds)
+
+    async def sessions(self, request: Request) -> dict[str, Any]:
+        shown, _ = _page(request, list(self._service.sessions), 20)
+        return {"sessions": shown}
+
+    async def session(self, request: Request) -> dict[str, Any]:
+        session_id = request.path_params["session_id"]
+        if (session := self._service.sessions.get(session_id)) is None:
+            raise user(f"session={session_id[:120]!r}: is not known to this server", status=404)
+        models, samplers = self._service.models.live, self._service.sampling.samplers
+        return {
+            "training_run_ids": [model.model_id for model in models.values() if model.session_id == session_id],
+            "sampler_ids": [sampler.sampler_id for sampler in samplers.values() if sampler.session_id == session_id],
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+        }
+
+    async def sampler(self, request: Request) -> dict[str, Any]:
+        sampler = self._service.sampler(request.path_params["sampler_id"])
+        base_model = self._service.served.base_model
+        return {"sampler_id": sampler.sampler_id, "base_model": base_model, "model_path": sampler.model_path}
+
+    def _record(self, request: Request) -> ModelRecord:
+        model_id = request.path_params["model_id"]
+        live = self._service.models.live.get(model_id)
+        record = live.record if live is not None else self._service.checkpoints.model(model_id)
+        if record is None:
+            raise user(
+                f"training_run={model_id[:120]!r}: there is no such run; list_training_runs names them", status=404
+            )
+        return record
+
+    def _as_wire(self, record: ModelRecord) -> dict[str, Any]:
+        saved = self._service.checkpoints.of(record.model_id)
+        last = {
+            kind: next((c.as_wire() for c in saved if c.kind == kind), None) for kind in ("weights", "sampler_weights")
+        }
+        return {
+            "training_run_id": record.model_id,
+            "base_model": record.base_model,
+            "model_owner": "local",
+            "is_lora": record.lora_rank > 0,
+            "lora_rank": record.lora_rank or None,
+            "last_request_time": record.last_request or _NEVER,
+            "last_checkpoint": last["weights"],
+            "last_sampler_checkpoint": last["sampler_weights"],
+            "user_metadata": record.user_metadata,
+        }
+
+
+def _page(request: Request, found: list, limit: int) -> tuple[list, dict[str, int]]:
+    try:
+        limit, offset = (
+            int(request.query_params.get(name, given)) for name, given in (("limit", limit), ("offset", 0))
+        )
+    except ValueError:
+        raise user("limit and offset: are whole numbers; mend the query") from None
+    limit, offset = min(max(limit, 0), 1000), max(offset, 0)
+    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}

@@ -1,0 +1,115 @@
+"""Answers that are fetched later: a request gets an id at once, its answer is asked for until it is there.
+
+An id is made from who asks and the request's number, so a request that is sent again is the same future: it runs once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from torchtitan_rl.server.tinker.faults import Fault, fault_of, server, user
+
+__all__ = ["Answer", "Futures"]
+
+_LOOK_S = 1.0  # between two looks for answers that have expired
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """A body that is ready: JSON, or a protobuf message."""
+
+    content: bytes
+    protobuf: bool = False
+
+
+@dataclass(slots=True)
+class _Future:
+    answer: asyncio.Future[Answer | Fault]
+    expires: float = float("inf")
+
+
+class Futures:
+    """The futures of a server, by id."""
+
+    def __init__(
+        self, *, kept_s: float = 3600.0, kept_fetched_s: float = 15.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """An answer is kept for `kept_s` seconds, one that was fetched for `kept_fetched_s`: an answer may be lost on
+        its way."""
+        self._kept_s, self._kept_fetched_s, self._clock = kept_s, kept_fetched_s, clock
+        self._futures: dict[str, _Future] = {}
+        self._looked = clock()
+        self._tasks: set[asyncio.Task] = set()
+        self.on_server_fault: Callable[[Exception], None] = lambda error: None
+        """Told of every failure that is not a request's."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._futures
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def reserve(self, request_id: str) -> None:
+        """Makes a future that `start` or `fail` ends."""
+        self._futures[request_id] = _Future(asyncio.get_running_loop().create_future())
+
+    def start(self, request_id: str, answering: Awaitable[Answer]) -> None:
+        """Ends a future, which may be reserved already, with what an awaitable gives or raises."""
+        if request_id not in self._futures:
+            self.reserve(request_id)
+        task = asyncio.ensure_future(self._run(request_id, answering))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, request_id: str, answering: Awaitable[Answer]) -> None:
+        try:
+            self._end(request_id, await answering)
+        except asyncio.CancelledError:
+            self._end(request_id, server("the server stopped before the request was done; send it again"))
+            raise
+        except Exception as error:
+            self.fail(request_id, error)
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """Ends a future with the fault that an exception stands for."""
+        fault = fault_of(error)
+        if fault.category == "server":
+            self.on_server_fault(error)
+        self._end(request_id, fault)
+
+    def _end(self, request_id: str, answer: Answer | Fault) -> None:
+        future = self._futures.get(request_id)
+        if future is not None and not future.answer.done():
+            future.answer.set_result(answer)
+            future.expires = self._clock() + self._kept_s
+
+    async def fetch(self, request_id: str, timeout_s: float) -> Answer | Fault | None:
+        """The answer; None: it was not there within `timeout_s`. Raises Fault (user) for an id without a future."""
+        self._expire()
+        if (future := self._futures.get(request_id)) is None:
+            raise user(
+                f"request_id={request_id[:120]!r}: is not known: its answer has expired, or the server was started "
+                "again since; load the last state that was saved, and send the request again"
+            )
+        if not future.answer.done():
+            await asyncio.wait([future.answer], timeout=timeout_s)
+            if not future.answer.done():
+                return None
+        future.expires = min(future.expires, self._clock() + self._kept_fetched_s)
+        return future.answer.result()
+
+    def _expire(self) -> None:
+        if (now := self._clock()) - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        for request_id in [name for name, future in self._futures.items() if future.expires <= now]:
+            del self._futures[request_id]
+
+    async def close(self) -> None:
+        """Cancels what is not done; its futures fail as the server's."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,190 @@
+"""What stands behind the routes: sessions, models, sampling, futures and checkpoints of one server."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.server.tinker.bodies import SamplerBody, SaveForSamplerBody, SessionBody
+from torchtitan_rl.server.tinker.checkpoints import Checkpoint, Checkpoints
+from torchtitan_rl.server.tinker.faults import Fault, user
+from torchtitan_rl.server.tinker.futures import Futures
+from torchtitan_rl.server.tinker.models import Model, Models
+from torchtitan_rl.server.tinker.samplers import Versions
+from torchtitan_rl.server.tinker.sampling import BASE_VERSION, Sampler, Sampling
+
+__all__ = ["Limits", "Served", "Service"]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Limits:
+    """Limits of one server, whoever asks."""
+
+    max_models: int = 8
+    """LoRA models that are in the trainer at once."""
+    max_published: int = 4
+    """Versions to sample from that stay in memory; others wait on disk."""
+    max_parallel: int = 4096
+    """Completions that are awaited at once; more are answered with 429, on which the SDK waits."""
+    max_body_bytes: int = 2**26
+    body_timeout_s: float = 30.0
+    """Seconds in which a body has to arrive."""
+    poll_s: float = 20.0
+    """Seconds for which a question for an answer waits; the SDK waits 45."""
+    stale_s: float = 300.0
+    """Seconds without a sign of life after which a session's models may make place for others."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Served:
+    """The model that is served."""
+
+    base_model: str
+    """Its name: what clients give, and load the tokenizer from."""
+    base_dir: Path
+    """A Hugging Face directory with its weights; read for a model that trains all parameters."""
+    vocab_size: int
+    context_tokens: int
+    lora: LoRAConfig | None
+
+
+@dataclass(slots=True)
+class _Session:
+    heard: float
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+    finished: bool = False
+
+
+class Service:
+    """One server. `open` before the first request."""
+
+    def __init__(
+        self,
+        served: Served,
+        trainer: TrainingClient,
+        versions: PolicyVersions,
+        generator: SamplingClient,
+        directory: Path,
+        limits: Limits,
+    ) -> None:
+        self.served, self.limits = served, limits
+        self.futures, self.checkpoints = Futures(), Checkpoints(directory / "models")
+        self._versions = Versions(versions, max_published=limits.max_published, spool=directory / "spool")
+        self._policy_versions, self._generator = versions, generator
+        self.models = Models(
+            trainer,
+            self._versions,
+            self.checkpoints,
+            self.futures,
+            base_model=served.base_model,
+            base_dir=served.base_dir,
+            vocab_size=served.vocab_size,
+            lora=served.lora,
+            max_models=limits.max_models,
+        )
+        self.models.stale = self._stale
+        self.sampling = Sampling(
+            generator,
+            self._versions,
+            self.checkpoints,
+            self.futures,
+            base_model=served.base_model,
+            context_tokens=served.context_tokens,
+            vocab_size=served.vocab_size,
+            max_parallel=limits.max_parallel,
+        )
+        self.sessions: dict[str, _Session] = {}
+
+    async def open(self) -> None:
+        """Publishes the base model, which every generator that starts later loads."""
+        version = await self._policy_versions.publish()
+        assert version == BASE_VERSION, f"the trainer begins with version {version}"
+        await self._generator.pull(version)
+        self._versions.keep(BASE_VERSION)
+
+    async def close(self) -> None:
+        """Ends every request."""
+        for model in list(self.models.live.values()):
+            model.order.close("the server stopped")
+        await self.futures.close()
+
+    # Sessions.
+
+    def create_session(self, body: SessionBody) -> str:
+        session_id = secrets.token_hex(8)
+        self.sessions[session_id] = _Session(time.monotonic(), body.user_metadata, body.display_name)
+        return session_id
+
+    def session(self, session_id: str) -> _Session:
+        """A session that goes on. Raises Fault (410) for any other."""
+        session = self.sessions.get(session_id)
+        if session is None or session.finished:
+            raise user(
+                f"session_id={session_id[:120]!r}: has ended, or the server started anew; make a new ServiceClient",
+                status=410,
+            )
+        session.heard = time.monotonic()
+        return session
+
+    def _stale(self, session_id: str) -> bool:
+        session = self.sessions.get(session_id)
+        return session is None or session.finished or time.monotonic() - session.heard > self.limits.stale_s
+
+    async def finish(self, session_id: str) -> None:
+        """Ends a session: its models leave the trainer, its sampling sessions end."""
+        session = self.session(session_id)
+        session.finished = True
+        for model in [model for model in self.models.live.values() if model.session_id == session_id]:
+            self.models.remove(model, "its session was finished")
+        await self.sampling.end(session_id)
+
+    # Sampling sessions.
+
+    def open_sampler(self, body: SamplerBody) -> Sampler:
+        self.require_session(body.session_id)
+        return self.sampling.open(
+            f"{body.session_id}:sample:{body.sampling_session_seq_id}",
+            body.session_id,
+            base_model=body.base_model,
+            model_path=body.model_path,
+            version=None,
+        )
+
+    def save_for_sampler(self, body: SaveForSamplerBody) -> str:
+        """Weights to sample from: with a name a path is the answer, without one a sampling session."""
+
+        def session_of(model: Model, version: int, saved: Checkpoint | None) -> dict[str, str]:
+            if saved is not None:
+                return {"path": saved.path}
+            number = f"s{body.seq_id}" if body.sampling_session_seq_id is None else body.sampling_session_seq_id
+            sampler = self.sampling.open(
+                f"{model.session_id}:sample:{number}",
+                model.session_id,
+                base_model=None,
+                model_path=None,
+                version=version,
+            )
+            return {"sampling_session_id": sampler.sampler_id}
+
+        return self.models.save_for_sampler(body, session_of)
+
+    def sampler(self, sampler_id: str) -> Sampler:
+        """Raises Fault (404) for a sampling session that is not open."""
+        if (sampler := self.sampling.samplers.get(sampler_id)) is None:
+            raise user(f"sampler={sampler_id[:120]!r}: is not open; create a sampling client", status=404)
+        return sampler
+
+    def require_session(self, session_id: str | None) -> None:
+        """Raises Fault (400) unless a session goes on."""
+        try:
+            self.session(session_id or "")
+        except Fault as fault:
+            raise user(fault.message) from None  # the SDK would try again after 410
