@@ -142,8 +142,8 @@ def fuzz(seconds, max_examples=10**9, same=False):
         url, session = target.gateway.url, target.session
 
         @settings(
-            max_examples=min(max_examples, 500), deadline=None, database=None, phases=[Phase.generate], derandomize=same,
-            suppress_health_check=list(HealthCheck),
+            max_examples=min(max_examples, 500), derandomize=same, deadline=None, database=None,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         @given(BODY, PATHS, METHODS, st.sampled_from(["", "session", "header", "wrong", "reward"]))
         def one(body, path, method, who):

@@ -160,7 +160,7 @@ class Versions:
     async def _make_room(self) -> None:
         async with self._lock:
             idle = [version for version in self._published if not self._entries[version].users]
-            for version in idle[: max(0, len(self._published) - self._max_published)]:
+            for version in idle[: max(0, len(idle) - self._max_published)]:
                 entry = self._entries[version]
                 if entry.file is None:
                     entry.file, entry.spilled = self._spool / f"{version}.safetensors", True

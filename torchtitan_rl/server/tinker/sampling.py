@@ -125,7 +125,7 @@ class Sampling:
         scores = self._generator.score(tokens, policy_version=version) if body.prompt_logprobs and scoring else _none()
         k = body.topk_prompt_logprobs
         tops = self._generator.score_top(tokens, k, policy_version=version) if k and scoring else _none()
-        *completions, scored, top_prompt = await asyncio.gather(*asked, scores, tops)
+        completions, scored, top_prompt = await asyncio.gather(asyncio.gather(*asked), scores, tops)
         top_sampled = None
         if body.topk_sample_logprobs:
             top_sampled = await asyncio.gather(

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _MAX_EXPANDED = 2**28
-_DTYPES = {
+_DTYPES: dict[int, np.dtype] = {
     pb.DTYPE_FLOAT32: np.dtype(np.float32),
     pb.DTYPE_INT64: np.dtype(np.int64),
     pb.DTYPE_INT32: np.dtype(np.int32),
@@ -147,7 +147,7 @@ def _tensor(message: Any, where: str) -> torch.Tensor:
     if (dtype := _DTYPES.get(message.dtype)) is None:
         raise user(f"{where}.dtype={message.dtype}: is not float32 or int64; convert the tensor")
     if message.WhichOneof("encoding") == "sparse_csr":
-        csr, of_int = message.sparse_csr, np.dtype(np.int64)
+        csr, of_int = message.sparse_csr, _DTYPES[pb.DTYPE_INT64]
         rows, columns = _from_bytes(csr.crow_indices, of_int, where), _from_bytes(csr.col_indices, of_int, where)
         return _dense(_from_bytes(csr.values, dtype, where), list(message.shape), rows, columns, where)
     return _shaped(_from_bytes(message.dense, dtype, where), list(message.shape), where)

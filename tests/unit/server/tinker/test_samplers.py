@@ -1,0 +1,129 @@
+"""Turns of versions, and which versions are in the store."""
+
+import asyncio
+
+import pytest
+
+from torchtitan_rl.server.tinker.faults import Fault
+from torchtitan_rl.server.tinker.samplers import Turns, Versions
+
+
+def test_versions_never_mix_and_each_gets_its_turn():
+    async def run():
+        turns, inside, seen = Turns(turn_s=0.01), {}, []
+
+        async def request(version):
+            async with turns.of(version):
+                inside[version] = inside.get(version, 0) + 1
+                assert [v for v, number in inside.items() if number] == [version]
+                seen.append(version)
+                await asyncio.sleep(0.002)
+                inside[version] -= 1
+
+        async def client(version):
+            for _ in range(20):
+                await request(version)
+
+        await asyncio.wait_for(asyncio.gather(*(client(v) for v in (1, 2, 3) for _ in range(4))), 20)
+        return seen, turns.num_turns
+
+    seen, num_turns = asyncio.run(run())
+    assert sorted(seen) == [1] * 80 + [2] * 80 + [3] * 80
+    assert 3 <= num_turns < 120, "requests of a version share a turn"
+    assert set(seen[: len(seen) // 2]) == {1, 2, 3}, "nobody waits until another version has nothing left to ask"
+
+
+def test_a_request_that_is_cancelled_while_it_waits_holds_nobody_up():
+    async def run():
+        turns = Turns(turn_s=0.0)
+
+        async def hold(version, seconds):
+            async with turns.of(version):
+                await asyncio.sleep(seconds)
+
+        first = asyncio.ensure_future(hold(1, 0.05))
+        await asyncio.sleep(0)
+        cancelled = [asyncio.ensure_future(hold(2, 10)) for _ in range(3)]
+        last = asyncio.ensure_future(hold(3, 0))
+        await asyncio.sleep(0.01)
+        for task in cancelled:
+            task.cancel()
+        await asyncio.wait_for(asyncio.gather(first, last), 2)
+        return turns.version
+
+    assert asyncio.run(run()) == 3
+
+
+class Store:
+    """Of `PolicyVersions`, what `Versions` asks for: which version is published, and who holds it."""
+
+    def __init__(self):
+        self.holders, self.next, self.saves = {}, 1, []
+
+    async def publish_for(self, holder):
+        self.holders[self.next] = self.holders.get(self.next, 0) + 1
+        return self.next
+
+    def pin(self, version, holder):
+        self.holders[version] = self.holders.get(version, 0) + 1
+
+    async def release(self, version, holder):
+        self.holders[version] -= 1
+        if not self.holders[version]:
+            del self.holders[version]
+
+    async def save(self, version, file):
+        assert version in self.holders, "only what is published can be written"
+        await asyncio.sleep(0.001)
+        self.saves.append(version)
+        file.write_text(str(version))
+
+    async def publish_file(self, version, file, holder):
+        assert file.read_text() == str(version)
+        self.pin(version, holder)
+
+
+def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
+    async def run():
+        store = Store()
+        versions = Versions(store, max_published=2, spool=tmp_path)
+        for store.next in (1, 2, 3, 4):
+            assert await versions.publish() == store.next
+        pushed_out = sorted(store.holders)
+        async with versions.published(1):
+            back = sorted(store.holders)
+        await versions.publish()  # the same version again
+        again = dict(store.holders)
+        await versions.forget(1)
+        return pushed_out, back, again, sorted(store.holders), sorted(file.name for file in tmp_path.iterdir())
+
+    pushed_out, back, again, left, files = asyncio.run(run())
+    assert pushed_out == [3, 4] and back == [1, 3, 4] and again == {1: 1, 4: 1}
+    assert left == [4] and files == ["2.safetensors", "3.safetensors"]
+
+
+def test_a_version_in_use_is_never_pushed_out(tmp_path):
+    async def run():
+        store = Store()
+        versions = Versions(store, max_published=1, spool=tmp_path)
+        await versions.publish()
+        async with versions.published(1):
+            for store.next in (2, 3):
+                await versions.publish()
+            await versions.forget(1)
+            assert 1 in store.holders
+        await versions.forget(1)
+        return sorted(store.holders)
+
+    assert asyncio.run(run()) == [3]
+
+
+def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
+    async def run():
+        versions = Versions(Store(), max_published=1, spool=tmp_path)
+        versions.register(-1, tmp_path / "gone.safetensors")
+        async with versions.published(-1):
+            pass
+
+    with pytest.raises(Fault, match="was deleted"):
+        asyncio.run(run())
