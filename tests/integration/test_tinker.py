@@ -253,7 +253,7 @@ def test_mistakes_are_faults_of_the_user_and_poison_nothing(client):
 def test_requests_out_of_order_and_sent_twice_run_once_in_order(server, service, base_model):
     """Bare HTTP: the step with number 4 comes first, the first three twice."""
     clients = [service.create_lora_training_client(base_model, rank=8, seed=5).result() for _ in range(2)]
-    for seq_id in range(3):
+    for _ in range(3):
         step(clients[0], lr=1e-2)
     headers = {"X-API-Key": KEY}
     body = {

@@ -6,6 +6,7 @@ import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -185,28 +186,33 @@ class _Routes:
         return await self._train(request, forward_only=True)
 
     async def _train(self, request: Request, *, forward_only: bool) -> Response:
-        content_type = request.headers.get("content-type", "")
-        asked = wire.read_training(await self._body(request), content_type, forward_only=forward_only)
-        return _future(self.service.models.train(asked), asked.model_id)
+        kind = request.headers.get("content-type", "")
+        read = partial(wire.read_training, content_type=kind, forward_only=forward_only)
+        return await self._in_order(request, read, self.service.requests.train)
 
     async def optim_step(self, request: Request) -> Response:
-        body = await self._parsed(request, bodies.OptimStepBody)
-        return _future(self.service.models.step(body.model_id, body.seq_id, body.optim_params), body.model_id)
+        return await self._in_order(request, partial(bodies.parse, bodies.OptimStepBody), self.service.requests.step)
 
     async def save_weights(self, request: Request) -> Response:
-        body = await self._parsed(request, bodies.SaveWeightsBody)
-        return _future(self.service.models.save(body), body.model_id)
+        return await self._in_order(request, partial(bodies.parse, bodies.SaveWeightsBody), self.service.requests.save)
 
     async def save_for_sampler(self, request: Request) -> Response:
-        body = await self._parsed(request, bodies.SaveForSamplerBody)
-        return _future(self.service.save_for_sampler(body), body.model_id)
+        read = partial(bodies.parse, bodies.SaveForSamplerBody)
+        return await self._in_order(request, read, self.service.save_for_sampler)
 
     async def load_weights(self, request: Request) -> Response:
-        body = await self._parsed(request, bodies.LoadWeightsBody)
-        if body.model_id is not None:
-            return _future(self.service.models.load(body), body.model_id)
-        self.service.require_session(body.session_id)
-        return _future(self.service.models.create_from(body))
+        return await self._in_order(request, partial(bodies.parse, bodies.LoadWeightsBody), self.service.load)
+
+    async def _in_order(self, request: Request, read: Callable[[bytes], Any], submit: Callable[[Any], str]) -> Response:
+        """A request that has a place in the order of its model, also where it cannot be read."""
+        body = await self._body(request)
+        try:
+            asked = read(body)
+        except Fault as fault:
+            if (numbers := wire.numbers(body, request.headers.get("content-type", ""))) is None:
+                raise
+            return _future(self.service.models.refuse(*numbers, fault), numbers[0])
+        return _future(submit(asked), asked.model_id)
 
     async def weights_info(self, request: Request) -> Response:
         body = await self._parsed(request, bodies.WeightsInfoBody)

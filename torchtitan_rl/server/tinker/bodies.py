@@ -16,6 +16,7 @@ __all__ = [
     "LoadWeightsBody",
     "ModelBody",
     "ModelInputBody",
+    "NumbersBody",
     "OptimStepBody",
     "SampleBody",
     "SamplerBody",
@@ -34,7 +35,7 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Text = Annotated[str, Field(max_length=512)]
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
 _Metadata = dict[str, Any] | None
-_Ttl = Annotated[int, Field(ge=1, le=10 * 366 * 86400)] | None
+_Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)] | None
 
 
 class _Lenient(BaseModel):
@@ -196,6 +197,13 @@ class WeightsInfoBody(_Lenient):
 
 class TtlBody(_Lenient):
     ttl_seconds: _Ttl = None
+
+
+class NumbersBody(_Lenient):
+    """Of a request that is wrong in other fields, whose it is and its number."""
+
+    model_id: _Text
+    seq_id: Annotated[int, Field(ge=1, lt=2**62)]
 
 
 def parse(kind: type[_Body], body: bytes) -> _Body:

@@ -12,11 +12,12 @@ from torchtitan_rl.config.actors import LoRAConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.server.tinker.bodies import SamplerBody, SaveForSamplerBody, SessionBody
+from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, SamplerBody, SaveForSamplerBody, SessionBody
 from torchtitan_rl.server.tinker.checkpoints import Checkpoint, Checkpoints
 from torchtitan_rl.server.tinker.faults import Fault, user
 from torchtitan_rl.server.tinker.futures import Futures
 from torchtitan_rl.server.tinker.models import Model, Models
+from torchtitan_rl.server.tinker.requests import ModelRequests
 from torchtitan_rl.server.tinker.samplers import Versions
 from torchtitan_rl.server.tinker.sampling import BASE_VERSION, Sampler, Sampling
 
@@ -81,7 +82,6 @@ class Service:
         self._policy_versions, self._generator = versions, generator
         self.models = Models(
             trainer,
-            self._versions,
             self.checkpoints,
             self.futures,
             base_model=served.base_model,
@@ -91,6 +91,7 @@ class Service:
             max_models=limits.max_models,
         )
         self.models.stale = self._stale
+        self.requests = ModelRequests(self.models, self._versions, self.futures)
         self.sampling = Sampling(
             generator,
             self._versions,
@@ -146,6 +147,13 @@ class Service:
             self.models.remove(model, "its session was finished")
         await self.sampling.end(session_id)
 
+    def load(self, body: LoadWeightsBody) -> str:
+        """Weights of a checkpoint, into a model that is named or into a new one of a session."""
+        if body.model_id is not None:
+            return self.requests.load(body)
+        self.require_session(body.session_id)
+        return self.requests.create_from(body)
+
     # Sampling sessions.
 
     def open_sampler(self, body: SamplerBody) -> Sampler:
@@ -174,7 +182,7 @@ class Service:
             )
             return {"sampling_session_id": sampler.sampler_id}
 
-        return self.models.save_for_sampler(body, session_of)
+        return self.requests.save_for_sampler(body, session_of)
 
     def sampler(self, sampler_id: str) -> Sampler:
         """Raises Fault (404) for a sampling session that is not open."""

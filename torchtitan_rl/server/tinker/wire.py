@@ -14,8 +14,8 @@ import zstandard
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
-from torchtitan_rl.server.tinker.bodies import ForwardBackwardBody, ModelInputBody, TensorBody, parse
-from torchtitan_rl.server.tinker.faults import user
+from torchtitan_rl.server.tinker.bodies import ForwardBackwardBody, ModelInputBody, NumbersBody, TensorBody, parse
+from torchtitan_rl.server.tinker.faults import Fault, user
 from torchtitan_rl.types import Completion
 
 __all__ = [
@@ -79,11 +79,9 @@ def read_training(body: bytes, content_type: str, *, forward_only: bool) -> Trai
     """The request in a body, in protobuf or in JSON. Raises Fault for one that cannot be read."""
     if "protobuf" not in content_type:
         return _training_of(parse(ForwardBackwardBody, body), forward_only)
-    message = pb.ForwardBackwardRequest()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise user(f"body: is not a ForwardBackwardRequest in protobuf ({error}); send it again") from error
+    message = _message(body)
+    if message.seq_id < 1:
+        raise user(f"seq_id={message.seq_id}: the requests of a model are counted from 1; number the request")
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -101,6 +99,24 @@ def read_training(body: bytes, content_type: str, *, forward_only: bool) -> Trai
         ],
         forward_only=forward_only or message.forward_only,
     )
+
+
+def numbers(body: bytes, content_type: str) -> tuple[str, int] | None:
+    """The model and the number of a request that is wrong in itself; None where they cannot be told."""
+    try:
+        message = _message(body) if "protobuf" in content_type else parse(NumbersBody, body)
+    except Fault:
+        return None
+    return (message.model_id, message.seq_id) if message.seq_id > 0 else None
+
+
+def _message(body: bytes) -> Any:
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise user(f"body: is not a ForwardBackwardRequest in protobuf ({error}); send it again") from error
+    return message
 
 
 def _training_of(body: ForwardBackwardBody, forward_only: bool) -> Training:
