@@ -67,7 +67,8 @@ class Replica:
 
     async def pull(self, version: int) -> None:
         """Fetches a version, while requests go on, and loads it once pinned ones have ended. Raises ReplicaLost."""
-        self._pulling = version
+        async with self._changed:  # a pinned request may be loading this version: it would take what is fetched here
+            self._pulling = version
         try:
             async with self._fetched(version), self._changed:  # even the held one: it may have been published again
                 await self._until(lambda: not self._flying[True])

@@ -100,8 +100,7 @@ class EngineSteps(ABC):
         self._staged[version] = tensors
 
     def load(self, version: int) -> Future:
-        """Copies a staged version into the model between two engine steps, and gives the seconds that it took. Every
-        rank must have staged the version."""
+        """Copies a version that every rank has staged into the model between two steps; gives the seconds it took."""
         return self._ask(Command("load", version))
 
     def _ask(self, command: Command) -> Future:

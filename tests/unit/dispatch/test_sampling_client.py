@@ -20,6 +20,7 @@ class Mesh:
         self.role, self.num_ranks, self.broken, self.held_up = role, 2, {}, None
         self.sampled, self.loaded, self.aborted = [], [], []
         self.waiting, self.slow, self.released, self.fetching = {}, [], asyncio.Event(), None
+        self.loading = None  # holds up loads
         self.staged = set()  # versions that were fetched and not loaded yet
 
     async def call_rank(self, rank, endpoint):
@@ -31,6 +32,8 @@ class Mesh:
         if endpoint in self.broken:
             raise self.broken[endpoint]
         if endpoint == "load":
+            if self.loading is not None:
+                await self.loading.wait()
             if argument not in self.staged:
                 raise RuntimeError(f"version {argument} is not staged")
             self.staged.remove(argument)
@@ -252,6 +255,26 @@ def test_while_new_weights_are_fetched_the_version_before_serves_and_no_older_on
             mesh.fetching.set()
             await pull
             assert [answer.policy_versions for answer in await free] == [[2] if named is None else [4]]
+
+    asyncio.run(run())
+
+
+def test_a_pull_of_the_version_that_a_pinned_request_is_loading_fetches_after_that_load():
+    """Otherwise the request's load takes what the pull has fetched, and the pull's load finds nothing."""
+
+    async def run():
+        (mesh,), versions, client = client_of(1)
+        await client.pull(await versions.publish())
+        newest = await versions.publish()
+        mesh.loading = asyncio.Event()
+        named = asyncio.ensure_future(sample_all(client, [[1]], policy_version=newest))
+        await settle()
+        pull = asyncio.ensure_future(client.pull(newest))
+        await settle()
+        mesh.loading.set()
+        await pull
+        assert [answer.policy_versions for answer in await named] == [[newest]]
+        assert mesh.loaded == [1, newest, newest] and client.health() == {"generator-0": "healthy"}
 
     asyncio.run(run())
 
