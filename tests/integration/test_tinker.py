@@ -356,3 +356,18 @@ def test_many_samplers_at_once(client):
     for thread in threads:
         thread.join(120)
     assert not errors
+
+
+def test_datums_of_different_widths_in_one_call_answer_in_their_own_shapes(client):
+    wide = datum(target_tokens=torch.randint(1, 60, (7, 5)), weights=torch.rand(7, 5))
+    data = [datum(weights=1.0), wide, datum(SEQUENCE[:5], 0.5)]
+    together, alone = client.forward(data, "cross_entropy"), [client.forward([one], "cross_entropy") for one in data]
+    rows = [row["logprobs"].to_torch() for row in together.result(60).loss_fn_outputs]
+    assert [list(row.shape) for row in rows] == [[7], [7, 5], [4]]
+    for row, single in zip(rows, alone):
+        torch.testing.assert_close(row, single.result(60).loss_fn_outputs[0]["logprobs"].to_torch(), rtol=0, atol=1e-5)
+    expected = sum(single.result(60).metrics["loss:sum"] for single in alone)
+    assert together.result(60).metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    both = client.forward_backward(data, "cross_entropy").result(60)
+    assert both.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    client.optim_step(types.AdamParams(learning_rate=0.0)).result(60)

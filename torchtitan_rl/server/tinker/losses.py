@@ -16,7 +16,7 @@ from torchtitan_rl.server.tinker.faults import user
 from torchtitan_rl.server.tinker.wire import Sequence
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
-__all__ = ["LOSSES", "Loss", "loss_of", "datums", "value"]
+__all__ = ["LOSSES", "Loss", "datums", "loss_of", "narrowed", "value", "widened"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -118,6 +118,37 @@ def _datum(sequence: Sequence, where: str, name: str, loss: Loss, vocab_size: in
             f"{tuple(targets.shape)}; give every target a weight"
         )
     return Datum(tokens=tokens, target_tokens=targets, loss_inputs={"token_weights": weights.float()})
+
+
+def widened(data: list[Datum]) -> list[Datum]:
+    """Datums with as many targets a token as the widest has: the trainer packs datums of one width. Added targets
+    weigh nothing. `narrowed` undoes it for outputs."""
+    widths = {datum.target_tokens.shape[1:] for datum in data}
+    if len(widths) == 1:
+        return data
+    widest = max(width[0] for width in widths if width)
+    return [
+        Datum(
+            tokens=datum.tokens,
+            target_tokens=_wide(datum.target_tokens, widest),
+            loss_inputs={"token_weights": _wide(datum.loss_inputs["token_weights"], widest)},
+        )
+        for datum in data
+    ]
+
+
+def _wide(rows: torch.Tensor, width: int) -> torch.Tensor:
+    rows_TK = rows.reshape(len(rows), -1)
+    return torch.cat([rows_TK, rows_TK.new_zeros(len(rows), width - rows_TK.shape[1])], dim=1)
+
+
+def narrowed(rows: list[torch.Tensor], data: list[Datum]) -> list[torch.Tensor]:
+    """Outputs of widened datums in the shapes of their own targets."""
+    shapes = [datum.target_tokens.shape for datum in data]
+    return [
+        row if row.shape == shape else row[:, : 1 if len(shape) == 1 else shape[1]].reshape(shape)
+        for row, shape in zip(rows, shapes)
+    ]
 
 
 def value(loss: Loss, arguments: dict[str, float], data: list[Datum], logprobs: list[torch.Tensor]) -> float:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import torch
+
 from torchtitan_rl.server.tinker import losses, wire
 from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, OptimStepBody, SaveWeightsBody
 from torchtitan_rl.server.tinker.checkpoints import Checkpoint, ModelRecord
@@ -13,7 +15,7 @@ from torchtitan_rl.server.tinker.faults import user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
 from torchtitan_rl.server.tinker.models import Model, Models, json_answer, quietly, ready
 from torchtitan_rl.server.tinker.samplers import Versions
-from torchtitan_rl.types import OptimParams
+from torchtitan_rl.types import Datum, OptimParams
 
 __all__ = ["ModelRequests"]
 
@@ -64,16 +66,14 @@ class ModelRequests:
 
         async def start(model: Model) -> Awaitable[Answer]:
             loss, arguments = losses.loss_of(asked.loss_fn, asked.loss_config)
-            data = losses.datums(asked.data, asked.loss_fn, loss, vocab_size=self._models.vocab_size)
+            given = losses.datums(asked.data, asked.loss_fn, loss, vocab_size=self._models.vocab_size)
+            data = losses.widened(given)
             self._models.use(model)
             if asked.forward_only:
-                return _outputs(
-                    self._trainer.forward(data, temperature=1.0),
-                    lambda logprobs: losses.value(loss, arguments, data, logprobs),
-                )
-            return _outputs(
-                self._trainer.forward_backward(data, loss.function, loss_config=arguments, temperature=1.0), None
-            )
+                output = self._trainer.forward(data, temperature=1.0)
+                return _outputs(output, given, lambda rows: losses.value(loss, arguments, data, rows))
+            output = self._trainer.forward_backward(data, loss.function, loss_config=arguments, temperature=1.0)
+            return _outputs(output, given, None)
 
         return self._models.submit(asked.model_id, asked.seq_id, start)
 
@@ -172,10 +172,12 @@ class ModelRequests:
         return json_answer({"path": str(directory.name), "type": "load_weights"})
 
 
-async def _outputs(answering: Awaitable, loss_of_logprobs) -> Answer:
+async def _outputs(
+    answering: Awaitable, data: list[Datum], loss_of_rows: Callable[[list[torch.Tensor]], float] | None
+) -> Answer:
     output = await answering
-    logprobs = output.policy_logprobs
-    loss = output.loss if loss_of_logprobs is None else loss_of_logprobs(logprobs)
+    loss = output.loss if loss_of_rows is None else loss_of_rows(output.policy_logprobs)
+    logprobs = losses.narrowed(output.policy_logprobs, data)
     metrics = {"loss:sum": loss, "tokens:sum": float(output.num_tokens)}
     for name, number in output.metrics.items():
         metrics[f"{name}:{'max' if name.endswith('_max') else 'mean'}"] = number
