@@ -51,7 +51,7 @@ class Sampling:
         vocab_size: int,
         max_parallel: int,
     ) -> None:
-        self._generator, self._versions, self._checkpoints, self._futures = generator, versions, checkpoints, futures
+        self.generator, self._versions, self._checkpoints, self._futures = generator, versions, checkpoints, futures
         self._base_model, self._context_tokens, self._vocab_size = base_model, context_tokens, vocab_size
         self.turns, self._places = Turns(), Places(max_parallel)
         self.samplers: dict[str, Sampler] = {}
@@ -120,11 +120,11 @@ class Sampling:
             return await self._answer(body, version, tokens, params)
 
     async def _answer(self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]) -> Answer:
-        asked = [self._generator.sample(tokens, of_one, policy_version=version) for of_one in params]
+        asked = [self.generator.sample(tokens, of_one, policy_version=version) for of_one in params]
         scoring = len(tokens) > 1
-        scores = self._generator.score(tokens, policy_version=version) if body.prompt_logprobs and scoring else _none()
+        scores = self.generator.score(tokens, policy_version=version) if body.prompt_logprobs and scoring else _none()
         k = body.topk_prompt_logprobs
-        tops = self._generator.score_top(tokens, k, policy_version=version) if k and scoring else _none()
+        tops = self.generator.score_top(tokens, k, policy_version=version) if k and scoring else _none()
         completions, scored, top_prompt = await asyncio.gather(asyncio.gather(*asked), scores, tops)
         top_sampled = None
         if body.topk_sample_logprobs:
@@ -142,7 +142,7 @@ class Sampling:
             content=wire.sample_message(
                 completions, prompt_logprobs=prompt_logprobs, top_prompt=top_prompt, top_sampled=top_sampled
             ),
-            protobuf=True,
+            kind="sample",
         )
 
     async def _tops(self, prompt: list[int], said: Completion, k: int, version: int):
@@ -151,7 +151,7 @@ class Sampling:
             sequence, missing = [*prompt, *said.tokens][: self._context_tokens - 1], 1
         else:
             sequence, missing = [*prompt, *said.tokens], 0
-        tokens, logprobs = await self._generator.score_top(sequence, k, policy_version=version)
+        tokens, logprobs = await self.generator.score_top(sequence, k, policy_version=version)
         tokens, logprobs = tokens[len(prompt) - 1 :], logprobs[len(prompt) - 1 :]
         if missing:
             tokens = torch.cat([tokens, torch.zeros(missing, k, dtype=tokens.dtype)])
