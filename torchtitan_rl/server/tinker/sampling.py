@@ -98,13 +98,15 @@ class Sampling:
 
     def submit(self, body: SampleBody) -> tuple[str, list[str]]:
         """Starts a request. Returns the ids of its future and of its sequences. Raises Refused (429) when as many are
-        awaited as may be."""
+        awaited as may be, and Fault for too many samples at once."""
+        if body.num_samples > _MAX_SAMPLES:
+            raise user(f"num_samples={body.num_samples}: is more than {_MAX_SAMPLES}; ask several times")
         sampler = body.sampling_session_id or "once"
         request_id = f"{sampler}:{secrets.token_hex(8) if body.seq_id is None else body.seq_id}"
         if request_id not in self._futures:
             self._places.take(body.num_samples)
             self._futures.start(request_id, self._answered(body))
-        return request_id, [f"{request_id}:{i}" for i in range(min(body.num_samples, _MAX_SAMPLES))]
+        return request_id, [f"{request_id}:{i}" for i in range(body.num_samples)]
 
     async def _answered(self, body: SampleBody) -> Answer:
         try:
@@ -187,8 +189,6 @@ class Sampling:
         for name, number in (("topk_prompt", body.topk_prompt_logprobs), ("topk_sample", body.topk_sample_logprobs)):
             if number > self._vocab_size:
                 raise user(f"{name}_logprobs={number}: the vocabulary has {self._vocab_size} tokens; ask for fewer")
-        if body.num_samples > _MAX_SAMPLES:
-            raise user(f"num_samples={body.num_samples}: is more than {_MAX_SAMPLES}; ask several times")
 
     def _params(self, asked: SamplingBody, prompt_tokens: int, index: int) -> SamplingParams:
         """How sample `index` of a request is drawn: samples of a request have streams of their own."""
