@@ -78,44 +78,43 @@ def kit(request: pytest.FixtureRequest) -> Kit:
 
 @pytest.fixture
 def service(kit: Kit) -> Iterator[tinker.ServiceClient]:
-    """A session of the test's own, closed afterwards, so that the server can let go of the models."""
-    client = kit.service()
-    yield client
-    try:
-        client.close("success").result(timeout=kit.patience)
-    except (tinker.TinkerError, TimeoutError) as error:  # said once per test, judged by test_errors
-        kit.notes.append(f"close: {error}")
+    """A session of the test's own."""
+    with kit.session() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def keeper(kit: Kit) -> Iterator[tinker.ServiceClient]:
+    """The session of the models that several tests of a module use."""
+    with kit.session() as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
-def keeper(kit: Kit) -> tinker.ServiceClient:
-    """The session of the models that several tests use."""
-    return kit.service()
-
-
-@pytest.fixture(scope="session")
-def state(kit: Kit, keeper: tinker.ServiceClient) -> str:
+def state(kit: Kit) -> str:
     """Path of a saved model that has left its first state: with LoRA both factors then have gradients."""
-    client = kit.fresh(keeper)
-    start = kit.probe(client)
-    for count in range(6):
-        kit.step(client, [weighted(kit.sequence(24, count))], lr=2e-2, eps=1e-6)
-    moved(kit.probe(client), start)
-    return kit.wait(client.save_state("conformance-start", overwrite=True)).path
+    with kit.session() as service:
+        client = kit.fresh(service)
+        start = kit.probe(client)
+        for count in range(6):
+            kit.step(client, [weighted(kit.sequence(24, count))], lr=2e-2, eps=1e-6)
+        moved(kit.probe(client), start)
+        return kit.wait(client.save_state("conformance-start")).path
 
 
 @pytest.fixture(scope="session")
-def stride(kit: Kit, keeper: tinker.ServiceClient, state: str) -> float:
+def stride(kit: Kit, state: str) -> float:
     """A factor a such that a step of -a * gradient moves the saved model's log-probabilities by a few hundredths."""
-    client, size = kit.load(keeper, state), 1e-4
-    before = kit.probe(client)
-    for _ in range(12):
-        kit.step(client, [weighted(kit.sequence(24, 50))], lr=size * CALM, eps=CALM)
-        after = kit.probe(client)
-        shift = np.max(np.abs(after - before))
-        if shift >= 0.02:
-            return size
-        before, size = after, size * min(8.0, 0.04 / max(shift, 1e-9))
+    with kit.session() as service:
+        client, size = kit.load(service, state), 1e-4
+        before = kit.probe(client)
+        for _ in range(12):
+            kit.step(client, [weighted(kit.sequence(24, 50))], lr=size * CALM, eps=CALM)
+            after = kit.probe(client)
+            shift = np.max(np.abs(after - before))
+            if shift >= 0.02:
+                return size
+            before, size = after, size * min(8.0, 0.04 / max(shift, 1e-9))
     raise AssertionError(f"stride={size:g}: steps up to this factor of the gradient do not move the model")
 
 

@@ -1,7 +1,8 @@
 """What the tests share: data, waiting with a limit, and observing a model through its log-probabilities."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,15 @@ class Kit:
     patience: float
     weights: Path | None = None
     keyed: bool = False
-    notes: list[str] = field(default_factory=list)
 
-    def service(self, **kwargs: Any) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=self.key, **kwargs)
+    @contextmanager
+    def session(self) -> Iterator[tinker.ServiceClient]:
+        """A session that is closed afterwards, so that the server can let go of its models: it may hold but a few."""
+        service = tinker.ServiceClient(base_url=self.url, api_key=self.key)
+        try:
+            yield service
+        finally:
+            self.wait(service.close("success"))
 
     def rest(self) -> tinker.RestClient:
         return tinker.RestClient(base_url=self.url, api_key=self.key)

@@ -33,11 +33,14 @@ class Raw:
     def __init__(self, kit: Kit) -> None:
         self.kit = kit
         self.http = httpx.Client(base_url=kit.url, headers={"X-API-Key": kit.key}, timeout=kit.patience)
+        self.sessions: list[str] = []
 
     def __enter__(self) -> "Raw":
         return self
 
     def __exit__(self, *_: Any) -> None:
+        for session in self.sessions:
+            self.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None})
         self.http.close()
 
     def post(self, verb: str, body: dict | bytes, **headers: str) -> httpx.Response:
@@ -53,7 +56,8 @@ class Raw:
 
     def session(self) -> str:
         body = {"tags": [], "user_metadata": {}, "sdk_version": tinker.__version__, "type": "create_session"}
-        return self.accepted(self.post("create_session", body))["session_id"]
+        self.sessions.append(self.accepted(self.post("create_session", body))["session_id"])
+        return self.sessions[-1]
 
     def create_model_body(self, session: str, seq: int = 0, seed: int = 11) -> dict:
         lora = {"rank": 8, "seed": seed, "train_mlp": True, "train_attn": True, "train_unembed": True}

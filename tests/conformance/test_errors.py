@@ -177,7 +177,7 @@ def test_wrong_api_key(kit: Kit) -> None:
 @pytest.mark.raw
 def test_closed_session_takes_nothing_more(kit: Kit, raw: Raw, state) -> None:
     """ServiceClient.close says: further operations against the session are rejected."""
-    service = kit.service()
+    service = tinker.ServiceClient(base_url=kit.url, api_key=kit.key)
     client = kit.load(service, state)
     session = service.holder.get_session_id()
     kit.wait(service.close("success"))

@@ -23,46 +23,45 @@ def data(kit: Kit, scale: float = 1.0) -> list[types.Datum]:
     return [weighted(kit.sequence(length, 20), scale * np.ones(length - 1)) for length in (12, 18)]
 
 
-def walk(kit: Kit, service: tinker.ServiceClient, state: str, *steps: AdamStep, **more: float) -> np.ndarray:
+def walk(kit: Kit, state: str, *steps: AdamStep, **more: float) -> np.ndarray:
     """Where these steps take the saved model: log-probabilities of the probe."""
-    client = kit.load(service, state)
-    for step in steps:
-        params = {name: getattr(step, name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
-        kit.step(client, data(kit, step.scale), **params, **more)
-    return kit.probe(client)
+    with kit.session() as service:
+        client = kit.load(service, state)
+        for step in steps:
+            params = {name: getattr(step, name) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+            kit.step(client, data(kit, step.scale), **params, **more)
+        return kit.probe(client)
 
 
-def test_zero_learning_rate_changes_nothing(kit: Kit, service, state, start) -> None:
+def test_zero_learning_rate_changes_nothing(kit: Kit, state, start) -> None:
     step = AdamStep(1.0, 0.0, weight_decay=0.5)
-    assert np.array_equal(walk(kit, service, state, step, step), start)
+    assert np.array_equal(walk(kit, state, step, step), start)
 
 
-def test_first_step_does_not_depend_on_betas(kit: Kit, service, state, stride, start) -> None:
+def test_first_step_does_not_depend_on_betas(kit: Kit, state, stride, start) -> None:
     """Bias correction takes both betas out of the first step."""
-    reached = [
-        walk(kit, service, state, AdamStep(1.0, stride * CALM, *betas, CALM)) for betas in ((0.9, 0.95), (0.3, 0.6))
-    ]
+    reached = [walk(kit, state, AdamStep(1.0, stride * CALM, *betas, CALM)) for betas in ((0.9, 0.95), (0.3, 0.6))]
     moved(reached[0], start)
     near(reached[1], reached[0], 1e-5)
 
 
-def test_gradient_and_epsilon_scale_together(kit: Kit, service, state, stride, start) -> None:
+def test_gradient_and_epsilon_scale_together(kit: Kit, state, stride, start) -> None:
     """lr * s g / (s |g| + s eps) is the same for every s; without s in epsilon the step is s times as long."""
-    one = walk(kit, service, state, AdamStep(1.0, stride * CALM, eps=CALM))
+    one = walk(kit, state, AdamStep(1.0, stride * CALM, eps=CALM))
     moved(one, start)
-    near(walk(kit, service, state, AdamStep(8.0, stride * CALM, eps=8 * CALM)), one, 1e-5)
-    longer = walk(kit, service, state, AdamStep(8.0, stride * CALM, eps=CALM))
+    near(walk(kit, state, AdamStep(8.0, stride * CALM, eps=8 * CALM)), one, 1e-5)
+    longer = walk(kit, state, AdamStep(8.0, stride * CALM, eps=CALM))
     assert np.max(np.abs(longer - start)) > 2 * np.max(np.abs(one - start)), "a larger gradient made no longer step"
 
 
-def test_small_epsilon_hides_the_size_of_the_gradient(kit: Kit, service, state, start) -> None:
-    one, other = (walk(kit, service, state, AdamStep(scale, 2e-3, eps=1e-12)) for scale in (1.0, 64.0))
+def test_small_epsilon_hides_the_size_of_the_gradient(kit: Kit, state, start) -> None:
+    one, other = (walk(kit, state, AdamStep(scale, 2e-3, eps=1e-12)) for scale in (1.0, 64.0))
     moved(one, start)
     near(other, one, 1e-5)
 
 
 @pytest.mark.parametrize("eps,decay", [(SHARP, 0.0), (CALM, 0.0), (SHARP, 3.0)], ids=["sharp", "calm", "decay"])
-def test_five_steps_with_changing_settings(kit: Kit, service, state, stride, start, eps: float, decay: float) -> None:
+def test_five_steps_with_changing_settings(kit: Kit, state, stride, start, eps: float, decay: float) -> None:
     """Betas, epsilon, decay and gradients change; each step uses its own, as torch.optim.AdamW does."""
     lr = 5e-3 if eps == SHARP else stride * CALM
     steps = [
@@ -72,21 +71,21 @@ def test_five_steps_with_changing_settings(kit: Kit, service, state, stride, sta
         AdamStep(-0.25, 0.0, 0.5, 0.95, 1e-8, 0.0),
         AdamStep(1.5, lr, 0.7, 0.9, eps, decay),
     ]
-    found = walk(kit, service, state, *steps)
+    found = walk(kit, state, *steps)
     moved(found, start)
-    near(found, walk(kit, service, state, one_step_like(steps)), 1e-5)
+    near(found, walk(kit, state, one_step_like(steps)), 1e-5)
 
 
-def test_decay_alone_shrinks_geometrically(kit: Kit, service, state, start) -> None:
+def test_decay_alone_shrinks_geometrically(kit: Kit, state, start) -> None:
     """Zero gradients: two steps of lr * decay = 0.2 leave 0.8 * 0.8 of every parameter, like one of 0.36."""
-    twice = walk(kit, service, state, *[AdamStep(0.0, 0.1, eps=1e-8, weight_decay=2.0)] * 2)
+    twice = walk(kit, state, *[AdamStep(0.0, 0.1, eps=1e-8, weight_decay=2.0)] * 2)
     moved(twice, start)
-    near(walk(kit, service, state, AdamStep(0.0, 0.1, eps=1e-8, weight_decay=3.6)), twice, 1e-5)
+    near(walk(kit, state, AdamStep(0.0, 0.1, eps=1e-8, weight_decay=3.6)), twice, 1e-5)
 
 
 def test_full_decay_leaves_nothing(kit: Kit, service, state, start) -> None:
     """lr * decay = 1 with zero gradients: an adapter is gone, so the model is the base; a full model knows nothing."""
-    found = walk(kit, service, state, AdamStep(0.0, 0.5, eps=1e-8, weight_decay=2.0))
+    found = walk(kit, state, AdamStep(0.0, 0.5, eps=1e-8, weight_decay=2.0))
     moved(found, start)
     client = kit.fresh(service)
     if client.get_info().is_lora is False:
@@ -95,40 +94,41 @@ def test_full_decay_leaves_nothing(kit: Kit, service, state, start) -> None:
         near(found, kit.probe(client), 1e-5)
 
 
-def test_clipping_at_a_huge_norm_is_no_clipping(kit: Kit, service, state, stride, start) -> None:
+def test_clipping_at_a_huge_norm_is_no_clipping(kit: Kit, state, stride, start) -> None:
     step = AdamStep(1.0, stride * CALM, eps=CALM)
-    free = walk(kit, service, state, step, grad_clip_norm=0.0)
+    free = walk(kit, state, step, grad_clip_norm=0.0)
     moved(free, start)
-    near(walk(kit, service, state, step, grad_clip_norm=1e9), free, 1e-5)
+    near(walk(kit, state, step, grad_clip_norm=1e9), free, 1e-5)
 
 
-def test_clipped_step_does_not_depend_on_the_size_of_the_gradient(kit: Kit, service, state, stride, start) -> None:
+def test_clipped_step_does_not_depend_on_the_size_of_the_gradient(kit: Kit, state, stride, start) -> None:
     """Clipped at c the gradient is c g / |g|; half of it with half the epsilon and the same lr is the same step."""
     clip = 1e-3
-    one = walk(kit, service, state, AdamStep(1.0, 1.0, eps=clip * 1e-2), grad_clip_norm=clip)
+    one = walk(kit, state, AdamStep(1.0, 1.0, eps=clip * 1e-2), grad_clip_norm=clip)
     moved(one, start)
-    near(walk(kit, service, state, AdamStep(16.0, 1.0, eps=clip * 1e-2), grad_clip_norm=clip), one, 1e-5)
-    near(walk(kit, service, state, AdamStep(1.0, 1.0, eps=clip / 2 * 1e-2), grad_clip_norm=clip / 2), one, 1e-5)
+    near(walk(kit, state, AdamStep(16.0, 1.0, eps=clip * 1e-2), grad_clip_norm=clip), one, 1e-5)
+    near(walk(kit, state, AdamStep(1.0, 1.0, eps=clip / 2 * 1e-2), grad_clip_norm=clip / 2), one, 1e-5)
 
 
-def drop(kit: Kit, service: tinker.ServiceClient, state: str, size: float, clip: float) -> float:
+def drop(kit: Kit, state: str, size: float, clip: float) -> float:
     """Loss after a step of +size * gradient less that after -size * gradient, clipped: 2 size |g| |clipped g|."""
     calm, losses = CALM * 100, []
     for sign in (-1.0, 1.0):
-        client = kit.load(service, state)
-        kit.step(client, data(kit, sign), lr=size * calm, eps=calm, grad_clip_norm=clip)
-        losses.append(loss_sum(kit.wait(client.forward(data(kit), "cross_entropy"))))
+        with kit.session() as service:
+            client = kit.load(service, state)
+            kit.step(client, data(kit, sign), lr=size * calm, eps=calm, grad_clip_norm=clip)
+            losses.append(loss_sum(kit.wait(client.forward(data(kit), "cross_entropy"))))
     return losses[0] - losses[1]
 
 
-def test_clipping_uses_the_norm_of_the_whole_gradient(kit: Kit, service, state, stride) -> None:
+def test_clipping_uses_the_norm_of_the_whole_gradient(kit: Kit, state, stride) -> None:
     """The loss itself measures |g|: central difference of a step along it. Clipping at |g| / 2 has to halve that."""
     size = stride / 4
-    free = drop(kit, service, state, size, 0.0)
+    free = drop(kit, state, size, 0.0)
     norm = (free / (2 * size)) ** 0.5
-    near(drop(kit, service, state, size, norm / 2) / free, 0.5, 0.01)
-    near(drop(kit, service, state, size, norm * 0.8) / free, 0.8, 0.01)
-    near(drop(kit, service, state, size, norm * 1.1) / free, 1.0, 1e-3)
+    near(drop(kit, state, size, norm / 2) / free, 0.5, 0.01)
+    near(drop(kit, state, size, norm * 0.8) / free, 0.8, 0.01)
+    near(drop(kit, state, size, norm * 1.1) / free, 1.0, 1e-3)
 
 
 def test_calls_accumulate_until_the_step(kit: Kit, service, state, stride, start) -> None:
@@ -145,7 +145,7 @@ def test_calls_accumulate_until_the_step(kit: Kit, service, state, stride, start
 
 
 def test_forward_leaves_no_gradient(kit: Kit, service, state, stride, start) -> None:
-    plain = walk(kit, service, state, AdamStep(1.0, stride * CALM, eps=CALM))
+    plain = walk(kit, state, AdamStep(1.0, stride * CALM, eps=CALM))
     client = kit.load(service, state)
     kit.wait(client.forward([weighted(kit.sequence(30, 21), 5.0 * np.ones(29))], "cross_entropy"))
     kit.step(client, data(kit), lr=stride * CALM, eps=CALM)
