@@ -46,19 +46,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    passed, counted, skipped = Counter(), Counter(), Counter()
-    for outcome in ("passed", "failed", "error", "skipped"):
+    """The score: passed of those that ran, by area. A test that fails, or whose fixtures fail, counts once."""
+    outcomes: dict[str, str] = {}
+    for outcome in ("skipped", "passed", "failed", "error"):  # the later says more
         for report in terminalreporter.getreports(outcome):
-            if outcome == "passed" and report.when != "call":
-                continue
-            area = Path(report.nodeid.split("::")[0]).stem.split("_")[1]
-            passed[area] += outcome == "passed"
-            counted[area] += outcome != "skipped"
-            skipped[area] += outcome == "skipped"
+            outcomes[report.nodeid] = outcome
+    score = Counter((Path(node.split("::")[0]).stem.split("_")[1], outcome) for node, outcome in outcomes.items())
     terminalreporter.section("conformance")
-    for area in (area for area in AREAS if counted[area] + skipped[area]):
-        left_out = f" ({skipped[area]} not run)" if skipped[area] else ""
-        terminalreporter.write_line(f"{area} {passed[area]}/{counted[area]}{left_out}")
+    for area in AREAS:
+        passed, skipped = score[area, "passed"], score[area, "skipped"]
+        ran = passed + score[area, "failed"] + score[area, "error"]
+        if ran + skipped:
+            left_out = f" ({skipped} not run)" if skipped else ""
+            terminalreporter.write_line(f"{area} {passed}/{ran}{left_out}")
 
 
 @pytest.fixture(scope="session")

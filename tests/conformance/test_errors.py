@@ -12,14 +12,14 @@ from tinker import types
 FAR = 2**31 - 1  # a token id outside every vocabulary that still fits the wire
 
 
-@pytest.fixture(scope="module")
-def client(kit: Kit, keeper: tinker.ServiceClient, state: str) -> tinker.TrainingClient:
-    return kit.load(keeper, state)
+@pytest.fixture
+def client(kit: Kit, service: tinker.ServiceClient, state: str) -> tinker.TrainingClient:
+    return kit.load(service, state)
 
 
 @pytest.fixture(scope="module")
-def start(kit: Kit, client: tinker.TrainingClient) -> np.ndarray:
-    return kit.probe(client)
+def start(kit: Kit, keeper: tinker.ServiceClient, state: str) -> np.ndarray:
+    return kit.probe(kit.load(keeper, state))
 
 
 def ones(count: int) -> np.ndarray:
