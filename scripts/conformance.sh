@@ -15,9 +15,11 @@ if ! cmp -s "$needed" "$environment/requirements.txt"; then
     export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}} UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-}}
     [[ -n $UV_FIND_LINKS ]] || unset UV_FIND_LINKS
     [[ -n $UV_DEFAULT_INDEX ]] || unset UV_DEFAULT_INDEX
+    # The oracles are small: torch for the CPU, from its own index unless there is a place with wheels.
+    backend=(--torch-backend cpu)
+    [[ -z ${UV_FIND_LINKS:-} ]] || backend=()
     "$uv" venv --quiet --clear --python "${UV_PYTHON:-python3}" "$environment"
-    # On the CPU: the oracles are small.
-    "$uv" pip install --quiet --python "$environment/bin/python" --torch-backend cpu -r "$needed"
+    "$uv" pip install --quiet --python "$environment/bin/python" "${backend[@]}" -r "$needed"
   else
     python3 -m venv --clear "$environment"
     "$environment/bin/python" -m pip install --quiet -r "$needed"
