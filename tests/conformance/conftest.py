@@ -106,10 +106,10 @@ def state(kit: Kit) -> str:
 def stride(kit: Kit, state: str) -> float:
     """A factor a such that a step of -a * gradient moves the saved model's log-probabilities by a few hundredths."""
     with kit.session() as service:
-        client, size = kit.load(service, state), 1e-4
+        client, size = kit.load(service, state), 1e-8
         before = kit.probe(client)
-        for _ in range(12):
-            kit.step(client, [weighted(kit.sequence(24, 50))], lr=size * CALM, eps=CALM)
+        for _ in range(20):
+            kit.step(client, kit.probes(), lr=size * CALM, eps=CALM)
             after = kit.probe(client)
             shift = np.max(np.abs(after - before))
             if shift >= 0.02:

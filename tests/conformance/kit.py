@@ -68,10 +68,13 @@ class Kit:
         self.wait(moved)
         return output
 
+    def probes(self) -> list[types.Datum]:
+        """Four fixed sequences, by which models are compared."""
+        return [weighted(self.sequence(length, 90 + length)) for length in (5, 9, 14, 20)]
+
     def probe(self, client: tinker.TrainingClient) -> Array:
-        """Log-probabilities of four fixed sequences under the client's model, one after the other: [tokens]."""
-        data = [weighted(self.sequence(length, 90 + length)) for length in (5, 9, 14, 20)]
-        return np.concatenate(logprobs(self.wait(client.forward(data, "cross_entropy"))))
+        """Log-probabilities of the four sequences under the client's model, one after the other: [tokens]."""
+        return np.concatenate(logprobs(self.wait(client.forward(self.probes(), "cross_entropy"))))
 
 
 def given(**inputs: Any) -> dict[str, types.TensorData]:

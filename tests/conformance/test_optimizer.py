@@ -123,8 +123,13 @@ def drop(kit: Kit, state: str, size: float, clip: float) -> float:
 
 def test_clipping_uses_the_norm_of_the_whole_gradient(kit: Kit, state, stride) -> None:
     """The loss itself measures |g|: central difference of a step along it. Clipping at |g| / 2 has to halve that."""
-    size = stride / 4
-    free = drop(kit, state, size, 0.0)
+    size, wanted = stride / 10, 0.05
+    for _ in range(6):  # a drop that is far above rounding and still proportional to the step
+        free = drop(kit, state, size, 0.0)
+        if wanted / 2 < free < wanted * 2:
+            break
+        size *= wanted / free if free > 0 else 0.1
+    assert wanted / 2 < free < wanted * 2, f"loss: changes by {free:g} for a step of {size:g} of the gradient"
     norm = (free / (2 * size)) ** 0.5
     near(drop(kit, state, size, norm / 2) / free, 0.5, 0.01)
     near(drop(kit, state, size, norm * 0.8) / free, 0.8, 0.01)
