@@ -29,4 +29,6 @@ fi
 
 address=()
 if (($#)) && [[ $1 != -* ]]; then address=(--base-url "$1") && shift; fi
-exec "$environment/bin/python" -m pytest -c tests/conformance/pytest.ini tests/conformance "${address[@]}" "$@"
+tests=(tests/conformance)
+for argument in "$@"; do [[ $argument != tests/conformance/* ]] || tests=(); done
+exec "$environment/bin/python" -m pytest -c tests/conformance/pytest.ini "${tests[@]}" "${address[@]}" "$@"
