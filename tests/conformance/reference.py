@@ -17,7 +17,8 @@ class Reference:
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
         self.model.eval()
-        self.model.get_input_embeddings().padding_idx = None  # torch gives that row no gradient; a server knows no padding
+        # torch gives the padding token's row no gradient; a server knows no padding.
+        self.model.get_input_embeddings().padding_idx = None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
 
     def scores(self, tokens: Sequence[int], targets: Sequence[int]) -> torch.Tensor:
