@@ -15,6 +15,8 @@ __all__ = ["ServerLimits", "Places", "Rate", "read_body"]
 _MAX_THROWN_AWAY = 2**26
 """Bytes of a body that is too long which are read all the same: a client that is cut off while it writes sees no
 answer."""
+_THROWN_AWAY_S = 2.0
+"""Seconds for which a body that is too long by its own header is read."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -90,8 +92,10 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     """The request's body. Raises Refused for a body that is too long (413), late (408) or ends early (400)."""
     parts: list[bytes] = []
     size = 0
+    declared = request.headers.get("content-length", "")
+    too_long = declared.isdecimal() and int(declared[:18]) > max_bytes
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(min(timeout_s, _THROWN_AWAY_S) if too_long else timeout_s):
             async for part in request.stream():
                 size += len(part)
                 if size <= max_bytes:
@@ -99,6 +103,8 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
                 elif size > _MAX_THROWN_AWAY:
                     break
     except TimeoutError:
+        if too_long:
+            raise _refused_as_too_long(max_bytes) from None
         raise Refused(
             408,
             f"body: {size} bytes came within {timeout_s:g} s and the rest did not; send the whole body",
@@ -108,5 +114,9 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     except ClientDisconnect:
         raise Refused(400, "body: the connection ended before the body did; send the whole body") from None
     if size > max_bytes:
-        raise Refused(413, f"body: is longer than {max_bytes} bytes; send less", code="request_too_large")
+        raise _refused_as_too_long(max_bytes)
     return b"".join(parts)
+
+
+def _refused_as_too_long(max_bytes: int) -> Refused:
+    return Refused(413, f"body: is longer than {max_bytes} bytes; send less", code="request_too_large")

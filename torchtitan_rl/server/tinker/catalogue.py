@@ -81,9 +81,10 @@ class Catalogue:
         session_id = request.path_params["session_id"]
         if (session := self._service.sessions.get(session_id)) is None:
             raise user(f"session={session_id[:120]!r}: is not known to this server", status=404)
-        models, samplers = self._service.models.live, self._service.sampling.samplers
+        samplers = self._service.sampling.samplers
+        runs = [record.model_id for record in self._service.checkpoints.models()]
         return {
-            "training_run_ids": [model.model_id for model in models.values() if model.session_id == session_id],
+            "training_run_ids": [model_id for model_id in runs if model_id.startswith(f"{session_id}:train:")],
             "sampler_ids": [sampler.sampler_id for sampler in samplers.values() if sampler.session_id == session_id],
             "user_metadata": session.user_metadata,
             "display_name": session.display_name,
