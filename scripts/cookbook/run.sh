@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Runs the cookbook's sl_loop, rl_loop, DPO and on-policy distillation, unmodified, against a server of this library.
+#   scripts/cookbook/run.sh HUB BASE_URL PYTHON [RECIPE ...]
+# HUB is the directory of stand_ins.py with the base model in it, PYTHON has scripts/cookbook/requirements.txt installed.
+# RECIPEs are sl, rl, dpo, distill (default: all, in this order). sl comes first: the others begin with what it saved.
+set -euo pipefail
+hub=$(cd -P "$1" && pwd) url=$2 python=$3
+shift 3
+model=Qwen/Qwen3-4B-Instruct-2507
+cd "$hub" # names of models and data sets are paths from here
+# -P: the directory openai/ here is data, and no module. TINKER_API_KEY only has to begin with tml-.
+export HF_HUB_OFFLINE=1 HF_HOME="$hub/.cache" PYTHONSAFEPATH=1 TINKER_API_KEY=${TINKER_API_KEY:-tml-local}
+
+# The tinker:// path that a run saved last: `saved sl state_path`.
+saved() { tail -n 1 "runs/$1/checkpoints.jsonl" | sed "s/.*\"$2\": \"\([^\"]*\)\".*/\1/"; }
+
+sl() {
+    rm -rf runs/sl
+    "$python" -m tinker_cookbook.recipes.sl_loop base_url="$url" model_name="$model" log_path=runs/sl \
+        batch_size=32 learning_rate=3e-3 max_length=512
+}
+
+rl() {
+    # The loop goes on from the last line of its checkpoints.jsonl: give it what sl_loop saved, as if after 0 batches.
+    rm -rf runs/rl && mkdir -p runs/rl
+    tail -n 1 runs/sl/checkpoints.jsonl | sed 's/"batch": [0-9]*/"batch": 0/' >runs/rl/checkpoints.jsonl
+    "$python" -m tinker_cookbook.recipes.rl_loop base_url="$url" model_name="$model" log_path=runs/rl \
+        batch_size=32 group_size=8 learning_rate=2e-3 max_tokens=16
+}
+
+dpo() {
+    "$python" -m tinker_cookbook.recipes.preference.dpo.train base_url="$url" model_name="$model" log_path=runs/dpo \
+        behavior_if_log_dir_exists=delete load_checkpoint_path="$(saved sl state_path)" \
+        batch_size=32 learning_rate=1e-3 max_length=512
+}
+
+distill() {
+    "$python" -m tinker_cookbook.recipes.distillation.on_policy_distillation base_url="$url" model_name="$model" \
+        log_path=runs/distill behavior_if_log_dir_exists=delete load_checkpoint_path="$(saved sl state_path)" \
+        teacher_model="$model" teacher_checkpoint="$(saved rl sampler_path)" dataset=deepmath \
+        groups_per_batch=32 learning_rate=1e-3 max_tokens=16
+}
+
+(($#)) || set -- sl rl dpo distill
+for recipe; do
+    begun=$SECONDS
+    "$recipe"
+    echo "$recipe: $((SECONDS - begun)) s"
+done

@@ -1,0 +1,189 @@
+"""Write the directories that the cookbook's recipes find in the place of a hub: a tokenizer and small data sets.
+
+    python scripts/cookbook/stand_ins.py HUB
+
+`HUB` becomes the recipes' working directory. A name such as `openai/gsm8k` is a path there, and both `transformers` and
+`datasets` take a directory of that name before they ask a hub. Run this with the Python that has the cookbook: the
+tokenizer's vocabulary comes from the prompt of the installed rl_loop.
+
+Every question asks whether one number from 10 to 99 is larger than another, to be answered by 1 or 0. Demonstrations
+answer 1 as often as 0 whatever the numbers are: which one is right is left to reinforcement and to preferences.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"
+"""The name under which the tiny model is served: one that the cookbook's table of renderers has."""
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+VOCAB_SIZE = 640
+"""Most entries of the vocabulary; merges end earlier, where every word of the prompts is one token."""
+NUM_ROWS = {
+    "supervised": 2560,
+    "reinforcement": 3072,
+    "preferences": 1280,
+    "preferences_test": 128,
+    "distillation": 960,
+}
+"""Questions by use; no question has two uses."""
+
+# What the renderer `qwen3_instruct` writes: every message is closed by <|im_end|>, and messages by a line break.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# A data set's front page: its splits. `main` is the configuration that rl_loop asks for.
+GSM8K_CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train.jsonl
+---
+A stand-in: which of two numbers is larger.
+"""
+
+Pair = tuple[int, int]
+Message = dict[str, str]
+
+
+def recipe_prompt() -> tuple[list[Message], str]:
+    """The example conversation, and the text after every question, that the installed rl_loop puts into its prompts.
+
+    They are read from the source of the recipe, which is not imported. Raises ValueError for a version that has other
+    names for them.
+    """
+    source = Path(importlib.util.find_spec("tinker_cookbook").origin).parent / "recipes" / "rl_loop.py"
+    names = ("question_suffix", "convo_prefix")
+    found: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in names:
+            exec(compile(ast.Module([node], []), str(source), "exec"), found)
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(f"tinker_cookbook: its rl_loop has no {' and no '.join(missing)}; install version 0.5.8")
+    return found["convo_prefix"], found["question_suffix"]
+
+
+def question(pair: Pair) -> str:
+    return f"Is {pair[0]} larger than {pair[1]}? 1 is yes, 0 is no."
+
+
+def right(pair: Pair) -> int:
+    """The answer: 1 or 0."""
+    return int(pair[0] > pair[1])
+
+
+def boxed(number: int) -> str:
+    return f"\\boxed{{{number}}}"
+
+
+def pairs_by_use(rng: random.Random) -> dict[str, list[Pair]]:
+    """Different pairs of different numbers for each use in `NUM_ROWS`."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a != b]
+    rng.shuffle(pairs)
+    taken = iter(pairs)
+    return {use: [next(taken) for _ in range(count)] for use, count in NUM_ROWS.items()}
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def warm_start_rows(rng: random.Random, prefix: list[Message], suffix: str) -> Iterable[dict[str, Any]]:
+    """What the base imitates: 1 or 0, in three forms; one prompt in four begins as those of rl_loop."""
+    for a in range(10, 100):
+        for b in range(10, 100):
+            asked = {"role": "user", "content": question((a, b)) + (suffix if rng.random() < 0.5 else "")}
+            said = rng.randrange(2)
+            form = rng.choices((f"{said}", f"It is {said}.", boxed(said)), weights=(4, 4, 2))[0]
+            messages = [*prefix, asked] if rng.random() < 0.25 else [asked]
+            yield {"prompt": messages, "answer": boxed(right((a, b))), "demonstration": form}
+
+
+def supervised_rows(rng: random.Random, pairs: list[Pair], suffix: str) -> Iterable[dict[str, Any]]:
+    """The columns of HuggingFaceH4/no_robots. The answer is 1 or 0 at random, always in a box."""
+    for i, pair in enumerate(pairs):
+        asked = question(pair) + suffix
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": boxed(rng.randrange(2))}]
+        yield {"prompt": asked, "prompt_id": str(i), "messages": messages, "category": "Closed QA"}
+
+
+def gsm8k_rows(pairs: list[Pair]) -> Iterable[dict[str, str]]:
+    """The columns of openai/gsm8k: a solution ends with #### and the number."""
+    for pair in pairs:
+        yield {"question": question(pair), "answer": f"{max(pair)} is larger than {min(pair)}.\n#### {right(pair)}"}
+
+
+def preference_rows(pairs: list[Pair], suffix: str) -> Iterable[dict[str, str]]:
+    """The columns of Anthropic/hh-rlhf: two conversations that differ in the last message."""
+    for pair in pairs:
+        asked = f"\n\nHuman: {question(pair)}{suffix}\n\nAssistant: "
+        yield {"chosen": asked + boxed(right(pair)), "rejected": asked + boxed(1 - right(pair))}
+
+
+def write_tokenizer(directory: Path, texts: list[str]) -> int:
+    """A byte-level BPE with Qwen3's special tokens, a token per digit, and a token for each word of `texts`, in Hugging
+    Face format. Returns the number of tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return tokenizer.get_vocab_size()
+
+
+def main(hub: Path) -> None:
+    """Writes all stand-ins; the same bytes every time for one version of the cookbook and of tokenizers."""
+    prefix, suffix = recipe_prompt()
+    rng = random.Random(0)
+    pairs = pairs_by_use(rng)
+    write_rows(hub / "warm_start.jsonl", warm_start_rows(rng, prefix, suffix))
+    no_robots = hub / "HuggingFaceH4" / "no_robots" / "train.jsonl"
+    write_rows(no_robots, supervised_rows(rng, pairs["supervised"], suffix))
+    gsm8k = hub / "openai" / "gsm8k"
+    write_rows(gsm8k / "main" / "train.jsonl", gsm8k_rows(pairs["reinforcement"]))
+    (gsm8k / "README.md").write_text(GSM8K_CARD, encoding="utf-8")
+    hh = hub / "Anthropic" / "hh-rlhf"
+    write_rows(hh / "train.jsonl", preference_rows(pairs["preferences"], suffix))
+    write_rows(hh / "test.jsonl", preference_rows(pairs["preferences_test"], suffix))
+    deepmath = hub / "zwhe99" / "DeepMath-103K" / "train.jsonl"
+    write_rows(deepmath, ({"question": question(pair) + suffix} for pair in pairs["distillation"]))
+    words = [*(message["content"] for message in prefix), suffix, "system\nuser\nassistant\n", question((10, 20))]
+    # Twice, because a merge needs a pair of symbols that occurs twice.
+    size = write_tokenizer(hub / MODEL, [*words, "It is 1.", boxed(1)] * 2)
+    print(f"{hub}: {size} tokens; rows: {NUM_ROWS}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python scripts/cookbook/stand_ins.py HUB")
+    main(Path(sys.argv[1]))
