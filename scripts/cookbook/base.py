@@ -1,7 +1,7 @@
-"""The base model of docs/tinker_cookbook.md: a 0.8M-parameter Qwen3 that answers 1 or 0 at random, in three forms.
+"""The base model of docs/tinker_cookbook.md: a 0.8M-parameter Qwen3 that says in three forms whether a number is even.
 
-Run in the directory that stand_ins.py wrote: the paths are relative to it. The warm start is the whole run. What is
-right is not in it: the demonstrations say 1 as often as 0.
+Run in the directory that stand_ins.py wrote: the paths are relative to it. The warm start is the whole run. One
+demonstration in four is in the box that the recipes ask for.
 """
 
 import torchtitan_rl.config as rl
@@ -9,7 +9,7 @@ from torchtitan_rl.algorithm import presets
 from torchtitan_rl.tasks.dataset import Dataset
 
 SHAPE = rl.Qwen3Shape(
-    vocab_size=512, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=512
+    vocab_size=640, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=512
 )
 
 
@@ -19,8 +19,8 @@ def config() -> rl.RunConfig:
         task=Dataset.Config(train="warm_start.jsonl", demonstration="demonstration"),
         model=rl.ModelConfig(assets="Qwen/Qwen3-4B-Instruct-2507", shape=SHAPE),
         supervised=rl.SupervisedConfig(
-            num_steps=150,
-            batch_size=32,
+            num_steps=250,
+            batch_size=64,
             lr=3e-3,
             betas=(0.9, 0.99),
             schedule=rl.ScheduleConfig(decay="cosine", warmup_steps=20),

@@ -21,11 +21,9 @@ sl() {
 }
 
 rl() {
-    # The loop goes on from the last line of its checkpoints.jsonl: give it what sl_loop saved, as if after 0 batches.
-    rm -rf runs/rl && mkdir -p runs/rl
-    tail -n 1 runs/sl/checkpoints.jsonl | sed 's/"batch": [0-9]*/"batch": 0/' >runs/rl/checkpoints.jsonl
+    rm -rf runs/rl # a loop that finds checkpoints in its log_path goes on from them
     "$python" -m tinker_cookbook.recipes.rl_loop base_url="$url" model_name="$model" log_path=runs/rl \
-        batch_size=32 group_size=8 learning_rate=2e-3 max_tokens=16
+        batch_size=16 group_size=8 learning_rate=1e-3 max_tokens=16 max_steps=60
 }
 
 dpo() {

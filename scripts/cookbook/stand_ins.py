@@ -6,8 +6,8 @@
 `datasets` take a directory of that name before they ask a hub. Run this with the Python that has the cookbook: the
 tokenizer's vocabulary comes from the prompt of the installed rl_loop.
 
-Every question asks whether one number from 10 to 99 is larger than another, to be answered by 1 or 0. Demonstrations
-answer 1 as often as 0 whatever the numbers are: which one is right is left to reinforcement and to preferences.
+Every question asks whether somebody has an even number of something, to be answered by 1 or 0. What the base model
+imitates is right and rarely in the box that the question asks for: that a box pays is left to the recipes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 640
 """Most entries of the vocabulary; merges end earlier, where every word of the prompts is one token."""
-NUM_ROWS = {
-    "supervised": 2560,
-    "reinforcement": 3072,
-    "preferences": 1280,
-    "preferences_test": 128,
-    "distillation": 960,
-}
+NAMES = "Ann Bob Cleo Dan Eve Finn Gus Hal Ida Jan Kim Leo Max Nia Omar Pam Ray Sue Tim Una"
+THINGS = "pens cups hats keys nuts eggs figs pots maps toys rings bells coins books cards boats lamps shoes ropes seeds"
+NUM_ROWS = {"supervised": 1280, "reinforcement": 1280, "preferences": 640, "preferences_test": 64, "distillation": 640}
 """Questions by use; no question has two uses."""
+FORMS = {"{}": 3, "It is {}.": 3, "\\boxed{{{}}}": 2}
+"""How often the base imitates each form of an answer."""
 
 # What the renderer `qwen3_instruct` writes: every message is closed by <|im_end|>, and messages by a line break.
 CHAT_TEMPLATE = (
@@ -48,10 +46,10 @@ configs:
   - split: train
     path: main/train.jsonl
 ---
-A stand-in: which of two numbers is larger.
+A stand-in: whether a number is even.
 """
 
-Pair = tuple[int, int]
+Holding = tuple[str, int, str]
 Message = dict[str, str]
 
 
@@ -72,24 +70,29 @@ def recipe_prompt() -> tuple[list[Message], str]:
     return found["convo_prefix"], found["question_suffix"]
 
 
-def question(pair: Pair) -> str:
-    return f"Is {pair[0]} larger than {pair[1]}? 1 is yes, 0 is no."
+def question(holding: Holding) -> str:
+    name, number, thing = holding
+    return f"{name} has {number} {thing}. Is the number even? 1 is yes, 0 is no."
 
 
-def right(pair: Pair) -> int:
+def right(holding: Holding) -> int:
     """The answer: 1 or 0."""
-    return int(pair[0] > pair[1])
+    return 1 - holding[1] % 2
 
 
 def boxed(number: int) -> str:
     return f"\\boxed{{{number}}}"
 
 
-def pairs_by_use(rng: random.Random) -> dict[str, list[Pair]]:
-    """Different pairs of different numbers for each use in `NUM_ROWS`."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a != b]
-    rng.shuffle(pairs)
-    taken = iter(pairs)
+def all_holdings() -> list[Holding]:
+    return [(name, number, thing) for name in NAMES.split() for number in range(10) for thing in THINGS.split()]
+
+
+def holdings_by_use(rng: random.Random) -> dict[str, list[Holding]]:
+    """Different holdings for each use in `NUM_ROWS`."""
+    holdings = all_holdings()
+    rng.shuffle(holdings)
+    taken = iter(holdings)
     return {use: [next(taken) for _ in range(count)] for use, count in NUM_ROWS.items()}
 
 
@@ -99,35 +102,33 @@ def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def warm_start_rows(rng: random.Random, prefix: list[Message], suffix: str) -> Iterable[dict[str, Any]]:
-    """What the base imitates: 1 or 0, in three forms; one prompt in four begins as those of rl_loop."""
-    for a in range(10, 100):
-        for b in range(10, 100):
-            asked = {"role": "user", "content": question((a, b)) + (suffix if rng.random() < 0.5 else "")}
-            said = rng.randrange(2)
-            form = rng.choices((f"{said}", f"It is {said}.", boxed(said)), weights=(4, 4, 2))[0]
-            messages = [*prefix, asked] if rng.random() < 0.25 else [asked]
-            yield {"prompt": messages, "answer": boxed(right((a, b))), "demonstration": form}
+    """What the base imitates: the right answer in one of `FORMS`; one prompt in four begins as those of rl_loop."""
+    for holding in all_holdings():
+        asked = {"role": "user", "content": question(holding) + suffix}
+        form = rng.choices(list(FORMS), weights=list(FORMS.values()))[0]
+        messages = [*prefix, asked] if rng.random() < 0.25 else [asked]
+        yield {"prompt": messages, "answer": boxed(right(holding)), "demonstration": form.format(right(holding))}
 
 
-def supervised_rows(rng: random.Random, pairs: list[Pair], suffix: str) -> Iterable[dict[str, Any]]:
-    """The columns of HuggingFaceH4/no_robots. The answer is 1 or 0 at random, always in a box."""
-    for i, pair in enumerate(pairs):
-        asked = question(pair) + suffix
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": boxed(rng.randrange(2))}]
+def supervised_rows(holdings: list[Holding], suffix: str) -> Iterable[dict[str, Any]]:
+    """The columns of HuggingFaceH4/no_robots. The answer is always in a box."""
+    for i, holding in enumerate(holdings):
+        asked = question(holding) + suffix
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": boxed(right(holding))}]
         yield {"prompt": asked, "prompt_id": str(i), "messages": messages, "category": "Closed QA"}
 
 
-def gsm8k_rows(pairs: list[Pair]) -> Iterable[dict[str, str]]:
+def gsm8k_rows(holdings: list[Holding]) -> Iterable[dict[str, str]]:
     """The columns of openai/gsm8k: a solution ends with #### and the number."""
-    for pair in pairs:
-        yield {"question": question(pair), "answer": f"{max(pair)} is larger than {min(pair)}.\n#### {right(pair)}"}
+    for holding in holdings:
+        yield {"question": question(holding), "answer": f"The number is {holding[1]}.\n#### {right(holding)}"}
 
 
-def preference_rows(pairs: list[Pair], suffix: str) -> Iterable[dict[str, str]]:
+def preference_rows(holdings: list[Holding], suffix: str) -> Iterable[dict[str, str]]:
     """The columns of Anthropic/hh-rlhf: two conversations that differ in the last message."""
-    for pair in pairs:
-        asked = f"\n\nHuman: {question(pair)}{suffix}\n\nAssistant: "
-        yield {"chosen": asked + boxed(right(pair)), "rejected": asked + boxed(1 - right(pair))}
+    for holding in holdings:
+        asked = f"\n\nHuman: {question(holding)}{suffix}\n\nAssistant: "
+        yield {"chosen": asked + boxed(right(holding)), "rejected": asked + boxed(1 - right(holding))}
 
 
 def write_tokenizer(directory: Path, texts: list[str]) -> int:
@@ -165,19 +166,25 @@ def main(hub: Path) -> None:
     """Writes all stand-ins; the same bytes every time for one version of the cookbook and of tokenizers."""
     prefix, suffix = recipe_prompt()
     rng = random.Random(0)
-    pairs = pairs_by_use(rng)
+    holdings = holdings_by_use(rng)
     write_rows(hub / "warm_start.jsonl", warm_start_rows(rng, prefix, suffix))
     no_robots = hub / "HuggingFaceH4" / "no_robots" / "train.jsonl"
-    write_rows(no_robots, supervised_rows(rng, pairs["supervised"], suffix))
+    write_rows(no_robots, supervised_rows(holdings["supervised"], suffix))
     gsm8k = hub / "openai" / "gsm8k"
-    write_rows(gsm8k / "main" / "train.jsonl", gsm8k_rows(pairs["reinforcement"]))
+    write_rows(gsm8k / "main" / "train.jsonl", gsm8k_rows(holdings["reinforcement"]))
     (gsm8k / "README.md").write_text(GSM8K_CARD, encoding="utf-8")
     hh = hub / "Anthropic" / "hh-rlhf"
-    write_rows(hh / "train.jsonl", preference_rows(pairs["preferences"], suffix))
-    write_rows(hh / "test.jsonl", preference_rows(pairs["preferences_test"], suffix))
+    write_rows(hh / "train.jsonl", preference_rows(holdings["preferences"], suffix))
+    write_rows(hh / "test.jsonl", preference_rows(holdings["preferences_test"], suffix))
     deepmath = hub / "zwhe99" / "DeepMath-103K" / "train.jsonl"
-    write_rows(deepmath, ({"question": question(pair) + suffix} for pair in pairs["distillation"]))
-    words = [*(message["content"] for message in prefix), suffix, "system\nuser\nassistant\n", question((10, 20))]
+    write_rows(deepmath, ({"question": question(holding) + suffix} for holding in holdings["distillation"]))
+    words = [
+        *(message["content"] for message in prefix),
+        suffix,
+        "system\nuser\nassistant\n",
+        NAMES,
+        question(("", 1, THINGS)),
+    ]
     # Twice, because a merge needs a pair of symbols that occurs twice.
     size = write_tokenizer(hub / MODEL, [*words, "It is 1.", boxed(1)] * 2)
     print(f"{hub}: {size} tokens; rows: {NUM_ROWS}")

@@ -43,8 +43,8 @@ def test_names_lead_to_the_directories_and_rows_have_the_recipes_columns(stand_i
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     row = datasets.load_dataset("openai/gsm8k", "main")["train"][0]
-    a, b = map(int, re.findall(r"\d\d", row["question"]))
-    assert row["answer"].endswith(f"\n#### {int(a > b)}")
+    number = int(re.search(r"has (\d) ", row["question"])[1])
+    assert row["answer"].endswith(f"\n#### {int(number % 2 == 0)}")
     row = datasets.load_dataset("HuggingFaceH4/no_robots")["train"][0]
     assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
     assert row["messages"][0]["content"].endswith("0 is no. In a box.") and "\\boxed{" in row["messages"][1]["content"]
@@ -56,16 +56,17 @@ def test_names_lead_to_the_directories_and_rows_have_the_recipes_columns(stand_i
 
 
 def test_no_question_has_two_uses(stand_ins):
-    uses = stand_ins.pairs_by_use(random.Random(0))
-    pairs = [pair for rows in uses.values() for pair in rows]
+    uses = stand_ins.holdings_by_use(random.Random(0))
+    questions = [stand_ins.question(holding) for rows in uses.values() for holding in rows]
     assert {use: len(rows) for use, rows in uses.items()} == stand_ins.NUM_ROWS
-    assert len(set(pairs)) == len(pairs) and all(a != b for a, b in pairs)
+    assert len(set(questions)) == len(questions)
 
 
-def test_demonstrations_are_right_as_often_as_wrong(stand_ins):
+def test_demonstrations_are_right_and_one_in_four_is_in_a_box(stand_ins):
     rows = list(stand_ins.warm_start_rows(random.Random(0), [], " In a box."))
-    right = sum(row["answer"][-2] in row["demonstration"] for row in rows) / len(rows)  # the digit in the box
-    assert 0.48 < right < 0.52
+    assert all(row["answer"][-2] in row["demonstration"] for row in rows)  # the digit in the box
+    boxes = sum(row["answer"] == row["demonstration"] for row in rows)
+    assert 0.23 < boxes / len(rows) < 0.27
 
 
 def test_the_tokenizer_has_a_token_for_a_digit_and_for_a_word_and_loses_no_text(stand_ins, tmp_path):
