@@ -19,7 +19,7 @@ def config() -> rl.RunConfig:
         task=Dataset.Config(train="warm_start.jsonl", demonstration="demonstration"),
         model=rl.ModelConfig(assets="Qwen/Qwen3-4B-Instruct-2507", shape=SHAPE),
         supervised=rl.SupervisedConfig(
-            num_steps=250,
+            num_steps=100,
             batch_size=64,
             lr=3e-3,
             betas=(0.9, 0.99),

@@ -2,7 +2,8 @@
 # Runs the cookbook's sl_loop, rl_loop, DPO and on-policy distillation, unmodified, against a server of this library.
 #   scripts/cookbook/run.sh HUB BASE_URL PYTHON [RECIPE ...]
 # HUB is the directory of stand_ins.py with the base model in it, PYTHON has scripts/cookbook/requirements.txt installed.
-# RECIPEs are sl, rl, dpo, distill (default: all, in this order). sl comes first: the others begin with what it saved.
+# RECIPEs are sl, rl, dpo, distill; default: all, in this order. dpo begins with the weights that sl saved, and distill
+# learns from the ones that rl saved.
 set -euo pipefail
 hub=$(cd -P "$1" && pwd) url=$2 python=$3
 shift 3
@@ -23,7 +24,7 @@ sl() {
 rl() {
     rm -rf runs/rl # a loop that finds checkpoints in its log_path goes on from them
     "$python" -m tinker_cookbook.recipes.rl_loop base_url="$url" model_name="$model" log_path=runs/rl \
-        batch_size=16 group_size=8 learning_rate=1e-3 max_tokens=16 max_steps=60
+        batch_size=16 group_size=8 learning_rate=1e-3 max_tokens=16 max_steps=40
 }
 
 dpo() {
@@ -34,7 +35,7 @@ dpo() {
 
 distill() {
     "$python" -m tinker_cookbook.recipes.distillation.on_policy_distillation base_url="$url" model_name="$model" \
-        log_path=runs/distill behavior_if_log_dir_exists=delete load_checkpoint_path="$(saved sl state_path)" \
+        log_path=runs/distill behavior_if_log_dir_exists=delete lora_rank=32 \
         teacher_model="$model" teacher_checkpoint="$(saved rl sampler_path)" dataset=deepmath \
         groups_per_batch=32 learning_rate=1e-3 max_tokens=16
 }
