@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.remote.sampling import RemoteSamplingClient
 from torchtitan_rl.dispatch.remote.service import Samplers, answered, sdk
 from torchtitan_rl.dispatch.remote.training import RemoteTrainingClient
+from torchtitan_rl.dispatch.role_mesh import describe
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.model.shape import resolve_shape
@@ -22,6 +27,8 @@ from torchtitan_rl.validation.remote import adapted_parts
 
 __all__ = ["RemoteLauncher"]
 
+_CONNECT_S = 30.0
+"""Seconds in which the service has to give its first answers."""
 _KILL_S = 3.0
 """Seconds that a run which is ended at once waits for the end of its session."""
 
@@ -42,13 +49,8 @@ class RemoteLauncher:
         """Creates a model at the service, and its clients. `eos` is the tokenizer's end-of-sequence token. Raises
         ValueError for a model that the service does not train, or does not train as the config asks."""
         tinker = sdk()
-        try:
-            self._service = tinker.ServiceClient()
-            rest = await asyncio.to_thread(tinker.RestClient)
-        except Exception as error:
-            raise ValueError(
-                f"backend='tinker': {error}; set TINKER_BASE_URL and TINKER_API_KEY as the service says"
-            ) from error
+        self._service = tinker.ServiceClient()
+        rest = await self._first(tinker.RestClient)
         offered = await answered(rest.get_server_capabilities(), "get_server_capabilities", self.start_timeout_s)
         base_model = _base_model(config, [m.model_name for m in offered.supported_models if m.trainable is not False])
         client = await self._created(config, base_model)
@@ -70,11 +72,21 @@ class RemoteLauncher:
         parts = adapted_parts(lora or LoRAConfig())
         options = {} if lora is None else {"rank": lora.rank, "train_unembed": False}
         options |= {"train_attn": "attention" in parts, "train_mlp": "mlp" in parts, "seed": config.seed}
-        # The SDK's first call opens the session, and waits.
-        future = await asyncio.to_thread(self._service.create_lora_training_client, base_model, **options)
-        client = await answered(future, "create_model", self.start_timeout_s)
+        create = partial(self._service.create_lora_training_client, base_model, **options)
+        client = await answered(await self._first(create), "create_model", self.start_timeout_s)
         _check_kind(lora, client.get_info())
         return client
+
+    async def _first(self, call: Callable[[], Any]) -> Any:
+        """A call of the SDK that opens a connection, and so waits. Raises ValueError where none can be opened."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(_beside(call)), _CONNECT_S)
+        except Exception as error:
+            reason = f"no answer within {_CONNECT_S:g} s" if isinstance(error, TimeoutError) else describe(error)
+            raise ValueError(
+                f"backend='tinker': {reason}; look whether the service runs, and set TINKER_BASE_URL and "
+                "TINKER_API_KEY as it says"
+            ) from error
 
     async def stop(self) -> None:
         """Ends the session. The service drops what was not saved."""
@@ -87,6 +99,21 @@ class RemoteLauncher:
         if self._service is not None:
             with suppress(Exception):
                 self._service.close("interrupted").future().result(_KILL_S)
+
+
+def _beside(call: Callable[[], Any]) -> Future[Any]:
+    """The call's result, from a thread that ends with the process: the SDK goes on trying for minutes."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def _base_model(config: RunConfig, offered: list[str]) -> str:

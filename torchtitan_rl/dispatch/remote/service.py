@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -12,6 +13,8 @@ from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe
 __all__ = ["NoMesh", "Samplers", "answered", "not_offered", "sdk"]
 
 _CLIENT_LOG = "tinker.lib.public_interfaces.training_client"
+_FRAME = re.compile(r"Request failed: (.*?) for self\.request_id=", re.DOTALL)
+"""What the SDK puts around a service's sentence."""
 
 
 def sdk() -> Any:
@@ -49,18 +52,14 @@ async def answered(future: Any, what: str, timeout_s: float) -> Any:
     except tinker.APIConnectionError as error:
         raise WorkerLost(f"{what}: {describe(error)}; look whether the service runs at TINKER_BASE_URL") from error
     except (tinker.BadRequestError, tinker.UnprocessableEntityError) as error:
-        raise ValueError(f"{what}: {_message(error)}") from error
+        body = error.body if isinstance(error.body, dict) else {}
+        raise ValueError(f"{what}: {body.get('error') or body.get('detail') or describe(error)}") from error
     except tinker.RequestFailedError as error:
-        kind = ValueError if str(getattr(error.category, "value", error.category)).lower() == "user" else RuntimeError
-        raise kind(f"{what}: {describe(error)}" if kind is RuntimeError else f"{what}: {error.message}") from error
+        sentence = framed[1] if (framed := _FRAME.match(error.message)) else error.message
+        category = str(getattr(error.category, "value", error.category)).lower()
+        raise (ValueError if category == "user" else RuntimeError)(f"{what}: {sentence}") from error
     except Exception as error:
         raise RuntimeError(f"{what}: {describe(error)}") from error
-
-
-def _message(error: Any) -> str:
-    """The service's sentence, without the SDK's frame."""
-    body = error.body if isinstance(error.body, dict) else {}
-    return str(body.get("error") or body.get("detail") or describe(error))
 
 
 def not_offered(operation: str) -> NoReturn:
