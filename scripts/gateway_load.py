@@ -106,36 +106,36 @@ async def compare(arguments: argparse.Namespace, directory: str) -> dict:
             seconds = arguments.seconds / arguments.blocks
             for block in range(-1, arguments.blocks):  # the first pair warms up
                 for kind in ("direct", "gateway") if block % 2 else ("gateway", "direct"):
-                    cpu_s, length = _cpu_s(me), seconds if block >= 0 else min(5.0, seconds)
+                    before_s, length = cpu_s(me), seconds if block >= 0 else min(5.0, seconds)
                     if kind == "direct":
                         counts = await direct(client, prompt, arguments.connections, arguments.tokens, length)
                     else:
                         gateway.spans.reset()
                         counts = await through(gateway.url, arguments, length)
                         counts["server_ms"] = gateway.spans.as_dict()["cpu_mean_ms"]
-                    counts["cpu_ms"] = 1000 * (_cpu_s(me) - cpu_s) / max(1, counts["completions"])
+                    counts["cpu_ms"] = 1000 * (cpu_s(me) - before_s) / max(1, counts["completions"])
                     counts["rss_mib"] = me.memory_info().rss / 2**20
                     if block >= 0:
                         blocks[kind].append(counts)
-    return _summary(blocks)
+    return summary(blocks)
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
 
 
-def _summary(blocks: dict[str, list]) -> dict:
+def summary(blocks: dict[str, list], kind: str = "gateway") -> dict:
     per_s = {kind: [b["completions"] / b["seconds"] for b in of_kind] for kind, of_kind in blocks.items()}
-    memory = [block["rss_mib"] for block in blocks["gateway"]]
+    memory = [block["rss_mib"] for block in blocks[kind]]
     return {
         "completions_per_s": {kind: round(median(values), 1) for kind, values in per_s.items()},
-        "ratio": round(median(g / d for d, g in zip(per_s["direct"], per_s["gateway"])), 3),
-        "ratios": [round(g / d, 3) for d, g in zip(per_s["direct"], per_s["gateway"])],
-        "num_completions": sum(block["completions"] for block in blocks["gateway"]),
+        "ratio": round(median(g / d for d, g in zip(per_s["direct"], per_s[kind])), 3),
+        "ratios": [round(g / d, 3) for d, g in zip(per_s["direct"], per_s[kind])],
+        "num_completions": sum(block["completions"] for block in blocks[kind]),
         "errors": sum(block["errors"] for of_kind in blocks.values() for block in of_kind),
         "cpu_ms": {kind: round(median(b["cpu_ms"] for b in of_kind), 2) for kind, of_kind in blocks.items()},
-        "server_cpu_ms": round(median(block["server_ms"] for block in blocks["gateway"]), 3),
+        "server_cpu_ms": round(median(block["server_ms"] for block in blocks[kind]), 3),
         "rss_mib": [round(memory[0], 1), round(memory[-1], 1)],
         "rss_growth": round(memory[-1] / memory[0] - 1, 4),
     }

@@ -371,3 +371,20 @@ def test_datums_of_different_widths_in_one_call_answer_in_their_own_shapes(clien
     both = client.forward_backward(data, "cross_entropy").result(60)
     assert both.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
     client.optim_step(types.AdamParams(learning_rate=0.0)).result(60)
+
+
+def test_an_sdk_that_does_not_ask_for_protobuf_gets_the_same_in_json(server, client, base_model):
+    with httpx.Client(base_url=f"{server}/api/v1", headers={"X-API-Key": KEY}, timeout=60) as http:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": SEQUENCE}]}
+        asked = {"prompt": prompt, "sampling_params": {"max_tokens": 3, "seed": 1}, "base_model": base_model}
+        asked |= {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
+        request_id = http.post("/asample", json=asked).json()["request_id"]
+        answers = {}
+        for kind in ("application/json", "application/x-protobuf"):
+            answers[kind] = http.post("/retrieve_future", json={"request_id": request_id}, headers={"Accept": kind})
+    said = tinker.proto.response_conv.deserialize_sample_response(answers["application/x-protobuf"].content)
+    plain = answers["application/json"].json()
+    assert plain["sequences"][0]["tokens"] == said.sequences[0].tokens
+    assert plain["prompt_logprobs"] == said.prompt_logprobs and plain["prompt_logprobs"][0] is None
+    tops = [None if row is None else [tuple(pair) for pair in row] for row in plain["topk_prompt_logprobs"]]
+    assert tops == said.topk_prompt_logprobs

@@ -21,6 +21,7 @@ from torchtitan_rl.server.spans import Spans
 from torchtitan_rl.server.tinker import bodies, wire
 from torchtitan_rl.server.tinker.catalogue import Catalogue
 from torchtitan_rl.server.tinker.faults import Fault, answer, fault_of, server, user
+from torchtitan_rl.server.tinker.json_answers import as_json
 from torchtitan_rl.server.tinker.service import Service
 
 __all__ = ["make_app"]
@@ -252,7 +253,11 @@ class _Routes:
             return Response(json.dumps(waits), 408, media_type="application/json")
         if isinstance(found, Fault):
             return _json(found.body)
-        return Response(found.content, media_type=f"application/{'x-protobuf' if found.protobuf else 'json'}")
+        if found.kind == "json":
+            return Response(found.content, media_type="application/json")
+        if "protobuf" not in request.headers.get("accept", ""):
+            return Response(as_json(found.kind, found.content), media_type="application/json")
+        return Response(found.content, media_type="application/x-protobuf")
 
 
 def _future(request_id: str, model_id: str | None = None) -> Response:

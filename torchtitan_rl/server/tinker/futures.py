@@ -19,10 +19,11 @@ _LOOK_S = 1.0  # between two looks for answers that have expired
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """A body that is ready: JSON, or a protobuf message."""
+    """A body that is ready."""
 
     content: bytes
-    protobuf: bool = False
+    kind: str = "json"
+    """`"json"`, or a protobuf message: `"outputs"` of a forward pass, or `"sample"`."""
 
 
 @dataclass(slots=True)

@@ -185,7 +185,7 @@ async def _outputs(
     metrics = {"loss:sum": loss, "tokens:sum": float(output.num_tokens)}
     for name, number in output.metrics.items():
         metrics[f"{name}:{'max' if name.endswith('_max') else 'mean'}"] = number
-    return Answer(content=wire.outputs_message(logprobs, metrics), protobuf=True)
+    return Answer(content=wire.outputs_message(logprobs, metrics), kind="outputs")
 
 
 async def _stepped(answering: Awaitable) -> Answer:

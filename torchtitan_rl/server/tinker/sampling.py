@@ -51,7 +51,7 @@ class Sampling:
         vocab_size: int,
         max_parallel: int,
     ) -> None:
-        self._generator, self._versions, self._checkpoints, self._futures = generator, versions, checkpoints, futures
+        self.generator, self._versions, self._checkpoints, self._futures = generator, versions, checkpoints, futures
         self._base_model, self._context_tokens, self._vocab_size = base_model, context_tokens, vocab_size
         self.turns, self._places = Turns(), Places(max_parallel)
         self.samplers: dict[str, Sampler] = {}
@@ -98,13 +98,15 @@ class Sampling:
 
     def submit(self, body: SampleBody) -> tuple[str, list[str]]:
         """Starts a request. Returns the ids of its future and of its sequences. Raises Refused (429) when as many are
-        awaited as may be."""
+        awaited as may be, and Fault for too many samples at once."""
+        if body.num_samples > _MAX_SAMPLES:
+            raise user(f"num_samples={body.num_samples}: is more than {_MAX_SAMPLES}; ask several times")
         sampler = body.sampling_session_id or "once"
         request_id = f"{sampler}:{secrets.token_hex(8) if body.seq_id is None else body.seq_id}"
         if request_id not in self._futures:
             self._places.take(body.num_samples)
             self._futures.start(request_id, self._answered(body))
-        return request_id, [f"{request_id}:{i}" for i in range(min(body.num_samples, _MAX_SAMPLES))]
+        return request_id, [f"{request_id}:{i}" for i in range(body.num_samples)]
 
     async def _answered(self, body: SampleBody) -> Answer:
         try:
@@ -120,11 +122,11 @@ class Sampling:
             return await self._answer(body, version, tokens, params)
 
     async def _answer(self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]) -> Answer:
-        asked = [self._generator.sample(tokens, of_one, policy_version=version) for of_one in params]
+        asked = [self.generator.sample(tokens, of_one, policy_version=version) for of_one in params]
         scoring = len(tokens) > 1
-        scores = self._generator.score(tokens, policy_version=version) if body.prompt_logprobs and scoring else _none()
+        scores = self.generator.score(tokens, policy_version=version) if body.prompt_logprobs and scoring else _none()
         k = body.topk_prompt_logprobs
-        tops = self._generator.score_top(tokens, k, policy_version=version) if k and scoring else _none()
+        tops = self.generator.score_top(tokens, k, policy_version=version) if k and scoring else _none()
         completions, scored, top_prompt = await asyncio.gather(asyncio.gather(*asked), scores, tops)
         top_sampled = None
         if body.topk_sample_logprobs:
@@ -142,7 +144,7 @@ class Sampling:
             content=wire.sample_message(
                 completions, prompt_logprobs=prompt_logprobs, top_prompt=top_prompt, top_sampled=top_sampled
             ),
-            protobuf=True,
+            kind="sample",
         )
 
     async def _tops(self, prompt: list[int], said: Completion, k: int, version: int):
@@ -151,7 +153,7 @@ class Sampling:
             sequence, missing = [*prompt, *said.tokens][: self._context_tokens - 1], 1
         else:
             sequence, missing = [*prompt, *said.tokens], 0
-        tokens, logprobs = await self._generator.score_top(sequence, k, policy_version=version)
+        tokens, logprobs = await self.generator.score_top(sequence, k, policy_version=version)
         tokens, logprobs = tokens[len(prompt) - 1 :], logprobs[len(prompt) - 1 :]
         if missing:
             tokens = torch.cat([tokens, torch.zeros(missing, k, dtype=tokens.dtype)])
@@ -187,8 +189,6 @@ class Sampling:
         for name, number in (("topk_prompt", body.topk_prompt_logprobs), ("topk_sample", body.topk_sample_logprobs)):
             if number > self._vocab_size:
                 raise user(f"{name}_logprobs={number}: the vocabulary has {self._vocab_size} tokens; ask for fewer")
-        if body.num_samples > _MAX_SAMPLES:
-            raise user(f"num_samples={body.num_samples}: is more than {_MAX_SAMPLES}; ask several times")
 
     def _params(self, asked: SamplingBody, prompt_tokens: int, index: int) -> SamplingParams:
         """How sample `index` of a request is drawn: samples of a request have streams of their own."""
