@@ -42,6 +42,7 @@ class RemoteLauncher:
     one_host: bool = False
     attached: bool = False
     _service: Any = None
+    """The SDK's ServiceClient, once it has a session."""
 
     async def start(
         self, config: RunConfig, *, eos: int
@@ -49,7 +50,6 @@ class RemoteLauncher:
         """Creates a model at the service, and its clients. `eos` is the tokenizer's end-of-sequence token. Raises
         ValueError for a model that the service does not train, or does not train as the config asks."""
         tinker = sdk()
-        self._service = tinker.ServiceClient()
         rest = await self._first(tinker.RestClient)
         offered = await answered(rest.get_server_capabilities(), "get_server_capabilities", self.start_timeout_s)
         base_model = _base_model(config, [m.model_name for m in offered.supported_models if m.trainable is not False])
@@ -72,8 +72,10 @@ class RemoteLauncher:
         parts = adapted_parts(lora or LoRAConfig())
         options = {} if lora is None else {"rank": lora.rank, "train_unembed": False}
         options |= {"train_attn": "attention" in parts, "train_mlp": "mlp" in parts, "seed": config.seed}
-        create = partial(self._service.create_lora_training_client, base_model, **options)
-        client = await answered(await self._first(create), "create_model", self.start_timeout_s)
+        service = sdk().ServiceClient()
+        created = await self._first(partial(service.create_lora_training_client, base_model, **options))
+        self._service = service  # not before: the SDK lets nobody close a session that it is still opening
+        client = await answered(created, "create_model", self.start_timeout_s)
         _check_kind(lora, client.get_info())
         return client
 
