@@ -1,4 +1,4 @@
-"""The backend of a remote service beyond the contract of `test_backends.py`: the same training as in one process,
+"""The backend of a remote service beyond the contract of `test_backends.py`: the same training as by actors,
 resumption, a lag, and what is refused at the start. The service is a server of this package."""
 
 import json
@@ -47,9 +47,9 @@ async def _trained(trainer):
     return steps, (await trainer.forward(random_datums(8, seed=10))).policy_logprobs
 
 
-def test_a_service_trains_as_one_process_does(loop, service, tmp_path):
+def test_a_service_trains_as_actors_do(loop, service, tmp_path):
     results = []
-    for backend in ("local", "tinker"):
+    for backend in ("actors", "tinker"):
         controller = opened(loop, small_config(tmp_path / backend), backend)
         results.append(loop.run_until_complete(_trained(controller.trainer)))
         loop.run_until_complete(controller.close())

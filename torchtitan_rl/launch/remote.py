@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from os import environ
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -50,7 +51,9 @@ class RemoteLauncher:
         """Creates a model at the service, and its clients. `eos` is the tokenizer's end-of-sequence token. Raises
         ValueError for a model that the service does not train, or does not train as the config asks."""
         tinker = sdk()
-        rest = await self._first(tinker.RestClient)
+        # Said again: the SDK keeps one RestClient in a process for whatever address it found there first.
+        where = {"base_url": environ.get("TINKER_BASE_URL") or None, "api_key": environ.get("TINKER_API_KEY") or None}
+        rest = await self._first(partial(tinker.RestClient, **where))
         offered = await answered(rest.get_server_capabilities(), "get_server_capabilities", self.start_timeout_s)
         base_model = _base_model(config, [m.model_name for m in offered.supported_models if m.trainable is not False])
         client = await self._created(config, base_model)
