@@ -126,9 +126,10 @@ def _parser() -> argparse.ArgumentParser:
         if verb in ("train", "eval"):
             sub.add_argument(
                 "--backend",
-                choices=["actors", "local"],
+                choices=["actors", "local", "tinker"],
                 default="actors",
-                help="actors: processes of their own; local: all in this one, on one device, for a debugger",
+                help="actors: processes of their own; local: all in this one, on one device, for a debugger; tinker: "
+                "the service at TINKER_BASE_URL",
             )
             sub.add_argument(
                 "--hosts",
@@ -214,6 +215,7 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
     from torchtitan_rl.config.derive import settled
     from torchtitan_rl.config.load import apply_overrides, load_config
     from torchtitan_rl.validation.advice import advice
+    from torchtitan_rl.validation.remote import check_remote
     from torchtitan_rl.validation.run import check_local, validate
 
     config = load_config(args.config)
@@ -231,11 +233,13 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
         for line in advice(config):
             print(f"warning: {line}", file=sys.stderr)
     config = settled(config)
+    if args.backend != "actors" and args.hosts:
+        raise ValueError(
+            f"--hosts={','.join(args.hosts)}: --backend {args.backend} is this process alone; leave one of them out"
+        )
+    if args.backend == "tinker":
+        check_remote(config, generators_only=args.verb == "eval")
     if args.backend == "local":
-        if args.hosts:
-            raise ValueError(
-                f"--hosts={','.join(args.hosts)}: --backend local is this process alone; leave one of them out"
-            )
         check_local(config, generators_only=args.verb == "eval")
     if args.verb == "eval":
         return verbs.ended(verbs.evaluate(args, config))

@@ -1,4 +1,5 @@
-"""What any backend must do, asked of each: actors in processes of their own, and everything in this process.
+"""What any backend must do, asked of each: actors in processes of their own, everything in this process, and a remote
+service, which is a server of this package.
 
 `docs/backend_protocol.md` describes the contract; a new backend gets a line in `BACKENDS`.
 """
@@ -10,11 +11,13 @@ import torch
 
 from tests.integration.conftest import small_config
 from tests.integration.helpers import flat, random_datums, relative_l2
+from tests.integration.tinker_server import tinker_server
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling
+from torchtitan_rl.dispatch.remote.training import RemoteTrainingClient
 from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.types import OptimParams, SamplingParams
+from torchtitan_rl.types import Datum, OptimParams, SamplingParams
 
-BACKENDS = ["actors", "local"]
+BACKENDS = ["actors", "local", "tinker"]
 PROMPT = [20, 31, 27, 44, 14]
 SEQUENCE = PROMPT + [20, 27, 31, 44, 1]
 
@@ -27,9 +30,46 @@ def local(loop, tmp_path_factory):
     loop.run_until_complete(controller.close())
 
 
+@pytest.fixture(scope="module")
+def remote(loop, tmp_path_factory):
+    pytest.importorskip("tinker")
+    directory = tmp_path_factory.mktemp("remote")
+    with tinker_server(directory, "--lora-rank", "0") as (url, _), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_BASE_URL", url)
+        patch.setenv("TINKER_API_KEY", "tml-any")
+        controller = loop.run_until_complete(Controller.launch(small_config(directory / "run"), backend="tinker"))
+        yield controller
+        loop.run_until_complete(controller.close())
+
+
 @pytest.fixture(params=BACKENDS)
 def running(request):
-    return request.getfixturevalue({"actors": "controller", "local": "local"}[request.param])
+    return request.getfixturevalue({"actors": "controller", "local": "local", "tinker": "remote"}[request.param])
+
+
+def _is_remote(controller):
+    return isinstance(controller.trainer, RemoteTrainingClient)
+
+
+async def _weights(controller):
+    """The weights; a remote service keeps them to itself, and their log-probabilities of fixed data stand for them."""
+    if not _is_remote(controller):
+        return await controller.trainer.parameters()
+    output = await controller.trainer.forward(random_datums(8, seed=99))
+    return {str(index): row for index, row in enumerate(output.policy_logprobs)}
+
+
+async def _whole_distribution(controller, sequence):
+    """Tokens and log-probabilities (T, 64) at each position but the last, best first, by the trainer."""
+    if not _is_remote(controller):
+        datum = Datum(tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={})
+        output = await controller.trainer.forward([datum], temperature=1.0, top_k=64)
+        return output.top_tokens[0], output.top_logprobs[0]
+    every = torch.arange(64).expand(len(sequence) - 1, 64)
+    datum = Datum(tokens=sequence[:-1], target_tokens=every, loss_inputs={})
+    (logprobs_TV,) = (await controller.trainer.forward([datum], temperature=1.0)).policy_logprobs
+    logprobs, tokens = logprobs_TV.sort(dim=1, descending=True, stable=True)
+    return tokens, logprobs
 
 
 async def _step(controller, *, seed=0, lr=1e-2):
@@ -57,7 +97,7 @@ def test_gradients_accumulate_over_calls_and_a_step_takes_them(loop, running):
     async def gradient(calls):
         for part in calls:
             await running.trainer.forward_backward(part, importance_sampling)
-        gradients = flat(await running.trainer.gradients())
+        gradients = None if _is_remote(running) else flat(await running.trainer.gradients())
         return gradients, await running.trainer.optim_step(OptimParams(lr=0.0))
 
     async def run():
@@ -65,17 +105,38 @@ def test_gradients_accumulate_over_calls_and_a_step_takes_them(loop, running):
         return whole, parts, await running.trainer.optim_step(OptimParams(lr=0.0))
 
     (whole, first), (parts, second), empty = loop.run_until_complete(run())
-    assert relative_l2(parts, whole) <= 1e-5
-    assert first.grad_norm == pytest.approx(float(whole.norm()), rel=1e-4) and empty.grad_norm == 0.0
+    if not _is_remote(running):
+        assert relative_l2(parts, whole) <= 1e-5
+        assert first.grad_norm == pytest.approx(float(whole.norm()), rel=1e-4)
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5) and first.grad_norm > 0
+    assert empty.grad_norm == 0.0
     assert second.policy_version == first.policy_version + 1
+
+
+def test_a_loss_has_the_same_gradient_under_another_name(loop, running):
+    def unknown(inputs):
+        return importance_sampling(inputs)
+
+    async def gradient(loss_fn):
+        output = await running.trainer.forward_backward(random_datums(8), loss_fn, loss_weight=0.5)
+        return output, await running.trainer.optim_step(OptimParams(lr=0.0))
+
+    async def run():
+        return await gradient(importance_sampling), await gradient(unknown)
+
+    (known, first), (other, second) = loop.run_until_complete(run())
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-4) and first.grad_norm > 0
+    assert other.loss == pytest.approx(known.loss, rel=1e-5) and other.metrics == pytest.approx(known.metrics, abs=1e-5)
+    for row, expected in zip(other.policy_logprobs, known.policy_logprobs, strict=True):
+        assert torch.allclose(row, expected, atol=1e-5)
 
 
 def test_an_answer_does_not_change_afterwards(loop, running):
     async def run():
-        before = await running.trainer.parameters()
+        before = await _weights(running)
         kept = {name: tensor.clone() for name, tensor in before.items()}
         await _step(running)
-        return before, kept, await running.trainer.parameters()
+        return before, kept, await _weights(running)
 
     before, kept, after = loop.run_until_complete(run())
     assert all(torch.equal(before[name], kept[name]) for name in kept)
@@ -102,8 +163,6 @@ def test_generators_sample_from_what_was_published_and_from_nothing_else(loop, r
         assert await running.publish() == stepped.policy_version == version + 1
         after = await running.generator.score(SEQUENCE)
         sequence = torch.tensor(SEQUENCE)
-        from torchtitan_rl.types import Datum
-
         datum = Datum(tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={})
         return before, still, after, (await running.trainer.forward([datum], temperature=1.0)).policy_logprobs[0]
 
@@ -113,25 +172,22 @@ def test_generators_sample_from_what_was_published_and_from_nothing_else(loop, r
 
 
 def test_the_likeliest_tokens_are_the_trainers_and_the_prompts_own_is_left_out(loop, running):
-    from torchtitan_rl.types import Datum
-
     sequence = torch.tensor(SEQUENCE)
-    datum = Datum(tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={})
+    refusal = "prompt of 10 tokens: " + ("topk_prompt_logprobs=65" if _is_remote(running) else "Requested prompt logp")
 
     async def run():
         await running.publish()
         asked = [running.generator.score_top(SEQUENCE, top_k) for top_k in (1, 4, 64)]
-        with pytest.raises(ValueError, match="prompt of 10 tokens: Requested prompt logprobs of 65"):
+        with pytest.raises(ValueError, match=refusal):
             await running.generator.score_top(SEQUENCE, 65)
         with pytest.raises(ValueError, match="top_k=0: must be at least 1; use score for the tokens that are there"):
             await running.generator.score_top(SEQUENCE, 0)
         return (
             await asyncio.gather(*asked, running.generator.score(SEQUENCE)),
-            await running.trainer.forward([datum], temperature=1.0, top_k=64),
+            await _whole_distribution(running, sequence),
         )
 
-    (*tops, own), output = loop.run_until_complete(run())
-    (tokens_TK,), (logprobs_TK,) = output.top_tokens, output.top_logprobs
+    (*tops, own), (tokens_TK, logprobs_TK) = loop.run_until_complete(run())
     for top_k, (tokens, logprobs) in zip((1, 4, 64), tops):
         assert tokens.shape == logprobs.shape == (9, top_k)
         assert torch.allclose(logprobs, logprobs_TK[:, :top_k], atol=1e-5)
@@ -189,7 +245,12 @@ def test_the_same_requests_give_the_same_tokens_and_bits(loop, running):
         )
 
     first, second = loop.run_until_complete(sample()), loop.run_until_complete(sample())
-    assert [(c.tokens, c.logprobs) for c in first] == [(c.tokens, c.logprobs) for c in second]
+    assert [c.tokens for c in first] == [c.tokens for c in second]
+    if _is_remote(running):  # what is computed together is the service's matter, and changes the last bits
+        for one, other in zip(first, second):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    else:
+        assert [c.logprobs for c in first] == [c.logprobs for c in second]
 
 
 def test_a_checkpoint_continues_bit_for_bit(loop, running, tmp_path):
@@ -197,11 +258,11 @@ def test_a_checkpoint_continues_bit_for_bit(loop, running, tmp_path):
         await _step(running, seed=6, lr=1e-3)
         await running.trainer.save_checkpoint(tmp_path)
         version = (await _step(running, seed=6, lr=1e-3)).policy_version
-        expected = await running.trainer.parameters()
+        expected = await _weights(running)
         await _step(running, seed=7)  # somewhere else entirely
         await running.trainer.load_checkpoint(tmp_path, policy_version=version - 1)
         again = await _step(running, seed=6, lr=1e-3)
-        return version, again.policy_version, expected, await running.trainer.parameters()
+        return version, again.policy_version, expected, await _weights(running)
 
     version, again, expected, reached = loop.run_until_complete(run())
     assert again == version
@@ -211,9 +272,9 @@ def test_a_checkpoint_continues_bit_for_bit(loop, running, tmp_path):
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_says_so(loop, running):
     async def run():
-        before = await running.trainer.parameters()
+        before = await _weights(running)
         await running.trainer.forward_backward(random_datums(3), cross_entropy, loss_weight=float("nan"))
-        return before, await running.trainer.optim_step(OptimParams(lr=1.0)), await running.trainer.parameters()
+        return before, await running.trainer.optim_step(OptimParams(lr=1.0)), await _weights(running)
 
     before, output, after = loop.run_until_complete(run())
     assert output.skipped and all(torch.equal(before[name], after[name]) for name in before)
@@ -227,7 +288,8 @@ def test_bad_input_is_refused_alike(loop, running, tmp_path):
         with pytest.raises(RuntimeError, match=r"^policy-0\.forward_backward: KeyError: 'no such thing'$"):
             await running.trainer.forward_backward(random_datums(2), broken)
         await running.trainer.optim_step(OptimParams(lr=0.0))
-        with pytest.raises(RuntimeError, match=r"^policy-0\.save_adapter: ValueError: trainer\.lora=None"):
+        reason = "a remote service keeps weights" if _is_remote(running) else r"trainer\.lora=None"
+        with pytest.raises(RuntimeError, match=rf"^policy-0\.save_adapter: ValueError: {reason}"):
             await running.trainer.save_adapter(tmp_path / "adapter")
         with pytest.raises(ValueError, match="prompt of 5 tokens"):  # the engine's own refusal
             await running.generator.sample(PROMPT, SamplingParams(max_tokens=4, top_p=2.0))

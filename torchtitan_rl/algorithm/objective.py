@@ -19,7 +19,7 @@ from torchtitan_rl.algorithm.terms import corrected, regularized
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import LossFunction, LossInputs
 
-__all__ = ["policy_objective"]
+__all__ = ["measured", "policy_objective"]
 
 
 def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> LossFunction:
@@ -40,10 +40,10 @@ def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> 
         objective = partial(terms, loss_fn=objective, entropy_coef=config.entropy_coef)
     if distill is not None or {"soft_weights", "teacher_logprobs"} & set(columns):
         objective = partial(distilled, loss_fn=objective, distill=distill)
-    return partial(_measured, loss_fn=objective)
+    return partial(measured, loss_fn=objective)
 
 
-def _measured(inputs: LossInputs, *, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def measured(inputs: LossInputs, *, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss, with metric sums of the advantages and of the KL to the reference."""
     loss, metrics = loss_fn(inputs)
     with torch.no_grad():

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchtitan_rl import platform
+from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.remote.service import sdk
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
@@ -22,21 +24,23 @@ from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.hosts.inventory import local_host
 from torchtitan_rl.hosts.preflight import check_hosts
 from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.remote import RemoteLauncher
 from torchtitan_rl.launch.threads import side_by_side
 from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.validation.remote import check_remote, without_export
 from torchtitan_rl.validation.run import check_local
 
 if TYPE_CHECKING:
     from torchtitan_rl.launch.local import LocalLauncher
 
-__all__ = ["Stack", "start_stack", "start_generators", "hosts_for", "launcher_for"]
+__all__ = ["Stack", "start_stack", "start_generators", "settled_for", "hosts_for", "launcher_for"]
 
 
 @dataclass(kw_only=True, slots=True)
 class Stack:
     """The clients that a controller drives, and the launcher that stops their processes."""
 
-    launcher: Launcher | LocalLauncher
+    launcher: Launcher | LocalLauncher | RemoteLauncher
     roles: dict[str, TrainingClient]
     """`policy`, and each of `reference`, `critic` and `teacher` that the config has; empty with generators alone."""
     generator: SamplingClient
@@ -158,18 +162,23 @@ def _sampling_client(
 
 
 def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generators_only: bool) -> Hosts | None:
-    """The hosts of the actors; None for the local backend. Raises ValueError for a config that does not fit, and for
-    hosts given with the local backend."""
+    """The hosts of the actors; None for the other backends. Raises ValueError for a config that does not fit, and for
+    hosts given with another backend."""
     if backend == "actors":
         hosts = hosts or this_host()
         check_hosts(config, hosts.hosts, generators_only=generators_only)
         return hosts
-    if backend != "local":
-        raise ValueError(f"backend={backend!r}: is not known; use 'actors' or 'local'")
+    if backend not in ("local", "tinker"):
+        raise ValueError(f"backend={backend!r}: is not known; use 'actors', 'local' or 'tinker'")
     if hosts is not None:
         raise ValueError(
-            f"backend='local': is this process alone, and {len(hosts.hosts)} hosts are attached; leave one of them out"
+            f"backend={backend!r}: is this process alone, and {len(hosts.hosts)} hosts are attached; leave one of them "
+            "out"
         )
+    if backend == "tinker":
+        sdk()
+        check_remote(config, generators_only=generators_only)
+        return None
     check_local(config, generators_only=generators_only)
     here = local_host()
     first_gpu = dataclasses.replace(here, devices=here.devices[:1])
@@ -177,11 +186,22 @@ def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generator
     return None
 
 
-def launcher_for(config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher | LocalLauncher:
-    """The launcher that starts the meshes: as actors on `hosts`, or without hosts all in this process."""
+def settled_for(config: RunConfig, backend: str) -> RunConfig:
+    """The config with nothing left open; for a remote service, without the export that no run has to ask for."""
+    config = settled(config)
+    return without_export(config) if backend == "tinker" and config.controller.checkpoint_export == "last" else config
+
+
+def launcher_for(
+    config: RunConfig, hosts: Hosts | None, log_dir: str, backend: str = "actors"
+) -> Launcher | LocalLauncher | RemoteLauncher:
+    """The launcher that starts the meshes: as actors on `hosts`, or without hosts all in this process or at a
+    service."""
     start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
     if hosts is not None:
         return Launcher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)
+    if backend == "tinker":
+        return RemoteLauncher(start_timeout_s=start_s)
     from torchtitan_rl.launch.local import LocalLauncher
 
     return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s)

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
-from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for
+from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for, settled_for
 from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
@@ -109,21 +108,22 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         progress: Progress | None = None,
         hf_weights: Path | None = None,
         hosts: Hosts | None = None,
-        backend: Literal["actors", "local"] = "actors",
+        backend: Literal["actors", "local", "tinker"] = "actors",
         resume_from: str = "",
     ) -> Controller:
         """Starts trainer, generators and store, and gives the generators the trainer's weights.
 
         With `hf_weights` only generators start and load the weights of that Hugging Face directory: enough to sample
         and evaluate. `hosts` come from `attach.attach`; None means this machine alone. `backend="local"` starts no
-        process: the whole run is in this process, on one device, for a debugger. `resume_from` goes on with a run:
-        `latest`, `auto`, a run directory or a checkpoint, as `resume.find` says. Raises ValueError, before anything
-        starts, for a config that `validate`, `check_hosts`, `check_local` or `resume.find` refuses.
+        process: the whole run is in this process, on one device, for a debugger. `backend="tinker"` trains and samples
+        at the service at TINKER_BASE_URL. `resume_from` goes on with a run: `latest`, `auto`, a run directory or a
+        checkpoint, as `resume.find` says. Raises ValueError, before anything starts, for a config that `validate`,
+        `check_hosts`, `check_local`, `check_remote` or `resume.find` refuses.
         """
         validate(config)
-        config = settled(config)
+        config = settled_for(config, backend)
         hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
-        if hf_weights is None and (missing := missing_weights(config)):
+        if hf_weights is None and backend != "tinker" and (missing := missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)
         if hf_weights is None:
@@ -134,7 +134,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         recorder = Recorder([writer, *([Display(progress, compares_siblings(config))] if progress is not None else [])])
         for note in found.notes if found is not None else ():
             recorder.fact("note", text=note)
-        launcher = launcher_for(config, hosts, str(run_dir.path / "logs"))
+        launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             async with stopped_on_failure(launcher, run_dir):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)

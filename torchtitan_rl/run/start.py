@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.remote import RemoteLauncher
 from torchtitan_rl.launch.stack import Stack, start_generators, start_stack
 from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
@@ -77,10 +78,14 @@ def dated(name: str) -> str:
 
 
 async def start(
-    config: RunConfig, inputs: Inputs, launcher: Launcher | LocalLauncher, model_dir: Path, hf_weights: Path | None
+    config: RunConfig,
+    inputs: Inputs,
+    launcher: Launcher | LocalLauncher | RemoteLauncher,
+    model_dir: Path,
+    hf_weights: Path | None,
 ) -> Stack:
-    """Starts the meshes. The generators hold no weights yet, except with `hf_weights`, a Hugging Face directory: then
-    only generators start and load that directory."""
+    """Starts the meshes, or a session with a service. The generators hold no weights yet, except with `hf_weights`, a
+    Hugging Face directory: then only generators start and load that directory."""
     tokenizer = inputs.tokenizer
     write_model_dir(
         model_dir,
@@ -89,6 +94,11 @@ async def start(
         eos=tokenizer.eos_token_id,
         pad=pad_token_id(tokenizer),
     )
+    if isinstance(launcher, RemoteLauncher):
+        policy, generator, versions = await launcher.start(config, eos=tokenizer.eos_token_id)
+        return Stack(
+            launcher=launcher, roles={"policy": policy}, generator=generator, versions=versions, placement=None
+        )
     if hf_weights is not None:
         stack = await start_generators(config, launcher, model_dir)
         await stack.generator.load_hf(str(hf_weights))
@@ -100,7 +110,9 @@ async def start(
 
 
 @asynccontextmanager
-async def stopped_on_failure(launcher: Launcher | LocalLauncher, run_dir: RunDir) -> AsyncIterator[None]:
+async def stopped_on_failure(
+    launcher: Launcher | LocalLauncher | RemoteLauncher, run_dir: RunDir
+) -> AsyncIterator[None]:
     """Stops the meshes that have started, and unlocks the run's directory, when the block fails or is interrupted."""
     try:
         yield

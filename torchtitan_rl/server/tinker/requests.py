@@ -168,7 +168,11 @@ class ModelRequests:
     async def _load(self, model: Model, directory: Path, optimizer: bool) -> Answer:
         self._models.use(model)
         version = self._models.next_versions()  # the weights are others: no known version may be theirs
+        # Without its state the protocol's optimizer begins anew. Nothing is awaited until both calls are submitted.
+        reset = None if optimizer else self._trainer.reset_optimizer()
         await self._trainer.load_checkpoint(directory, policy_version=version, optimizer=optimizer)
+        if reset is not None:
+            await reset
         return json_answer({"path": str(directory.name), "type": "load_weights"})
 
 
