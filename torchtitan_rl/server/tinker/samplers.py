@@ -88,10 +88,12 @@ class _Entry:
 
 class Versions:
     """The versions that samplers need. At most `max_published` of those that nobody uses now are in the store; one that
-    is pushed out is written to `spool` first, and published again when a request needs it."""
+    is pushed out is written to `spool` first, and published again when a request needs it. Beyond `max_spooled` files
+    those used least recently are dropped."""
 
-    def __init__(self, versions: PolicyVersions, *, max_published: int, spool: Path) -> None:
+    def __init__(self, versions: PolicyVersions, *, max_published: int, max_spooled: int, spool: Path) -> None:
         self._versions, self._max_published, self._spool = versions, max_published, spool
+        self._max_spooled = max_spooled
         self._entries: dict[int, _Entry] = {}
         self._published: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._lock = asyncio.Lock()
@@ -128,7 +130,10 @@ class Versions:
     @asynccontextmanager
     async def published(self, version: int) -> AsyncIterator[None]:
         """Keeps a version in the store for as long as the block runs."""
-        entry = self._entries[version]
+        if (entry := self._entries.get(version)) is None:
+            raise user(
+                f"version={version}: was dropped: many newer ones have no name; save weights with a name to keep them"
+            )
         entry.users += 1
         try:
             if version not in self._published:
@@ -140,6 +145,7 @@ class Versions:
                         self._published[version] = None
                 await self._make_room()
             self._published.move_to_end(version)
+            self._entries[version] = self._entries.pop(version)  # used last
             yield
         finally:
             entry.users -= 1
@@ -168,3 +174,6 @@ class Versions:
                 if entry.users == 0 and version in self._published:
                     del self._published[version]
                     await self._versions.release(version, _HOLDER)
+            spooled = [v for v, e in self._entries.items() if e.spilled and not e.users and v not in self._published]
+            for version in spooled[: max(0, len(spooled) - self._max_spooled)]:
+                self._entries.pop(version).file.unlink(missing_ok=True)

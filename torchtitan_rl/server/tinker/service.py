@@ -32,6 +32,8 @@ class Limits:
     """LoRA models that are in the trainer at once."""
     max_published: int = 4
     """Versions to sample from that stay in memory; others wait on disk."""
+    max_spooled: int = 64
+    """Versions without a name that wait on disk."""
     max_parallel: int = 4096
     """Completions that are awaited at once; more are answered with 429, on which the SDK waits."""
     max_body_bytes: int = 2**26
@@ -78,7 +80,9 @@ class Service:
     ) -> None:
         self.served, self.limits = served, limits
         self.futures, self.checkpoints = Futures(), Checkpoints(directory / "models")
-        self._versions = Versions(versions, max_published=limits.max_published, spool=directory / "spool")
+        self._versions = Versions(
+            versions, max_published=limits.max_published, max_spooled=limits.max_spooled, spool=directory / "spool"
+        )
         self._policy_versions, self._generator = versions, generator
         self.models = Models(
             trainer,

@@ -86,7 +86,7 @@ class Store:
 def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
     async def run():
         store = Store()
-        versions = Versions(store, max_published=2, spool=tmp_path)
+        versions = Versions(store, max_published=2, max_spooled=9, spool=tmp_path)
         for store.next in (1, 2, 3, 4):
             assert await versions.publish() == store.next
         pushed_out = sorted(store.holders)
@@ -105,7 +105,7 @@ def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
 def test_a_version_in_use_is_never_pushed_out(tmp_path):
     async def run():
         store = Store()
-        versions = Versions(store, max_published=1, spool=tmp_path)
+        versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path)
         await versions.publish()
         async with versions.published(1):
             for store.next in (2, 3):
@@ -120,10 +120,30 @@ def test_a_version_in_use_is_never_pushed_out(tmp_path):
 
 def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
     async def run():
-        versions = Versions(Store(), max_published=1, spool=tmp_path)
+        versions = Versions(Store(), max_published=1, max_spooled=9, spool=tmp_path)
         versions.register(-1, tmp_path / "gone.safetensors")
         async with versions.published(-1):
             pass
 
     with pytest.raises(Fault, match="was deleted"):
         asyncio.run(run())
+
+
+def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used_least_recently_go(tmp_path):
+    async def run():
+        store = Store()
+        versions = Versions(store, max_published=1, max_spooled=2, spool=tmp_path)
+        for store.next in (1, 2, 3):
+            await versions.publish()
+        async with versions.published(1):  # used again
+            pass
+        for store.next in (4, 5):
+            await versions.publish()
+        left = [version for version in range(1, 6) if version in versions]
+        with pytest.raises(Fault, match="was dropped: many newer ones have no name"):
+            async with versions.published(2):
+                pass
+        return left, sorted(file.name for file in tmp_path.iterdir())
+
+    left, files = asyncio.run(run())
+    assert left == [1, 4, 5] and files == ["1.safetensors", "4.safetensors"]
