@@ -59,6 +59,6 @@ def test_an_unknown_backend_is_refused_before_anything_starts(tmp_path):
 
     config = load_config(QUICKSTART)
     config.output_dir = str(tmp_path / "run")
-    with pytest.raises(ValueError, match="backend='remote': is not known; use 'actors' or 'local'"):
+    with pytest.raises(ValueError, match="backend='remote': is not known; use 'actors', 'local' or 'tinker'"):
         asyncio.run(Controller.launch(config, backend="remote"))
     assert not (tmp_path / "run").exists()

@@ -48,11 +48,12 @@ def test_a_trainers_operations_have_one_entry_and_what_it_is_told_besides_has_it
 
 
 def test_each_operation_is_done_by_one_class():
+    from torchtitan_rl.actors.adapter_slots import AdapterSlots
     from torchtitan_rl.actors.trainer_files import TrainerFiles
     from torchtitan_rl.actors.trainer_rank import TrainerRank
     from torchtitan_rl.weights.exchange import WeightExchange
     from torchtitan_rl.weights.role_copies import RoleCopies
 
-    classes = (TrainerRank, WeightExchange, RoleCopies, TrainerFiles)
+    classes = (TrainerRank, WeightExchange, RoleCopies, TrainerFiles, AdapterSlots)
     doers = {name: [c for c in classes if hasattr(c, name)] for name in TRAINER_NEEDS}
     assert {name: len(found) for name, found in doers.items()} == dict.fromkeys(TRAINER_NEEDS, 1)

@@ -202,6 +202,7 @@ def test_processes_end_with_a_run_that_is_interrupted_or_killed(end, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     deadline = time.monotonic() + 60
     while not (file.exists() and file.read_text()):
