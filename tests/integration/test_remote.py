@@ -16,6 +16,7 @@ from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.types import OptimParams
 
 pytest.importorskip("tinker")
+pytestmark = pytest.mark.slow  # a second server; test_backends.py asks the contract of a remote service
 START_S = 240
 
 
