@@ -130,9 +130,11 @@ def main():
     with tempfile.TemporaryDirectory() as directory, tinker_server(Path(directory)) as (url, _):
         base_model = tinker.RestClient(base_url=url, api_key="tml-x").get_server_capabilities().result()
         base_model = base_model.supported_models[0].model_name
-        client = tinker.ServiceClient(base_url=url, api_key="tml-x").create_lora_training_client(base_model).result()
+        service = tinker.ServiceClient(base_url=url, api_key="tml-x")
+        client = service.create_lora_training_client(base_model).result()
         print(fuzz(url, "tml-x", client.model_id, base_model, seconds=parser.parse_args().seconds))
-        client.optim_step(tinker.types.AdamParams()).result(30)  # the server goes on
+        after = service.create_lora_training_client(base_model).result()  # the server goes on
+        after.optim_step(tinker.types.AdamParams()).result(30)
 
 
 if __name__ == "__main__":
