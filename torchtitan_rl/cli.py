@@ -9,7 +9,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from torchtitan_rl import verbs
+from torchtitan_rl import run_verbs, verbs
 from torchtitan_rl.observability.user_code import told
 
 __all__ = ["main"]
@@ -95,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Reinforcement learning of language models on torchtitan, Monarch, vLLM and TorchStore.",
         epilog="Any field of a config is set by --field.path value; `torchtitan-rl show CONFIG` lists them.",
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in _VERBS.items():
-        sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
+        sub = subparsers.add_parser(verb, help=text, description=text, allow_abbrev=False)
         if verb in ("train", "eval", "show", "serve-tinker"):
             sub.add_argument("config", help="a Python file with a config() function")
         if verb == "train":
@@ -163,6 +163,10 @@ def _parser() -> argparse.ArgumentParser:
             _add_serve_tinker(sub)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.add_argument("--quiet", action="store_true", help="no progress display")
+    for name, looking in run_verbs.VERBS.items():
+        sub = subparsers.add_parser(name, help=looking.text, description=looking.text, allow_abbrev=False)
+        looking.arguments(sub)
+        sub.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
@@ -172,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["quickstart"]:
         argv = ["train", str(QUICKSTART), *argv[1:]]
     args, overrides = _parser().parse_known_args(argv)
-    if args.verb in ("doctor", "sample", "serve", "export", "audit") and overrides:
+    if args.verb in ("doctor", "sample", "serve", "export", "audit", *run_verbs.VERBS) and overrides:
         return verbs.fail(
             f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help"
         )
@@ -200,6 +204,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int:
+    if args.verb in run_verbs.VERBS:
+        return run_verbs.VERBS[args.verb].run(args)
     if args.verb == "doctor":
         from torchtitan_rl.doctor import report
 

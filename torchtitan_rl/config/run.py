@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torchtitan_rl.config.actors import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.algorithm import AlgorithmConfig, SupervisedConfig
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.recording import RecordConfig
 from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.config.stopping import StopConfig
 
@@ -187,6 +188,7 @@ class RunConfig:
     roles: RolesConfig = field(default_factory=RolesConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
     seed: int = 0
     """Seed of the initial weights, of the order of tasks and of every sampling stream."""
     output_dir: str = ""

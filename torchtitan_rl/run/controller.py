@@ -19,12 +19,10 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
 from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for, settled_for
 from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.run_log import RunDirWriter
-from torchtitan_rl.run import finished, resume
+from torchtitan_rl.run import finished, recording, resume
 from torchtitan_rl.run.ahead import BatchesAhead
 from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Draw, Draws
@@ -43,7 +41,6 @@ from torchtitan_rl.run.stopping import EarlyEnd, end_early, watch_for_collapse
 from torchtitan_rl.run.supervised import supervise
 from torchtitan_rl.run.training import Batches, Reinforcement
 from torchtitan_rl.types import RolloutGroup
-from torchtitan_rl.validation.batches import compares_siblings
 from torchtitan_rl.validation.rewards import check_reward
 from torchtitan_rl.validation.run import missing_weights, validate
 from torchtitan_rl.weights import checkpoint
@@ -130,8 +127,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached
         run_dir, found = resume.open_run(config, resume_from, absolute=absolute)
-        writer = RunDirWriter(run_dir, inputs.tokenizer.decode if config.controller.record_tokens else None)
-        recorder = Recorder([writer, *([Display(progress, compares_siblings(config))] if progress is not None else [])])
+        recorder = recording.recorder_of(config, run_dir, inputs.tokenizer.decode, progress)
         for note in found.notes if found is not None else ():
             recorder.fact("note", text=note)
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
@@ -157,6 +153,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         if self.gateway is not None:
             await self.gateway.close()
         await self.launcher.stop()
+        self.recorder.close()
         attempts.unlock(self.run_dir)
 
     async def __aexit__(self, *exc_info) -> None:

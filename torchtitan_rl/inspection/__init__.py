@@ -1,0 +1,1 @@
+"""Reading runs, finished or going on: a run as data, rules, comparisons, pictures."""

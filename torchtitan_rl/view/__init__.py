@@ -1,0 +1,1 @@
+"""A web page over runs: health, curves, evaluations, rollouts. It only reads."""
