@@ -107,7 +107,8 @@ class SamplingClient(SamplingSteps):
             return
         replica.lost = str(error)
         left = list(self.health().values()).count("healthy")
-        logger.warning("a generator replica is lost, %d left: %s", left, error)
+        told = {"event": "replica_lost", "who": replica.mesh.role}
+        logger.warning("a generator replica is lost, %d left: %s", left, error, extra=told)
         if self._repair is None:
             self._start(self._abandon(replica))
         else:

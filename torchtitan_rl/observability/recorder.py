@@ -51,6 +51,9 @@ class Listener:
     def end(self, span: Span, failed: bool) -> None:
         """A span has ended; `failed`: by an exception."""
 
+    def beat(self) -> None:
+        """Some time has passed without an event; only an `Aside` with `beat_s` calls this."""
+
     def close(self) -> None:
         """The run has ended: whatever the listener holds back is written."""
 
@@ -64,9 +67,12 @@ class Aside(Listener):
     Example: `Recorder([writer, Aside(TensorBoard(path), name="tensorboard")])`.
     """
 
-    def __init__(self, listener: Listener, name: str, room: int = 10_000, patience_s: float = 10.0) -> None:
-        """`patience_s`: seconds that `close` waits for what is still in the queue."""
-        self.listener, self.name, self.patience_s = listener, name, patience_s
+    def __init__(
+        self, listener: Listener, name: str, room: int = 10_000, patience_s: float = 10.0, beat_s: float | None = None
+    ) -> None:
+        """`patience_s`: seconds that `close` waits for what is still in the queue. After each `beat_s` seconds without
+        an event the listener's `beat` is called; None: never."""
+        self.listener, self.name, self.patience_s, self._beat_s = listener, name, patience_s, beat_s
         self._events: queue.Queue = queue.Queue(room)
         self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._hear, name=f"aside-{name}", daemon=True)
@@ -99,7 +105,10 @@ class Aside(Listener):
     def _hear(self) -> None:
         method = ""
         while method != "close":
-            method, arguments = self._events.get()
+            try:
+                method, arguments = self._events.get(timeout=self._beat_s)
+            except queue.Empty:
+                method, arguments = "beat", ()
             try:
                 getattr(self.listener, method)(*arguments)
             except Exception as error:

@@ -1,4 +1,4 @@
-"""The columns of what a run records besides metrics: rollouts, draws, policy versions and attempts.
+"""The columns of what a run records besides metrics: rollouts, draws, policy versions, attempts and events.
 `docs/run_directory.md` describes them.
 
 A record is a dict of plain data with the columns of its schema; a column may be missing. `read_rollouts`,
@@ -71,5 +71,6 @@ SCHEMAS = {
     "attempts": pa.schema(
         _BEGIN | {"phase": _TEXT, "resumed_from": _TEXT, "at": _TEXT, "pid": pa.int64(), "host": _TEXT}
     ),
+    "events": pa.schema(_BEGIN | {"at": _TEXT, "level": _TEXT, "kind": _TEXT, "who": _TEXT, "text": _TEXT}),
 }
 """Table -> columns. Tables of text, counts and float64, so that a record read back is the record that was written."""

@@ -10,6 +10,7 @@ from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
+from torchtitan_rl.observability.status import watched
 from torchtitan_rl.validation.batches import compares_siblings
 
 __all__ = ["recorder_of"]
@@ -20,6 +21,8 @@ def recorder_of(
 ) -> Recorder:
     """The recorder of a run. `decode` turns tokens into text; with `progress` None nothing is displayed."""
     listeners: list[Listener] = [RunDirWriter(run_dir, decode if config.controller.record_tokens else None)]
+    if config.record.health:
+        listeners.append(watched(run_dir, [f"generator-{i}" for i in range(config.generator.num_replicas)]))
     if progress is not None:
         listeners.append(Display(progress, compares_siblings(config)))
     return Recorder(listeners)
