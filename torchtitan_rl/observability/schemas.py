@@ -35,6 +35,12 @@ SEQUENCE = pa.struct(
         "advantages": pa.list_(_FLOAT),
         "token_weights": pa.list_(_FLOAT),
         "policy_logprobs": pa.list_(_FLOAT),
+        "old_logprobs": pa.list_(_FLOAT),
+        "reference_logprobs": pa.list_(_FLOAT),
+        "teacher_logprobs": pa.list_(_FLOAT),
+        "values": pa.list_(_FLOAT),
+        "returns": pa.list_(_FLOAT),
+        "turns": pa.list_(pa.list_(_INT)),
     }
 )
 SCHEMAS = {
@@ -54,12 +60,14 @@ SCHEMAS = {
             "reward_parts": pa.map_(_TEXT, _FLOAT),
             "advantage": _FLOAT,
             "left_out": _TEXT,
+            "masked": pa.bool_(),
             "num_tokens": pa.list_(_INT),
             "finish_reason": _TEXT,
             "end_reason": _TEXT,
             "policy_version_min": _INT,
             "policy_version_max": _INT,
             "seconds": pa.map_(_TEXT, _FLOAT),
+            "turn_seconds": pa.list_(pa.list_(_FLOAT)),
             "turns": pa.list_(TURN),
             "sequences": pa.list_(SEQUENCE),
         }
