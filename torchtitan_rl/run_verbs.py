@@ -18,4 +18,15 @@ class Verb:
     run: Callable[[argparse.Namespace], int]
 
 
-VERBS: dict[str, Verb] = {}
+def _view(args: argparse.Namespace) -> int:
+    from torchtitan_rl.view.verb import run
+
+    return run(args)
+
+
+def _view_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory; the run may be going on")
+    parser.add_argument("--port", type=int, default=8765, help="the next free one from here on; 0: any")
+
+
+VERBS: dict[str, Verb] = {"view": Verb("show runs in the browser, while they go on too", _view_arguments, _view)}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 __all__ = ["Recorder", "Listener", "Span", "Aside"]
@@ -75,20 +77,11 @@ class Aside(Listener):
         self.listener, self.name, self.patience_s, self._beat_s = listener, name, patience_s, beat_s
         self._events: queue.Queue = queue.Queue(room)
         self._reported: set[str] = set()
-        self._thread = threading.Thread(target=self._hear, name=f"aside-{name}", daemon=True)
+        self.fact, self.begin, self.advance, self.end = (
+            partial(self._put, name) for name in ("fact", "begin", "advance", "end")
+        )
+        self._thread = threading.Thread(target=self._apart, name=f"aside-{name}", daemon=True)
         self._thread.start()
-
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        self._put("fact", kind, what)
-
-    def begin(self, span: Span) -> None:
-        self._put("begin", span)
-
-    def advance(self, span: Span, pieces: int, text: str) -> None:
-        self._put("advance", span, pieces, text)
-
-    def end(self, span: Span, failed: bool) -> None:
-        self._put("end", span, failed)
 
     def close(self) -> None:
         self._put("close")
@@ -101,6 +94,10 @@ class Aside(Listener):
             self._events.put_nowait((method, arguments))
         except queue.Full:
             self._report("full", f"{self.name}: has not kept up with the run; what it missed is in metrics.jsonl")
+
+    def _apart(self) -> None:
+        sys.settrace(None)  # whoever follows a step through its calls does not follow who looks on
+        self._hear()
 
     def _hear(self) -> None:
         method = ""
