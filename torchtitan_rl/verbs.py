@@ -139,7 +139,8 @@ async def _guarded(args, start, body) -> int:
         if controller and args.hosts:
             await controller.close()  # other hosts' processes cannot be killed from here
         elif controller:
-            controller.launcher.kill()  # `close` would take seconds; all files are written
+            controller.launcher.kill()  # `close` would take seconds
+            controller.recorder.close()
 
 
 def _where(controller) -> str:
