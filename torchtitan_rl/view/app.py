@@ -36,8 +36,8 @@ _PAGES = {
     "/text": ("text.html", rollout_pages.whole_text),
 }
 """Address -> template, and what makes the template's values of the runs and the address's parameters."""
-_TABS = (("/", "Health"), ("/curves", "Curves"), ("/evaluations", "Evaluations"), ("/rollouts", "Rollouts"))
-_TABS += (("/groups", "Groups"), ("/configs", "Configs"))
+_TABS = {"/": "Health", "/curves": "Curves", "/evaluations": "Evaluations", "/rollouts": "Rollouts"}
+_TABS |= {"/groups": "Groups", "/configs": "Configs"}
 
 
 def application(runs: Sequence[ShownRun]) -> Guard:
@@ -46,7 +46,7 @@ def application(runs: Sequence[ShownRun]) -> Guard:
     templates = Environment(
         loader=FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    templates.globals |= {"tabs": _TABS, "all_runs": runs, "tints": text.TINTS, "url": address}
+    templates.globals |= {"tabs": list(_TABS.items()), "all_runs": runs, "tints": text.TINTS, "url": address}
     templates.filters |= {name: getattr(text, name) for name in ("visible", "cut", "number", "clock", "chunks")}
     templates.globals |= {"tint": text.tint, "token_title": text.token_title, "side": text.side, "CUT": text.CUT}
 

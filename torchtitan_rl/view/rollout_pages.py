@@ -32,7 +32,7 @@ def listed(parameters: Parameters) -> dict[str, Any]:
         descending=parameters.choice("order", ("down", "up")) == "down",
         page=max(1, parameters.whole("page") or 1),
         **{name: parameters.number(name) for name in _NUMBERS},  # type: ignore[arg-type]
-        **{name: parameters.whole(name) for name in _WHOLE},  # type: ignore[arg-type]
+        **{name: parameters.whole(name) for name in _WHOLE},
     )
     found = shown.rollouts.find(query)
     return {
