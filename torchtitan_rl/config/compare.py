@@ -13,6 +13,7 @@ _HARMLESS = (
     "output_dir",
     "controller.",
     "weight_sync.",
+    "record.",
     "roles.colocation",
     # Layout and speed: the state of a checkpoint fits every layout.
     *(
