@@ -51,6 +51,9 @@ class Listener:
     def end(self, span: Span, failed: bool) -> None:
         """A span has ended; `failed`: by an exception."""
 
+    def beat(self) -> None:
+        """Some time has passed without an event; only an `Aside` with `beat_s` calls this."""
+
     def close(self) -> None:
         """The run has ended: whatever the listener holds back is written."""
 
@@ -76,10 +79,12 @@ class Aside(Listener):
         hears: Collection[str] | None = None,
         room: int = 10_000,
         patience_s: float = 10.0,
+        beat_s: float | None = None,
     ) -> None:
         """A function as `listener` makes the listener, in the thread. `hears` has the events to pass on: kinds of
-        facts, `begin`, `advance`, `end`; None: all."""
-        self.name, self.hears, self.room, self.patience_s = name, hears, room, patience_s
+        facts, `begin`, `advance`, `end`; None: all. After each `beat_s` seconds without an event the listener's `beat`
+        is called; None: never."""
+        self.name, self.hears, self.room, self.patience_s, self._beat_s = name, hears, room, patience_s, beat_s
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._reported: set[str] = set()
         self._since: float | None = None
@@ -127,7 +132,10 @@ class Aside(Listener):
             return self._report("failed", f"could not start: {type(error).__name__}: {error}")
         while method != "close":
             self._since = None
-            method, arguments = self._events.get()
+            try:
+                method, arguments = self._events.get(timeout=self._beat_s)
+            except queue.Empty:
+                method, arguments = "beat", ()
             self._since = time.monotonic()
             try:
                 getattr(heard_by, method)(*arguments)

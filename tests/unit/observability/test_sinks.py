@@ -14,10 +14,10 @@ from torchtitan_rl.config.overrides import apply_overrides
 from torchtitan_rl.config.recording import RecordConfig, WandbConfig
 from torchtitan_rl.config.values import shell_text
 from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.curves import final_evaluations, points
 from torchtitan_rl.observability.recorder import Aside, Listener, Recorder
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
-from torchtitan_rl.observability.series import final_evaluations, series
 from torchtitan_rl.observability.sinks.function import FunctionSink
 from torchtitan_rl.observability.sinks.tensorboard import TensorBoard
 from torchtitan_rl.observability.sinks.wandb import Wandb
@@ -46,24 +46,24 @@ def told(run_dir, listener, lines):
 def curves(lines) -> dict[str, list[tuple[int, float]]]:
     found = {}
     for line in lines:
-        for name, value in series(line).items():
+        for name, value in points(line).items():
             found.setdefault(name, []).append((line["step"], value))
     return found
 
 
 def test_curves_keep_phases_sets_and_splits_apart():
     line = {"step": 2, "phase": "reinforcement", "loss/mean": 0.5, "optim/skipped": 0}
-    assert series(line) == {"loss/mean": 0.5, "optim/skipped": 0}
-    assert series(line | {"phase": "supervised"}) == {"supervised/loss/mean": 0.5, "supervised/optim/skipped": 0}
+    assert points(line) == {"loss/mean": 0.5, "optim/skipped": 0}
+    assert points(line | {"phase": "supervised"}) == {"supervised/loss/mean": 0.5, "supervised/optim/skipped": 0}
     evaluation = {"step": 2, "phase": "evaluation", "eval/name": "sort", "eval/split": "test", "eval/accuracy": 1.0}
-    assert series(evaluation | {"time/step_s": 2.0}) == {
+    assert points(evaluation | {"time/step_s": 2.0}) == {
         "eval/sort/test/accuracy": 1.0,
         "eval/sort/test/time/step_s": 2.0,
     }
     written = {"step": 2, "phase": "checkpoint", "checkpoint/name": "step-2", "time/write_s": 1.0}
-    assert series(written | {"checkpoint/failed": 0}) == {"checkpoint/time/write_s": 1.0, "checkpoint/failed": 0}
-    assert series(written | {"checkpoint/name": "supervised-2"}) == {"supervised/checkpoint/time/write_s": 1.0}
-    assert series({"step": 2, "phase": "stop", "stop/reason": "target"}) == {}
+    assert points(written | {"checkpoint/failed": 0}) == {"checkpoint/time/write_s": 1.0, "checkpoint/failed": 0}
+    assert points(written | {"checkpoint/name": "supervised-2"}) == {"supervised/checkpoint/time/write_s": 1.0}
+    assert points({"step": 2, "phase": "stop", "stop/reason": "target"}) == {}
     assert final_evaluations([evaluation, evaluation | {"step": 4}])[0]["step"] == 4
 
 

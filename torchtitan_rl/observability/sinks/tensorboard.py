@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.observability.curves import SUPERVISED, final_evaluations, points
 from torchtitan_rl.observability.plot import curve_of
 from torchtitan_rl.observability.recorder import Listener
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.series import SUPERVISED, final_evaluations, series
 
 __all__ = ["TensorBoard"]
 
@@ -19,7 +19,7 @@ _FLUSH_S = 5
 
 class TensorBoard(Listener):
     """Writes `RUN/tensorboard/reinforcement`, evaluations included, and `RUN/tensorboard/supervised`: in each, x counts
-    the steps of its phase. Tags are the names of `observability.series`.
+    the steps of its phase. Tags are the names of `observability.curves`.
 
     The config is a text at the run's beginning. The last evaluations are a text, and the curve a picture, at its end.
     Values are float32, as TensorBoard's scalars are.
@@ -44,7 +44,7 @@ class TensorBoard(Listener):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         line, by_phase = what["line"], {}
-        for name, value in series(line).items():
+        for name, value in points(line).items():
             phase = "supervised" if name.startswith(SUPERVISED) else "reinforcement"
             by_phase.setdefault(phase, []).append(Summary.Value(tag=name, simple_value=value))
         for phase, values in by_phase.items():
@@ -56,7 +56,7 @@ class TensorBoard(Listener):
         lines = self._run_dir.read_metrics()
         step = max((line["step"] for line in lines if line["phase"] == "reinforcement"), default=0)
         if final := final_evaluations(lines):
-            rows = [f"| {name} | {value} |" for line in final for name, value in series(line).items()]
+            rows = [f"| {name} | {value} |" for line in final for name, value in points(line).items()]
             self._text("final evaluation", "\n".join(["| metric | value |", "|---|---|", *rows]), step)
         if (curve := curve_of(self._run_dir)) is not None:
             image = Summary.Image(encoded_image_string=curve.read_bytes(), colorspace=3)

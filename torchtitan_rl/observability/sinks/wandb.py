@@ -6,16 +6,16 @@ import uuid
 from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan_rl.observability.curves import SUPERVISED, final_evaluations, points
 from torchtitan_rl.observability.plot import curve_of
 from torchtitan_rl.observability.recorder import Listener
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.series import SUPERVISED, final_evaluations, series
 
 __all__ = ["Wandb"]
 
 
 class Wandb(Listener):
-    """Logs each line of metrics under the names of `observability.series`, with the config. The last evaluations
+    """Logs each line of metrics under the names of `observability.curves`, with the config. The last evaluations
     (`final/NAME/SPLIT/...`) go into the summary, and the curve goes along as a picture, at the run's end.
 
     The x axis is `step`, and `supervised/step` for the supervised phase. The files are in `RUN/wandb`. The run's id is
@@ -64,7 +64,7 @@ class Wandb(Listener):
     def fact(self, kind: str, what: dict[str, Any]) -> None:
         if kind != "metrics":
             return
-        if values := series(what["line"]):
+        if values := points(what["line"]):
             step = f"{SUPERVISED}step" if next(iter(values)).startswith(SUPERVISED) else "step"
             for name in values.keys() - self._known:  # one by one: of two patterns that fit, W&B says not which counts
                 self._run.define_metric(name, step_metric=step)
@@ -75,7 +75,7 @@ class Wandb(Listener):
 
     def close(self) -> None:
         for line in final_evaluations(self._run_dir.read_metrics()):
-            self._run.summary.update({f"final/{name.removeprefix('eval/')}": x for name, x in series(line).items()})
+            self._run.summary.update({f"final/{name.removeprefix('eval/')}": x for name, x in points(line).items()})
         if (curve := curve_of(self._run_dir)) is not None:
             self._run.log({"curve": self._image(str(curve))})
         self._run.finish()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["SUPERVISED", "final_evaluations", "series"]
+__all__ = ["SUPERVISED", "final_evaluations", "points"]
 
 SUPERVISED = "supervised/"
 """Curves whose names begin so count steps of the supervised phase; all others count those of reinforcement."""
 
 
-def series(line: dict[str, Any]) -> dict[str, int | float]:
+def points(line: dict[str, Any]) -> dict[str, int | float]:
     """Name of a curve -> the line's value, for every number of a line; x is the line's `step`.
 
     A number of the reinforcement phase keeps its name (`reward/mean`). Every other phase is named first, because its
