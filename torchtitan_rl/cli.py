@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 from torchtitan_rl import run_verbs, verbs
+from torchtitan_rl.observability.console import say, use_json
 from torchtitan_rl.observability.user_code import told
 
 __all__ = ["main"]
@@ -163,6 +164,8 @@ def _parser() -> argparse.ArgumentParser:
             _add_serve_tinker(sub)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.add_argument("--quiet", action="store_true", help="no progress display")
+        if verb == "train":
+            sub.add_argument("--json-logs", action="store_true", help="every line of the console is a JSON object")
     for name, looking in run_verbs.VERBS.items():
         sub = subparsers.add_parser(name, help=looking.text, description=looking.text, allow_abbrev=False)
         looking.arguments(sub)
@@ -180,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         return verbs.fail(
             f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help"
         )
+    use_json(getattr(args, "json_logs", False))
     if getattr(args, "outcome", ""):
         from torchtitan_rl.launch.restarts import attempt
 
@@ -237,7 +241,7 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
     if args.verb == "train":
         config.controller.check_reward &= not args.no_reward_check
         for line in advice(config):
-            print(f"warning: {line}", file=sys.stderr)
+            say(f"warning: {line}", event="advice", level="warning")
     config = settled(config)
     if args.backend != "actors" and args.hosts:
         raise ValueError(

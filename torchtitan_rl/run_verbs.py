@@ -18,4 +18,31 @@ class Verb:
     run: Callable[[argparse.Namespace], int]
 
 
-VERBS: dict[str, Verb] = {}
+def _plot_arguments(parser: argparse.ArgumentParser) -> None:
+    from torchtitan_rl.inspection.plots import add_arguments
+
+    add_arguments(parser)
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from torchtitan_rl.inspection.plots import run
+
+    return run(args)
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    from torchtitan_rl.inspection.comparison import add_arguments
+
+    add_arguments(parser)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from torchtitan_rl.inspection.comparison import run
+
+    return run(args)
+
+
+VERBS: dict[str, Verb] = {
+    "plot": Verb("draw curves of several runs in one picture", _plot_arguments, _plot),
+    "compare": Verb("what differs between runs, beside the spread over seeds", _compare_arguments, _compare),
+}

@@ -29,10 +29,12 @@ class Display(Listener):
         self._open: dict[int, tuple[Bar, AbstractContextManager]] = {}
 
     def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind in ("metrics", "note") and what["text"]:
+        if kind == "note":
             self.progress.line(what["text"])
-        if kind == "metrics" and self._compares:
-            self._watch_signal(what["line"].get("reward/zero_std_frac"))
+        elif kind == "metrics":
+            self.progress.metrics(what["line"], what["text"])
+            if self._compares:
+                self._watch_signal(what["line"].get("reward/zero_std_frac"))
 
     def _watch_signal(self, frac: float | None) -> None:
         if frac is None:

@@ -10,6 +10,7 @@ from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
+from torchtitan_rl.run.sinks import sinks_of
 from torchtitan_rl.validation.batches import compares_siblings
 
 __all__ = ["recorder_of"]
@@ -22,4 +23,5 @@ def recorder_of(
     listeners: list[Listener] = [RunDirWriter(run_dir, decode if config.controller.record_tokens else None)]
     if progress is not None:
         listeners.append(Display(progress, compares_siblings(config)))
+    listeners += sinks_of(config, run_dir)
     return Recorder(listeners)

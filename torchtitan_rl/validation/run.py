@@ -27,6 +27,7 @@ from torchtitan_rl.validation.lag import check_lag_settings
 from torchtitan_rl.validation.recovery import check_checkpoints, check_failures
 from torchtitan_rl.validation.roles import check_roles
 from torchtitan_rl.validation.sampling import check_sampling
+from torchtitan_rl.validation.sinks import check_sinks
 from torchtitan_rl.validation.stopping import check_stop
 from torchtitan_rl.validation.trainer import (
     check_context,
@@ -63,6 +64,7 @@ def validate(config: RunConfig) -> None:
     _check_minibatches(config.algorithm, config.controller.num_steps)
     check_checkpoints(config.controller)
     check_stop(config.controller)
+    check_sinks(config.record)
     check_failures(config.algorithm)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)
