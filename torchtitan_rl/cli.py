@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="N",
                 help="begin again from the newest checkpoint, at most N times, when the run is killed or fails",
             )
+            sub.add_argument("--profile", default="", metavar="STEPS", help="torch.profiler's traces, such as 3,5-6")
             sub.add_argument("--serve", type=int, metavar="PORT", help="serve the run's newest version meanwhile")
             _add_address(sub, "serve-")
             sub.add_argument("--outcome", default="", help=argparse.SUPPRESS)  # of a run under --max-restarts
@@ -220,12 +221,15 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
         return verbs.ended(verbs.export(args))
     from torchtitan_rl.config.derive import settled
     from torchtitan_rl.config.load import apply_overrides, load_config
+    from torchtitan_rl.config.recording import steps_of
     from torchtitan_rl.validation.advice import advice
     from torchtitan_rl.validation.remote import check_remote
     from torchtitan_rl.validation.run import check_local, validate
 
     config = load_config(args.config)
     apply_overrides(config, overrides)
+    if getattr(args, "profile", ""):
+        config.record.profile.steps = steps_of(args.profile)
     if args.verb == "show":
         from torchtitan_rl.show import show
 

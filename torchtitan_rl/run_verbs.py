@@ -18,4 +18,16 @@ class Verb:
     run: Callable[[argparse.Namespace], int]
 
 
-VERBS: dict[str, Verb] = {}
+def _timeline_arguments(parser: argparse.ArgumentParser) -> None:
+    from torchtitan_rl.inspection.timeline.verb import add_arguments
+
+    add_arguments(parser)
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    from torchtitan_rl.inspection.timeline.verb import run
+
+    return run(args)
+
+
+VERBS: dict[str, Verb] = {"timeline": Verb("where the time of a run's steps went", _timeline_arguments, _timeline)}

@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager
 
 from torchtitan_rl import platform
+from torchtitan_rl.environment import TIMELINE
 from torchtitan_rl.observability.logs import setup_rank_logging
 
 __all__ = ["prepare_process", "setup_logs", "heavy_imports"]
@@ -22,6 +23,10 @@ def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log
     # signal.signal works on the main thread only, and actors run on other threads.
     ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGINT), ctypes.c_void_p(int(signal.SIG_IGN)))
     setup_logs(role, rank, world_size, log_dir)
+    if TIMELINE in os.environ:
+        from torchtitan_rl.observability.timeline import recording
+
+        recording.begin(f"{role}-{rank}")
     platform.set_threads(num_threads)
     atexit.register(_leave)
 
@@ -51,3 +56,7 @@ def heavy_imports():
     finally:
         gc.freeze()
         gc.enable()
+    if TIMELINE in os.environ:
+        from torchtitan_rl.observability.timeline import recording
+
+        recording.look()

@@ -34,6 +34,7 @@ from torchtitan_rl.run.gateway import open_gateway
 from torchtitan_rl.run.numeric_guard import note_bad_step
 from torchtitan_rl.run.overlap import Overlap
 from torchtitan_rl.run.policy_weights import PolicyWeights
+from torchtitan_rl.run.profiles import Profiles
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.run.state import RunState
@@ -91,6 +92,10 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             self.evaluate_all, self.publish = beside.begin, beside.then(self.publish)
             ahead.beside = beside
             recorder.listeners.insert(0, Overlap(ahead, self.generator, self.versions.publications))
+        if config.record.profile.steps:
+            chosen, per_batch = config.record.profile, config.algorithm.steps_per_batch
+            told = self.state, self.roles, self.generator, run_dir.path / "timeline" / "profile"
+            recorder.listeners.insert(0, Profiles(chosen, per_batch, *told))
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
         )
