@@ -11,7 +11,7 @@ __all__ = ["Stretch", "critical_path"]
 
 _ANSWERING = {"wait for a batch": ("generator", "reward"), "wait for rewards": ("reward",)}
 """Waits that no role's name is in -> the roles whose work ends them."""
-_ON_THE_WAY = "messages"
+_ON_THE_WAY = "(between processes)"
 
 
 @dataclass(slots=True)

@@ -75,7 +75,7 @@ def leaves(step: Step) -> list[Piece]:
 
 def moments(step: Step) -> list[tuple[int, int, str]]:
     """The step from beginning to end as (start, end, name): work goes before waits, the latest begun first; of waits
-    the one that ends first is what happens next."""
+    the one that began first, since calls are answered in order."""
     pieces = leaves(step)
     bounds = sorted({step.phase.start, step.phase.end, *(p.start for p in pieces), *(p.end for p in pieces)})
     begins = sorted(pieces, key=lambda piece: piece.start, reverse=True)
@@ -89,7 +89,7 @@ def moments(step: Step) -> list[tuple[int, int, str]]:
         if work:
             name = max(work, key=lambda piece: piece.start).name
         else:
-            name = min(going, key=lambda piece: piece.end).name if going else UNNAMED
+            name = min(going, key=lambda piece: (piece.start, piece.end)).name if going else UNNAMED
         found.append((start, end, name))
     return found
 

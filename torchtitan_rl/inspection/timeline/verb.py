@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.inspection.timeline import trace
-from torchtitan_rl.inspection.timeline.critical_path import critical_path
+from torchtitan_rl.inspection.timeline.critical_path import Stretch, critical_path
 from torchtitan_rl.inspection.timeline.reading import Timeline
 from torchtitan_rl.inspection.timeline.steps import Step, accounted, busy, shares, steps_of
 
@@ -66,14 +66,7 @@ def report(timeline: Timeline, steps: Sequence[Step]) -> list[str]:
         if here:
             lines.append(f"  {busy(process, here):6.1%}  {process.name} ({process.pid})")
     lines += ["", f"critical path of step {steps[-1].number}"]
-    path = critical_path(steps[-1], timeline)
-    small = [stretch for stretch in path if stretch.seconds < _SMALL * steps[-1].seconds]
-    for stretch in path:
-        if stretch.seconds >= _SMALL * steps[-1].seconds:
-            what = f"{stretch.process}: {stretch.name}" if stretch.process else stretch.name
-            lines.append(f"  {stretch.seconds:9.3f} s {stretch.seconds / steps[-1].seconds:6.1%}  {what}")
-    rest = sum(stretch.seconds for stretch in small)
-    lines.append(f"  {rest:9.3f} s {rest / steps[-1].seconds:6.1%}  {len(small)} shorter stretches between them")
+    lines += _path(critical_path(steps[-1], timeline), steps[-1].seconds)
     if dropped := {process.name: process.dropped for process in timeline.processes if process.dropped}:
         lines += ["", f"spans that could not be written: {dropped}"]
     return lines
@@ -85,6 +78,22 @@ def _table(seconds: dict[str, float], total: float) -> list[str]:
     if rest > 0:
         shown[f"{len(seconds) - len(shown)} smaller ones"] = rest
     return [f"  {of_name:9.3f} s {of_name / total:6.1%}  {name}" for name, of_name in shown.items()]
+
+
+def _path(path: Sequence[Stretch], total: float) -> list[str]:
+    """The path in order; stretches of one name with only short ones between them are one line."""
+    shown: list[tuple[str, float, int]] = []
+    short = [stretch for stretch in path if stretch.seconds < _SMALL * total]
+    for stretch in path:
+        if stretch.seconds >= _SMALL * total:
+            what = f"{stretch.process}: {stretch.name}" if stretch.process else stretch.name
+            same = bool(shown) and shown[-1][0] == what
+            _, seconds, pieces = shown.pop() if same else (what, 0.0, 0)
+            shown.append((what, seconds + stretch.seconds, pieces + stretch.pieces))
+    rest = sum(stretch.seconds for stretch in short)
+    lines = [f"{s:9.3f} s {s / total:6.1%}  {what}" + f" x {n}" * (n > 1) for what, s, n in shown]
+    lines += [f"{rest:9.3f} s {rest / total:6.1%}  {len(short)} shorter stretches between them"] if short else []
+    return [f"  {line}" for line in lines]
 
 
 def _overlaps(process, step: Step) -> bool:

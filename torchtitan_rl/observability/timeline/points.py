@@ -59,6 +59,7 @@ _CONTROLLER = (
     Point(f"{_RUN}.training:to_datums", "make training data"),
     Point(f"{_RUN}.training:lines.of_batch", "count metrics"),
     Point(f"{_RUN}.training:policy_objective", "make training data"),
+    Point(f"{_DISPATCH}.training_steps:TrainingSteps._submit", "pack microbatches"),
     Point(f"{_DISPATCH}.training_steps:_merge", "read the trainer's answer"),
     # Calls to the other processes.
     Point(f"{_DISPATCH}.role_mesh:RoleMesh.call_split", f"send {_ROLE}", "sent", f"wait for {_ROLE}"),
@@ -82,6 +83,7 @@ _RANKS = (
     Point("torchtitan_rl.actors.trainer_steps:TrainerSteps.run", _ROLE, "served", "wait for a request"),
     Point("torchtitan_rl.actors.trainer_steps:clip_and_step", "clip and step"),
     Point("torchtitan_rl.model.train_step:head_outputs", "forward"),
+    Point("torch:Tensor.backward", "backward"),
     Point("torchtitan_rl.actors.generator_steps:GeneratorSteps.fetch", "fetch weights", attributes={"version": "{0}"}),
     Point("torchtitan_rl.model.engine_steps:EngineSteps._next", "", "whole", "wait for a request", least_us=1000.0),
     Point("torchtitan_rl.model.engine_steps:EngineSteps._step", "engine step", least_us=100.0),

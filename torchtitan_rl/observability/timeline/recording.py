@@ -6,6 +6,7 @@ The environment variable `environment.TIMELINE` tells a process to record: JSON 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 LOOPS = ("supervised", "reinforcement")
 """The recorder's spans that consist of steps."""
+_LEAST_COLLECTION_NS = 1_000_000
 
 
 class Timeline:
@@ -41,16 +43,27 @@ class Timeline:
         self.spans = Spans(self.file, offset_ns)
         self.file.before_write = self.spans.settle
         self._wrapped: dict[str, Callable[[], None]] = {}
+        self._collecting = 0
+        gc.callbacks.append(self._collects)
 
     def look(self) -> None:
         """Times the functions of `POINTS` in the modules that are imported by now."""
         wrap(self.spans, POINTS, self._wrapped)
+
+    def _collects(self, phase: str, info: dict[str, int]) -> None:
+        """Hears of each garbage collection, which stops every thread of the process."""
+        now = self.spans.now()
+        if phase == "start":
+            self._collecting = now
+        elif now - self._collecting >= _LEAST_COLLECTION_NS:
+            self.spans.leaf("collect garbage", "work", self._collecting, now)
 
     def close(self) -> None:
         """Puts the functions back, and writes what is left."""
         for put_back in self._wrapped.values():
             put_back()
         self._wrapped.clear()
+        gc.callbacks.remove(self._collects)
         self.spans.settle(all=True)
         self.file.shutdown()
 
