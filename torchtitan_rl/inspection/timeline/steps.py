@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchtitan_rl.inspection.timeline.reading import Piece, Process, Timeline
+from torchtitan_rl.observability.timeline.points import GARBAGE
 
 __all__ = ["Step", "UNNAMED", "steps_of", "leaves", "shares", "accounted", "busy", "union_ns"]
 
@@ -68,7 +69,7 @@ def leaves(step: Step) -> list[Piece]:
         piece
         for piece in near
         if (piece.kind == "wait" and belongs(piece.parent))
-        or (piece.kind == "work" and piece.thread == step.phase.thread)
+        or (piece.kind == "work" and (piece.thread == step.phase.thread or piece.name == GARBAGE))
     ]
     return [Piece(piece.name, piece.kind, max(start, piece.start), min(end, piece.end), piece.thread) for piece in mine]
 

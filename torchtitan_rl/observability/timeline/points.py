@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Point", "POINTS"]
+__all__ = ["Point", "POINTS", "GARBAGE"]
+
+GARBAGE = "collect garbage"
+"""Work of Python's garbage collector, which stops every thread of the process, whichever it is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ _CONTROLLER = (
     Point(f"{_RUN}.draws:Draws.replace", "draw tasks"),
     Point(f"{_RUN}.training:Batches._played", "play a batch", "phase"),
     Point(f"{_RUN}.ahead:BatchesAhead._next", "admit draws", "running", "wait for a batch"),
+    Point(f"{_RUN}.ahead:check_lag", "check the lag"),
+    Point(f"{_RUN}.overlap:Overlap.fact", "count metrics"),
     Point(f"{_RUN}.first_finished:FirstFinished._next", "admit draws", "running", "wait for a batch"),
     Point(f"{_RUN}.rollouts:Rollouts.play", "play rollouts", "running"),
     Point(f"{_RUN}.rollouts:run_group", "play rollouts", "running"),

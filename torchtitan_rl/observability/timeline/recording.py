@@ -16,9 +16,9 @@ from pathlib import Path
 
 from torchtitan_rl.environment import TIMELINE
 from torchtitan_rl.observability.recorder import Listener, Span
-from torchtitan_rl.observability.timeline.points import POINTS
+from torchtitan_rl.observability.timeline.points import GARBAGE, POINTS
 from torchtitan_rl.observability.timeline.span_file import SpanFile
-from torchtitan_rl.observability.timeline.spans import Spans
+from torchtitan_rl.observability.timeline.spans import Kind, Spans
 from torchtitan_rl.observability.timeline.wrapping import wrap
 
 __all__ = ["LOOPS", "Timeline", "Phases", "phases_of", "begin", "look"]
@@ -56,7 +56,7 @@ class Timeline:
         if phase == "start":
             self._collecting = now
         elif now - self._collecting >= _LEAST_COLLECTION_NS:
-            self.spans.leaf("collect garbage", "work", self._collecting, now)
+            self.spans.leaf(GARBAGE, "work", self._collecting, now)
 
     def close(self) -> None:
         """Puts the functions back, and writes what is left."""
@@ -112,7 +112,8 @@ class Phases(Listener):
     def begin(self, span: Span) -> None:
         attributes = {"step": self._num_steps + 1} if span.name == "step" else None
         start = int(span.began * 1e9) + self.timeline.spans.offset_ns
-        self._open[id(span)] = self.timeline.spans.begin(span.name, start, attributes)
+        kind: Kind = "wait" if span.name.startswith("wait for") else "phase"
+        self._open[id(span)] = self.timeline.spans.begin(span.name, start, attributes, kind=kind)
 
     def advance(self, span: Span, pieces: int, text: str) -> None:
         if span.name in LOOPS:

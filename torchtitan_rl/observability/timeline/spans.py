@@ -59,9 +59,11 @@ class Spans:
     def now(self) -> int:
         return time.perf_counter_ns() + self.offset_ns
 
-    def begin(self, name: str, start: int, attributes: Mapping[str, Any] | None = None) -> tuple[trace.Span, object]:
-        """A phase, which is the parent of spans of this asyncio task until `end` gets what `begin` returned."""
-        known = {KIND: "phase", THREAD: threading.current_thread().name, **(attributes or {})}
+    def begin(
+        self, name: str, start: int, attributes: Mapping[str, Any] | None = None, *, kind: Kind = "phase"
+    ) -> tuple[trace.Span, object]:
+        """A span that is the parent of spans of this asyncio task until `end` gets what `begin` returned."""
+        known = {KIND: kind, THREAD: threading.current_thread().name, **(attributes or {})}
         span = self._tracer.start_span(name, start_time=start, attributes=known)
         return span, context.attach(trace.set_span_in_context(span))
 
