@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="N",
                 help="begin again from the newest checkpoint, at most N times, when the run is killed or fails",
             )
-            sub.add_argument("--profile", default="", metavar="STEPS", help="torch.profiler's traces, such as 3,5-6")
+            sub.add_argument("--profile", metavar="STEPS", help="torch.profiler's traces, such as 3,5-6")
             sub.add_argument("--serve", type=int, metavar="PORT", help="serve the run's newest version meanwhile")
             _add_address(sub, "serve-")
             sub.add_argument("--outcome", default="", help=argparse.SUPPRESS)  # of a run under --max-restarts
@@ -228,7 +228,7 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
 
     config = load_config(args.config)
     apply_overrides(config, overrides)
-    if getattr(args, "profile", ""):
+    if getattr(args, "profile", None) is not None:
         config.record.profile.steps = steps_of(args.profile)
     if args.verb == "show":
         from torchtitan_rl.show import show

@@ -20,7 +20,7 @@ Kind = Literal["phase", "work", "wait"]
 KIND, THREAD = "timeline.kind", "timeline.thread"
 """The names of the attributes that hold a span's kind, and the name of the thread that made it."""
 
-_JOIN_NS = 500_000
+_JOIN_NS = 1_000_000
 """Pieces of work of one name with less than this between them are one span: its gaps are switches of tasks."""
 
 
