@@ -23,12 +23,12 @@ def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log
     # signal.signal works on the main thread only, and actors run on other threads.
     ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGINT), ctypes.c_void_p(int(signal.SIG_IGN)))
     setup_logs(role, rank, world_size, log_dir)
+    platform.set_threads(num_threads)
+    atexit.register(_leave)
     if TIMELINE in os.environ:
         from torchtitan_rl.observability.timeline import recording
 
         recording.begin(f"{role}-{rank}")
-    platform.set_threads(num_threads)
-    atexit.register(_leave)
 
 
 def setup_logs(role: str, rank: int, world_size: int, log_dir: str | None) -> None:

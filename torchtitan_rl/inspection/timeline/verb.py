@@ -28,12 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    timeline = Timeline.read(Run.open(args.run).path / "timeline")
+    directory = Run.open(args.run).path / "timeline"
     if args.trace:
-        number = trace.write(timeline, Path(args.trace))
+        number = trace.write(Timeline.read(directory), Path(args.trace))
         print(f"{args.trace}: {number} events; open it at https://ui.perfetto.dev")
         return 0
-    print("\n".join(report(timeline, chosen(steps_of(timeline), args.step, args.last))))
+    steps = chosen(steps_of(Timeline.read(directory, phases_only=True)), args.step, args.last)
+    timeline = Timeline.read(directory, window=(steps[0].phase.start, steps[-1].phase.end))
+    wanted = {step.number for step in steps}
+    print("\n".join(report(timeline, [step for step in steps_of(timeline) if step.number in wanted])))
     return 0
 
 

@@ -122,12 +122,14 @@ class Phases(Listener):
     def end(self, span: Span, failed: bool) -> None:
         if span.name in LOOPS:
             self._num_steps = 0
-        self.timeline.spans.end(self._open.pop(id(span)))
+        if id(span) in self._open:
+            self.timeline.spans.end(self._open.pop(id(span)))
 
     def close(self) -> None:
-        os.environ.pop(TIMELINE, None)
-        _mine.remove(self.timeline)
-        self.timeline.close()
+        if self.timeline in _mine:
+            os.environ.pop(TIMELINE, None)
+            _mine.remove(self.timeline)
+            self.timeline.close()
 
 
 def _offset_ns() -> int:
