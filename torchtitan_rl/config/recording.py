@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["RecordConfig", "WandbConfig"]
+__all__ = ["ProfileConfig", "RecordConfig", "WandbConfig", "steps_of"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,6 +24,17 @@ class WandbConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """Traces by torch.profiler, in `timeline/profile/` of the run's directory."""
+
+    steps: list[int] = field(default_factory=list)
+    """Optimizer steps of the reinforcement phase, from 1; each is profiled with its whole batch: generation, training,
+    publication. `train --profile 3,5-6` sets [3, 5, 6]."""
+    ranks: list[str] = field(default_factory=lambda: ["policy-0"])
+    """The ranks, named as their logs are: role and rank, such as `policy-0`, `generator-0-0` (replica 0, rank 0)."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RecordConfig:
     """What is recorded of a run beside `metrics.jsonl`, and where it goes. Nothing here changes what is trained."""
 
@@ -34,3 +45,17 @@ class RecordConfig:
     sinks: list[Callable[..., Any]] = field(default_factory=list)
     """Sinks of one's own: functions `(line) -> None`, called with every line of metrics, or classes of `Listener`, made
     without arguments. Each is called in a thread of its own; a sink that fails or hangs is reported once."""
+    timeline: bool = False
+    """Whether every process records what it does when, for `torchtitan-rl timeline RUN`."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+def steps_of(text: str) -> list[int]:
+    """The steps of a list such as "3,5-6": [3, 5, 6]. Raises ValueError for anything else."""
+    steps = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not (last.isdecimal() and int(first) <= int(last))):
+            raise ValueError(f"--profile={text!r}: {part!r} is no step and no range; write steps as in 3,5-6")
+        steps |= set(range(int(first), int(last or first) + 1))
+    return sorted(steps)

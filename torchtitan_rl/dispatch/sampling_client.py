@@ -44,6 +44,11 @@ class SamplingClient(SamplingSteps):
         """Per replica, the seconds for which its engine stood still at its last load of weights."""
         return [replica.stall_s for replica in self._replicas]
 
+    async def profile(self, role: str, rank: int, file: str) -> None:
+        """Begins to profile a rank of the replica `role`; with `file`, ends and writes the trace there."""
+        replica = next(replica for replica in self._replicas if replica.mesh.role == role)
+        await replica.mesh.call_rank(rank, "profile", file)
+
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         """Every healthy replica loads the weights of a Hugging Face directory and calls them `version`. No trainer is
         needed. Raises RuntimeError when no replica is left."""

@@ -34,6 +34,7 @@ from torchtitan_rl.run.gateway import open_gateway
 from torchtitan_rl.run.numeric_guard import note_bad_step
 from torchtitan_rl.run.overlap import Overlap
 from torchtitan_rl.run.policy_weights import PolicyWeights
+from torchtitan_rl.run.profiles import Profiles
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.run.state import RunState
@@ -91,6 +92,10 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             self.evaluate_all, self.publish = beside.begin, beside.then(self.publish)
             ahead.beside = beside
             recorder.listeners.insert(0, Overlap(ahead, self.generator, self.versions.publications))
+        if config.record.profile.steps:
+            chosen, per_batch = config.record.profile, config.algorithm.steps_per_batch
+            told = self.state, self.roles, self.generator, run_dir.path / "timeline" / "profile"
+            recorder.listeners.insert(0, Profiles(chosen, per_batch, *told))
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
         )
@@ -132,7 +137,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             recorder.fact("note", text=note)
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
-            async with stopped_on_failure(launcher, run_dir):
+            async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
                 state = None if found is None or found.checkpoint is None else resume.state_of(found)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)

@@ -20,7 +20,12 @@ def recorder_of(
     config: RunConfig, run_dir: RunDir, decode: Callable[[list[int]], str], progress: Progress | None
 ) -> Recorder:
     """The recorder of a run. `decode` turns tokens into text; with `progress` None nothing is displayed."""
-    listeners: list[Listener] = [RunDirWriter(run_dir, decode if config.controller.record_tokens else None)]
+    listeners: list[Listener] = []
+    if config.record.timeline:
+        from torchtitan_rl.observability.timeline.recording import phases_of
+
+        listeners += phases_of(run_dir.path / "timeline")
+    listeners += [RunDirWriter(run_dir, decode if config.controller.record_tokens else None)]
     if progress is not None:
         listeners.append(Display(progress, compares_siblings(config)))
     listeners += sinks_of(config, run_dir)

@@ -24,6 +24,7 @@ from torchtitan_rl.validation.algorithm import check_algorithm
 from torchtitan_rl.validation.batches import check_batches
 from torchtitan_rl.validation.distillation import check_distill
 from torchtitan_rl.validation.lag import check_lag_settings
+from torchtitan_rl.validation.recording import check_recording
 from torchtitan_rl.validation.recovery import check_checkpoints, check_failures
 from torchtitan_rl.validation.roles import check_roles
 from torchtitan_rl.validation.sampling import check_sampling
@@ -65,6 +66,7 @@ def validate(config: RunConfig) -> None:
     check_checkpoints(config.controller)
     check_stop(config.controller)
     check_sinks(config.record)
+    check_recording(config)
     check_failures(config.algorithm)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)
