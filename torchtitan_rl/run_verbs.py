@@ -18,4 +18,18 @@ class Verb:
     run: Callable[[argparse.Namespace], int]
 
 
-VERBS: dict[str, Verb] = {}
+def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
+    from torchtitan_rl.inspection.diagnose import add_arguments
+
+    add_arguments(parser)
+
+
+def _diagnose(args: argparse.Namespace) -> int:
+    from torchtitan_rl.inspection.diagnose import tell
+
+    return tell(args)
+
+
+VERBS: dict[str, Verb] = {
+    "diagnose": Verb("what is wrong with a run, finished or going on, and what to do", _diagnose_arguments, _diagnose)
+}

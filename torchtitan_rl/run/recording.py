@@ -11,7 +11,6 @@ from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
 from torchtitan_rl.observability.status import watched
-from torchtitan_rl.validation.batches import compares_siblings
 
 __all__ = ["recorder_of"]
 
@@ -24,5 +23,5 @@ def recorder_of(
     if config.record.health:
         listeners.append(watched(run_dir, [f"generator-{i}" for i in range(config.generator.num_replicas)]))
     if progress is not None:
-        listeners.append(Display(progress, compares_siblings(config)))
+        listeners.append(Display(progress))
     return Recorder(listeners)

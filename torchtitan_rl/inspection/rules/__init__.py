@@ -1,0 +1,1 @@
+"""The rules by which `diagnose` looks at a run, by area."""
