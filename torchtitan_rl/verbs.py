@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from torchtitan_rl.observability.status import note_end
 from torchtitan_rl.observability.user_code import told
 
 __all__ = [
@@ -120,10 +121,12 @@ async def _guarded(args, start, body) -> int:
         await body(controller)
         return 0
     except asyncio.CancelledError:
+        _note_end(controller, "interrupted", "asked to end at once")
         where = f"{_where(controller)}; metrics so far are in {controller.run_dir.path}" if controller else ""
         print(f"\ninterrupted {where or 'during start-up'}", file=sys.stderr)
         return 130
     except Preempted as end:
+        _note_end(controller, "preempted", str(end))
         print(
             f"stopped {_where(controller)} with a checkpoint: {end}; go on with --resume latest --output-dir "
             f"{controller.run_dir.path}",
@@ -134,12 +137,20 @@ async def _guarded(args, start, body) -> int:
         args.final = isinstance(error, (Ended, ValueError))
         if args.debug:
             traceback.print_exc()
+        _note_end(controller, "run_failed", told(error))
         return fail(told(error))
     finally:
         if controller and args.hosts:
             await controller.close()  # other hosts' processes cannot be killed from here
         elif controller:
-            controller.launcher.kill()  # `close` would take seconds; all files are written
+            controller.launcher.kill()  # `close` would take seconds
+            controller.recorder.close()
+
+
+def _note_end(controller, kind: str, text: str) -> None:
+    """Notes in the run's events why it ends before its last step."""
+    if controller is not None:
+        note_end(controller.recorder, kind, text)
 
 
 def _where(controller) -> str:

@@ -12,6 +12,7 @@ _HARMLESS = (
     "name",
     "output_dir",
     "controller.",
+    "record.",
     "weight_sync.",
     "roles.colocation",
     # Layout and speed: the state of a checkpoint fits every layout.

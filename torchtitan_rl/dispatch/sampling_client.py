@@ -44,6 +44,12 @@ class SamplingClient(SamplingSteps):
         """Per replica, the seconds for which its engine stood still at its last load of weights."""
         return [replica.stall_s for replica in self._replicas]
 
+    def request_times(self) -> dict[str, tuple[float, int]]:
+        """Role of each replica -> `TimedRouter.times`; {} with one replica."""
+        if self._router is None:
+            return {}
+        return {replica.mesh.role: times for replica, times in zip(self._replicas, self._router.times(), strict=True)}
+
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         """Every healthy replica loads the weights of a Hugging Face directory and calls them `version`. No trainer is
         needed. Raises RuntimeError when no replica is left."""

@@ -125,7 +125,8 @@ class Recorder:
 
     Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `trained` (`sequences`, the
     datums of a batch with the policy's log-probabilities), `rollouts` (`step`, `groups`), `draws` (`step`, `records` of
-    `run.draws`), `version` (`step`, `version`, `seconds` of the publication), `note` (`text`).
+    `run.draws`), `version` (`step`, `version`, `seconds` of the publication), `note` (`text`),
+    `generator` (`client`, the sampling client, once it has started).
     Example::
 
         with recorder.span("generate") as span:

@@ -136,6 +136,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
                 state = None if found is None or found.checkpoint is None else resume.state_of(found)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)
+                recorder.fact("generator", client=stack.generator)
                 controller.gateway = await open_gateway(config)
                 if state is not None:
                     await resume.restore(found, config, state, stack.roles, controller.weights, controller.draws)

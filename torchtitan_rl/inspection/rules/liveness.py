@@ -125,30 +125,30 @@ def gone(facts: Facts, threshold: float) -> Said | None:
     where = facts.whereabouts
     if where is None or where.state in ("running", "unknown") or _finished(facts):
         return None
-    silence = facts.now - (where.written or facts.now)
-    if where.state == "elsewhere" and silence <= threshold:
+    if where.state == "elsewhere" and facts.now - (where.written or facts.now) <= threshold:
         return None
-    at = facts.lines[-1] if facts.lines else {"step": 0, "phase": "start-up"}
-    planned = facts.setting("controller.num_steps", "?")
-    why = where.ended or _last_words(facts) or "it left no reason: it was killed, interrupted, or its host failed"
-    evidence = [Reading("last step", at["step"], at["phase"]), Reading("controller.num_steps", None, planned)]
+    phase, step = (facts.lines[-1]["phase"], facts.lines[-1]["step"]) if facts.lines else ("start-up", 0)
+    end, planned = _end(facts), facts.setting("controller.num_steps", "?")
+    if end.get("kind") in ("preempted", "interrupted"):
+        return None  # as it was asked to
+    why = where.ended or end.get("text") or "it left no reason: it was killed, or its host failed"
+    evidence = [Reading("last step", step, phase), Reading("controller.num_steps", None, planned)]
     if where.pid is not None:
         evidence.append(Reading(f"pid on {where.host}", None, where.pid))
-    return Said(f"the run ended in the {at['phase']} phase at step {at['step']} of {planned}: {why}", evidence)
+    return Said(f"the run ended in the {phase} phase at step {step} of {planned}: {why}", evidence)
 
 
 def _finished(facts: Facts) -> bool:
-    """Whether the run came to its end: the evaluation on test tasks is its last act. A run that was asked to stop ends
-    with a checkpoint."""
-    lines = [line for line in facts.lines if line.get("phase") != "stop"]
-    if not lines:
-        return False
-    return lines[-1].get("eval/split") == "test" or any(line.get("eval/split") == "test" for line in lines[-3:])
+    """Whether the run came to its end: the evaluation on test tasks is its last act."""
+    return any(line.get("eval/split") == "test" for line in facts.lines[-3:])
 
 
-def _last_words(facts: Facts) -> str:
-    errors = [event for event in facts.events if str(event.get("level", "")).upper() in ("ERROR", "CRITICAL")]
-    return str(errors[-1].get("text", "")) if errors else ""
+def _end(facts: Facts) -> dict[str, Any]:
+    """The newest attempt's event that says why it ended; {} for none."""
+    ends = [event for event in facts.events if event.get("kind") in ("run_failed", "preempted", "interrupted")]
+    newest = max((event.get("attempt") or 0 for event in facts.events), default=0)
+    attempt = facts.status.get("attempt", newest)
+    return ends[-1] if ends and ends[-1].get("attempt") == attempt else {}
 
 
 def slow_step(facts: Facts, threshold: float) -> Said | None:
@@ -210,7 +210,7 @@ LIVENESS = (
         reads="events; `generator/healthy_replicas`",
         advice="look at the log of the generator that is named; a kill by the kernel for memory is in `dmesg`; "
         "`generator.max_replica_restarts` says how many replacements may start",
-        live=False,  # the sampling client warns of each
+        live="",  # the sampling client warns of each
     ),
     Rule(
         "slow_replica",
@@ -221,6 +221,7 @@ LIVENESS = (
         reads="samples: requests in flight and answered, per replica",
         advice="look at what else runs on its host or device (`nvidia-smi`, `top`); end the process of the replica: "
         "another one takes its place",
+        live="samples",
     ),
     Rule(
         "idle_trainer",
@@ -241,7 +242,7 @@ LIVENESS = (
         reads="when metrics, tables and checkpoints were last written",
         advice="look at the newest lines in logs/; a reward, an environment or a collective may hang: "
         "`py-spy dump --pid` shows where; `--max-restarts` begins again by itself",
-        live=False,
+        live="",
     ),
     Rule(
         "gone",
@@ -252,7 +253,7 @@ LIVENESS = (
         reads="run.lock, ended.json, the last line of metrics.jsonl, events",
         advice="mend what is named, then go on with `torchtitan-rl train CONFIG --resume latest --output-dir RUN`; "
         "`--max-restarts N` does that by itself",
-        live=False,
+        live="",
     ),
     Rule(
         "slow_step",
@@ -273,6 +274,7 @@ LIVENESS = (
         reads="samples: memory of each process of the run on this host",
         advice="look at what the process keeps: a reward or an environment that collects, a cache without a bound; "
         "`tracemalloc` in the reward shows where",
+        live="samples",
     ),
 )
 """The rules, in the order in which they are told."""

@@ -57,8 +57,8 @@ class Rule:
     reads: str
     """The evidence that the rule looks at."""
     advice: str
-    live: bool = True
-    """Whether the rule looks during training too. The others are about what a run's own process cannot see."""
+    live: Literal["batches", "samples", ""] = "batches"
+    """After what the rule looks during training. Empty: it does not, the run's own process cannot see such things."""
 
     def on(self, facts: Facts, threshold: float) -> Finding | None:
         said = self.find(facts, threshold)
