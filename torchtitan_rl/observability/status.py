@@ -154,7 +154,9 @@ def watched(run_dir: RunDir, replicas: list[str]) -> Aside:
 
 def note_end(recorder: Recorder, kind: str, text: str) -> None:
     """Tells the recorder why a run ends before its last step: `run_failed`, `preempted` or `interrupted`."""
-    recorder.fact("event", at=_iso(0.0), level="error", kind=kind, who="", text=text[:_LONGEST_TEXT])
+    what = {"at": _iso(0.0), "level": "error", "kind": kind, "who": "", "text": text[:_LONGEST_TEXT]}
+    for listener in recorder.listeners:
+        listener.fact("event", what)
 
 
 def _forget(listener: Listener) -> None:

@@ -1,1 +1,0 @@
-"""The rules by which `diagnose` looks at a run, by area."""

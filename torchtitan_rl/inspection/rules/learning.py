@@ -123,9 +123,8 @@ def eval_falls(facts: Facts, threshold: float) -> Said | None:
     if not then or not late or middle(late) <= middle(then):
         return None
     evidence = [Reading("eval/accuracy", line["step"], line["eval/accuracy"]) for line in (best, now)]
-    what = (
-        f"validation accuracy fell from {best['eval/accuracy']:.3f} (step {best['step']}) to {now['eval/accuracy']:.3f}"
-    )
+    before, after = best["eval/accuracy"], now["eval/accuracy"]
+    what = f"validation accuracy fell from {before:.3f} (step {best['step']}) to {after:.3f} (step {now['step']})"
     rise = f"while the reward rose from {middle(then):.3f} to {middle(late):.3f}"
     return Said(f"{what}, {rise}: the reward pays for something else", [*evidence, *then, *late])
 

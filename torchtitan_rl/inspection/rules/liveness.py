@@ -192,7 +192,8 @@ def memory(facts: Facts, threshold: float) -> Said | None:
     if not grown:
         return None
     growth, levels, quarters = max(grown, key=lambda item: item[0])
-    who, begin, end = quarters[0][0]["who"], quarters[0][0]["step"], quarters[3][-1]["step"]
+    who = quarters[0][0]["who"]
+    begin, end = (round(median(sample["step"] for sample in quarter)) for quarter in (quarters[0], quarters[3]))
     evidence = [
         Reading(f"{who} MiB", quarter[-1]["step"], level) for level, quarter in zip(levels, quarters, strict=True)
     ]

@@ -80,7 +80,9 @@ def last(series: Series, number: int = RECENT) -> Series:
 def worst(series: Series, number: int = RECENT) -> Series:
     """The `number` readings in a row with the largest median; [] where there are fewer."""
     windows = [series[i : i + number] for i in range(len(series) - number + 1)]
-    return max(windows, key=middle, default=[])
+    return max(
+        windows, key=lambda window: (middle(window), sum(float(reading.value) for reading in window)), default=[]
+    )
 
 
 def middle(readings: Series) -> float:
