@@ -6,8 +6,8 @@
     .venv/bin/python -m scripts.diagnose_faults report DIR
 
 `warm` makes the starting points: a warm start, and a policy that has seen right answers. `fault` and `clean` run what
-`FAULTS` and `CLEAN` name, one after the other in one process. `report` prints a table of what is said of every run in DIR.
-Faults that need actors or a kill run in processes of their own (`scripts/diagnose_faults_actors.py`); faults that no
+`FAULTS` and `CLEAN` name, one after the other in one process. `report` prints what is said of every run in DIR. Faults
+that need actors or a kill run in processes of their own (`scripts/diagnose_faults_actors.py`); faults that no
 short run shows are made from the files of a real run (`scripts/diagnose_records.py`).
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import shutil
 import sys
 import time
@@ -26,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from scripts.diagnose_records import RECORDED
+from scripts.diagnose_records import recorded
 from torchtitan_rl.algorithm.surrogate import ppo
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
@@ -261,23 +262,32 @@ def clean(directory: Path, name: str) -> None:
 
 
 def report(directory: Path) -> int:
-    """Prints what is said of each run. Returns the exit status: 0 if 18 faults in 20 are named and clean runs are."""
+    """Prints a row per run of what is said of it. Returns the exit status: 0 if nine faults in ten are named, and no
+    clean run has a finding."""
     rows = [(name, "run", fault.rule, directory / f"fault-{name}") for name, fault in FAULTS.items()]
-    rows += [(path.name[7:], "run", path.name.split("-")[1], path) for path in sorted(directory.glob("actors-*"))]
-    rows += [(name, "recorded", rule, path) for name, rule, path in RECORDED(directory)]
-    rows += [(path.name[6:], "clean", "", path) for path in sorted(directory.glob("clean-*"))]
-    named = wrong = faults = 0
+    rows += [(path.name.split("-")[2], "run", path.name.split("-")[1], path) for path in directory.glob("actors-*")]
+    rows += [(name, "records of a run", rule, path) for name, rule, path in recorded(directory)]
+    rows += [(name, "clean", "", directory / f"clean-{name}") for name in CLEAN]
+    named = wrong = faults = clean_runs = 0
     for name, how, rule, path in rows:
-        if not path.is_dir():
+        if not (path / "config.json").exists() and not (path / "said.json").exists():
             continue
-        found = examine(Run.open(path)).findings
-        rules = [finding.rule for finding in found]
-        faults, named = faults + (how != "clean"), named + (rule in rules)
-        wrong += how == "clean" and bool(rules)
-        said = next((finding.what for finding in found if finding.rule == rule or not rule), "")
-        print(f"| {name} | {how} | {rule} | {', '.join(rules)} | {said} |")
-    print(f"{named} of {faults} faults named; something said of {wrong} clean runs")
+        said = said_of(path)
+        if rule:
+            faults, named = faults + 1, named + (rule in said)
+        else:
+            clean_runs, wrong = clean_runs + 1, wrong + bool(said)
+        others = ", ".join(other for other in said if other != rule) or "-"
+        print(f"| {name} | {how} | {rule or '-'} | {said.get(rule, '-')} | {others} |")
+    print(f"{named} of {faults} faults named; something said of {wrong} of {clean_runs} clean runs")
     return int(named < 0.9 * faults or wrong > 0)
+
+
+def said_of(path: Path) -> dict[str, str]:
+    """Rule -> what it says of a run, or what was noted while the run hung."""
+    if (path / "said.json").exists():
+        return {finding["rule"]: finding["what"] for finding in json.loads((path / "said.json").read_text())}
+    return {finding.rule: finding.what for finding in examine(Run.open(path)).findings}
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ _FIRST, _LAST, _BATCHES, _SAMPLES = 16, 64, 5, 4000
 
 
 class Watch(Listener):
-    """Takes samples of the run's processes, and looks by the rules after each batch, evaluation and sample. What a rule
+    """Takes samples of the run's processes, and looks by the rules after batches, evaluations and samples. What a rule
     finds is a warning, once in the process's life. Belongs behind an `Aside`: it computes and writes.
 
     The fact `generator` (`client`) brings the client whose replicas are timed.
@@ -39,7 +39,7 @@ class Watch(Listener):
         self._rollouts: deque[list[dict[str, Any]]] = deque(maxlen=_BATCHES)
         self._taken: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self._samples = Samples(run_dir.logs)
-        self._step, self._said = 0, set[str]()
+        self._step, self._batches, self._said = 0, 0, set[str]()
         for line in run_dir.read_metrics():  # of the attempts before
             self._keep(line)
 
@@ -48,7 +48,10 @@ class Watch(Listener):
             self._samples.times = what["client"].request_times
         elif kind == "rollouts":
             self._rollouts.append(_light(what["step"], what["groups"]))
+            self._batches += 1
             self._warn("batches")
+            if self._batches % _BATCHES == 0:
+                self._warn("answers")
         elif kind == "metrics":
             self._keep(what["line"])
             if what["line"]["phase"] == "evaluation":

@@ -55,7 +55,8 @@ def test_answers_are_looked_at(run_dir, caplog):
         )
         for i in range(10)
     ]
-    watch.fact("rollouts", {"step": 1, "groups": groups})
+    for step in range(1, 6):
+        watch.fact("rollouts", {"step": step, "groups": groups})
     assert {record.who for record in caplog.records} == {"duplicates", "unparsable"}
 
 

@@ -99,6 +99,7 @@ ANSWERS = (
         reads="texts of the newest rollouts, `policy/entropy`",
         advice="one text: the policy has settled on what is often right; more entropy, other tasks, a finer reward. "
         "Copies: look at the seeds of a workflow of your own",
+        live="answers",
     ),
     Rule(
         "unparsable",
@@ -108,6 +109,7 @@ ANSWERS = (
         means="share of answers that are empty, undecodable or a loop, or whose reward part of a form is 0",
         reads="texts and reward parts of the newest rollouts",
         advice="a longer warm start, a lower learning rate; look at the chat template and at what ends a completion",
+        live="answers",
     ),
 )
 """The rules, in the order in which they are told."""

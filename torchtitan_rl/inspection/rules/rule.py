@@ -57,8 +57,9 @@ class Rule:
     reads: str
     """The evidence that the rule looks at."""
     advice: str
-    live: Literal["batches", "samples", ""] = "batches"
-    """After what the rule looks during training. Empty: it does not, the run's own process cannot see such things."""
+    live: Literal["batches", "answers", "samples", ""] = "batches"
+    """After what the rule looks during training: every batch, every fifth one, every sample. Empty: it does not,
+    the run's own process cannot see such things."""
 
     def on(self, facts: Facts, threshold: float) -> Finding | None:
         said = self.find(facts, threshold)
