@@ -40,8 +40,7 @@ def run_dir(tmp_path):
         records = [{"group_id": f"{i}/0", "task_id": f"t{i}", "text": f"{step} {i}", "reward": 0.5} for i in range(8)]
         run_dir.record("rollouts", step, records)
     run_dir.log_metrics(TEST)
-    for table in ("events", "samples"):
-        (run_dir.path / table).mkdir()
+    (run_dir.path / "samples").mkdir()
     return run_dir
 
 
@@ -118,14 +117,14 @@ def test_a_directory_that_is_half_written(run_dir, capsys):
     (run_dir.path / "status.json").write_text("")
     newest = max((run_dir.path / "rollouts").iterdir())
     newest.write_text(newest.read_text()[:-20])
-    shutil.rmtree(run_dir.path / "events")
+    shutil.rmtree(run_dir.path / "samples")
     assert said(run_dir, "--threshold", "truncation=0.1") == 3  # what is there is looked at
     out = capsys.readouterr().out
     for sentence in (
         "the last line is cut off",
         "config.json: is cut off",
         "status.json: is cut off",
-        "events/: is not",
+        "samples/: is not",
     ):
         assert sentence in out
 
