@@ -45,10 +45,13 @@ class Facts:
         samples: Callable[[], list[dict[str, Any]]] = list,
         events: Iterable[dict[str, Any]] = (),
         status: dict[str, Any] | None = None,
+        begun: Iterable[int] = (),
         whereabouts: Whereabouts | None = None,
         now: float | None = None,
     ) -> None:
         self.lines, self.settings, self.events, self.status = list(lines), settings or {}, list(events), status or {}
+        self.begun = set(begun)
+        """The steps from which attempts at the run went on."""
         self.whereabouts, self.now = whereabouts, time.time() if now is None else now
         self.missing: list[str] = []
         self._rollouts, self._samples = rollouts, samples
@@ -64,6 +67,7 @@ class Facts:
             rollouts=lambda: newest_rollouts(directory),
             samples=lambda: _records(run, "samples", missing),
             events=_records(run, "events", missing),
+            begun=[record["step"] for record in _records(run, "attempts", missing)],
             status=_object(run.path / "status.json", "what the run was doing is not known", missing),
             whereabouts=whereabouts(run),
             now=now,

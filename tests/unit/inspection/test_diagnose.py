@@ -40,7 +40,8 @@ def run_dir(tmp_path):
         records = [{"group_id": f"{i}/0", "task_id": f"t{i}", "text": f"{step} {i}", "reward": 0.5} for i in range(8)]
         run_dir.record("rollouts", step, records)
     run_dir.log_metrics(TEST)
-    (run_dir.path / "samples").mkdir()
+    for table in ("samples", "attempts"):
+        (run_dir.path / table).mkdir()
     return run_dir
 
 
@@ -74,6 +75,7 @@ def test_as_json(run_dir, capsys):
 def test_liveness_comes_first(run_dir, capsys):
     lines = run_dir.metrics_file.read_text().splitlines()
     run_dir.metrics_file.write_text("\n".join(lines[:-1]) + "\n")
+    (run_dir.path / "status.json").write_text(json.dumps({"attempt": 1, "spans": [], "ended": ""}))
     assert said(run_dir, "--threshold", "truncation=0.1") == 3
     out = capsys.readouterr().out
     assert out.index("liveness / gone: the run ended in the reinforcement phase at step 20") < out.index("truncation")

@@ -124,6 +124,7 @@ def test_a_run_that_is_gone():
     )
     test = {"step": 40, "phase": "evaluation", "eval/split": "test", "eval/accuracy": 1.0}
     assert found([*lines, test], whereabouts=where("gone")) == {}
+    assert found(lines, whereabouts=where("gone"), status={"ended": "finished"}) == {}
     assert found(lines, whereabouts=where("elsewhere"), now=1599.0) == {}
     assert "gone" in found(lines, whereabouts=where("elsewhere"), now=1601.0)
 
@@ -136,6 +137,8 @@ def test_one_slow_step():
     assert "step 15 took 10.5 s" in finding.what and "time/reward_s" in finding.what
     assert found(steps(time__step_s=[60.0] + [1.0] * 19)) == {}  # the first step compiles
     assert found(steps(time__step_s=[0.1] * 10 + [4.0] + [0.1] * 9)) == {}  # hardly noticed
+    assert found(lasting(10.5), begun=[0, 14]) == found(lasting(10.5), begun=[0, 13]) == {}  # and so after a resume
+    assert "slow_step" in found(lasting(10.5), begun=[0, 12])
 
 
 def test_memory_that_grows():

@@ -139,8 +139,8 @@ def gone(facts: Facts, threshold: float) -> Said | None:
 
 
 def _finished(facts: Facts) -> bool:
-    """Whether the run came to its end: the evaluation on test tasks is its last act."""
-    return any(line.get("eval/split") == "test" for line in facts.lines[-3:])
+    """Whether the run came to its end. The evaluation on test tasks is the last act of training."""
+    return facts.status.get("ended") == "finished" or any(line.get("eval/split") == "test" for line in facts.lines[-3:])
 
 
 def _end(facts: Facts) -> dict[str, Any]:
@@ -154,8 +154,9 @@ def _end(facts: Facts) -> dict[str, Any]:
 def slow_step(facts: Facts, threshold: float) -> Said | None:
     """One step took far longer than its peers."""
     steps = []
-    for line in facts.steps[2:]:  # the first steps compile and fill caches
-        if line.get("time/step_s"):
+    for number, line in enumerate(facts.steps):
+        early = any(earlier["step"] in facts.begun for earlier in facts.steps[max(0, number - 2) : number])
+        if line.get("time/step_s") and number > 1 and not early:  # first steps compile and fill caches
             seconds = line["time/step_s"] - line.get("time/eval_wait_s", 0.0)
             steps.append(Reading("time/step_s", line["step"], seconds))
     if len(steps) < 5:
