@@ -22,6 +22,7 @@ class Verb:
 
 
 VERBS = {
+    "diagnose": Verb("what is wrong with a run, finished or going on, and what to do", "inspection.diagnose"),
     "plot": Verb("draw curves of several runs in one picture", "inspection.plots"),
     "compare": Verb("what differs between runs, beside the spread over seeds", "inspection.comparison"),
     "timeline": Verb("where the time of a run's steps went", "inspection.timeline.verb"),

@@ -49,6 +49,12 @@ class SamplingClient(SamplingSteps):
         replica = next(replica for replica in self._replicas if replica.mesh.role == role)
         await replica.mesh.call_rank(rank, "profile", file)
 
+    def request_times(self) -> dict[str, tuple[float, int]]:
+        """Role of each replica -> `TimedRouter.times`; {} with one replica."""
+        if self._router is None:
+            return {}
+        return {replica.mesh.role: times for replica, times in zip(self._replicas, self._router.times(), strict=True)}
+
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         """Every healthy replica loads the weights of a Hugging Face directory and calls them `version`. No trainer is
         needed. Raises RuntimeError when no replica is left."""
@@ -112,7 +118,8 @@ class SamplingClient(SamplingSteps):
             return
         replica.lost = str(error)
         left = list(self.health().values()).count("healthy")
-        logger.warning("a generator replica is lost, %d left: %s", left, error)
+        told = {"event": "replica_lost", "who": replica.mesh.role}
+        logger.warning("a generator replica is lost, %d left: %s", left, error, extra=told)
         if self._repair is None:
             self._start(self._abandon(replica))
         else:

@@ -132,7 +132,9 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached
         run_dir, found = resume.open_run(config, resume_from, absolute=absolute)
-        recorder = recording.recorder_of(config, run_dir, inputs.tokenizer.decode, progress)
+        recorder = recording.recorder_of(
+            config, run_dir, inputs.tokenizer.decode, progress, debugger=backend == "local"
+        )
         for note in found.notes if found is not None else ():
             recorder.fact("note", text=note)
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
@@ -141,6 +143,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
                 state = None if found is None or found.checkpoint is None else resume.state_of(found)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)
+                recorder.fact("generator", client=stack.generator)
                 controller.gateway = await open_gateway(config)
                 if state is not None:
                     await resume.restore(found, config, state, stack.roles, controller.weights, controller.draws)

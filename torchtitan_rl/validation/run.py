@@ -17,6 +17,7 @@ from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.resolve import named
 from torchtitan_rl.config.run import EvalSetConfig, RunConfig
+from torchtitan_rl.inspection.diagnose import check_thresholds
 from torchtitan_rl.model import files
 from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.model.shape import resolve_shape
@@ -45,6 +46,7 @@ __all__ = ["validate", "check_local", "missing_weights"]
 def validate(config: RunConfig) -> None:
     """Raises ValueError for the first mistake that shows before a process starts; changes nothing."""
     check_types(config)
+    check_thresholds(config.record.thresholds, "record.thresholds.")
     config = settled(config)
     for part in (config.task, config.supervised.task, config.trainer.lora):
         _check_again(part)
