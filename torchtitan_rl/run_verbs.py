@@ -22,6 +22,7 @@ class Verb:
 
 
 VERBS = {
+    "view": Verb("a web page over runs: health, curves, evaluations, rollouts", "view.verb"),
     "diagnose": Verb("what is wrong with a run, finished or going on, and what to do", "inspection.diagnose"),
     "plot": Verb("draw curves of several runs in one picture", "inspection.plots"),
     "compare": Verb("what differs between runs, beside the spread over seeds", "inspection.comparison"),

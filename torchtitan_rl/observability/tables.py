@@ -26,7 +26,10 @@ import pyarrow.parquet as pq
 
 from torchtitan_rl.observability.run_log import Tail
 
-__all__ = ["SharedTable", "Table"]
+__all__ = ["ROW_GROUP", "SharedTable", "Table"]
+
+ROW_GROUP = 1000
+"""Records of a Parquet file that are compressed together: a reader of one rollout reads this many."""
 
 
 class Table(Tail):
@@ -47,7 +50,7 @@ class Table(Tail):
                 columnar, beside = self._columnar(number), self._columnar(number).with_suffix(".writing")
                 if not columnar.exists():
                     table = pa.Table.from_pylist(list(self._read_lines(lines)), schema=self.schema)
-                    pq.write_table(table, beside, compression="zstd")
+                    pq.write_table(table, beside, compression="zstd", row_group_size=ROW_GROUP)
                     with open(beside, "rb") as file:
                         os.fsync(file.fileno())
                     beside.rename(columnar)
