@@ -87,7 +87,7 @@ def stale_cache() -> Patches:
     built = vllm_engine.engine_args
     yield patch.object(engine_steps, "tokens_input", _salted(engine_steps.tokens_input))
     yield patch.object(LLMEngine, "reset_prefix_cache", lambda self, **_: True)
-    yield patch.object(vllm_engine, "engine_args", lambda *a, **k: dataclasses.replace(built(*a, **k), block_size=16))
+    yield patch.object(vllm_engine, "engine_args", lambda *a, **k: dataclasses.replace(built(*a, **k), block_size=32))
 
 
 def _salted(tokens_input: Callable) -> Callable:

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-__all__ = ["Cause", "Position", "left", "best", "shifted", "tempered", "fitted", "rounded_to"]
+__all__ = ["Cause", "Position", "left", "best", "shifted", "tempered", "fitted", "has_coarse_logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ def fitted(at: Position, seen_N: np.ndarray, part: str, temperature: float) -> l
             continue
         remains = partial(_remains, predict, at, seen_N)
         setting, least = _nearest(remains, grids[name])
-        for _ in range(4 if name == "temperature" else 0):  # finer, around the best so far
-            setting, least = _nearest(remains, setting * np.geomspace(0.985, 1.015, 61))
+        for width in (0.015, 0.001, 6e-5, 4e-6) if name == "temperature" else ():  # finer, around the best so far
+            setting, least = _nearest(remains, setting * np.linspace(1 - width, 1 + width, 61))
         found.append(Cause(part, name, words.format(setting, temperature), least))
     return found
 
@@ -121,17 +121,14 @@ def _nearest(remains: Callable[[float], float], grid: np.ndarray) -> tuple[float
     return float(grid[index]), values[index]
 
 
-def rounded_to(at: Position, num: int = 8) -> str:
-    """The 16-bit dtype whose logits the distributions show; empty for finer ones.
+def has_coarse_logits(at: Position, num: int = 8) -> bool:
+    """Whether the logits were computed in 16 bits.
 
     Differences of log-probabilities at one position are differences of logits. Logits of bfloat16, from 1/8 on, are
-    multiples of 2^-10, and so are their differences; those of float16, of 2^-13. Of float32 differences 0.6% and 5%
-    come so near to such a multiple (3e-6).
+    multiples of 2^-10, as those of float16 from 1 on, and so are their differences. Of float32 differences 0.6% come so
+    near to a multiple (3e-6).
     """
     differences = (at.top_NK[:, :1] - at.top_NK[:, 1:num]).ravel()
     differences = differences[np.isfinite(differences) & (differences < 8)]
-    for dtype, spacing in (("bfloat16", 2.0**-10), ("float16", 2.0**-13)):
-        off = np.abs(differences - np.round(differences / spacing) * spacing)
-        if differences.size >= 16 and (off < 3e-6).mean() > 0.8:
-            return dtype
-    return ""
+    off = np.abs(differences - np.round(differences * 2.0**10) / 2.0**10)
+    return differences.size >= 16 and bool((off < 3e-6).mean() > 0.8)

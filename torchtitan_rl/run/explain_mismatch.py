@@ -7,9 +7,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,11 @@ __all__ = ["ExplainMismatch"]
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+_Async = Callable[..., Coroutine[Any, Any, _T]]
+
 _REMEMBERED, _PER_STEP = 8, 2
+"""Steps whose tokens the trainer's log-probabilities are kept of, and sequences of a step."""
 _LOOKED_AT_PARAMETERS = 100_000_000
 """Models with more parameters are not compared tensor by tensor."""
 
@@ -65,7 +69,7 @@ class ExplainMismatch(Listener):
 
     # Where a run calls: when a group has been played, when a batch trains.
 
-    def played(self, run_group: Callable[..., Awaitable[RolloutGroup]]) -> Callable[..., Awaitable[RolloutGroup]]:
+    def played(self, run_group: _Async[RolloutGroup]) -> _Async[RolloutGroup]:
         """`run_group`, after which rollouts of batches that will be explained are scored by the version that is
         served."""
 
@@ -81,12 +85,12 @@ class ExplainMismatch(Listener):
 
         return run_group_and_score
 
-    def beside(self, train_on: Callable[..., Awaitable[dict]]) -> Callable[..., Awaitable[dict]]:
+    def beside(self, train_on: _Async[dict]) -> _Async[dict]:
         """`train_on`, with the parts of the gap in the metrics of every batch in which an explanation is due."""
 
         async def train_and_explain(groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
             due = self._due(self._state.step, self._steps_of(len(groups)))
-            chosen = await self._chosen(groups) if due else []
+            chosen = await self._chosen(groups) if due else {}
             if not chosen:
                 return await train_on(groups, sampled)
             samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
@@ -198,11 +202,12 @@ class ExplainMismatch(Listener):
         self._add_trainer(chosen)
         samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
         parts = mismatch.parts_of(samples, between="newest")
-        if self.cause is None and "noise" in mismatch.beyond(parts, self._limits, keeps=self._keeps):
-            served = self._generator.policy_version
-            memory = [self._first, *self._memory] if self._first is not None else []
+        served = self._generator.policy_version
+        memory = [then for then in (self._first, *self._memory) if then is not None and then.version != served]
+        noisy = "noise" in mismatch.beyond(parts, self._limits, keeps=self._keeps)
+        if self.cause is None and noisy and memory:  # without memory no earlier version is known: the next time
             try:
-                self._report(await self._search.of_noise(samples, [then for then in memory if then.version != served]))
+                self._report(await self._search.of_noise(samples, memory))
             except (RuntimeError, ValueError) as error:
                 logger.warning("mismatch: the cause could not be looked for: %s", error)
         return mismatch.part_metrics(parts)

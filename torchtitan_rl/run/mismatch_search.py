@@ -62,7 +62,7 @@ class Search:
             return Cause("rest", name, words, mismatch_causes.left(predicted_N, reported_N))
 
         found = [
-            cause("shift", f"log-probabilities are reported {_tokens(abs(by))} {'late' if by > 0 else 'early'}", moved)
+            cause("shift", f"log-probabilities are reported one place {'late' if by > 0 else 'early'}", moved)
             for by in (1, -1)
             if np.isfinite(moved := mismatch_causes.shifted(sampled_N, turns, by)).any()
         ]
@@ -89,8 +89,8 @@ class Search:
         trainer_N, between_N = joined(samples, "trainer_N"), joined(samples, "between_N")
         whole = mismatch_causes.left(trainer_N, between_N)
         at = await self.rescorer.positions(samples)
-        if self.dtype == "float32" and (coarse := mismatch_causes.rounded_to(at)):
-            words = f"the generator computes in {coarse}: its logits are multiples of that dtype's spacing"
+        if self.dtype == "float32" and mismatch_causes.has_coarse_logits(at):
+            words = "the generator computes in 16 bits, not in float32: its logits are multiples of a coarse spacing"
             return Cause("noise", "dtype", words, math.nan)
         found = [await self._of_version(then) for then in memory]
         scaled = mismatch_causes.fitted(at, trainer_N, "noise", self.rescorer.temperature)[0]
