@@ -271,7 +271,7 @@ CLEAN: dict[str, dict[str, Any]] = {
     "lag 2, recompute": {"algorithm__max_policy_lag": 2, "generator__on_update": "recompute"},
     "lag 2, wait": {"algorithm__max_policy_lag": 2, "generator__on_update": "wait"},
     "LoRA": LORA,
-    "minibatches": {"algorithm__tasks_per_minibatch": 4},
+    "minibatches": {"algorithm__tasks_per_minibatch": 4, "controller__num_steps": 6},
     "temperature 0.8": {"algorithm__temperature": 0.8},
     "several turns": {"name": "calculator"},
     "bfloat16": {"generator__dtype": "bfloat16"},
@@ -336,7 +336,7 @@ def cost(names: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
             config = load_config(str(CONFIGS / "quickstart.py"))
             config.output_dir, config.supervised.num_steps = f"{directory}/run", 30
-            config.controller.num_steps, config.controller.eval_every, config.controller.pass_at_k = 61, 0, 0
+            config.controller.num_steps, config.controller.eval_every, config.controller.pass_at_k = 45, 0, 0
             config.controller.eval_tasks = config.controller.test_tasks = 4
             config.record.explain_mismatch_every = 2
             async with await Controller.launch(config) as controller:

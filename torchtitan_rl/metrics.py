@@ -54,7 +54,7 @@ score). By feature:
   `completion/long_frac` (rollouts of the batch, before filters, with half of `sampling.max_tokens` tokens or more),
   `completion/long_played_frac` (the same of all rollouts played so far, trained or waiting).
 - An explanation of the gap (`record.explain_mismatch_every`, docs/mismatch.md), nats, mean and largest absolute value
-  over the tokens of a few rollouts: `mismatch/noise_*`, `mismatch/stale_*`, `mismatch/kept_*`, `mismatch/unexplained_*`;
+  over tokens of a few rollouts: `mismatch/noise_*`, `mismatch/stale_*`, `mismatch/kept_*`, `mismatch/unexplained_*`;
   `mismatch/explained_tokens` (tokens whose parts are all known), `time/mismatch_s` (what the step waited for it).
 - An off-policy correction: `correction/weight_mean` (mean factor), `correction/changed_frac` (tokens whose factor was
   truncated or masked).

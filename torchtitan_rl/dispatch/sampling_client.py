@@ -44,10 +44,10 @@ class SamplingClient(SamplingSteps):
         """Per replica, the seconds for which its engine stood still at its last load of weights."""
         return [replica.stall_s for replica in self._replicas]
 
-    def holds(self, version: int) -> bool:
-        """Whether every healthy replica holds a version, which is the one that is served."""
-        left = [replica for replica in self._replicas if replica.lost is None]
-        return self.policy_version == version and all(replica.held == version for replica in left)
+    def held(self) -> int | None:
+        """The version that every healthy replica holds, also while a newer one is fetched; None where they differ."""
+        versions = {replica.held for replica in self._replicas if replica.lost is None}
+        return versions.pop() if len(versions) == 1 else None
 
     async def weights(self) -> dict[str, torch.Tensor]:
         """The parameters that the first healthy replica holds, by torchtitan's names (rank 0's part of each); for small

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import time
@@ -152,9 +153,11 @@ class ExplainMismatch(Listener):
         """Fills in what the version that is served says; False where new weights came in between, and where the
         generators failed. At once, while the version is served, looks for the cause of what it does not explain."""
         try:
-            if (served := await self._rescorer.served(samples)) is None:
+            if (held := await self._rescorer.held(samples)) is None:
                 return False
-            version, scores = served
+            version, scores = held
+            if newest and version != self._generator.policy_version:
+                return False
             for sample, scores_N in zip(samples, scores, strict=True):
                 if newest:
                     sample.between_N = scores_N
@@ -162,7 +165,7 @@ class ExplainMismatch(Listener):
                     sample.ended_N, sample.ended_version = scores_N, version
                 sample.sampled_N = np.where(sample.version_N == version, scores_N, sample.sampled_N)
             if self.cause is None:
-                await self._look_at_generators(samples, newest)
+                await self._look_at_generators(samples, version, newest)
         except (RuntimeError, ValueError) as error:
             logger.warning("mismatch: rollouts could not be scored again: %s", error)
             return False
@@ -212,7 +215,7 @@ class ExplainMismatch(Listener):
                 logger.warning("mismatch: the cause could not be looked for: %s", error)
         return mismatch.part_metrics(parts)
 
-    async def _look_at_generators(self, samples: list[Sample], newest: bool) -> None:
+    async def _look_at_generators(self, samples: list[Sample], version: int, newest: bool) -> None:
         """Looks for labels that are wrong, and at what the version that sampled leaves unexplained."""
         moved = left(joined(samples, "between_N"), joined(samples, "ended_N")) if self._lagging else math.inf
         if newest and (label := wrong_labels(samples, self._limits, moved=moved)):
@@ -222,7 +225,8 @@ class ExplainMismatch(Listener):
             return
         rest_N, kept_N = joined(known, "sampled_N") - joined(known, "reported_N"), joined(known, "kept_N")
         if self._limits.broken_by(rest_N[~kept_N]):
-            self._report(await self._search.of_rest(known))
+            search = dataclasses.replace(self._search, rescorer=self._rescorer.of_version(version))
+            self._report(await search.of_rest(known))
         elif not self._keeps and self._limits.broken_by(rest_N[kept_N]):
             words = "requests went on with the attention cache of older weights, which generator.on_update rules out"
             self._report(Cause("rest", "stale_cache", words, math.nan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import numpy as np
 
@@ -47,23 +48,28 @@ def _sample(rollout: str, tokens: list[int], turns: list[tuple[int, Turn]]) -> S
 
 
 class Rescorer:
-    """Scores of samples by the version that the generators serve, computed without a cache, at the run's
-    temperature."""
+    """Scores of samples by the generators, computed without a cache, at the run's temperature."""
 
-    def __init__(self, generator: SamplingClient, temperature: float, vocab_size: int) -> None:
-        self.generator, self.temperature = generator, temperature
-        self._num_top = min(vocab_size, _LARGEST_TOP)
+    def __init__(
+        self, generator: SamplingClient, temperature: float, vocab_size: int, version: int | None = None
+    ) -> None:
+        """`version` scores; None: the version that is served."""
+        self.generator, self.temperature, self.version = generator, temperature, version
+        self._vocab_size, self._num_top = vocab_size, min(vocab_size, _LARGEST_TOP)
+
+    def of_version(self, version: int) -> Rescorer:
+        """The same, under a version that the generators hold."""
+        return Rescorer(self.generator, self.temperature, self._vocab_size, version)
 
     async def scores(self, samples: list[Sample], *, without: int = 0, cached: bool = False) -> list[np.ndarray]:
         """Log-probability of each sampled token, one array (N,) per sample. `without`: so many tokens of
         the first prompt are left out of what the generators read, the first ones, or with a negative number the last
-        ones. `cached`: the prefix cache is read, at temperature 1, and the tokens that it covers are NaN."""
+        ones. `cached`: the prefix cache is read, at temperature 1, and the tokens that it covers are NaN. Raises
+        ValueError where the version is gone."""
         if self.temperature != 1.0 and not cached:
             at = await self.positions(samples, without=without)
             return _cut(tempered(at, self.temperature), samples)
-        answers = await asyncio.gather(
-            *(self.generator.score(_without(sample, without), cached=cached) for sample in samples)
-        )
+        answers = await asyncio.gather(*(self._score(_without(sample, without), cached) for sample in samples))
         return [_after(answer, sample, abs(without)) for answer, sample in zip(answers, samples)]
 
     async def positions(self, samples: list[Sample], *, without: int = 0) -> Position:
@@ -72,20 +78,26 @@ class Rescorer:
         for sample in samples:  # one by one: a distribution has many entries
             tokens = _without(sample, without)
             scores, (_, best) = await asyncio.gather(
-                self.generator.score(tokens), self.generator.score_top(tokens, self._num_top)
+                self._score(tokens), self.generator.score_top(tokens, self._num_top, policy_version=self.version)
             )
             own.append(_after(scores, sample, abs(without)))
             top.append(best.double().numpy()[sample.place_N - 1 - abs(without)])
         return Position(np.concatenate(own), np.concatenate(top))
 
-    async def served(self, samples: list[Sample]) -> tuple[int, list[np.ndarray]] | None:
-        """(version, scores) by the version that is served; None where new weights came in between, which leaves open
-        who scored."""
-        version = self.generator.policy_version
-        if version is None or not self.generator.holds(version):
+    async def held(self, samples: list[Sample]) -> tuple[int, list[np.ndarray]] | None:
+        """(version, scores) by the version that the generators hold; None where new weights came first. The requests
+        name the version: new weights wait for them, and no replica goes back for them."""
+        if (version := self.generator.held()) is None:
             return None
-        scores = await self.scores(samples)
-        return (version, scores) if self.generator.holds(version) else None
+        try:
+            return version, await self.of_version(version).scores(samples)
+        except ValueError:
+            if self.generator.held() == version:
+                raise
+            return None  # the version is gone
+
+    def _score(self, tokens: list[int], cached: bool = False) -> Awaitable[list[float]]:
+        return self.generator.score(tokens, policy_version=self.version, cached=cached)
 
 
 def _without(sample: Sample, num: int) -> list[int]:
