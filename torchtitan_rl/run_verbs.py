@@ -27,4 +27,5 @@ VERBS = {
     "plot": Verb("draw curves of several runs in one picture", "inspection.plots"),
     "compare": Verb("what differs between runs, beside the spread over seeds", "inspection.comparison"),
     "timeline": Verb("where the time of a run's steps went", "inspection.timeline.verb"),
+    "explain-mismatch": Verb("why trainer and generators disagree about sampled tokens", "run.explain_verb"),
 }

@@ -54,6 +54,10 @@ class RecordConfig:
     without arguments. Each is called in a thread of its own; a sink that fails or hangs is reported once."""
     timeline: bool = False
     """Whether every process records what it does when, for `torchtitan-rl timeline RUN`."""
+    explain_mismatch_every: int = 0
+    """Optimizer steps between explanations of the gap between trainer and generators (docs/mismatch.md); 0: none."""
+    explain_mismatch_rollouts: int = 8
+    """Rollouts that are scored again for each explanation."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 

@@ -195,6 +195,7 @@ def _check_numbers(config: RunConfig) -> None:
         ("controller.eval_tasks", config.controller.eval_tasks),
         ("controller.test_tasks", config.controller.test_tasks),
         ("supervised.batch_size", config.supervised.batch_size),
+        ("record.explain_mismatch_rollouts", config.record.explain_mismatch_rollouts),
     ):
         check_positive(where, value)
     for where, number in (
@@ -202,6 +203,7 @@ def _check_numbers(config: RunConfig) -> None:
         ("supervised.num_steps", config.supervised.num_steps),
         ("supervised.lr", config.supervised.lr),
         ("generator.num_spares", config.generator.num_spares),
+        ("record.explain_mismatch_every", config.record.explain_mismatch_every),
     ):
         if not 0 <= number < float("inf"):
             raise ValueError(f"{where}={number}: must not be negative; use 0 or more")
