@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -124,10 +124,11 @@ def read_ledger(run_dir: RunDir) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def read_rollouts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+def read_rollouts(run_dir: RunDir, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """The records of all rollouts that count, in order: without those of an attempt after the step from which a later
-    attempt went on. Such rollouts did not train the policy that the run ended with."""
-    return _counting(run_dir, "rollouts")
+    attempt went on. Such rollouts did not train the policy that the run ended with. `columns` are those to read, `step`
+    and `attempt` among them; None: all."""
+    return _counting(run_dir, "rollouts", columns)
 
 
 def read_versions(run_dir: RunDir) -> Iterator[dict[str, Any]]:
@@ -135,9 +136,9 @@ def read_versions(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     return _counting(run_dir, "versions")
 
 
-def _counting(run_dir: RunDir, table: str) -> Iterator[dict[str, Any]]:
+def _counting(run_dir: RunDir, table: str, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     begins = begun(run_dir)
-    for record in run_dir.tables[table].read():
+    for record in run_dir.tables[table].read(columns):
         if all(record["step"] <= step for later, step in begins.items() if later > record["attempt"]):
             yield record
 

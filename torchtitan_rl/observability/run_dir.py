@@ -8,6 +8,7 @@ ledger/                a table with two records per draw: admitted, and how it e
 versions/              a table with one record per publication of the policy's weights
 attempts/              a table with one record per start of the run; see `observability.attempts`
 events/                a table with one record per warning of the controller; see `observability.status`
+samples/               a table with one record per process and replica every few seconds; see `inspection.samples`
 status.json            what the run is doing now; see `observability.status`
 checkpoints/step-N     resumable state after N steps; see `weights.checkpoint`
 """
@@ -35,7 +36,7 @@ class RunDir(RunLog):
     tables: Mapping[str, Table]
 
     def __init__(self, path: str | Path) -> None:
-        kinds = {"events": SharedTable}  # events come from any thread
+        kinds = {"events": SharedTable, "samples": SharedTable}  # written in threads of their own
         tables = {name: kinds.get(name, Table)(Path(path) / name, schema) for name, schema in SCHEMAS.items()}
         super().__init__(Path(path), tables)
         self.config_file = self.path / "config.json"

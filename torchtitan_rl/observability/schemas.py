@@ -1,4 +1,4 @@
-"""The columns of what a run records besides metrics: rollouts, draws, policy versions, attempts and events.
+"""The columns of what a run records besides metrics: rollouts, draws, policy versions, attempts, events and samples.
 `docs/run_directory.md` describes them.
 
 A record is a dict of plain data with the columns of its schema; a column may be missing. `read_rollouts`,
@@ -78,6 +78,17 @@ SCHEMAS = {
     "versions": pa.schema(_BEGIN | {"version": _INT, "at": _TEXT, "seconds": _FLOAT}),
     "attempts": pa.schema(
         _BEGIN | {"phase": _TEXT, "resumed_from": _TEXT, "at": _TEXT, "pid": pa.int64(), "host": _TEXT}
+    ),
+    "samples": pa.schema(
+        _BEGIN
+        | {
+            "at": _TEXT,
+            "who": _TEXT,
+            "pid": pa.int64(),
+            "rss_mib": _FLOAT,
+            "in_flight_s": _FLOAT,
+            "answered": pa.int64(),
+        }
     ),
     "events": pa.schema(_BEGIN | {"at": _TEXT, "level": _TEXT, "kind": _TEXT, "who": _TEXT, "text": _TEXT}),
 }

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
-from torchtitan_rl.observability.recorder import Aside, Listener, Span
+from torchtitan_rl.observability.aside import Aside
+from torchtitan_rl.observability.recorder import Listener, Recorder, Span
 from torchtitan_rl.observability.run_dir import RunDir
 
-__all__ = ["FILE", "HEARTBEAT_S", "Status", "watched"]
+__all__ = ["FILE", "HEARTBEAT_S", "Status", "note_end", "watched"]
 
 FILE = "status.json"
 HEARTBEAT_S = 5.0
@@ -150,6 +151,13 @@ def watched(run_dir: RunDir, replicas: list[str]) -> Aside:
     _EVENTS.listener = aside
     logging.getLogger(_PACKAGE).addHandler(_EVENTS)  # a second call adds nothing
     return aside
+
+
+def note_end(recorder: Recorder, kind: str, text: str) -> None:
+    """Tells the recorder why a run ends before its last step: `run_failed`, `preempted` or `interrupted`."""
+    what = {"at": _iso(0.0), "level": "error", "kind": kind, "who": "", "text": text[:_LONGEST_TEXT]}
+    for listener in recorder.listeners:
+        listener.fact("event", what)
 
 
 def _forget(listener: Listener) -> None:

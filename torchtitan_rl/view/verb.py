@@ -11,10 +11,15 @@ if TYPE_CHECKING:
     from torchtitan_rl.view.guard import Guard
     from torchtitan_rl.view.runs import ShownRun
 
-__all__ = ["run"]
+__all__ = ["add_arguments", "run"]
 
 _HOST = "127.0.0.1"
 _TRIED = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory, finished or going on")
+    parser.add_argument("--port", type=int, default=8765, help="the next one where it is in use")
 
 
 def run(args: argparse.Namespace) -> int:
