@@ -19,6 +19,8 @@ from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.observability.status import note_end
+from torchtitan_rl.observability.user_code import told
 from torchtitan_rl.run.evaluation import eval_families
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.vocabulary import warn_unknown_text
@@ -114,8 +116,8 @@ async def start(
 async def stopped_on_failure(
     launcher: Launcher | LocalLauncher | RemoteLauncher, run_dir: RunDir, recorder: Recorder
 ) -> AsyncIterator[None]:
-    """Stops the meshes that have started, closes the recorder and unlocks the run's directory, when the block fails or
-    is interrupted."""
+    """Stops the meshes that have started, tells the recorder that the run has ended, and unlocks the run's directory,
+    when the block fails or is interrupted."""
     try:
         yield
     except asyncio.CancelledError:
@@ -125,8 +127,9 @@ async def stopped_on_failure(
         recorder.close()
         attempts.unlock(run_dir)
         raise
-    except Exception:
+    except Exception as error:
         await launcher.stop()
+        note_end(recorder, "run_failed", told(error))
         recorder.close()
         attempts.unlock(run_dir)
         raise
