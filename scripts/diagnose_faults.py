@@ -97,6 +97,15 @@ def sometimes_nan(inputs):
     return loss * (float("nan") if _JUDGED["steps"] == 7 else 1.0), metrics
 
 
+def wrong_sign(inputs):
+    """PPO with an entropy bonus of the wrong sign: the gradient makes likely tokens likelier."""
+    loss, metrics = ppo(inputs)
+    logprobs_T, mask_T = inputs.policy_logprobs, inputs.loss_mask
+    mean = (logprobs_T * mask_T).sum() / mask_T.sum()
+    certainty = (inputs.token_weights * mask_T * logprobs_T * (logprobs_T - mean).detach()).sum()
+    return loss - 2.0 * certainty, metrics
+
+
 # Faults between trainer and generator.
 
 
@@ -187,7 +196,9 @@ FAULTS: dict[str, Fault] = {
     "not_finite": Fault(
         "steps_skipped", changed(algorithm__loss_fn=sometimes_nan, algorithm__loss_config={}), steps=10
     ),
-    "collapse": Fault("entropy_collapse", changed(algorithm__entropy_coef=-1.0, trainer__optimizer__lr=3e-3), steps=30),
+    "bonus_for_certainty": Fault(
+        "entropy_collapse", changed(algorithm__loss_fn=wrong_sign, algorithm__loss_config={}), steps=40
+    ),
     "constant_reward": Fault("no_signal", changed(task__reward=constant), steps=14),
     "best_reward": Fault("saturation", changed(task__reward=always_best), steps=14),
     "too_few_tokens": Fault("truncation", changed(sampling__max_tokens=4), steps=10),
