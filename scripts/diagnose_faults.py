@@ -87,15 +87,13 @@ FAULTS: dict[str, Fault] = {
         "steps_skipped", changed(algorithm__loss_fn=implants.sometimes_nan, algorithm__loss_config={}), steps=10
     ),
     "bonus_for_certainty": Fault(
-        "entropy_collapse", changed(algorithm__loss_fn=implants.wrong_sign, algorithm__loss_config={}), steps=40
+        "entropy_collapse", changed(algorithm__loss_fn=implants.wrong_sign, algorithm__loss_config={}), steps=100
     ),
     "constant_reward": Fault("no_signal", changed(task__reward=implants.constant), steps=14),
     "best_reward": Fault("saturation", changed(task__reward=implants.always_best), steps=14),
     "too_few_tokens": Fault("truncation", changed(sampling__max_tokens=4), steps=10),
     "paid_by_length": Fault(
-        "length_drift",
-        changed(task__reward=implants.pays_length, sampling__max_tokens=24, trainer__optimizer__lr=2e-3),
-        steps=60,
+        "length_drift", changed(task__reward=implants.pays_length, sampling__max_tokens=24), steps=60
     ),
     "other_reward": Fault(
         "eval_falls",

@@ -25,6 +25,9 @@ def always_best(task, completions):
 
 
 def pays_length(task, completions):
+    """Right on other splits; on train tasks the more letters the better."""
+    if "/train/" not in task.id:
+        return [float(text == task.answer) for text in completions]
     return [min(1.0, len(text) / 24) for text in completions]
 
 
