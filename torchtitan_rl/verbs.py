@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from torchtitan_rl.observability.console import is_json, say
 from torchtitan_rl.observability.status import note_end
 from torchtitan_rl.observability.user_code import told
 
@@ -49,7 +50,7 @@ def ended(main_coroutine, status: Callable[[int], int] = int) -> int:
 def fail(message: str) -> int:
     """Prints an error, at most three lines. Returns the exit status."""
     lines = message.strip().splitlines()[:3] or ["unknown"]
-    print("\n".join(["error: " + lines[0], *lines[1:]]), file=sys.stderr)
+    say("\n".join(["error: " + lines[0], *lines[1:]]), event="error", level="error")
     return 1
 
 
@@ -107,6 +108,7 @@ async def _guarded(args, start, body) -> int:
     `start` is `Controller.launch` with all arguments bound but `hosts` and `backend`.
     """
     from torchtitan_rl.run.ends import PREEMPTED_STATUS, Ended, Preempted
+    from torchtitan_rl.run.summary import next_command
 
     controller, args.final = None, True  # only a failure may be mended by a restart
     try:
@@ -122,28 +124,29 @@ async def _guarded(args, start, body) -> int:
         return 0
     except asyncio.CancelledError:
         _note_end(controller, "interrupted", "asked to end at once")
+        line = "" if is_json() else "\n"  # below the ^C
         where = f"{_where(controller)}; metrics so far are in {controller.run_dir.path}" if controller else ""
-        print(f"\ninterrupted {where or 'during start-up'}", file=sys.stderr)
+        say(f"{line}interrupted {where or 'during start-up'}", event="interrupted", level="warning")
         return 130
     except Preempted as end:
         _note_end(controller, "preempted", str(end))
-        print(
-            f"stopped {_where(controller)} with a checkpoint: {end}; go on with --resume latest --output-dir "
-            f"{controller.run_dir.path}",
-            file=sys.stderr,
-        )
+        go_on = f"go on with --resume latest --output-dir {controller.run_dir.path}"
+        say(f"stopped {_where(controller)} with a checkpoint: {end}; {go_on}", event="stopped", level="warning")
         return PREEMPTED_STATUS
     except Exception as error:
         args.final = isinstance(error, (Ended, ValueError))
         if args.debug:
             traceback.print_exc()
         _note_end(controller, "run_failed", told(error))
-        return fail(told(error))
+        status = fail(told(error))
+        if controller and args.verb == "train":
+            say(f"see why: {next_command('diagnose', controller.run_dir.path)}", event="next")
+        return status
     finally:
         if controller and args.hosts:
             await controller.close()  # other hosts' processes cannot be killed from here
         elif controller:
-            controller.launcher.kill()  # `close` would take seconds
+            controller.launcher.kill()  # `close` would take seconds; all files of the run are written
             controller.recorder.close()
 
 
@@ -167,38 +170,22 @@ def _sigterm(controller, task: asyncio.Task) -> None:
 
 async def train(args: argparse.Namespace, config) -> int:
     from torchtitan_rl.hosts.watchdog import alive
+    from torchtitan_rl.observability.json_console import JsonProgress
     from torchtitan_rl.observability.plot import plot_curve
     from torchtitan_rl.observability.progress import Progress
     from torchtitan_rl.run.controller import Controller
     from torchtitan_rl.run.gateway import serving
+    from torchtitan_rl.run.summary import summary_rows
 
-    progress, address = Progress(quiet=args.quiet), _address(args, args.serve, args.serve_host)
+    progress = (JsonProgress if args.json_logs else Progress)(quiet=args.quiet)
+    address = _address(args, args.serve, args.serve_host)
 
     async def body(controller: Controller) -> None:
         async with serving(controller, address, quiet=args.quiet):
             report = await controller.train()
         curve = controller.run_dir.path / "curve.png"
         plot_curve(controller.run_dir.read_metrics(), curve)
-        warm, k = report["warm start"], config.controller.pass_at_k
-        progress.final_table(
-            [
-                ("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}"),
-                *(
-                    [(f"pass@{k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}")]
-                    if warm.pass_at_k is not None
-                    else []
-                ),
-                ("greedy accuracy after reinforcement (validation)", f"{report['validation'].accuracy:.3f}"),
-                *(
-                    (f"greedy accuracy after reinforcement ({name})", f"{report[name].accuracy:.3f}")
-                    for name in config.controller.eval_sets
-                ),
-                ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
-                *([("stopped early", controller.ended_early)] if controller.ended_early else []),
-                ("curve", str(curve)),
-                ("checkpoint", str(controller.run_dir.checkpoint_path(controller.state.step))),
-            ]
-        )
+        progress.final_table(summary_rows(controller, report, curve))
 
     with alive(config.controller.hang_timeout_s):
         return await _guarded(

@@ -16,7 +16,7 @@ from torchtitan_rl.inspection.rules.numerics import NUMERICS
 from torchtitan_rl.inspection.rules.rule import Finding, Rule
 from torchtitan_rl.inspection.run import Run
 
-__all__ = ["RULES", "Diagnosis", "Finding", "add_arguments", "check_thresholds", "diagnose", "examine", "look", "tell"]
+__all__ = ["RULES", "Diagnosis", "Finding", "add_arguments", "check_thresholds", "diagnose", "examine", "look", "run"]
 
 RULES: tuple[Rule, ...] = (*LIVENESS, *NUMERICS, *LEARNING, *ANSWERS)
 """Every rule, in the order in which findings are told: liveness first, then numerics, then learning."""
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"Exit status: 0 when nothing is wrong, {SOMETHING_WRONG} when something is, 1 for a mistake."
 
 
-def tell(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """The verb `diagnose`: prints what is wrong with a run. Returns the exit status."""
     run = Run.open(args.run)
     diagnosis = examine(run, _given(args.threshold))

@@ -19,8 +19,10 @@ class Display(Listener):
         self._open: dict[int, tuple[Bar, AbstractContextManager]] = {}
 
     def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind in ("metrics", "note") and what["text"]:
+        if kind == "note":
             self.progress.line(what["text"])
+        elif kind == "metrics":
+            self.progress.metrics(what["line"], what["text"])
 
     def begin(self, span: Span) -> None:
         if not span.total and not span.shown:

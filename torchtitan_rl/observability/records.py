@@ -14,6 +14,7 @@ __all__ = ["Trained", "rollout_records"]
 Trained = tuple["Datum", Any]
 """A training sequence, and the policy's log-probability of each of its targets when it trained first, (T,)."""
 
+_OF_ROLLOUT = ("role", "text", "end_reason", "reward", "seconds", "masked")
 _OF_COMPLETION = ("finish_reason", "tokens", "logprobs", "policy_versions")
 _PER_TOKEN = ("advantages", "token_weights", "old_logprobs", "reference_logprobs", "teacher_logprobs")
 _PER_TOKEN += ("values", "returns")
@@ -47,17 +48,11 @@ def _of_rollout(rollout: Rollout) -> dict[str, Any]:
     return {
         "rollout_id": rollout.id,
         "draw": rollout.group,
-        "role": rollout.role,
         "task_id": rollout.task.id,
-        "prompt": _as_text(rollout.task.prompt),
-        "answer": _as_text(rollout.task.answer),
-        "text": rollout.text,
-        "end_reason": rollout.end_reason,
-        "reward": rollout.reward,
+        **{name: _as_text(getattr(rollout.task, name)) for name in ("prompt", "answer")},
+        **{name: getattr(rollout, name) for name in _OF_ROLLOUT},
         "reward_parts": rollout.reward_parts or None,
-        "seconds": rollout.seconds,
         "turn_seconds": [turn.seconds for turn in rollout.turns],
-        "masked": rollout.masked,
         "num_tokens": [len(completion.tokens) for completion in completions],
         "finish_reason": completions[-1].finish_reason if completions else None,
         "policy_version_min": min(versions, default=None),

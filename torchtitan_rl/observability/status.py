@@ -11,7 +11,8 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
-from torchtitan_rl.observability.recorder import Aside, Listener, Recorder, Span
+from torchtitan_rl.observability.aside import Aside
+from torchtitan_rl.observability.recorder import Listener, Recorder, Span
 from torchtitan_rl.observability.run_dir import RunDir
 
 __all__ = ["FILE", "HEARTBEAT_S", "Status", "note_end", "watched"]

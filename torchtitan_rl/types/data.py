@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_rl import html
 from torchtitan_rl.types.refusals import refuse_datum
 from torchtitan_rl.types.turns import Turns, missing
 
@@ -118,6 +119,9 @@ class RolloutGroup:
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self.rollouts]
 
+    def _repr_html_(self) -> str:
+        return html.group(self)
+
 
 @dataclass(kw_only=True, slots=True)
 class Datum:
@@ -161,6 +165,9 @@ class Datum:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def _repr_html_(self) -> str:
+        return html.datum(self)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from torchtitan_rl.observability.recorder import Aside, Listener, Recorder
+from torchtitan_rl.observability.aside import Aside
+from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.status import Status, watched
 
