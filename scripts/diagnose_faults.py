@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -55,6 +55,7 @@ class Fault:
     patch: Callable[[], Any] | None = None
     start: str = "warm"
     steps: int = 24
+    backend: Literal["actors", "local"] = "local"
 
 
 def changed(**values: Any) -> Callable[[RunConfig], None]:
@@ -73,7 +74,7 @@ FAULTS: dict[str, Fault] = {
     "idle_reward": Fault("idle_trainer", changed(task__reward=implants.slow_reward), steps=8),
     "idle_generator": Fault("idle_trainer", patch=implants.slow_engine, steps=8),
     "slow_step": Fault("slow_step", changed(task__reward=implants.slow_once)),
-    "memory": Fault("memory", changed(task__reward=implants.leaks), steps=60),
+    "memory": Fault("memory", changed(task__reward=implants.leaks), steps=80, backend="actors"),
     "temperature": Fault("mismatch", patch=lambda: implants.sampled_with(temperature=0.8), steps=10),
     "stale_weights": Fault("mismatch", patch=lambda: implants.weights_lost(told=True)),
     "old_weights": Fault("lag", patch=lambda: implants.weights_lost(told=False)),
@@ -113,11 +114,11 @@ CLEAN = {
 }
 
 
-async def trained(config: RunConfig) -> None:
+async def trained(config: RunConfig, backend: Literal["actors", "local"] = "local") -> None:
     from torchtitan_rl.run.controller import Controller
 
     torch.manual_seed(0)
-    async with await Controller.launch(config, backend="local") as controller:
+    async with await Controller.launch(config, backend=backend) as controller:
         try:
             await controller.train()
         except Exception as error:
@@ -143,7 +144,7 @@ def seeded(directory: Path, name: str) -> None:
     fault.change(config)
     implants.forget()
     with fault.patch() if fault.patch else nullcontext():
-        asyncio.run(trained(config))
+        asyncio.run(trained(config, fault.backend))
     implants.forget()
 
 
