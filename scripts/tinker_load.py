@@ -1,6 +1,6 @@
 """Samples per second through the Tinker server, against the same samples by the sampling client, in one invocation.
 
-    .venv/bin/python -m scripts.tinker_load [--seconds 60] [--connections 64] [--tokens 16] [--blocks 3] [--sdk]
+    .venv/bin/python -m scripts.tinker_load [--seconds 60] [--connections 64] [--tokens 16] [--sdk | --swaps]
 
 A Qwen3 of 32M random parameters, one generator. Blocks of both kinds alternate. A block of `direct`: so many tasks of
 this process ask the client. A block of `http`: a process of its own opens as many connections, and on each asks for a
@@ -17,12 +17,21 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
 
 import psutil
+import torch
 
 from scripts.gateway_load import cpu_s, direct, summary
 
+if TYPE_CHECKING:
+    from torchtitan_rl.server.tinker.service import Service
+
+_SWAPS = 20
 PROMPT = list(b"12+34=")
 KEY = "tml-load"
 
@@ -106,14 +115,14 @@ async def through(url: str, base_model: str, arguments: argparse.Namespace, seco
     return json.loads(out)
 
 
-async def compare(arguments: argparse.Namespace, directory: str) -> dict:
+@asynccontextmanager
+async def serving(directory: str) -> AsyncIterator[Service]:
+    """A service on a Qwen3 of 32M random parameters."""
     import torchtitan_rl.config as rl
     from torchtitan_rl.config.derive import settled
     from torchtitan_rl.launch.stack import hosts_for, launcher_for
     from torchtitan_rl.observability.run_dir import RunDir
     from torchtitan_rl.run.serve_tinker import TinkerOptions, adapted, open_service
-    from torchtitan_rl.server.listening import Listening
-    from torchtitan_rl.server.tinker.app import make_app
     from torchtitan_rl.tasks.letter_sort import LetterSort
 
     shape = rl.Qwen3Shape(
@@ -130,9 +139,20 @@ async def compare(arguments: argparse.Namespace, directory: str) -> dict:
     options = TinkerOptions(base_model="tiny")
     config, run_dir = settled(adapted(config, options)), RunDir.create(Path(directory) / "run")
     launcher = launcher_for(config, hosts_for(config, "actors", None, generators_only=False), str(run_dir.logs))
-    blocks: dict[str, list] = {"direct": [], "http": []}
     try:
         service = await open_service(config, options, run_dir, launcher)
+        yield service
+        await service.close()
+    finally:
+        launcher.kill()
+
+
+async def compare(arguments: argparse.Namespace, directory: str) -> dict:
+    from torchtitan_rl.server.listening import Listening
+    from torchtitan_rl.server.tinker.app import make_app
+
+    blocks: dict[str, list] = {"direct": [], "http": []}
+    async with serving(directory) as service:
         app, me = make_app(service, KEY), psutil.Process()
         async with Listening(app, "127.0.0.1", 0) as listening:
             seconds = arguments.seconds / arguments.blocks
@@ -150,10 +170,43 @@ async def compare(arguments: argparse.Namespace, directory: str) -> dict:
                     counts["rss_mib"] = me.memory_info().rss / 2**20
                     if block >= 0:
                         blocks[kind].append(counts)
-        await service.close()
-    finally:
-        launcher.kill()
     return summary(blocks, "http")
+
+
+async def swaps(arguments: argparse.Namespace, directory: str) -> dict[str, float]:
+    """What it costs to sample from another version: single requests, one after the other, of one version and of two in
+    turn, medians in milliseconds; beside them one copy of a version's bytes in memory."""
+    from torchtitan_rl.types import SamplingParams
+
+    async with serving(directory) as service:
+        versions, generator = service.policy_versions, service.sampling.generator
+        file, first = Path(directory) / "version.safetensors", generator.policy_version
+        await versions.save(first, file)
+        await versions.publish_file(other := first + 1000, file, "swaps")
+        seconds: dict[str, list[float]] = {"one_version_ms": [], "two_in_turn_ms": []}
+        params = SamplingParams(max_tokens=arguments.tokens, seed=0)
+        for number in range(4 * _SWAPS):
+            name = "two_in_turn_ms" if number // _SWAPS % 2 else "one_version_ms"
+            began = time.perf_counter()
+            await generator.sample(
+                PROMPT, params, policy_version=other if name == "two_in_turn_ms" and number % 2 else first
+            )
+            seconds[name].append(1000 * (time.perf_counter() - began))
+        payload, copies = torch.ones(file.stat().st_size, dtype=torch.uint8), []
+        target = torch.empty_like(payload)
+        for _ in range(5):
+            began = time.perf_counter()
+            target.copy_(payload)
+            copies.append(1000 * (time.perf_counter() - began))
+        await versions.release(other, "swaps")
+    found = {name: round(median(of), 2) for name, of in seconds.items()}
+    swap_ms, copy_ms = found["two_in_turn_ms"] - found["one_version_ms"], median(copies)
+    return found | {
+        "swap_ms": round(swap_ms, 2),
+        "version_mib": round(len(payload) / 2**20, 1),
+        "copy_ms": round(copy_ms, 2),
+        "copies_a_swap": round(swap_ms / copy_ms, 2),
+    }
 
 
 def main() -> None:
@@ -163,6 +216,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of each sample")
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--sdk", action="store_true", help="ask by the SDK, not by bare HTTP")
+    parser.add_argument("--swaps", action="store_true", help="the cost of sampling from another version, instead")
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--base-model", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -174,7 +228,7 @@ def main() -> None:
             print(json.dumps(asyncio.run(bare(arguments.url, arguments.base_model, *numbers))))
         return
     with tempfile.TemporaryDirectory() as directory:
-        print(json.dumps(asyncio.run(compare(arguments, directory))))
+        print(json.dumps(asyncio.run((swaps if arguments.swaps else compare)(arguments, directory))))
 
 
 if __name__ == "__main__":

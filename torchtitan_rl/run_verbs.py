@@ -1,48 +1,31 @@
-"""The verbs of `torchtitan-rl` that look at runs. Nothing here starts a mesh."""
+"""The verbs of `torchtitan-rl` that look at runs. Each has a module with `add_arguments(parser)` and `run(args)`, which
+returns the exit status; the module is imported when the verb is used."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 __all__ = ["VERBS", "Verb"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One verb: its help, what adds its arguments to a parser, and what runs it and returns the exit status."""
+    """A verb's help, and the name of its module below `torchtitan_rl`."""
 
     text: str
-    arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    module: str
+
+    def load(self) -> ModuleType:
+        return import_module(f"torchtitan_rl.{self.module}")
 
 
-def _plot_arguments(parser: argparse.ArgumentParser) -> None:
-    from torchtitan_rl.inspection.plots import add_arguments
-
-    add_arguments(parser)
-
-
-def _plot(args: argparse.Namespace) -> int:
-    from torchtitan_rl.inspection.plots import run
-
-    return run(args)
-
-
-def _compare_arguments(parser: argparse.ArgumentParser) -> None:
-    from torchtitan_rl.inspection.comparison import add_arguments
-
-    add_arguments(parser)
-
-
-def _compare(args: argparse.Namespace) -> int:
-    from torchtitan_rl.inspection.comparison import run
-
-    return run(args)
-
-
-VERBS: dict[str, Verb] = {
-    "plot": Verb("draw curves of several runs in one picture", _plot_arguments, _plot),
-    "compare": Verb("what differs between runs, beside the spread over seeds", _compare_arguments, _compare),
+VERBS = {
+    "view": Verb("a web page over runs: health, curves, evaluations, rollouts", "view.verb"),
+    "diagnose": Verb("what is wrong with a run, finished or going on, and what to do", "inspection.diagnose"),
+    "plot": Verb("draw curves of several runs in one picture", "inspection.plots"),
+    "compare": Verb("what differs between runs, beside the spread over seeds", "inspection.comparison"),
+    "timeline": Verb("where the time of a run's steps went", "inspection.timeline.verb"),
+    "explain-mismatch": Verb("why trainer and generators disagree about sampled tokens", "run.explain_verb"),
 }

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan_rl.observability.console import is_json, say
+from torchtitan_rl.observability.status import note_end
 from torchtitan_rl.observability.user_code import told
 
 __all__ = [
@@ -122,11 +123,13 @@ async def _guarded(args, start, body) -> int:
         await body(controller)
         return 0
     except asyncio.CancelledError:
+        _note_end(controller, "interrupted", "asked to end at once")
         line = "" if is_json() else "\n"  # below the ^C
         where = f"{_where(controller)}; metrics so far are in {controller.run_dir.path}" if controller else ""
         say(f"{line}interrupted {where or 'during start-up'}", event="interrupted", level="warning")
         return 130
     except Preempted as end:
+        _note_end(controller, "preempted", str(end))
         go_on = f"go on with --resume latest --output-dir {controller.run_dir.path}"
         say(f"stopped {_where(controller)} with a checkpoint: {end}; {go_on}", event="stopped", level="warning")
         return PREEMPTED_STATUS
@@ -134,6 +137,7 @@ async def _guarded(args, start, body) -> int:
         args.final = isinstance(error, (Ended, ValueError))
         if args.debug:
             traceback.print_exc()
+        _note_end(controller, "run_failed", told(error))
         status = fail(told(error))
         if controller and args.verb == "train":
             say(f"see why: {next_command('diagnose', controller.run_dir.path)}", event="next")
@@ -144,6 +148,12 @@ async def _guarded(args, start, body) -> int:
         elif controller:
             controller.launcher.kill()  # `close` would take seconds; all files of the run are written
             controller.recorder.close()
+
+
+def _note_end(controller, kind: str, text: str) -> None:
+    """Notes in the run's events why it ends before its last step."""
+    if controller is not None:
+        note_end(controller.recorder, kind, text)
 
 
 def _where(controller) -> str:

@@ -128,6 +128,19 @@ async def _pull_at_once(self: Replica, version: int) -> None:
     await self._release(previous)
 
 
+async def _pull_while_a_request_loads(self: Replica, version: int) -> None:
+    self._pulling = version
+    try:
+        async with self._fetched(version), self._changed:
+            await self._until(lambda: not self._flying[True])
+            previous = await self._switch(version)
+    finally:
+        self._pulling = None
+        async with self._changed:
+            self._changed.notify_all()
+    await self._release(previous)
+
+
 def _serves_unpinned_with_anything(self: Replica, version: int | None) -> bool:
     return self.held is not None if version is None else self.held == version
 
@@ -260,11 +273,17 @@ MUTANTS: dict[str, Mutant] = {
         "a_named_version_is_served",
         (Replica, "pull", _pull_at_once),
     ),
+    "two loads of one fetch": _mutant(
+        "a pull fetches while a request for the same version loads it, and finds its fetch used up",
+        "what_is_loaded_was_fetched",
+        (Replica, "pull", _pull_while_a_request_loads),
+    ),
     "stale weights": _mutant(
         "requests for the newest version are served by what an earlier request has left loaded",
         "no_token_is_older_than_the_lag",
         (Replica, "_serves", _serves_unpinned_with_anything),
         (ahead, "check_lag", _find_nothing),  # it would end the run
+        first_seed=8,
     ),
     "a version deleted under its holder": _mutant(
         "the first release deletes a version, whoever else holds it",
@@ -280,6 +299,7 @@ MUTANTS: dict[str, Mutant] = {
         "a request is sent again at its deadline, while the replica that has it stays in use",
         "a_request_has_one_answer",
         (SamplingClient, "_lose", _lose_the_dead_alone),
+        first_seed=5,
     ),
     "a hung replica waited for": _mutant(
         "calls have no deadline and nobody asks for signs of life",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ __all__ = ["Run", "simulate"]
 
 _LIMIT_S = 6000.0  # virtual seconds of one attempt; an attempt with five hangs takes about 1000
 _MAX_ATTEMPTS = 8  # more than faults that end an attempt, and one
+_TURNS_OF_A_PUSH = 16  # of the event loop, until every replica has begun to pull
 _SETTLED_S = 100.0  # after which every request of a finished run has been answered
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a run writes small files: two fifths of its time
 
@@ -123,10 +126,23 @@ async def _run(world: World, config: RunConfig, resume: str, begun: list[Control
 
 async def _ask_for_versions(world: World, controller: Controller, over: asyncio.Event) -> None:
     """Keeps a version and asks for it by its number, now and after later versions were published, until the run is
-    over."""
-    number = 0
-    while not over.is_set():
+    over. Every second time, requests without a number come first, one in each turn of the event loop, while the
+    trainer's answer to a push arrives: some meet a replica between the publication and its pull."""
+    numbers = itertools.count(10**6 * len(world.logs))
+    for time in itertools.count():
         await asyncio.sleep(world.between(5, 40))
+        pushed: list[asyncio.Future] = []
+        if time % 2:
+            world.pushing.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(world.pushing.wait(), 40)
+            for _ in range(_TURNS_OF_A_PUSH):
+                params = SamplingParams(max_tokens=2, seed=next(numbers))
+                pushed.append(asyncio.ensure_future(controller.generator.sample([2], params)))
+                await asyncio.sleep(0)
+        await asyncio.gather(*pushed, return_exceptions=True)
+        if over.is_set():
+            return
         version = controller.policy_version
         try:
             controller.versions.pin(version, "asker")
@@ -135,8 +151,8 @@ async def _ask_for_versions(world: World, controller: Controller, over: asyncio.
         for _ in range(2):
             asked = []
             for _ in range(2):
-                number += 1
-                params = SamplingParams(max_tokens=6, seed=10**6 * len(world.logs) + number)
+                number = next(numbers)
+                params = SamplingParams(max_tokens=6, seed=number)
                 asked.append(controller.generator.sample([1, number % 50], params, policy_version=version))
             answers: list[Any] = await asyncio.gather(*asked, return_exceptions=True)
             told = [getattr(answer, "policy_versions", answer) for answer in answers]

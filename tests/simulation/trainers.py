@@ -33,6 +33,8 @@ _SECONDS = {
     "load_checkpoint": (0.5, 3.0),
 }
 """Endpoint -> the least and the most virtual seconds of a call; any other call takes 0.01 s."""
+_TURNS = 6
+"""Turns of the event loop that an answer takes, as one that comes through a mesh."""
 
 
 class FakeStore:
@@ -87,9 +89,16 @@ class FakeTrainer:
             loop.call_later(1.0, self._lose, answer)
         else:
             loop.call_at(self._free_at, self._finish, answer, work)
+            if endpoint == "push_weights":
+                loop.call_at(self._free_at, self.world.pushing.set)
         return answer
 
-    def _finish(self, answer: asyncio.Future, work: Callable[[], Any]) -> None:
+    def _finish(self, answer: asyncio.Future, work: Callable[[], Any], turns: int = _TURNS) -> None:
+        """Answers after so many turns of the event loop, at the same time: requests that begin meanwhile meet what the
+        answer sets off."""
+        if turns:
+            self.world.loop.call_soon(self._finish, answer, work, turns - 1)
+            return
         if self.dead:
             return
         try:

@@ -74,6 +74,8 @@ class Log:
     """Kinds of the faults that struck, in this attempt or at its expense."""
     num_faults: int = 0
     """Faults that struck in this attempt."""
+    num_carried: int = 0
+    """Faults that struck in an attempt before, and whose call comes in this attempt."""
     end: str = ""
     """`finished`, `killed`, or the error that ended the attempt."""
     error: Exception | None = None
@@ -104,6 +106,8 @@ class World:
         """Starts the processes of another attempt."""
         self.loop = VirtualLoop(now=self.now, limit_s=self.now + limit_s)
         self.log, self.store, self.trainer = Log(), FakeStore(), FakeTrainer(self)
+        self.log.num_carried = len(self._to_fail)
+        self.pushing = asyncio.Event()
         self.logs.append(self.log)
         self.replicas: dict[str, FakeReplica] = {}
         self.client: SamplingClient | None = None
@@ -128,7 +132,7 @@ class World:
         said = {"trainer dies": "policy-0: its process died", "fetch fails": "fetch fails"}
         said |= {"checkpoint is not written": "checkpoint could not be written"}
         if "no generator replica is left" in error:
-            return self.log.num_faults >= len(self.replicas)
+            return self.log.num_faults + self.log.num_carried >= len(self.replicas)
         return any(kind in self.log.faults and text in error for kind, text in said.items())
 
     # What engines tell.

@@ -12,6 +12,7 @@ _HARMLESS = (
     "name",
     "output_dir",
     "controller.",
+    "record.",
     "weight_sync.",
     "record.",
     "roles.colocation",

@@ -44,16 +44,38 @@ class SamplingClient(SamplingSteps):
         """Per replica, the seconds for which its engine stood still at its last load of weights."""
         return [replica.stall_s for replica in self._replicas]
 
+    async def profile(self, role: str, rank: int, file: str) -> None:
+        """Begins to profile a rank of the replica `role`; with `file`, ends and writes the trace there."""
+        replica = next(replica for replica in self._replicas if replica.mesh.role == role)
+        await replica.mesh.call_rank(rank, "profile", file)
+
+    def request_times(self) -> dict[str, tuple[float, int]]:
+        """Role of each replica -> `TimedRouter.times`; {} with one replica."""
+        if self._router is None:
+            return {}
+        return {replica.mesh.role: times for replica, times in zip(self._replicas, self._router.times(), strict=True)}
+
+    def held(self) -> int | None:
+        """The version that every healthy replica holds, also while a newer one is fetched; None where they differ."""
+        versions = {replica.held for replica in self._replicas if replica.lost is None}
+        return versions.pop() if len(versions) == 1 else None
+
+    async def weights(self) -> dict[str, torch.Tensor]:
+        """The parameters that the first healthy replica holds, by torchtitan's names (rank 0's part of each); for small
+        models."""
+        return (await self._replicas[self._healthy()[0]].mesh.call_each("weights"))[0]
+
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         """Every healthy replica loads the weights of a Hugging Face directory and calls them `version`. No trainer is
         needed. Raises RuntimeError when no replica is left."""
         self._versions.served = version
         await self._on_all(lambda replica: replica.load_hf(directory, version))
 
-    async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]:
-        """Log-probability of every token but the first, at temperature 1. Raises ValueError for fewer than 2 tokens, or
-        for as many as the context or more."""
-        return await self._score(Request(list(tokens), None), policy_version)
+    async def score(self, tokens: list[int], *, policy_version: int | None = None, cached: bool = False) -> list[float]:
+        """Log-probability of every token but the first, at temperature 1. No prefix cache is read unless `cached`; the
+        tokens that the cache covers are NaN then. Raises ValueError for fewer than 2 tokens, or for as many as the
+        context or more."""
+        return await self._score(Request(list(tokens), None, cached=cached), policy_version)
 
     async def score_top(
         self, tokens: list[int], top_k: int, *, policy_version: int | None = None
@@ -107,7 +129,8 @@ class SamplingClient(SamplingSteps):
             return
         replica.lost = str(error)
         left = list(self.health().values()).count("healthy")
-        logger.warning("a generator replica is lost, %d left: %s", left, error)
+        told = {"event": "replica_lost", "who": replica.mesh.role}
+        logger.warning("a generator replica is lost, %d left: %s", left, error, extra=told)
         if self._repair is None:
             self._start(self._abandon(replica))
         else:

@@ -15,7 +15,7 @@ from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
-from torchtitan_rl.dispatch.router import Router
+from torchtitan_rl.dispatch.timed_router import TimedRouter
 from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
@@ -39,7 +39,7 @@ class SamplingSteps(ABC):
         """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
         lost replicas; None: they stay lost."""
         self._versions, self._placement = versions, placement
-        self._router = router = Router(len(replicas)) if len(replicas) > 1 else None
+        self._router = router = TimedRouter(len(replicas)) if len(replicas) > 1 else None
         self._replica = lambda mesh, index: Replica(
             mesh, versions, verify, None if router is None else partial(router.loaded, index)
         )

@@ -45,11 +45,15 @@ class PolicyVersions(VersionHolders):
         self._holders.setdefault(version, Counter())[holder] += 1
         return version
 
+    async def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """The parameters of a published version, by torchtitan's names, in the generators' dtype."""
+        manifest, payload = await self._store.fetch(version, verify=self._config.verify)
+        return layout.read(payload, manifest)
+
     async def save(self, version: int, file: Path) -> None:
         """Writes the parameters of a published version as safetensors, by torchtitan's names, in the generators'
         dtype."""
-        manifest, payload = await self._store.fetch(version, verify=self._config.verify)
-        save_file({name: tensor.contiguous() for name, tensor in layout.read(payload, manifest).items()}, str(file))
+        save_file({name: tensor.contiguous() for name, tensor in (await self.tensors(version)).items()}, str(file))
 
     async def publish_file(self, version: int, file: Path, holder: str) -> None:
         """Publishes, as `version`, parameters that `save` wrote, and pins the version for `holder`. A version that is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,16 +22,19 @@ def scoring_params(request: Request) -> EngineSamplingParams:
         prompt_logprobs=request.top_k,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=not request.cached,
     )
 
 
 def scores(output: Any, top_k: int) -> list[float] | tuple[torch.Tensor, torch.Tensor]:
     """Scores from a finished `RequestOutput` of T prompt tokens: the log-probabilities of all tokens but the first,
     T - 1 numbers. With `top_k`, the likeliest tokens at the same positions instead, int64 (T - 1, top_k), and their
-    log-probabilities, float32 (T - 1, top_k)."""
+    log-probabilities, float32 (T - 1, top_k). Tokens whose position the prefix cache covered are NaN."""
+    cached = output.num_cached_tokens or 0
     tokens, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
     if not top_k:
-        return [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+        pairs = enumerate(zip(tokens, entries, strict=True))
+        return [entry[token].logprob if index >= cached else math.nan for index, (token, entry) in pairs]
     rows = [_likeliest(entry, top_k) for entry in entries]
     return (
         torch.tensor([[token for token, _ in row] for row in rows]),

@@ -24,6 +24,7 @@ __all__ = [
     "locked",
     "unlock",
     "begin",
+    "begun",
     "attempts",
     "cut_metrics",
     "read_ledger",
@@ -113,13 +114,13 @@ def cut_metrics(run_dir: RunDir, size: int, attempt: int) -> int:
 def read_ledger(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """The records of draws that count, in order: of attempts before a later one went on from an earlier step, only the
     draws that had ended by that step."""
-    begun, records = _begun(run_dir), list(run_dir.tables["ledger"].read())
+    begins, records = begun(run_dir), list(run_dir.tables["ledger"].read())
     ended = {(record["attempt"], record["draw"]): record["step"] for record in records if record["event"] != "admitted"}
     for record in records:
         step = record["step"]
         if record["event"] == "admitted":  # by its end: batches before it may turn out to have fewer steps than planned
             step = ended.get((record["attempt"], record["draw"]), step + 1)
-        if all(step <= bound for attempt, bound in begun.items() if attempt > record["attempt"]):
+        if all(step <= bound for attempt, bound in begins.items() if attempt > record["attempt"]):
             yield record
 
 
@@ -136,14 +137,15 @@ def read_versions(run_dir: RunDir) -> Iterator[dict[str, Any]]:
 
 
 def _counting(run_dir: RunDir, table: str, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    begun = _begun(run_dir)
+    begins = begun(run_dir)
     for record in run_dir.tables[table].read(columns):
-        if all(record["step"] <= step for later, step in begun.items() if later > record["attempt"]):
+        if all(record["step"] <= step for later, step in begins.items() if later > record["attempt"]):
             yield record
 
 
-def _begun(run_dir: RunDir) -> dict[int, int]:
-    """Attempt -> steps of the reinforcement phase before it."""
+def begun(run_dir: RunDir) -> dict[int, int]:
+    """Attempt -> steps of the reinforcement phase before it. What an earlier attempt recorded after that step does not
+    count."""
     return {a["attempt"]: a["step"] if a["phase"] == "reinforcement" else 0 for a in attempts(run_dir)}
 
 

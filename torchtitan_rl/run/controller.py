@@ -29,11 +29,13 @@ from torchtitan_rl.run.draws import Draw, Draws
 from torchtitan_rl.run.ends import Ended, StopRequest
 from torchtitan_rl.run.evaluation import Evaluation, Evaluations
 from torchtitan_rl.run.evaluation_beside import EvaluationBeside
+from torchtitan_rl.run.explain_mismatch import ExplainMismatch
 from torchtitan_rl.run.first_finished import FirstFinished
 from torchtitan_rl.run.gateway import open_gateway
 from torchtitan_rl.run.numeric_guard import note_bad_step
 from torchtitan_rl.run.overlap import Overlap
 from torchtitan_rl.run.policy_weights import PolicyWeights
+from torchtitan_rl.run.profiles import Profiles
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.run.state import RunState
@@ -91,6 +93,16 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             self.evaluate_all, self.publish = beside.begin, beside.then(self.publish)
             ahead.beside = beside
             recorder.listeners.insert(0, Overlap(ahead, self.generator, self.versions.publications))
+        if config.record.profile.steps:
+            chosen, per_batch = config.record.profile, config.algorithm.steps_per_batch
+            told = self.state, self.roles, self.generator, run_dir.path / "timeline" / "profile"
+            recorder.listeners.insert(0, Profiles(chosen, per_batch, *told))
+        if config.record.explain_mismatch_every:
+            explained = ExplainMismatch(config, stack, self.state, recorder)
+            self.train_on = explained.beside(self.train_on)
+            if config.algorithm.max_policy_lag:
+                self.player.run_group = explained.played(self.player.run_group)
+            recorder.listeners.insert(0, explained)
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
         )
@@ -127,15 +139,18 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached
         run_dir, found = resume.open_run(config, resume_from, absolute=absolute)
-        recorder = recording.recorder_of(config, run_dir, inputs.tokenizer.decode, progress)
+        recorder = recording.recorder_of(
+            config, run_dir, inputs.tokenizer.decode, progress, debugger=backend == "local"
+        )
         for note in found.notes if found is not None else ():
             recorder.fact("note", text=note)
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
-            async with stopped_on_failure(launcher, run_dir):
+            async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
                 state = None if found is None or found.checkpoint is None else resume.state_of(found)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)
+                recorder.fact("generator", client=stack.generator)
                 controller.gateway = await open_gateway(config)
                 if state is not None:
                     await resume.restore(found, config, state, stack.roles, controller.weights, controller.draws)

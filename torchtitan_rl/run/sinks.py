@@ -7,7 +7,8 @@ from functools import partial
 from torchtitan_rl.config.resolve import function_name, resolved
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.recorder import Aside, Listener
+from torchtitan_rl.observability.aside import Aside
+from torchtitan_rl.observability.recorder import Listener
 from torchtitan_rl.observability.run_dir import RunDir
 
 __all__ = ["sinks_of"]

@@ -70,6 +70,9 @@ class Turn:
     soft_targets: tuple[torch.Tensor, torch.Tensor] | None = None
     """For each of n sampled tokens, K alternative tokens (n, K) and the weight of each alternative (n, K), such as a
     teacher's probability. The loss gets a cross-entropy on the alternatives."""
+    seconds: tuple[float, float, float] | None = None
+    """Seconds since the rollout began, for records: the completion was asked for, it had come, and the environment had
+    answered. None: not known."""
 
 
 @dataclass(kw_only=True, slots=True)

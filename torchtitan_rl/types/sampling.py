@@ -57,3 +57,5 @@ class Request:
     params: SamplingParams | None
     top_k: int = 0
     """For scoring: the number of likeliest tokens to score at each position; 0 scores the prompt's tokens."""
+    cached: bool = False
+    """For scoring: read the prefix cache. The tokens that it covers get no score."""

@@ -56,6 +56,11 @@ def _refusals(config: RunConfig, generators_only: bool) -> Iterator[str]:
     for name in ("converters", "post_optimizer_build_fn"):
         if getattr(trainer, name):
             yield f"trainer.{name}: backend='tinker' builds no model here; leave it out"
+    if config.record.explain_mismatch_every:
+        yield (
+            f"record.explain_mismatch_every={config.record.explain_mismatch_every}: backend='tinker' has no generators "
+            "to look into; use 0"
+        )
     if config.controller.checkpoint_export == "all":
         yield "controller.checkpoint_export='all': backend='tinker' keeps weights to itself; use 'none'"
 

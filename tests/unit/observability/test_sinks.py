@@ -14,8 +14,9 @@ from torchtitan_rl.config.overrides import apply_overrides
 from torchtitan_rl.config.recording import RecordConfig, WandbConfig
 from torchtitan_rl.config.values import shell_text
 from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.aside import Aside
 from torchtitan_rl.observability.curves import final_evaluations, points
-from torchtitan_rl.observability.recorder import Aside, Listener, Recorder
+from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
 from torchtitan_rl.observability.sinks.function import FunctionSink

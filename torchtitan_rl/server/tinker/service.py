@@ -83,7 +83,7 @@ class Service:
         self._versions = Versions(
             versions, max_published=limits.max_published, max_spooled=limits.max_spooled, spool=directory / "spool"
         )
-        self._policy_versions, self._generator = versions, generator
+        self.policy_versions, self._generator = versions, generator
         self.models = Models(
             trainer,
             self.checkpoints,
@@ -110,7 +110,7 @@ class Service:
 
     async def open(self) -> None:
         """Publishes the base model, which every generator that starts later loads."""
-        version = await self._policy_versions.publish()
+        version = await self.policy_versions.publish()
         assert version == BASE_VERSION, f"the trainer begins with version {version}"
         await self._generator.pull(version)
         self._versions.keep(BASE_VERSION)

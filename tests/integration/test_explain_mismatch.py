@@ -1,0 +1,106 @@
+"""Why trainer and generator disagree: in runs of the real stack, healthy and with faults put into them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from scripts import mismatch_faults
+from tests.integration.conftest import ROOT
+from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.run.explain_mismatch import ExplainMismatch
+from torchtitan_rl.run.explain_run import explain, text
+
+
+@pytest.fixture(scope="module")
+def run(loop, tmp_path_factory):
+    """A short local run with an explanation every other step, and a checkpoint after each."""
+    directory = tmp_path_factory.mktemp("explained") / "run"
+    config = mismatch_faults.config_of(
+        str(directory), controller__checkpoint_every=1, controller__keep_last=-1, controller__num_steps=4
+    )
+    config.record.explain_mismatch_every = 2
+
+    async def to_its_end():
+        async with await Controller.launch(config, backend="local") as controller:
+            await controller.train()
+            explained = next(one for one in controller.recorder.listeners if isinstance(one, ExplainMismatch))
+            return controller.run_dir, explained.cause
+
+    return loop.run_until_complete(to_its_end())
+
+
+def test_every_other_step_has_the_parts_of_the_gap_and_nothing_is_left_unexplained(run):
+    run_dir, cause = run
+    lines = [line for line in run_dir.read_metrics() if line["phase"] == "reinforcement"]
+    assert ["mismatch/noise_mean" in line for line in lines] == [False, True, False, True]
+    assert cause is None
+    for line in lines[1::2]:
+        assert line["mismatch/explained_tokens"] > 20 and line["mismatch/stale_max"] == 0
+        assert line["mismatch/unexplained_max"] <= 1e-6 and 0 < line["mismatch/noise_max"] < 1e-5
+
+
+def test_a_run_that_has_ended_is_explained_from_its_records_and_checkpoints(loop, run):
+    run_dir, _ = run
+    found = loop.run_until_complete(explain(run_dir.path, num_rollouts=4))
+    assert found.step == 4 and [one.rsplit("/", 1)[-1] for one in found.versions.values()] == ["step-3"]
+    assert not found.causes and len({sample.rollout for sample in found.samples}) == 4
+    parts = found.parts
+    assert abs(parts.rest_N).max() <= 1e-6 and abs(parts.stale_N).max() <= 1e-6 and abs(parts.noise_N).max() < 1e-5
+    assert "nothing unusual" in text(found) and "step-3" in text(found)
+
+
+def test_records_that_lie_are_explained_by_what_would_have_given_them(loop, run, monkeypatch):
+    from torchtitan_rl.run import explain_run
+
+    run_dir, _ = run
+    read = explain_run.read_rollouts
+
+    def of_the_version_before(directory):
+        for record in read(directory):
+            for turn in record["turns"]:
+                turn["policy_versions"] = [version - 1 for version in turn["policy_versions"]]
+            yield record | {"policy_version_min": record["policy_version_min"] - 1}
+
+    monkeypatch.setattr(explain_run, "read_rollouts", of_the_version_before)
+    found = loop.run_until_complete(explain(run_dir.path, step=3))
+    assert [cause.name for cause in found.causes] == ["older_version"], text(found)
+    assert "cause (rest: older_version): version 32 sampled the tokens" in text(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--step", "77"], "step=77: has no recorded rollouts that trained"),
+        (["--rollouts", "0"], "--rollouts=0: must be at least 1"),
+    ],
+)
+def test_what_cannot_be_explained_is_said_in_a_sentence(here, run, arguments, said):
+    done = here("explain-mismatch", str(run[0].path), *arguments)
+    assert done.returncode == 1 and said in done.stderr
+
+
+def test_a_directory_without_a_run_is_said_to_be_one(here, tmp_path):
+    done = here("explain-mismatch", str(tmp_path))
+    assert done.returncode == 1 and "has no readable config.json" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(mismatch_faults.FAULTS))
+def test_a_fault_is_named(name):
+    command = [sys.executable, "-m", "scripts.mismatch_faults", "faults", "--only", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_clean_runs_give_no_alarm():
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.mismatch_faults", "clean"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "0 alarms in" in done.stdout
