@@ -99,8 +99,8 @@ def _ahead(process: Process, waits: dict[str, list[Piece]]) -> int:
     least, most = [], []
     answered: dict[str, list[Piece]] = defaultdict(list)
     for piece in process.pieces:
-        call = f"{process.role}.{_ANSWERS[piece.name]}" if piece.name in _ANSWERS else piece.name
-        answered[f"wait for {call}"].append(piece)
+        name = f"{process.role}.{_ANSWERS[piece.name]}" if piece.name in _ANSWERS else piece.name
+        answered[f"wait for {name}"].append(piece)
     for name, pieces in answered.items():
         calls = sorted(waits.get(name, ()), key=lambda piece: piece.start)
         if len(calls) != len(pieces):  # a call was lost, or a span: which belongs to which is not known
