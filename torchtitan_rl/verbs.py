@@ -72,11 +72,11 @@ def dry_run(args: argparse.Namespace, config) -> int:
     eval_families(config, family)
     if not (unread := unread_data(family, config.seed)):
         asyncio.run(check_reward(config, family))
-    print(f"{args.config}: valid; nothing was started")
+    say(f"{args.config}: valid; nothing was started", event="valid", to=sys.stdout)
     # Problems of this machine now, not of the config: a dry run only reports them.
     for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts), unread):
         if missing:
-            print(f"still needed: {missing}")
+            say(f"still needed: {missing}", event="needed", level="warning", to=sys.stdout)
     return 0
 
 
