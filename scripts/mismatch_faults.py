@@ -267,11 +267,11 @@ FAULTS: dict[str, tuple[Callable[[], Patches], dict[str, Any], str]] = {
 
 CLEAN: dict[str, dict[str, Any]] = {
     "quickstart": {},
-    "quickstart, seed 1": {"seed": 1},
+    "quickstart seed 1": {"seed": 1},
     "lag 1": {"algorithm__max_policy_lag": 1},
-    "lag 2, keep": {"algorithm__max_policy_lag": 2},
-    "lag 2, recompute": {"algorithm__max_policy_lag": 2, "generator__on_update": "recompute"},
-    "lag 2, wait": {"algorithm__max_policy_lag": 2, "generator__on_update": "wait"},
+    "lag 2 keep": {"algorithm__max_policy_lag": 2},
+    "lag 2 recompute": {"algorithm__max_policy_lag": 2, "generator__on_update": "recompute"},
+    "lag 2 wait": {"algorithm__max_policy_lag": 2, "generator__on_update": "wait"},
     "LoRA": LORA,
     "minibatches": {"algorithm__tasks_per_minibatch": 4, "controller__num_steps": 6},
     "temperature 0.8": {"algorithm__temperature": 0.8},
