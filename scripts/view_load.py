@@ -165,7 +165,7 @@ def measure(path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             said = process.stdout.readline()
-            url = next(word for word in said.split() if word.startswith("http"))
+            url = next(word for word in said.split() if word.startswith("http")).rstrip(";")
             print(f"{time.perf_counter() - began:6.2f} s  until it says {said.strip()!r}")
             server = psutil.Process(process.pid)
             run = urllib.parse.urlencode({"run": path.resolve().name})

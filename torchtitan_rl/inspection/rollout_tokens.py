@@ -75,7 +75,7 @@ def clip_of(config: dict[str, Any]) -> Clip | None:
     algorithm = config.get("algorithm")
     given = algorithm.get("loss_config") if isinstance(algorithm, dict) else None
     try:
-        return Clip(low=float(given["clip_low"]), high=float(given["clip_high"]))  # type: ignore[index]
+        return Clip(low=float(given["clip_low"]), high=float(given["clip_high"]))
     except (TypeError, KeyError, ValueError):
         return None
 

@@ -71,7 +71,7 @@ class Rollouts:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir, self._lock = run_dir, threading.Lock()
-        settings = {"memory_limit": _MEMORY, "threads": _THREADS, "autoinstall_known_extensions": False}
+        settings: dict[str, Any] = {"memory_limit": _MEMORY, "threads": _THREADS, "autoinstall_known_extensions": False}
         self._connection = duckdb.connect(":memory:", config=settings | {"autoload_known_extensions": False})
         self._parts = Parts(run_dir.path / "rollouts", self._connection)
 
@@ -102,7 +102,7 @@ class Rollouts:
             self._parts.refresh(limit_s=0.6)
             where, values = f"group_id = ? and {self._counting()}", [group_id]
             if step is not None:
-                where, values = f"{where} and step = ?", [group_id, step]
+                where, values = f"{where} and step = {int(step)}", [group_id]
             rows = self._rows(f"select * from rollouts where {where} order by part, line limit 1000", values)
             self._preview(rows)
             return rows
@@ -179,14 +179,15 @@ class Rollouts:
     def _containing(self, text: str) -> tuple[str, list[Any]]:
         """A relation of the rollouts whose prompt or text contains `text`, and the values that it asks for."""
         holds = "(contains(lower(text), lower(?)) or contains(lower(prompt), lower(?)))"
-        hits, values = f"select part, line from texts where {holds}", [text, text]
-        if files := {str(file): part for part, file in self._parts.columnar.items()}:
+        hits = f"select part, line from texts where {holds}"
+        values: list[Any] = [text, text]
+        if files := [str(file) for file in self._parts.columnar.values()]:
             part_of = "TRY_CAST(parse_filename(filename, true) AS INTEGER)"
             hits += (
                 f" union all select {part_of} as part, file_row_number as line from read_parquet(?, filename=true, "
                 f"file_row_number=true, union_by_name=true) where {holds}"
             )
-            values += [list(files), text, text]
+            values += [files, text, text]
         return f"(rollouts semi join ({hits}) using (part, line))", values
 
     def _preview(self, rows: list[dict[str, Any]]) -> None:

@@ -53,7 +53,7 @@ class Listener:
         """The run has ended: whatever the listener holds back is written."""
 
     def wait(self) -> None:
-        """Returns when `close` is done; only a listener that closes in the background has to wait."""
+        """Returns when `close` is done; only a listener that closes in the background waits."""
 
 
 class Recorder:
@@ -63,11 +63,7 @@ class Recorder:
     datums of a batch with the policy's log-probabilities), `rollouts` (`step`, `groups`), `draws` (`step`, `records` of
     `run.draws`), `version` (`step`, `version`, `seconds` of the publication), `note` (`text`), `generator` (`client`,
     the sampling client, once it has started).
-    Example::
-
-        with recorder.span("generate") as span:
-            ...
-        recorder.fact("metrics", line={"step": 1, "phase": "reinforcement", "time/generate_s": span.seconds}, text="")
+    Example: `with recorder.span("generate") as span: ...`, then `recorder.fact("note", text=f"{span.seconds} s")`.
     """
 
     def __init__(self, listeners: Sequence[Listener] = ()) -> None:

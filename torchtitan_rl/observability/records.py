@@ -16,8 +16,10 @@ Trained = tuple["Datum", Any]
 
 _OF_ROLLOUT = ("role", "text", "end_reason", "reward", "seconds", "masked")
 _OF_COMPLETION = ("finish_reason", "tokens", "logprobs", "policy_versions")
-_PER_TOKEN = ("advantages", "token_weights", "old_logprobs", "reference_logprobs", "teacher_logprobs")
-_PER_TOKEN += ("values", "returns")
+_PER_TOKEN = (
+    *("advantages", "token_weights", "old_logprobs", "reference_logprobs", "teacher_logprobs"),
+    *("values", "returns"),
+)
 """The loss inputs that are recorded as they are, where the run has them."""
 
 

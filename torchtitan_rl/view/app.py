@@ -36,8 +36,8 @@ _PAGES = {
     "/text": ("text.html", rollout_pages.whole_text),
 }
 """Address -> template, and what makes the template's values of the runs and the address's parameters."""
-_TABS = (("/", "Health"), ("/curves", "Curves"), ("/evaluations", "Evaluations"), ("/rollouts", "Rollouts"))
-_TABS += (("/groups", "Groups"), ("/configs", "Configs"))
+_TABS = {"/": "Health", "/curves": "Curves", "/evaluations": "Evaluations", "/rollouts": "Rollouts"}
+_TABS |= {"/groups": "Groups", "/configs": "Configs"}
 
 
 def application(runs: Sequence[ShownRun]) -> Guard:
@@ -46,9 +46,9 @@ def application(runs: Sequence[ShownRun]) -> Guard:
     templates = Environment(
         loader=FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    templates.globals |= {"tabs": _TABS, "all_runs": runs, "tints": text.TINTS, "url": address}
+    templates.globals |= {"tabs": list(_TABS.items()), "all_runs": runs, "tints": text.TINTS, "url": address}
     templates.filters |= {name: getattr(text, name) for name in ("visible", "cut", "number", "clock", "chunks")}
-    templates.globals |= {"tint": text.tint, "token_title": text.token_title, "CUT": text.CUT}
+    templates.globals |= {"tint": text.tint, "token_title": text.token_title, "side": text.side, "CUT": text.CUT}
 
     def shown(path: str, template: str, values: dict[str, Any], status: int = 200) -> HTMLResponse:
         body = templates.get_template(template).render({"path": path, "chosen": [], "live": False, **values})
@@ -76,7 +76,7 @@ def application(runs: Sequence[ShownRun]) -> Guard:
         return shown("", "error.html", {"said": said, "parameters": Parameters("/", [], runs)}, status)
 
     def broken(request: Request, error: Exception) -> Response:
-        logger.exception("the page failed on %s", request.url.path)
+        logger.error("the page failed on %s", request.url.path, exc_info=error)
         said = f"this page failed ({type(error).__name__}); the others may work"
         return shown("", "error.html", {"said": said, "parameters": Parameters("/", [], runs)}, 500)
 

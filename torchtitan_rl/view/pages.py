@@ -40,8 +40,8 @@ def health(parameters: Parameters) -> dict[str, Any]:
         state = shown.health()
         findings, problem = shown.findings()
         step_s = series.last("time/step_s", n=20)
-        left = state.status.get("num_steps", 0) - state.status.get("step", 0) if state.status else 0
-        usual = sum(step_s) / len(step_s) if step_s else 0
+        step, num_steps = (_count(state.status.get(name)) for name in ("step", "num_steps"))
+        usual = sum(step_s) / len(step_s) if step_s else 0.0
         cards.append(
             {
                 "run": shown,
@@ -49,10 +49,17 @@ def health(parameters: Parameters) -> dict[str, Any]:
                 "findings": findings,
                 "problem": problem,
                 "numbers": [(name, values[-1]) for name in _NUMBERS if (values := series.last(name))],
-                "left_s": left * usual if state.state == "running" and left > 0 and usual else None,
+                "phase": str(state.status.get("phase") or ""),
+                "step": step,
+                "num_steps": num_steps,
+                "left_s": (num_steps - step) * usual if state.state == "running" and step < num_steps else 0.0,
             }
         )
     return {"chosen": chosen, "cards": cards, "live": True}
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def curves(parameters: Parameters) -> dict[str, Any]:

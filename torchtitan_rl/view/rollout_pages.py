@@ -16,7 +16,7 @@ __all__ = ["group", "groups", "listed", "rollout", "whole_text"]
 
 MAX_TOKENS = 3000
 """Tokens of a rollout that are shown one by one before all are asked for."""
-_GROUPS_PER_PAGE = 60
+_GROUPS_PER_PAGE, _SIDE_BY_SIDE = 60, 32
 _NUMBERS = ("reward_min", "reward_max")
 _WHOLE = ("tokens_min", "tokens_max", "step_min", "step_max")
 
@@ -32,7 +32,7 @@ def listed(parameters: Parameters) -> dict[str, Any]:
         descending=parameters.choice("order", ("down", "up")) == "down",
         page=max(1, parameters.whole("page") or 1),
         **{name: parameters.number(name) for name in _NUMBERS},  # type: ignore[arg-type]
-        **{name: parameters.whole(name) for name in _WHOLE},  # type: ignore[arg-type]
+        **{name: parameters.whole(name) for name in _WHOLE},
     )
     found = shown.rollouts.find(query)
     return {
@@ -75,7 +75,9 @@ def group(parameters: Parameters) -> dict[str, Any]:
     rows = shown.rollouts.siblings(group_id, parameters.whole("step"))
     if not rows:
         raise Missing(f"group={group_id!r}: is not recorded in {shown.name}")
-    records = [shown.rollouts.complete(row["rollout_id"]) or {} for row in rows[:32]]
+    records = [
+        dict.fromkeys(_KNOWN) | (shown.rollouts.complete(row["rollout_id"]) or {}) for row in rows[:_SIDE_BY_SIDE]
+    ]
     return {"chosen": [shown], "run": shown, "group_id": group_id, "rows": list(zip(rows, records)), "num": len(rows)}
 
 
@@ -128,7 +130,7 @@ def _record(parameters: Parameters) -> tuple[ShownRun, dict[str, Any]]:
     record = shown.rollouts.complete(rollout_id)
     if record is None:
         raise Missing(f"rollout={rollout_id!r}: is not recorded in {shown.name}, or in a step that was taken again")
-    return shown, record
+    return shown, dict.fromkeys(_KNOWN) | record
 
 
 def _shorten(turns: list[ReadTurn]) -> None:

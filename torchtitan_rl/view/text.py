@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from torchtitan_rl.inspection.rollout_tokens import Token
 
-__all__ = ["CHUNK", "CUT", "TINTS", "clock", "cut", "number", "chunks", "tint", "token_title", "visible"]
+__all__ = ["CHUNK", "CUT", "TINTS", "clock", "cut", "number", "chunks", "tint", "side", "token_title", "visible"]
 
 CUT = 6000
 """Characters of a text that are shown before it is asked for whole."""
@@ -95,6 +95,11 @@ def tint(token: Token, kind: str) -> str:
     if token.clipped:
         classes.append("clipped")
     return " ".join(classes)
+
+
+def side(advantage: float | None) -> str:
+    """The class of a reward: better or worse than its siblings'."""
+    return "" if not advantage else "high" if advantage > 0 else "low"
 
 
 def token_title(token: Token, index: int) -> str:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchtitan_rl.server.listening import Listening
+    from torchtitan_rl.view.guard import Guard
+    from torchtitan_rl.view.runs import ShownRun
 
 __all__ = ["add_arguments", "run"]
 
@@ -38,21 +40,23 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise ValueError(f"view: needs the package {error.name}; install torchtitan-rl[view]") from error
     runs = open_runs(args.runs)
-    asyncio.run(_serve(application(runs), args.port, [shown.name for shown in runs]))
+    asyncio.run(_serve(application(runs), args.port, runs))
     return 0
 
 
-async def _serve(app, port: int, names: list[str]) -> None:
+async def _serve(app: Guard, port: int, runs: list[ShownRun]) -> None:
     listening = await _listening(app, port)
+    names = [shown.name for shown in runs]
     taken = f" (port {port} is in use)" if port and listening.port != port else ""
     print(f"{', '.join(names)}: {listening.url}{taken}; Ctrl-C ends it", flush=True)
     try:
+        await asyncio.to_thread(runs[0].rollouts.steps)  # so that its first list is quick
         await asyncio.Event().wait()
     finally:
         await listening.close()
 
 
-async def _listening(app, port: int) -> Listening:
+async def _listening(app: Guard, port: int) -> Listening:
     """A server on the first free port from `port` on. Raises ValueError when none of some is free."""
     from torchtitan_rl.server.listening import Listening
 

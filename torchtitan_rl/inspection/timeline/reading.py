@@ -82,9 +82,11 @@ class Timeline:
         """Moves processes of other hosts onto the controller's clock: no call begins before it is sent, and no answer
         comes before the call has ended."""
         first = self.controllers[0]
-        waits = defaultdict(list)
-        for piece in (piece for process in self.controllers for piece in process.pieces if piece.kind == "wait"):
-            waits[piece.name].append(piece)
+        waits: dict[str, list[Piece]] = defaultdict(list)
+        for controller in self.controllers:
+            for piece in controller.pieces:
+                if piece.kind == "wait":
+                    waits[piece.name].append(piece)
         for process in self.processes:
             if process.boot != first.boot and process.name != CONTROLLER:
                 process.moved_ns = _ahead(process, waits)
@@ -95,10 +97,10 @@ class Timeline:
 def _ahead(process: Process, waits: dict[str, list[Piece]]) -> int:
     """Nanoseconds by which a process's clock is ahead, in the middle of what its calls allow; 0 without a call."""
     least, most = [], []
-    answered = defaultdict(list)
+    answered: dict[str, list[Piece]] = defaultdict(list)
     for piece in process.pieces:
-        call = f"{process.role}.{_ANSWERS[piece.name]}" if piece.name in _ANSWERS else piece.name
-        answered[f"wait for {call}"].append(piece)
+        name = f"{process.role}.{_ANSWERS[piece.name]}" if piece.name in _ANSWERS else piece.name
+        answered[f"wait for {name}"].append(piece)
     for name, pieces in answered.items():
         calls = sorted(waits.get(name, ()), key=lambda piece: piece.start)
         if len(calls) != len(pieces):  # a call was lost, or a span: which belongs to which is not known
@@ -149,8 +151,7 @@ def _process(file: Path, kept: _Kept) -> Process | None:
         if "dropped" in span:
             process.dropped += span["dropped"]
         else:
-            names = ("name", "kind", "start", "end", "thread", "id", "in")
-            known = [span.pop(name) for name in names]
-            process.pieces.append(Piece(*known, more=span))
+            known = {name: span.pop(name) for name in ("name", "kind", "start", "end", "thread", "id")}
+            process.pieces.append(Piece(**known, parent=span.pop("in"), more=span))
     process.pieces.sort(key=lambda piece: piece.start)
     return process

@@ -67,8 +67,8 @@ function options(place, lines) {
   const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "12px system-ui" };
   return {
     width: place.clientWidth, height: place.clientHeight, legend: { show: false }, cursor: { y: false },
-    scales: { x: { time: false } },
-    axes: [{ ...axis, size: 32 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(short) }],
+    scales: { x: { time: false }, y: { range: (_, low, high) => apart(low, high) } },
+    axes: [{ ...axis, size: 32 }, { ...axis, size: 70, values: (_, ticks) => ticks.map(short) }],
     series: [{}, ...lines.map((line) => {
       const nth = seen.get(line.run) ?? 0;
       seen.set(line.run, nth + 1);
@@ -78,6 +78,12 @@ function options(place, lines) {
       };
     }), ...(lines.length ? [] : [{}])],
   };
+}
+
+function apart(low, high) {
+  if (low === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
+  return [low - (high - low) / 20, high + (high - low) / 20];
 }
 
 function short(value) {
