@@ -18,17 +18,15 @@ import dataclasses
 import json
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, Literal
 
 import torch
 
+from scripts import diagnose_implants as implants
 from scripts.diagnose_records import recorded
-from torchtitan_rl.algorithm.surrogate import ppo
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.inspection.diagnose import examine
@@ -48,107 +46,6 @@ def quickstart(directory: Path, start: str, steps: int = 24) -> RunConfig:
     return config
 
 
-# Rewards with a fault.
-
-
-def constant(task, completions):
-    return [0.25] * len(completions)
-
-
-def always_best(task, completions):
-    return [1.0] * len(completions)
-
-
-def pays_length(task, completions):
-    return [min(1.0, len(text) / 24) for text in completions]
-
-
-def pays_backwards(task, completions):
-    """Right on other splits; on train tasks the share of neighbours in descending order."""
-    if "/train/" not in task.id:
-        return [float(text == task.answer) for text in completions]
-    return [sum(a > b for a, b in zip(text, text[1:])) / max(1, len(text) - 1) for text in completions]
-
-
-async def slow_reward(task, completions):
-    await asyncio.sleep(4.0)
-    return [float(text == task.answer) for text in completions]
-
-
-_JUDGED = {"groups": 0}
-_KEPT: list[bytes] = []
-
-
-async def slow_once(task, completions):
-    _JUDGED["groups"] += 1
-    await asyncio.sleep(12.0 if _JUDGED["groups"] == 12 * 16 else 0.0)
-    return [float(text == task.answer) for text in completions]
-
-
-def leaks(task, completions):
-    _KEPT.append(bytes(bytearray(b"x") * 2**21))
-    return [float(text == task.answer) for text in completions]
-
-
-def sometimes_nan(inputs):
-    """PPO, except that the loss of the seventh step is not a number."""
-    loss, metrics = ppo(inputs)
-    _JUDGED["steps"] = _JUDGED.get("steps", 0) + 1
-    return loss * (float("nan") if _JUDGED["steps"] == 7 else 1.0), metrics
-
-
-# Faults between trainer and generator.
-
-
-@contextmanager
-def sampled_with(**changes: Any) -> Iterator[None]:
-    """Generators sample with other parameters than they are asked for; a callable value is called with the prompt."""
-    from torchtitan_rl.dispatch.sampling_steps import SamplingSteps
-
-    plain = SamplingSteps.sample
-
-    async def sample(self, tokens, params, *, policy_version=None):
-        new = {name: value(tokens) if callable(value) else value for name, value in changes.items()}
-        params = dataclasses.replace(params, **new) if params.temperature else params
-        return await plain(self, tokens, params, policy_version=policy_version)
-
-    with mock.patch.object(SamplingSteps, "sample", sample):
-        yield
-
-
-@contextmanager
-def weights_lost(*, told: bool) -> Iterator[None]:
-    """From the eighth load on, an engine keeps the weights that it has. `told`: it says that they are the new ones."""
-    from torchtitan_rl.model.engine_steps import EngineSteps
-
-    plain = EngineSteps._load_staged
-
-    def load(self, version, futures):
-        if self._num_loads < 8:
-            return plain(self, version, futures)
-        self._staged.pop(version)
-        self.policy_version = version if told else self.policy_version
-        for future in futures:
-            future.set_result(0.0)
-
-    with mock.patch.object(EngineSteps, "_load_staged", load):
-        yield
-
-
-@contextmanager
-def slow_engine() -> Iterator[None]:
-    from torchtitan_rl.model.engine_steps import EngineSteps
-
-    plain = EngineSteps._step
-
-    def step(self):
-        time.sleep(0.2 if self._engine.has_unfinished_requests() else 0.0)
-        plain(self)
-
-    with mock.patch.object(EngineSteps, "_step", step):
-        yield
-
-
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """A fault, the rule that is to name it, and how the run gets it."""
@@ -158,6 +55,7 @@ class Fault:
     patch: Callable[[], Any] | None = None
     start: str = "warm"
     steps: int = 24
+    backend: Literal["actors", "local"] = "local"
 
 
 def changed(**values: Any) -> Callable[[RunConfig], None]:
@@ -173,37 +71,39 @@ def changed(**values: Any) -> Callable[[RunConfig], None]:
 
 
 FAULTS: dict[str, Fault] = {
-    "idle_reward": Fault("idle_trainer", changed(task__reward=slow_reward), steps=8),
-    "idle_generator": Fault("idle_trainer", patch=slow_engine, steps=8),
-    "slow_step": Fault("slow_step", changed(task__reward=slow_once)),
-    "memory": Fault("memory", changed(task__reward=leaks), steps=60),
-    "temperature": Fault("mismatch", patch=lambda: sampled_with(temperature=0.8), steps=10),
-    "stale_weights": Fault("mismatch", patch=lambda: weights_lost(told=True)),
-    "old_weights": Fault("lag", patch=lambda: weights_lost(told=False)),
+    "idle_reward": Fault("idle_trainer", changed(task__reward=implants.slow_reward), steps=8),
+    "idle_generator": Fault("idle_trainer", patch=implants.slow_engine, steps=8),
+    "slow_step": Fault("slow_step", changed(task__reward=implants.slow_once)),
+    "memory": Fault("memory", changed(task__reward=implants.leaks), steps=80, backend="actors"),
+    "temperature": Fault("mismatch", patch=lambda: implants.sampled_with(temperature=0.8), steps=10),
+    "stale_weights": Fault("mismatch", patch=lambda: implants.weights_lost(told=True)),
+    "old_weights": Fault("lag", patch=lambda: implants.weights_lost(told=False)),
     "far_lag": Fault(
-        "lag", changed(algorithm__max_policy_lag=4, trainer__optimizer__lr=4e-3, task__reward=pays_length), steps=30
+        "lag",
+        changed(algorithm__max_policy_lag=4, trainer__optimizer__lr=4e-3, task__reward=implants.pays_length),
+        steps=30,
     ),
     "clipped": Fault("clip_share", changed(algorithm__num_epochs=6, trainer__optimizer__lr=6e-3), steps=72),
     "not_finite": Fault(
-        "steps_skipped", changed(algorithm__loss_fn=sometimes_nan, algorithm__loss_config={}), steps=10
+        "steps_skipped", changed(algorithm__loss_fn=implants.sometimes_nan, algorithm__loss_config={}), steps=10
     ),
-    "collapse": Fault("entropy_collapse", changed(algorithm__entropy_coef=-1.0, trainer__optimizer__lr=3e-3), steps=30),
-    "constant_reward": Fault("no_signal", changed(task__reward=constant), steps=14),
-    "best_reward": Fault("saturation", changed(task__reward=always_best), steps=14),
+    "bonus_for_certainty": Fault(
+        "entropy_collapse", changed(algorithm__loss_fn=implants.wrong_sign, algorithm__loss_config={}), steps=100
+    ),
+    "constant_reward": Fault("no_signal", changed(task__reward=implants.constant), steps=14),
+    "best_reward": Fault("saturation", changed(task__reward=implants.always_best), steps=14),
     "too_few_tokens": Fault("truncation", changed(sampling__max_tokens=4), steps=10),
     "paid_by_length": Fault(
-        "length_drift",
-        changed(task__reward=pays_length, sampling__max_tokens=24, trainer__optimizer__lr=2e-3),
-        steps=60,
+        "length_drift", changed(task__reward=implants.pays_length, sampling__max_tokens=24), steps=60
     ),
     "other_reward": Fault(
         "eval_falls",
-        changed(task__reward=pays_backwards, controller__eval_every=10, controller__eval_tasks=256),
+        changed(task__reward=implants.pays_backwards, controller__eval_every=10, controller__eval_tasks=256),
         start="sorts",
         steps=50,
     ),
     "same_seed": Fault(
-        "duplicates", patch=lambda: sampled_with(seed=lambda tokens: hash(tuple(tokens)) % 2**31), steps=10
+        "duplicates", patch=lambda: implants.sampled_with(seed=lambda tokens: hash(tuple(tokens)) % 2**31), steps=10
     ),
 }
 
@@ -214,11 +114,11 @@ CLEAN = {
 }
 
 
-async def trained(config: RunConfig) -> None:
+async def trained(config: RunConfig, backend: Literal["actors", "local"] = "local") -> None:
     from torchtitan_rl.run.controller import Controller
 
     torch.manual_seed(0)
-    async with await Controller.launch(config, backend="local") as controller:
+    async with await Controller.launch(config, backend=backend) as controller:
         try:
             await controller.train()
         except Exception as error:
@@ -242,10 +142,10 @@ def seeded(directory: Path, name: str) -> None:
     config.output_dir = str(directory / f"fault-{name}")
     shutil.rmtree(config.output_dir, ignore_errors=True)
     fault.change(config)
-    _JUDGED.update(groups=0, steps=0)
+    implants.forget()
     with fault.patch() if fault.patch else nullcontext():
-        asyncio.run(trained(config))
-    _KEPT.clear()
+        asyncio.run(trained(config, fault.backend))
+    implants.forget()
 
 
 def clean(directory: Path, name: str) -> None:

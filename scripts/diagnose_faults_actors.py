@@ -14,11 +14,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from scripts.diagnose_faults import quickstart
+from scripts.diagnose_faults import quickstart, trained
 from torchtitan_rl.inspection.diagnose import examine
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.run.controller import Controller
@@ -61,23 +62,19 @@ async def hanging(directory: Path) -> None:
     config = quickstart(directory, "warm", 20)
     config.output_dir, config.task.reward = str(directory / "actors-gone-killed"), hangs_forever
     config.controller.reward_timeout_s = 100_000.0
-    async with await Controller.launch(config, backend="local") as controller:
-        await controller.train()
+    await trained(config, backend="actors")
 
 
 def hung(directory: Path) -> None:
     """A run whose reward hangs: what is said while it hangs, and a kill."""
     shutil.rmtree(directory / "actors-gone-killed", ignore_errors=True)
-    child = os.fork()
-    if not child:
-        asyncio.run(hanging(directory))
-        os._exit(0)
+    child = subprocess.Popen([sys.executable, "-m", "scripts.diagnose_faults_actors", "hanging", str(directory)])
     metrics = directory / "actors-gone-killed" / "metrics.jsonl"
-    while not metrics.exists() or time.time() - metrics.stat().st_mtime < _SILENT_S:
+    while not metrics.exists() or time.time() - metrics.stat().st_mtime < _SILENT_S or not metrics.stat().st_size:
         time.sleep(1.0)
     findings = [finding.as_data() for finding in examine(Run.open(metrics.parent)).findings]
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    child.kill()  # its processes end with it
+    child.wait()
     said = directory / "actors-stall-hung"
     shutil.rmtree(said, ignore_errors=True)
     said.mkdir()
@@ -88,6 +85,8 @@ def main() -> int:
     fault, place = sys.argv[1], Path(sys.argv[2]).absolute()
     if fault == "hung":
         hung(place)
+    elif fault == "hanging":
+        asyncio.run(hanging(place))
     else:
         name, steps = {"killed": ("dead_replica-killed", 30), "slowed": ("slow_replica-slowed", 20)}[fault]
         asyncio.run(with_replicas(place, name, steps))

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan_rl.observability.console import is_json, say
+from torchtitan_rl.observability.json_filter import filter_stderr
 from torchtitan_rl.observability.status import note_end
 from torchtitan_rl.observability.user_code import told
 
@@ -36,6 +37,8 @@ _ATTACH_S = 60.0
 
 def ended(main_coroutine, status: Callable[[int], int] = int) -> int:
     """Runs a coroutine to its end; Ctrl-C gives exit status 130. Ends this process at once, with `status(code)`."""
+    if is_json():
+        filter_stderr()
     try:
         code = asyncio.run(main_coroutine)
     except KeyboardInterrupt:
@@ -72,11 +75,11 @@ def dry_run(args: argparse.Namespace, config) -> int:
     eval_families(config, family)
     if not (unread := unread_data(family, config.seed)):
         asyncio.run(check_reward(config, family))
-    print(f"{args.config}: valid; nothing was started")
+    say(f"{args.config}: valid; nothing was started", event="valid", to=sys.stdout)
     # Problems of this machine now, not of the config: a dry run only reports them.
     for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts), unread):
         if missing:
-            print(f"still needed: {missing}")
+            say(f"still needed: {missing}", event="needed", level="warning", to=sys.stdout)
     return 0
 
 

@@ -7,27 +7,33 @@ import pytest
 
 from scripts import mismatch_faults
 from tests.integration.conftest import ROOT
+from torchtitan_rl.observability.attempts import read_rollouts
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.explain_mismatch import ExplainMismatch
 from torchtitan_rl.run.explain_run import explain, text
 
 
-@pytest.fixture(scope="module")
-def run(loop, tmp_path_factory):
-    """A short local run with an explanation every other step, and a checkpoint after each."""
-    directory = tmp_path_factory.mktemp("explained") / "run"
+def played(loop, directory, every: int):
+    """The directory of a short local run with an explanation every so many steps and a checkpoint after each step, and
+    the run's explainers."""
     config = mismatch_faults.config_of(
         str(directory), controller__checkpoint_every=1, controller__keep_last=-1, controller__num_steps=4
     )
-    config.record.explain_mismatch_every = 2
+    config.record.explain_mismatch_every = every
 
     async def to_its_end():
         async with await Controller.launch(config, backend="local") as controller:
             await controller.train()
-            explained = next(one for one in controller.recorder.listeners if isinstance(one, ExplainMismatch))
-            return controller.run_dir, explained.cause
+            listeners = controller.recorder.listeners
+            return controller.run_dir, [one for one in listeners if isinstance(one, ExplainMismatch)]
 
     return loop.run_until_complete(to_its_end())
+
+
+@pytest.fixture(scope="module")
+def run(loop, tmp_path_factory):
+    run_dir, (explained,) = played(loop, tmp_path_factory.mktemp("explained") / "run", every=2)
+    return run_dir, explained.cause
 
 
 def test_every_other_step_has_the_parts_of_the_gap_and_nothing_is_left_unexplained(run):
@@ -83,6 +89,15 @@ def test_what_cannot_be_explained_is_said_in_a_sentence(here, run, arguments, sa
 def test_a_directory_without_a_run_is_said_to_be_one(here, tmp_path):
     done = here("explain-mismatch", str(tmp_path))
     assert done.returncode == 1 and "has no readable config.json" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_samples_and_trains_the_same_without_explanations_and_nothing_listens_then(loop, run, tmp_path):
+    without, listening = played(loop, tmp_path / "run", every=0)
+    assert listening == []
+    one, other = (list(read_rollouts(run_dir)) for run_dir in (run[0], without))
+    for name in ("turns", "sequences", "reward", "advantage"):
+        assert [record[name] for record in one] == [record[name] for record in other], name
 
 
 @pytest.mark.slow

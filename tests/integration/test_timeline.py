@@ -75,6 +75,17 @@ def test_leaf_spans_account_for_each_step(tmp_path, lag):
 
 
 @pytest.mark.slow
+def test_steps_with_environments_have_names_too(tmp_path):
+    short = ["--supervised.num-steps", "3", "--controller.num-steps", "4", "--controller.eval-every", "0"]
+    tasks = ["--controller.eval-tasks", "16", "--controller.test-tasks", "16", "--record.timeline", "True"]
+    watched(["train", str(ROOT / "configs" / "calculator.py"), *short, *tasks], tmp_path / "run")
+    steps = steps_of(Timeline.read(tmp_path / "run" / "timeline"))
+    assert len(steps) == 4
+    assert min(accounted(step) for step in steps) >= NAMED, [f"{accounted(step):.4f}" for step in steps]
+    assert all("wait for an environment" in shares(step) for step in steps)
+
+
+@pytest.mark.slow
 def test_chosen_ranks_are_profiled_in_chosen_steps(tmp_path):
     ranks = ["--profile", "2", "--record.profile.ranks", "policy-0", "generator-0-0"]
     steps = ["--supervised.num-steps", "1", "--controller.num-steps", "3", "--algorithm.tasks-per-step", "4"]

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from datetime import datetime
-from typing import Any
+from typing import Any, TextIO
 
 from torchtitan_rl.observability.run_log import encode
 
@@ -78,9 +78,9 @@ def is_json() -> bool:
     return os.environ.get(_VARIABLE) == "1"
 
 
-def say(text: str, *, event: str, level: str = "info") -> None:
-    """Prints to stderr: a text, or where JSON is wanted an object with the text as `message`."""
-    print(as_object(event, level, {"message": text}) if is_json() else text, file=sys.stderr, flush=True)
+def say(text: str, *, event: str, level: str = "info", to: TextIO | None = None) -> None:
+    """Prints to stderr, or to another stream: a text, or where JSON is wanted an object with the text as `message`."""
+    print(as_object(event, level, {"message": text}) if is_json() else text, file=to or sys.stderr, flush=True)
 
 
 class JsonFormatter(logging.Formatter):

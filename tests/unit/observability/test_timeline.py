@@ -12,7 +12,7 @@ import pytest
 import torchtitan_rl
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.timeline import recording
-from torchtitan_rl.observability.timeline.points import POINTS, Point
+from torchtitan_rl.observability.timeline.points import GARBAGE, POINTS, Point
 from torchtitan_rl.observability.timeline.span_file import SpanFile
 from torchtitan_rl.observability.timeline.spans import Spans
 from torchtitan_rl.observability.timeline.wrapping import find, wrap
@@ -202,3 +202,28 @@ def test_the_loops_spans_are_phases_and_steps_are_numbered(tmp_path):
     assert {by_id[span["in"]]["name"] for span in found if span["name"] == "generate"} == {"step"}
     assert all(span["kind"] == "phase" for span in found)
     assert recording.TIMELINE not in __import__("os").environ
+
+
+def slowly(task, completions):
+    time.sleep(0.02)
+    return [1.0 for _ in completions]
+
+
+def test_a_reward_process_records_itself(tmp_path, monkeypatch):
+    from torchtitan_rl.tasks import reward_process
+
+    told = {"directory": str(tmp_path), "offset_ns": 0, "boot": recording._boot()}
+    monkeypatch.setenv(recording.TIMELINE, json.dumps(told))
+    process = reward_process.RewardProcess()
+    process.load(slowly)
+    began = time.perf_counter_ns()
+    assert [process.call(None, ["a", "b"]), process.call(None, ["a"])] == [[1.0, 1.0], [1.0]]
+    ended = time.perf_counter_ns()
+    process.process.stdin.close()  # the end of the requests
+    assert process.process.wait(20) == 0
+    [file] = tmp_path.glob("reward.*.jsonl")
+    found = [span for span in spans_in(file) if span["name"] != GARBAGE]
+    first, wait, second = sorted(found, key=lambda span: span["start"])
+    assert [first["name"], wait["name"], second["name"]] == ["compute rewards", "wait for a request", "compute rewards"]
+    assert began < first["start"] and second["end"] < ended  # one clock for the processes of a host
+    assert first["end"] - first["start"] >= 20_000_000

@@ -97,7 +97,7 @@ def length_drift(facts: Facts, threshold: float) -> Said | None:
     accuracy = [Reading("eval/accuracy", line["step"], line["eval/accuracy"]) for line in facts.evaluations]
     answers = "accuracy is no better" if len(accuracy) > 1 else "the reward has not risen as much"
     what = f"completions went from {before:.1f} to {now:.1f} tokens, and {answers}"
-    return Said(f"{what}: something pays for length rather than for answers", [*early, *late, *accuracy[-3:]])
+    return Said(f"{what}: something else than right answers decides the length", [*early, *late, *accuracy[-3:]])
 
 
 def _better(facts: Facts) -> bool:

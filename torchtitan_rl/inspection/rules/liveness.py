@@ -13,7 +13,7 @@ __all__ = ["LIVENESS"]
 
 _LEAST_SILENCE_S, _START_S = 60.0, 300.0
 _LEAST_EXCESS_S = 5.0
-_FEW_SAMPLES = 12
+_FEW_SAMPLES, _LATE_SAMPLES = 12, 60
 _LEAST_GROWTH_MIB = 128.0
 _PARTS = ("time/reward_s", "time/generate_s", "time/forward_backward_s", "time/optim_s", "time/score_s", "time/sync_s")
 
@@ -31,8 +31,7 @@ def dead_replica(facts: Facts, threshold: float) -> Said | None:
         return None
     replaced = sum(event.get("kind") == "replica_replaced" for event in facts.events)
     who = ", ".join(sorted({str(event.get("who")) for event in lost})) or f"{number} of {replicas} replicas"
-    again = f"{replaced} replacements have started" if replaced else "no replacement has started"
-    return Said(f"{who}: lost, {number} times in all; {again}", evidence)
+    return Said(f"{who}: lost; losses in all: {number}, replacements that have started: {replaced}", evidence)
 
 
 def slow_replica(facts: Facts, threshold: float) -> Said | None:
@@ -50,13 +49,14 @@ def slow_replica(facts: Facts, threshold: float) -> Said | None:
 
 def _seconds_per_request(samples: list[dict[str, Any]]) -> dict[str, float]:
     """Replica -> mean seconds from sending a request to its answer, by Little's law: requests in flight, summed over
-    time, over requests answered."""
+    time, over requests answered. Of the newest samples."""
     waits: dict[str, float] = {}
     by_replica: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:
         if sample.get("in_flight_s") is not None:
             by_replica[str(sample["who"])].append(sample)
     for who, own in by_replica.items():
+        own = own[-_LATE_SAMPLES:]
         seconds, answered = (float(own[-1][name] - own[0][name]) for name in ("in_flight_s", "answered"))
         if answered >= _FEW_SAMPLES:
             waits[who] = seconds / answered

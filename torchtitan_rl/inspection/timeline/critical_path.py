@@ -48,7 +48,8 @@ def critical_path(step: Step, timeline: Timeline) -> list[Stretch]:
 
 def _backwards(step: Step) -> list[tuple[int, int, Piece | None]]:
     pieces = sorted(leaves(step), key=lambda piece: piece.start)
-    now, found = step.phase.end, []
+    found: list[tuple[int, int, Piece | None]] = []
+    now = step.phase.end
     while now > step.phase.start:
         before = [piece for piece in pieces if piece.start < now]
         if not before:

@@ -70,6 +70,8 @@ def report(timeline: Timeline, steps: Sequence[Step]) -> list[str]:
             lines.append(f"  {busy(process, here):6.1%}  {process.name} ({process.pid})")
     lines += ["", f"critical path of step {steps[-1].number}"]
     lines += _path(critical_path(steps[-1], timeline), steps[-1].seconds)
+    if moved := {process.name: process.moved_ns / 1e6 for process in timeline.processes if process.moved_ns}:
+        lines += ["", f"clocks of other hosts, ahead of the controller's by ms: {moved}"]
     if dropped := {process.name: process.dropped for process in timeline.processes if process.dropped}:
         lines += ["", f"spans that could not be written: {dropped}"]
     return lines

@@ -66,6 +66,10 @@ _CONTROLLER = (
     Point(f"{_RUN}.training:policy_objective", "make training data"),
     Point(f"{_DISPATCH}.training_steps:TrainingSteps._submit", "pack microbatches"),
     Point(f"{_DISPATCH}.training_steps:_merge", "read the trainer's answer"),
+    Point(f"{_RUN}.explain_mismatch:ExplainMismatch._chosen", "explain the mismatch", "running"),
+    Point(f"{_RUN}.explain_mismatch:ExplainMismatch._score", "explain the mismatch", "running"),
+    Point(f"{_RUN}.explain_mismatch:ExplainMismatch._explained", "explain the mismatch", "running"),
+    Point(f"{_RUN}.explain_mismatch:ExplainMismatch.fact", "explain the mismatch"),
     # Calls to the other processes.
     Point(f"{_DISPATCH}.role_mesh:RoleMesh.call_split", f"send {_ROLE}", "sent", f"wait for {_ROLE}"),
     Point(f"{_DISPATCH}.role_mesh:RoleMesh.call_each", f"send {_ROLE}", "sent", f"wait for {_ROLE}"),
