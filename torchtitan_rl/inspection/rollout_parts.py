@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,10 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["COLUMNS", "Parts"]
+__all__ = ["COLUMNS", "SCAN", "Parts", "literal"]
+
+SCAN = "read_parquet(?, filename=true, file_row_number=true, union_by_name=true, hive_partitioning=false)"
+"""Parquet files as rows, each with its file and its number there; directories named `a=b` are no columns."""
 
 COLUMNS = {
     "step": ("INTEGER", "step"),
@@ -119,9 +123,9 @@ class Parts:
             )
             part_of = "CAST(parse_filename(filename, true) AS INTEGER)"
             self._connection.execute(
-                f"insert into rollouts select {part_of}, file_row_number, NULL, NULL, {wanted} from read_parquet(?, "
-                "filename=true, file_row_number=true) where file_row_number >= ?",
-                [[str(files[part]) for part in parts], self._rows.get(parts[0], 0) if len(parts) == 1 else 0],
+                f"insert into rollouts select {part_of}, file_row_number, NULL, NULL, {wanted} from {SCAN} "
+                "where file_row_number >= ?",
+                [[literal(files[part]) for part in parts], self._rows.get(parts[0], 0) if len(parts) == 1 else 0],
             )
             self._connection.execute("delete from texts where part in (select unnest(?::INTEGER[]))", [parts])
 
@@ -164,6 +168,11 @@ _TYPES = {"INTEGER": pa.int32(), "VARCHAR": pa.string(), "DOUBLE": pa.float64(),
 _ARROW = {name: _TYPES[kind] for name, (kind, _) in COLUMNS.items()}
 _ARROW |= {"part": pa.int32(), "line": pa.int32(), "start": pa.int64(), "size": pa.int64()}
 _ARROW |= {"prompt": pa.string(), "text": pa.string()}
+
+
+def literal(file: Path) -> str:
+    """A path that DuckDB does not take for a pattern."""
+    return re.sub(r"[*?\[]", r"[\g<0>]", str(file))
 
 
 def _complete(stream: Any) -> Iterator[bytes]:

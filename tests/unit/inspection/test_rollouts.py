@@ -112,6 +112,13 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_shown(run_dir):
     assert rollouts.complete("r")["novel"] == [1]
 
 
+def test_a_directory_may_have_any_name(tmp_path):
+    rollouts = Rollouts(made_run(tmp_path / "lr=[0-1]*" / "step=3?" / "run"))
+    assert ids(rollouts, text="1 is right") == ["2/0/0"] and rollouts.find(Query()).rows[-1]["step"] == 1
+    record = rollouts.complete("2/0/0")
+    assert record["step"] == 1 and "lr" not in record and "filename" not in record
+
+
 def test_a_run_without_rollouts_has_none(tmp_path):
     rollouts = Rollouts(RunDir(tmp_path))
     assert rollouts.find(Query(text="x")).rows == [] and rollouts.steps() == [] and rollouts.groups(1) == []
