@@ -113,9 +113,8 @@ class Rollouts:
             self._parts.refresh(limit_s=0.6)
             return self._rows(
                 "select group_id, any_value(task_id) as task_id, any_value(left_out) as left_out, list(reward order by "
-                "part, line) as rewards, list(rollout_id order by part, line) as rollout_ids, list(num_tokens order by "
-                "part, line) as num_tokens from rollouts where step = ? and "
-                f"{self._counting()} group by group_id order by min(part), min(line) limit 2000",
+                "part, line) as rewards, list(rollout_id order by part, line) as rollout_ids from rollouts "
+                f"where step = ? and {self._counting()} group by group_id order by min(part), min(line) limit 2000",
                 [step],
             )
 
