@@ -216,5 +216,5 @@ def test_a_killed_replica_shows_in_the_health_within_five_seconds(page, going_on
     pid = int(re.search(r"pid (\d+)", (going_on / "logs" / "generator-1-0.log").read_text())[1])
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
-    page.wait_for_selector("td:has-text('replica_lost')", timeout=1000 * KILLED_WITHIN_S)
+    page.wait_for_selector("td b:has-text('replica_lost')", timeout=1000 * KILLED_WITHIN_S)
     print(f"\na killed replica showed after {time.monotonic() - killed:.1f} s")
