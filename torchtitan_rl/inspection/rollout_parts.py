@@ -38,6 +38,7 @@ COLUMNS = {
 }
 """Column of the index -> its type, and what it is in terms of the table's columns."""
 _SOURCES = {name: "num_tokens" if name == "num_turns" else name for name in COLUMNS}
+_BEFORE_TURNS = {"step", "attempt", "rollout_id", "group_id", "task_id", "text", "reward", "advantage", "num_tokens"}
 _LINES_AT_ONCE = 500
 
 
@@ -145,7 +146,7 @@ class Parts:
             at, row = self._offsets.get(part, 0), self._rows.get(part, 0)
             self._offsets[part] = at + len(line)
             try:
-                record = json.loads(line)
+                record = _head(line)
                 values = _light(record)
             except (ValueError, TypeError, AttributeError):
                 self.notes[name] = f"{self.directory.name}/{name}: a line is no JSON"
@@ -182,6 +183,17 @@ def _complete(stream: Any) -> Iterator[bytes]:
         if not line.endswith(b"\n"):
             return
         yield line
+
+
+def _head(line: bytes) -> dict[str, Any]:
+    """A record as far as its turns, which are long and come last; whole where that is not so."""
+    if (end := line.find(b', "turns": ')) > 0:  # in a text the quotes would be escaped
+        try:
+            if (record := json.loads(line[:end] + b"}")).keys() >= _BEFORE_TURNS:
+                return record
+        except ValueError:
+            pass
+    return json.loads(line)
 
 
 def _light(record: dict[str, Any]) -> tuple:

@@ -125,6 +125,22 @@ def test_a_run_without_rollouts_has_none(tmp_path):
     assert rollouts.complete("0/0/0") is None
 
 
+def test_a_key_or_a_text_called_turns_hides_nothing(tmp_path):
+    run_dir = RunDir.create(tmp_path)
+    (run_dir.path / "rollouts").mkdir()
+    records = [
+        {"step": 1, "text": 'he said, "turns": 3', "turns": [{"tokens": [1]}], "reward": 1.0, "rollout_id": "after"},
+        {"step": 1, "reward_parts": {"a": 1, "turns": 2}, "rollout_id": "nested", "reward": 2.0},
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (run_dir.path / "rollouts" / "000001.jsonl").write_text(text)
+    nested, after = Rollouts(run_dir).find(Query()).rows
+    assert (nested["rollout_id"], nested["reward"], after["reward"], after["text"]) == (
+        *("nested", 2.0, 1.0),
+        'he said, "turns": 3',
+    )
+
+
 def test_old_records_need_no_newer_columns(tmp_path):
     run_dir = RunDir.create(tmp_path)
     (run_dir.path / "rollouts").mkdir()
