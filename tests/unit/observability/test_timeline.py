@@ -80,6 +80,14 @@ def test_waits_that_overlap_are_one_span(spans):
     assert [(span["start"], span["end"]) for span in written(spans)] == [(5, 12), (20, 21)]
 
 
+def test_a_wait_that_goes_on_at_the_end_is_written_and_may_end_later(spans):
+    key = spans.wait_begins("wait for rewards", spans.now())
+    [found] = written(spans)
+    assert found["name"] == "wait for rewards" and found["end"] > found["start"]
+    spans.wait_ends(key, spans.now())
+    assert written(spans) == [found]
+
+
 class Mesh:
     role = "policy"
 
