@@ -82,7 +82,7 @@ def test_steps_with_environments_have_names_too(tmp_path):
     steps = steps_of(Timeline.read(tmp_path / "run" / "timeline"))
     assert len(steps) == 4
     assert min(accounted(step) for step in steps) >= NAMED, [f"{accounted(step):.4f}" for step in steps]
-    assert all("wait for an environment" in {piece.name for piece in leaves(step)} for step in steps)
+    assert all("run an environment" in {piece.name for piece in leaves(step)} for step in steps)
 
 
 @pytest.mark.slow

@@ -212,6 +212,40 @@ def test_the_loops_spans_are_phases_and_steps_are_numbered(tmp_path):
     assert recording.TIMELINE not in __import__("os").environ
 
 
+def test_environments_run_on_the_loop_or_in_a_thread(spans):
+    from torchtitan_rl.tasks.env import Env, Step
+    from torchtitan_rl.types import Task
+    from torchtitan_rl.workflows.episode import Episode
+
+    class Plain(Env):
+        def reset(self):
+            time.sleep(0.01)
+            return "hello"
+
+        def step(self, text):
+            return Step(observation="", reward=1.0, done=True)
+
+    class Waiting(Plain):
+        async def reset(self):
+            await asyncio.sleep(0.01)
+            return "hello"
+
+    async def main():
+        for kind in (Plain, Waiting):
+            assert await Episode(kind(), Task(id="a", prompt="b"), 5.0).reset() == "hello"
+
+    done = {}
+    wrap(spans, [point for point in POINTS if ".episode:" in point.where], done)
+    asyncio.run(main())
+    for put_back in done.values():
+        put_back()
+    found = written(spans)
+    threads = {span["thread"] for span in found if span["name"] == "run an environment"}
+    assert threads == {"MainThread", "environment"}
+    waits = [span["end"] - span["start"] for span in found if span["name"] == "wait for an environment"]
+    assert len(waits) == 2 and min(waits) >= 9_000_000
+
+
 def slowly(task, completions):
     time.sleep(0.02)
     return [1.0 for _ in completions]
