@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan_rl.observability.console import is_json, say
+from torchtitan_rl.observability.json_filter import filter_stderr
 from torchtitan_rl.observability.status import note_end
 from torchtitan_rl.observability.user_code import told
 
@@ -36,6 +37,8 @@ _ATTACH_S = 60.0
 
 def ended(main_coroutine, status: Callable[[int], int] = int) -> int:
     """Runs a coroutine to its end; Ctrl-C gives exit status 130. Ends this process at once, with `status(code)`."""
+    if is_json():
+        filter_stderr()
     try:
         code = asyncio.run(main_coroutine)
     except KeyboardInterrupt:
