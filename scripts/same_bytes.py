@@ -98,7 +98,7 @@ def compare(first: Path, second: Path) -> int:
     for what, rows in (("metrics.jsonl", metrics), ("rollouts", rollouts)):
         lines, others = rows(first), rows(second)
         if what == "rollouts" and lines and others:  # versions of the package may record more or fewer columns
-            both = lines[0].keys() & others[0].keys() - {"seconds"}
+            both = lines[0].keys() & others[0].keys() - {"seconds", "turn_seconds"}
             lines, others = ([{k: row[k] for k in both} for row in of_run] for of_run in (lines, others))
         names, num_lines = names.union(*lines), num_lines + len(lines)
         differing = (i for i, (a, b) in enumerate(zip(lines, others)) if a != b)
@@ -123,7 +123,10 @@ def metrics(run: Path) -> list[dict[str, str]]:
 
 def rollouts(run: Path) -> list[dict[str, str]]:
     """The records of all rollouts, values as Python writes them."""
-    return [{k: repr(value) for k, value in record.items()} for record in read_rollouts(RunDir(run))]
+    records = list(read_rollouts(RunDir(run)))
+    for sequence in (sequence for record in records for sequence in record["sequences"] or ()):
+        del sequence["turns"]  # which older versions of the package do not record; tokens and masks say the same
+    return [{k: repr(value) for k, value in record.items()} for record in records]
 
 
 if __name__ == "__main__":

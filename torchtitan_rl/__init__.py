@@ -24,6 +24,8 @@ _PUBLIC = {
     "RolloutGroup": "types",
     "plot_curve": "observability.plot",
     "Progress": "observability.progress",
+    "Run": "inspection.run",
+    "tinted": "html",
 }
 __all__ = list(_PUBLIC)
 

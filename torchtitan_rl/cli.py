@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 from torchtitan_rl import run_verbs, verbs
+from torchtitan_rl.observability.console import say, use_json
 from torchtitan_rl.observability.user_code import told
 
 __all__ = ["main"]
@@ -89,7 +90,8 @@ def _add_serve_tinker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--outcome", default="", help=argparse.SUPPRESS)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(chosen: str = "") -> argparse.ArgumentParser:
+    """The parser of all verbs. Of the verbs that look at runs, only the one that was chosen imports its module."""
     parser = argparse.ArgumentParser(
         prog="torchtitan-rl",
         description="Reinforcement learning of language models on torchtitan, Monarch, vLLM and TorchStore.",
@@ -120,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="N",
                 help="begin again from the newest checkpoint, at most N times, when the run is killed or fails",
             )
+            sub.add_argument("--profile", metavar="STEPS", help="torch.profiler's traces, such as 3,5-6")
             sub.add_argument("--serve", type=int, metavar="PORT", help="serve the run's newest version meanwhile")
             _add_address(sub, "serve-")
             sub.add_argument("--outcome", default="", help=argparse.SUPPRESS)  # of a run under --max-restarts
@@ -163,9 +166,12 @@ def _parser() -> argparse.ArgumentParser:
             _add_serve_tinker(sub)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.add_argument("--quiet", action="store_true", help="no progress display")
+        if verb == "train":
+            sub.add_argument("--json-logs", action="store_true", help="every line of the console is a JSON object")
     for name, looking in run_verbs.VERBS.items():
         sub = subparsers.add_parser(name, help=looking.text, description=looking.text, allow_abbrev=False)
-        looking.arguments(sub)
+        if name == chosen:
+            looking.load().add_arguments(sub)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
@@ -175,11 +181,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["quickstart"]:
         argv = ["train", str(QUICKSTART), *argv[1:]]
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = _parser(*argv[:1]).parse_known_args(argv)
     if args.verb in ("doctor", "sample", "serve", "export", "audit", *run_verbs.VERBS) and overrides:
         return verbs.fail(
             f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help"
         )
+    use_json(getattr(args, "json_logs", False))
     if getattr(args, "outcome", ""):
         from torchtitan_rl.launch.restarts import attempt
 
@@ -205,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int:
     if args.verb in run_verbs.VERBS:
-        return run_verbs.VERBS[args.verb].run(args)
+        return run_verbs.VERBS[args.verb].load().run(args)
     if args.verb == "doctor":
         from torchtitan_rl.doctor import report
 
@@ -220,12 +227,15 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
         return verbs.ended(verbs.export(args))
     from torchtitan_rl.config.derive import settled
     from torchtitan_rl.config.load import apply_overrides, load_config
+    from torchtitan_rl.config.recording import steps_of
     from torchtitan_rl.validation.advice import advice
     from torchtitan_rl.validation.remote import check_remote
     from torchtitan_rl.validation.run import check_local, validate
 
     config = load_config(args.config)
     apply_overrides(config, overrides)
+    if getattr(args, "profile", None) is not None:
+        config.record.profile.steps = steps_of(args.profile)
     if args.verb == "show":
         from torchtitan_rl.show import show
 
@@ -237,7 +247,7 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
     if args.verb == "train":
         config.controller.check_reward &= not args.no_reward_check
         for line in advice(config):
-            print(f"warning: {line}", file=sys.stderr)
+            say(f"warning: {line}", event="advice", level="warning")
     config = settled(config)
     if args.backend != "actors" and args.hosts:
         raise ValueError(

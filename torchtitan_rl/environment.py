@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
+    "TIMELINE",
     "has_nvidia_driver",
     "default_environment",
     "prepare_environment",
@@ -34,6 +35,10 @@ _DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+TIMELINE = "TORCHTITAN_RL_TIMELINE"
+"""The variable that tells the processes of a run to record what they do; see `observability.timeline.recording`."""
 
 
 def has_nvidia_driver() -> bool:

@@ -1,4 +1,4 @@
-"""The names of metrics, `area/what[_unit]`.
+"""The names of metrics, `area/what[_unit]`. docs/metrics.md says of each what it is and when to worry.
 
 A line of `metrics.jsonl` holds `step`, `phase` (`"supervised"`, `"reinforcement"` or `"evaluation"`) and at least the
 names of its phase. Lines of two further phases are events: `"checkpoint"`, and `"stop"` with the `stop/reason` of an
@@ -7,13 +7,15 @@ early end.
 
 from __future__ import annotations
 
-__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION"]
+import re
+
+__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "FEATURES", "entry"]
 
 SUPERVISED = (
-    "loss/mean",  # loss per trained token
-    "optim/grad_norm",  # L2 norm before clipping
+    "loss/mean",
+    "optim/grad_norm",
     "optim/lr",
-    "tokens/trained_per_s",  # targets with a loss, over the whole step's time
+    "tokens/trained_per_s",
     "time/step_s",
     "time/forward_backward_s",
     "time/optim_s",
@@ -22,62 +24,102 @@ SUPERVISED = (
 
 REINFORCEMENT = (
     *SUPERVISED,
-    "reward/mean",  # over rollouts
+    "reward/mean",
     "reward/std",
-    "reward/zero_std_frac",  # groups whose rewards are all equal: they teach nothing
-    "policy/entropy",  # nats per token
-    "policy/clip_frac",  # tokens whose ratio was clipped
-    "advantage/mean",  # over trained tokens
+    "reward/zero_std_frac",
+    "policy/entropy",
+    "policy/clip_frac",
+    "advantage/mean",
     "advantage/abs_max",
-    "policy/lag_max",  # policy versions between the oldest token and this step; with a lag allowed, publications
-    "mismatch/kl",  # trainer against generator on the batch before its first optimizer step, k3, nats per token
-    "mismatch/logprob_diff_max",  # largest absolute difference on the same tokens
-    "completion/length_mean",  # tokens
-    "completion/truncated_frac",  # ended by the token limit
-    "tokens/generated_per_s",  # over the time of generation
-    "time/generate_s",  # sampling, environments and rewards
-    "time/reward_s",  # the longest wait for the rewards of one group, within time/generate_s
-    "time/sync_s",  # push and pull of weights
+    "policy/lag_max",
+    "mismatch/kl",
+    "mismatch/logprob_diff_max",
+    "completion/length_mean",
+    "completion/truncated_frac",
+    "tokens/generated_per_s",
+    "time/generate_s",
+    "time/reward_s",
+    "time/sync_s",
 )
-"""In the line of every batch of the reinforcement phase; `step` is the number of optimizer steps after the batch.
+"""In the line of every batch of the reinforcement phase; `step` is the number of optimizer steps after the batch."""
 
-Every line also has `optim/num_steps` and `optim/skipped` of the batch, and `time/score_s` (forward passes that only
-score). By feature:
-
-- A reference: `policy/reference_kl` (k3, nats per token).
-- A lag (docs/asynchrony.md): `policy/lag_mean` (publications, over sampled tokens); for tokens of each age A
-  `policy/ratio_lagA_mean` (probability ratio of trainer to sampler before the first step), `policy/far_lagA_frac`
-  (ratios outside 0.8 to 1.2), `tokens/trained_lagA`; `batches/ready` (played batches that waited as the step began),
-  `trainer/idle_frac`, `generator/idle_frac` (of the time since the last line, without a request),
-  `generator/in_flight_mean` (requests), `generator/stall_s` (the engine's last load of weights), `time/eval_wait_s`
-  (the publication waited for an evaluation; not in `time/sync_s`). With `batch_order="finished"`:
-  `completion/long_frac` (rollouts of the batch, before filters, with half of `sampling.max_tokens` tokens or more),
-  `completion/long_played_frac` (the same of all rollouts played so far, trained or waiting).
-- An explanation of the gap (`record.explain_mismatch_every`, docs/mismatch.md), nats, mean and largest absolute value
-  over tokens of a few rollouts: `mismatch/noise_*`, `mismatch/stale_*`, `mismatch/kept_*`, `mismatch/unexplained_*`;
-  `mismatch/explained_tokens` (tokens whose parts are all known), `time/mismatch_s` (what the step waited for it).
-- An off-policy correction: `correction/weight_mean` (mean factor), `correction/changed_frac` (tokens whose factor was
-  truncated or masked).
-- Distillation (docs/distillation.md): `distill/kl` (nats per token: reverse KL to the teacher, its k1 estimate where
-  only sampled tokens are compared, or forward KL on the teacher's likeliest tokens), `distill/target_frac` (tokens with
-  such targets).
-- A critic: `critic/loss`, `critic/squared_error`, `critic/value_mean`, `critic/grad_norm`, `critic/skipped`.
-- Filters (docs/grouping.md): `filter/...`.
-- Environments: `rollout/turns_mean`, `rollout/limit_frac` (ended by a limit of turns, tokens or time).
-- A reward in parts (docs/rewards.md): `reward/part_NAME_mean` over the rollouts that have the part.
-- Several roles in a workflow: `reward/ROLE_mean` of each role.
-"""
-
-EVALUATION = (
-    "eval/name",  # of the task family
-    "eval/split",
-    "eval/accuracy",  # fraction of greedy completions that are correct
-    "eval/reward_mean",  # of greedy completions; without those whose attempt failed
-)
+EVALUATION = ("eval/name", "eval/split", "eval/accuracy", "eval/reward_mean")
 """In the line of every evaluation. `step` counts steps of the reinforcement phase: 0 is before the first step.
 
-Every line also has `eval/num_tasks`. With N samples per task: `eval/avg_at_N` (fraction of samples that are correct)
-and `eval/pass_at_K`. With two tasks or more: `eval/NAME_ci95_low` and `eval/NAME_ci95_high` of the accuracy, of
-avg_at_N and of pass_at_K (`run.intervals.mean_interval`). With a reward in parts: `eval/reward_part_NAME_mean`, of
-greedy completions. An evaluation of which every attempt failed has no `eval/reward_mean`.
+An evaluation of which every attempt failed has no `eval/reward_mean`.
 """
+
+FEATURES = {
+    "every batch": ("optim/num_steps", "optim/skipped", "tokens/trained", "tokens/generated", "time/score_s"),
+    "several replicas": ("generator/healthy_replicas",),
+    "a reference": ("policy/reference_kl",),
+    "a lag": (
+        "policy/lag_mean",
+        "policy/ratio_lagA_mean",
+        "policy/far_lagA_frac",
+        "tokens/trained_lagA",
+        "batches/ready",
+        "trainer/idle_frac",
+        "generator/idle_frac",
+        "generator/in_flight_mean",
+        "generator/stall_s",
+        "time/eval_wait_s",
+        "completion/long_frac",
+        "completion/long_played_frac",
+    ),
+    "an explanation of the gap": (
+        "mismatch/noise_mean",
+        "mismatch/noise_max",
+        "mismatch/stale_mean",
+        "mismatch/stale_max",
+        "mismatch/kept_mean",
+        "mismatch/kept_max",
+        "mismatch/unexplained_mean",
+        "mismatch/unexplained_max",
+        "mismatch/explained_tokens",
+        "time/mismatch_s",
+    ),
+    "an off-policy correction": ("correction/weight_mean", "correction/changed_frac"),
+    "distillation": ("distill/kl", "distill/target_frac"),
+    "a critic": ("critic/loss", "critic/squared_error", "critic/value_mean", "critic/grad_norm", "critic/skipped"),
+    "filters": (
+        "filter/zero_variance_groups",
+        "filter/overlong_groups",
+        "filter/overlong_rollouts",
+        "filter/overlong_penalty_mean",
+        "filter/resampled_tasks",
+        "filter/missing_tasks",
+        "filter/skipped_rollouts",
+        "filter/ungrouped_rollouts",
+    ),
+    "failures": ("failure/environment", "failure/workflow", "failure/reward", "failure/dropped_groups"),
+    "environments": ("rollout/turns_mean", "rollout/limit_frac", "rollout/NAME_mean"),
+    "a reward in parts": ("reward/part_NAME_mean",),
+    "several roles in a workflow": ("reward/ROLE_mean",),
+    "evaluations": (
+        "eval/num_tasks",
+        "eval/avg_at_N",
+        "eval/pass_at_K",
+        "eval/NAME_ci95_low",
+        "eval/NAME_ci95_high",
+        "eval/reward_part_NAME_mean",
+    ),
+    "checkpoints": ("checkpoint/name", "checkpoint/failed", "time/stage_s", "time/write_s"),
+    "an early end": ("stop/reason",),
+}
+"""What else lines hold, by feature. Capitals stand for an age in publications (A), a number of samples (N, K), or a
+name (NAME, ROLE)."""
+
+_STANDS_FOR = {"A": "[0-9]+", "N": "[0-9]+", "K": "[0-9]+", "NAME": "[a-z0-9_]+", "ROLE": "[a-z0-9_]+"}
+
+
+def entry(name: str) -> str | None:
+    """The name above that a metric of a line has, capitals filled in; None for a metric of a loss of one's own.
+
+    Example: `entry("policy/ratio_lag2_mean")` is `"policy/ratio_lagA_mean"`.
+    """
+    every = [*REINFORCEMENT, *EVALUATION, *(known for names in FEATURES.values() for known in names)]
+    if name in every:
+        return name
+    patterns = {known: re.sub("[A-Z]+", lambda capitals: _STANDS_FOR[capitals[0]], known) for known in every}
+    return next((known for known, pattern in patterns.items() if re.fullmatch(pattern, name)), None)

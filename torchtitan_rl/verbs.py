@@ -13,6 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from torchtitan_rl.observability.console import is_json, say
+from torchtitan_rl.observability.json_filter import filter_stderr
+from torchtitan_rl.observability.status import note_end
 from torchtitan_rl.observability.user_code import told
 
 __all__ = [
@@ -34,6 +37,8 @@ _ATTACH_S = 60.0
 
 def ended(main_coroutine, status: Callable[[int], int] = int) -> int:
     """Runs a coroutine to its end; Ctrl-C gives exit status 130. Ends this process at once, with `status(code)`."""
+    if is_json():
+        filter_stderr()
     try:
         code = asyncio.run(main_coroutine)
     except KeyboardInterrupt:
@@ -48,7 +53,7 @@ def ended(main_coroutine, status: Callable[[int], int] = int) -> int:
 def fail(message: str) -> int:
     """Prints an error, at most three lines. Returns the exit status."""
     lines = message.strip().splitlines()[:3] or ["unknown"]
-    print("\n".join(["error: " + lines[0], *lines[1:]]), file=sys.stderr)
+    say("\n".join(["error: " + lines[0], *lines[1:]]), event="error", level="error")
     return 1
 
 
@@ -70,11 +75,11 @@ def dry_run(args: argparse.Namespace, config) -> int:
     eval_families(config, family)
     if not (unread := unread_data(family, config.seed)):
         asyncio.run(check_reward(config, family))
-    print(f"{args.config}: valid; nothing was started")
+    say(f"{args.config}: valid; nothing was started", event="valid", to=sys.stdout)
     # Problems of this machine now, not of the config: a dry run only reports them.
     for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts), unread):
         if missing:
-            print(f"still needed: {missing}")
+            say(f"still needed: {missing}", event="needed", level="warning", to=sys.stdout)
     return 0
 
 
@@ -106,6 +111,7 @@ async def _guarded(args, start, body) -> int:
     `start` is `Controller.launch` with all arguments bound but `hosts` and `backend`.
     """
     from torchtitan_rl.run.ends import PREEMPTED_STATUS, Ended, Preempted
+    from torchtitan_rl.run.summary import next_command
 
     controller, args.final = None, True  # only a failure may be mended by a restart
     try:
@@ -120,26 +126,37 @@ async def _guarded(args, start, body) -> int:
         await body(controller)
         return 0
     except asyncio.CancelledError:
+        _note_end(controller, "interrupted", "asked to end at once")
+        line = "" if is_json() else "\n"  # below the ^C
         where = f"{_where(controller)}; metrics so far are in {controller.run_dir.path}" if controller else ""
-        print(f"\ninterrupted {where or 'during start-up'}", file=sys.stderr)
+        say(f"{line}interrupted {where or 'during start-up'}", event="interrupted", level="warning")
         return 130
     except Preempted as end:
-        print(
-            f"stopped {_where(controller)} with a checkpoint: {end}; go on with --resume latest --output-dir "
-            f"{controller.run_dir.path}",
-            file=sys.stderr,
-        )
+        _note_end(controller, "preempted", str(end))
+        go_on = f"go on with --resume latest --output-dir {controller.run_dir.path}"
+        say(f"stopped {_where(controller)} with a checkpoint: {end}; {go_on}", event="stopped", level="warning")
         return PREEMPTED_STATUS
     except Exception as error:
         args.final = isinstance(error, (Ended, ValueError))
         if args.debug:
             traceback.print_exc()
-        return fail(told(error))
+        _note_end(controller, "run_failed", told(error))
+        status = fail(told(error))
+        if controller and args.verb == "train":
+            say(f"see why: {next_command('diagnose', controller.run_dir.path)}", event="next")
+        return status
     finally:
         if controller and args.hosts:
             await controller.close()  # other hosts' processes cannot be killed from here
         elif controller:
-            controller.launcher.kill()  # `close` would take seconds; all files are written
+            controller.launcher.kill()  # `close` would take seconds; all files of the run are written
+            controller.recorder.close()
+
+
+def _note_end(controller, kind: str, text: str) -> None:
+    """Notes in the run's events why it ends before its last step."""
+    if controller is not None:
+        note_end(controller.recorder, kind, text)
 
 
 def _where(controller) -> str:
@@ -156,38 +173,22 @@ def _sigterm(controller, task: asyncio.Task) -> None:
 
 async def train(args: argparse.Namespace, config) -> int:
     from torchtitan_rl.hosts.watchdog import alive
+    from torchtitan_rl.observability.json_console import JsonProgress
     from torchtitan_rl.observability.plot import plot_curve
     from torchtitan_rl.observability.progress import Progress
     from torchtitan_rl.run.controller import Controller
     from torchtitan_rl.run.gateway import serving
+    from torchtitan_rl.run.summary import summary_rows
 
-    progress, address = Progress(quiet=args.quiet), _address(args, args.serve, args.serve_host)
+    progress = (JsonProgress if args.json_logs else Progress)(quiet=args.quiet)
+    address = _address(args, args.serve, args.serve_host)
 
     async def body(controller: Controller) -> None:
         async with serving(controller, address, quiet=args.quiet):
             report = await controller.train()
         curve = controller.run_dir.path / "curve.png"
         plot_curve(controller.run_dir.read_metrics(), curve)
-        warm, k = report["warm start"], config.controller.pass_at_k
-        progress.final_table(
-            [
-                ("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}"),
-                *(
-                    [(f"pass@{k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}")]
-                    if warm.pass_at_k is not None
-                    else []
-                ),
-                ("greedy accuracy after reinforcement (validation)", f"{report['validation'].accuracy:.3f}"),
-                *(
-                    (f"greedy accuracy after reinforcement ({name})", f"{report[name].accuracy:.3f}")
-                    for name in config.controller.eval_sets
-                ),
-                ("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"),
-                *([("stopped early", controller.ended_early)] if controller.ended_early else []),
-                ("curve", str(curve)),
-                ("checkpoint", str(controller.run_dir.checkpoint_path(controller.state.step))),
-            ]
-        )
+        progress.final_table(summary_rows(controller, report, curve))
 
     with alive(config.controller.hang_timeout_s):
         return await _guarded(

@@ -69,7 +69,7 @@ def short_run(tmp_path_factory) -> SimpleNamespace:
     `processes` it had."""
     path = tmp_path_factory.mktemp("short") / "run"
     with nothing_left():
-        return watched(["train", str(ROOT / "configs" / "quickstart.py"), *SHORT], path)
+        return watched(["train", str(ROOT / "configs" / "quickstart.py"), *SHORT, "--record.timeline", "True"], path)
 
 
 def watched(arguments: list[str], path: Path, typed: str = "") -> SimpleNamespace:

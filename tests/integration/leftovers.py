@@ -10,8 +10,8 @@ import psutil
 
 
 def abandoned(before: set[str]) -> set[str]:
-    """Segments of shared memory that are new and that no process maps."""
-    left = set(os.listdir("/dev/shm")) - before
+    """Segments of shared memory that are new and that no process maps. Directories are the simulator's."""
+    left = {file.name for file in Path("/dev/shm").iterdir() if not file.is_dir()} - before
     for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
         try:
             text = maps.read_text()

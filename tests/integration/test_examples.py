@@ -96,7 +96,7 @@ def test_the_commands_of_a_page_are_accepted(words, here, directory):
     if verb in ("train", "quickstart"):
         arguments.append("--dry-run")
     elif verb not in ("doctor", "show"):
-        _, unknown = cli._parser().parse_known_args([verb, *arguments])
+        _, unknown = cli._parser(verb).parse_known_args([verb, *arguments])
         assert not unknown
         return
     ran = here(verb, *arguments)

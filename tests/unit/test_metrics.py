@@ -1,10 +1,14 @@
 """Names of metrics, means and their intervals."""
 
+import json
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 
+from tests.recorded import RECORDED
 from torchtitan_rl import metrics
 from torchtitan_rl.run import intervals, lines
 from torchtitan_rl.run.lines import StepMetrics
@@ -15,6 +19,49 @@ def test_reinforcement_has_what_supervised_has_and_no_name_twice():
     assert metrics.REINFORCEMENT[:7] == metrics.SUPERVISED
     every = metrics.REINFORCEMENT + metrics.EVALUATION
     assert len(set(every)) == len(every) == 27
+
+
+NAMES = [*metrics.REINFORCEMENT, *metrics.EVALUATION, *(name for names in metrics.FEATURES.values() for name in names)]
+
+
+def definitions() -> list[list[str]]:
+    """The rows of the page's tables of definitions, cell by cell."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    tables = re.findall(r"^\| name \| unit .*\n\|---.*\n((?:\|.*\n)*)", page, re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for table in tables for row in table.splitlines()]
+
+
+def test_the_page_defines_every_name_once_and_no_other():
+    assert sorted(row[0].strip("`") for row in definitions()) == sorted(NAMES)
+
+
+def test_a_definition_says_unit_reduction_and_meaning():
+    for name, unit, reduction, meaning, worry in definitions():
+        assert unit and meaning and (reduction or unit in ("text", "0 or 1")), name
+        assert worry or unit in ("text", "tokens", "fraction", "as NAME", "reward"), name
+
+
+def test_every_name_in_a_recorded_run_is_defined():
+    lines = [json.loads(line) for file in RECORDED.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
+    names = {name for line in lines for name in line} - {"step", "phase"}
+    assert len(names) > 40 and {name for name in names if metrics.entry(name) is None} == set()
+
+
+@pytest.mark.parametrize(
+    "name, known",
+    [
+        ("reward/mean", "reward/mean"),
+        ("policy/ratio_lag12_mean", "policy/ratio_lagA_mean"),
+        ("eval/pass_at_8", "eval/pass_at_K"),
+        ("eval/avg_at_8_ci95_low", "eval/NAME_ci95_low"),
+        ("reward/part_exact_mean", "reward/part_NAME_mean"),
+        ("reward/seller_mean", "reward/ROLE_mean"),
+        ("mine/gap", None),
+        ("eval/pass_at_k", None),
+    ],
+)
+def test_the_definition_that_a_name_falls_under(name, known):
+    assert metrics.entry(name) == known
 
 
 def test_mean_std_divides_by_n():

@@ -71,6 +71,10 @@ class Generator(Actor):
         return await self.rank.load(version)
 
     @concurrent_endpoint
+    async def profile(self, file: str) -> None:
+        await self.rank.profile(file)
+
+    @concurrent_endpoint
     async def probe(self) -> None:
         await self.rank.probe()
 

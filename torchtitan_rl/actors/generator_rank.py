@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.generator_steps import GeneratorSteps
+from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model.vllm_engine import Engine
 from torchtitan_rl.weights import layout
@@ -68,6 +69,10 @@ class GeneratorRank(GeneratorSteps):
         if difference := explain_difference(offered, held):
             raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
         self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
+
+    async def profile(self, file: str) -> None:
+        """Begins to profile this process; with `file`, ends and writes the trace there."""
+        profiled(file)
 
     async def probe(self) -> None:
         """Returns once the engine's thread has given a sign of life."""

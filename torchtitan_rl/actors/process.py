@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager
 
 from torchtitan_rl import platform
+from torchtitan_rl.environment import TIMELINE
 from torchtitan_rl.observability.logs import setup_rank_logging
 
 __all__ = ["prepare_process", "setup_logs", "heavy_imports"]
@@ -24,6 +25,10 @@ def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log
     setup_logs(role, rank, world_size, log_dir)
     platform.set_threads(num_threads)
     atexit.register(_leave)
+    if TIMELINE in os.environ:
+        from torchtitan_rl.observability.timeline import recording
+
+        recording.begin(f"{role}-{rank}")
 
 
 def setup_logs(role: str, rank: int, world_size: int, log_dir: str | None) -> None:
@@ -51,3 +56,7 @@ def heavy_imports():
     finally:
         gc.freeze()
         gc.enable()
+    if TIMELINE in os.environ:
+        from torchtitan_rl.observability.timeline import recording
+
+        recording.look()

@@ -63,6 +63,10 @@ class PolicyTrainer(Actor):
         return await answer if inspect.isawaitable(answer) else answer
 
     @endpoint
+    async def profile(self, file: str) -> None:
+        self.rank.profile(file)
+
+    @endpoint
     async def offload(self, parts: list[str]) -> None:
         self.rank.offload(parts)
 

@@ -12,6 +12,7 @@ from torchtitan.distributed.utils import set_determinism
 from torchtitan_rl.actors.adapter_slots import AdapterSlots
 from torchtitan_rl.actors.build import build_model, build_optimizers
 from torchtitan_rl.actors.operations import TRAINED_ROLES, TRAINER_NEEDS
+from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.actors.trainer_files import TrainerFiles
 from torchtitan_rl.actors.trainer_steps import TrainerSteps
 from torchtitan_rl.config.actors import TrainerConfig
@@ -92,6 +93,10 @@ class TrainerRank(TrainerSteps):
         """Clears moments and step count, for a new phase with another loss."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
+
+    def profile(self, file: str) -> None:
+        """Begins to profile this process; with `file`, ends and writes the trace there."""
+        profiled(file)
 
     # Residency: the parts on the device.
 

@@ -13,6 +13,7 @@ from torchtitan_rl.config.algorithm import (
 )
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
+from torchtitan_rl.config.recording import RecordConfig, WandbConfig
 from torchtitan_rl.config.resolve import flat, function_name, resolved
 from torchtitan_rl.config.run import (
     COLOCATION,
@@ -40,6 +41,7 @@ __all__ = [
     "LoRAConfig",
     "ModelConfig",
     "Qwen3Shape",
+    "RecordConfig",
     "RoleConfig",
     "RolesConfig",
     "RunConfig",
@@ -48,6 +50,7 @@ __all__ = [
     "StopConfig",
     "SupervisedConfig",
     "TrainerConfig",
+    "WandbConfig",
     "WeightSyncConfig",
     "apply_overrides",
     "flat",

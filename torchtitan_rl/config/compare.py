@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["differences", "is_harmless"]
+__all__ = ["differences", "is_harmless", "leaves"]
 
 _HARMLESS = (
     "name",
     "output_dir",
     "controller.",
+    "record.",
     "weight_sync.",
+    "record.",
     "roles.colocation",
     # Layout and speed: the state of a checkpoint fits every layout.
     *(
@@ -55,7 +57,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[
     """Dotted path -> (value before, value now) of every field that differs between two `config.resolve.resolved`; None
     stands for a field that one of them lacks. Fields that did not exist yet when `before` was written are left out; a
     section that was None then is a difference of each of its fields."""
-    left, right = dict(_leaves(before)), dict(_leaves(json.loads(json.dumps(now))))  # tuples become lists, as in files
+    left, right = dict(leaves(before)), dict(leaves(json.loads(json.dumps(now))))  # tuples become lists, as in files
     switched_on = [path for path in right if path not in left and any(part in left for part in _sections(path))]
     paths = [*left, *switched_on]
     return {path: (left.get(path), right.get(path)) for path in paths if left.get(path) != right.get(path)}
@@ -67,9 +69,10 @@ def _sections(path: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every field of a resolved config."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
-            yield from _leaves(item, f"{path}.{name}" if path else name)
+            yield from leaves(item, f"{path}.{name}" if path else name)
     else:
         yield path, value

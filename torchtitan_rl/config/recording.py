@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-__all__ = ["RecordConfig"]
+__all__ = ["ProfileConfig", "RecordConfig", "WandbConfig", "steps_of"]
+
+
+@dataclass(kw_only=True, slots=True)
+class WandbConfig:
+    """A run of Weights & Biases, with its files in the run's directory."""
+
+    project: str = "torchtitan-rl"
+    """Project that the run belongs to."""
+    entity: str = ""
+    """Team or user that the project belongs to; empty: the default one of the key."""
+    group: str = ""
+    """Runs with the same group are shown together, such as the seeds of one setting; empty: none."""
+    mode: Literal["offline", "online"] = "offline"
+    """`offline` writes files that `wandb sync` uploads later; `online` uploads during the run and needs a key."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ProfileConfig:
+    """Traces by torch.profiler, in `timeline/profile/` of the run's directory."""
+
+    steps: list[int] = field(default_factory=list)
+    """Optimizer steps of the reinforcement phase, from 1; each is profiled with its whole batch: generation, training,
+    publication. `train --profile 3,5-6` sets [3, 5, 6]."""
+    ranks: list[str] = field(default_factory=lambda: ["policy-0"])
+    """The ranks, named as their logs are: role and rank, such as `policy-0`, `generator-0-0` (replica 0, rank 0)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RecordConfig:
     """What is recorded of a run beside `metrics.jsonl`, and where it goes. Nothing here changes what is trained."""
 
+    health: bool = True
+    """Whether `status.json` says what the run is doing, and the table `events` which warnings it gave."""
+    diagnose: bool = True
+    """Whether the rules of `torchtitan-rl diagnose` look at the run while it goes on and warn once each, and the table
+    `samples` has the memory of the run's processes."""
+    thresholds: dict[str, float] = field(default_factory=dict)
+    """Rule -> threshold, in place of the rule's own; docs/diagnose.md has the rules."""
+    tensorboard: bool = False
+    """Whether metrics also go to event files for TensorBoard, in the run's directory. Needs the extra `tensorboard`."""
+    wandb: WandbConfig | None = None
+    """Where metrics go at Weights & Biases; None: nowhere. Needs the extra `wandb`."""
+    sinks: list[Callable[..., Any]] = field(default_factory=list)
+    """Sinks of one's own: functions `(line) -> None`, called with every line of metrics, or classes of `Listener`, made
+    without arguments. Each is called in a thread of its own; a sink that fails or hangs is reported once."""
+    timeline: bool = False
+    """Whether every process records what it does when, for `torchtitan-rl timeline RUN`."""
     explain_mismatch_every: int = 0
     """Optimizer steps between explanations of the gap between trainer and generators (docs/mismatch.md); 0: none."""
     explain_mismatch_rollouts: int = 8
     """Rollouts that are scored again for each explanation."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+def steps_of(text: str) -> list[int]:
+    """The steps of a list such as "3,5-6": [3, 5, 6]. Raises ValueError for anything else."""
+    steps = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not (last.isdecimal() and int(first) <= int(last))):
+            raise ValueError(f"--profile={text!r}: {part!r} is no step and no range; write steps as in 3,5-6")
+        steps |= set(range(int(first), int(last or first) + 1))
+    return sorted(steps)

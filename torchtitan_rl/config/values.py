@@ -35,6 +35,7 @@ def words_of(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value if repr(value) == f"'{value}'" and not value.startswith("--") else repr(value)]
     if isinstance(value, (list, tuple)):
+        value = [function_name(v) if callable(v) else v for v in value]
         plain = all(isinstance(v, (int, float)) or isinstance(v, str) and re.fullmatch(r"[\w./:]+", v) for v in value)
         return [str(v) for v in value] if value and plain else [repr(list(value))]
     return [function_name(value) if callable(value) else str(value)]
@@ -75,6 +76,8 @@ def parsed(kind: Any, flag: str, words: list[str], held: Any = None) -> Any:
         words = [text.capitalize()]
     else:
         words = [ast.literal_eval(text) if _is_quoted(text) and str in kinds else text]
+    if get_origin(kind) is list and get_origin(get_args(kind)[0]) is collections.abc.Callable:
+        return [_function(flag, word, None) for word in words]
     return _tyro(kind, flag, text, words)
 
 

@@ -162,7 +162,8 @@ class Placement:
                 await mesh.call_leader(endpoint, *args)
             except WorkerLost as error:
                 self._meshes["generator"].remove(mesh)
-                logger.warning("%s takes no more turns: %s", mesh.role, error)
+                told = {"event": "replica_out_of_turns", "who": mesh.role}
+                logger.warning("%s takes no more turns: %s", mesh.role, error, extra=told)
                 if not self._meshes["generator"]:
                     raise
 

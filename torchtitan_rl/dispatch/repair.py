@@ -61,9 +61,11 @@ class Repair:
                 reason = str(error)
                 if replica is not None:
                     await replica.release()  # it may hold a version that was served when it began to catch up
-                logger.warning("%s: its replacement did not start: %s", role, reason)
+                told = {"event": "replica_not_replaced", "who": role}
+                logger.warning("%s: its replacement did not start: %s", role, reason, extra=told)
                 continue
-            logger.warning("%s: replaced after %.1f s", role, self._clock() - began)
+            told = {"event": "replica_replaced", "who": role}
+            logger.warning("%s: replaced after %.1f s", role, self._clock() - began, extra=told)
             return replica
 
     async def probe(self, current: Callable[[], Replica], lose: Callable[[Replica, ReplicaLost], None]) -> None:

@@ -44,6 +44,17 @@ class SamplingClient(SamplingSteps):
         """Per replica, the seconds for which its engine stood still at its last load of weights."""
         return [replica.stall_s for replica in self._replicas]
 
+    async def profile(self, role: str, rank: int, file: str) -> None:
+        """Begins to profile a rank of the replica `role`; with `file`, ends and writes the trace there."""
+        replica = next(replica for replica in self._replicas if replica.mesh.role == role)
+        await replica.mesh.call_rank(rank, "profile", file)
+
+    def request_times(self) -> dict[str, tuple[float, int]]:
+        """Role of each replica -> `TimedRouter.times`; {} with one replica."""
+        if self._router is None:
+            return {}
+        return {replica.mesh.role: times for replica, times in zip(self._replicas, self._router.times(), strict=True)}
+
     def held(self) -> int | None:
         """The version that every healthy replica holds, also while a newer one is fetched; None where they differ."""
         versions = {replica.held for replica in self._replicas if replica.lost is None}
@@ -118,7 +129,8 @@ class SamplingClient(SamplingSteps):
             return
         replica.lost = str(error)
         left = list(self.health().values()).count("healthy")
-        logger.warning("a generator replica is lost, %d left: %s", left, error)
+        told = {"event": "replica_lost", "who": replica.mesh.role}
+        logger.warning("a generator replica is lost, %d left: %s", left, error, extra=told)
         if self._repair is None:
             self._start(self._abandon(replica))
         else:

@@ -15,9 +15,10 @@ from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
-from torchtitan_rl.dispatch.router import Router
+from torchtitan_rl.dispatch.timed_router import TimedRouter
 from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
+from torchtitan_rl.types.refusals import refuse_prompt
 
 __all__ = ["SamplingSteps", "fail"]
 
@@ -39,7 +40,7 @@ class SamplingSteps(ABC):
         """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
         lost replicas; None: they stay lost."""
         self._versions, self._placement = versions, placement
-        self._router = router = Router(len(replicas)) if len(replicas) > 1 else None
+        self._router = router = TimedRouter(len(replicas)) if len(replicas) > 1 else None
         self._replica = lambda mesh, index: Replica(
             mesh, versions, verify, None if router is None else partial(router.loaded, index)
         )
@@ -117,18 +118,10 @@ class SamplingSteps(ABC):
     ) -> Completion:
         """One completion. Raises ValueError for an empty prompt, and when prompt and completion exceed the context."""
         if not tokens or len(tokens) + params.max_tokens > self._max_model_len:
-            self._refuse_prompt(len(tokens), params.max_tokens)
+            refuse_prompt(len(tokens), params.max_tokens, self._max_model_len)
         completion = await self._submit(Request(list(tokens), params), policy_version)
         completion.filtered = ", ".join(f"{n}={x}" for n, ok in NEUTRAL.items() if (x := getattr(params, n)) not in ok)
         return completion
-
-    def _refuse_prompt(self, num_tokens: int, max_tokens: int) -> None:
-        if num_tokens + max_tokens > self._max_model_len:
-            raise ValueError(
-                f"prompt of {num_tokens} tokens + max_tokens={max_tokens}: exceed "
-                f"generator.max_model_len={self._max_model_len}; shorten one or raise the other"
-            )
-        raise ValueError("prompt=[]: has no tokens; give at least one")
 
     async def _submit(self, request: Request, version: int | None):
         if self.policy_version is None:

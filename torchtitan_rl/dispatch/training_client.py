@@ -48,6 +48,11 @@ class TrainingClient(TrainingSteps):
         ]  # none is read, and hidden states are large
         return self._submit("forward", data, sent, temperature, top_k, hidden)
 
+    async def profile(self, role: str, rank: int, file: str) -> None:
+        """Begins to profile a rank of this role; with `file`, ends and writes the trace there."""
+        assert role == self._mesh.role
+        await self._mesh.call_rank(rank, "profile", file)
+
     def reset_optimizer(self) -> asyncio.Future[None]:
         """Forgets the optimizer's moments and step count."""
         return self._call("reset_optimizer")

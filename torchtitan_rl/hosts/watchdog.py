@@ -10,12 +10,13 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from torchtitan_rl.observability.console import say
 
 __all__ = ["SIGNS_OF_LIFE", "START_S", "sign_of_life", "alive", "end_if_overdue", "watch"]
 
@@ -59,10 +60,11 @@ def end_if_overdue(file: Path) -> None:
         return
     if time.time() > promise["until"]:
         file.unlink()  # the next attempt has not promised anything yet
-        print(
+        say(
             f"error: the controller (pid {promise['pid']}) gave no sign of life for {promise['within_s']:g} s "
             "(controller.hang_timeout_s) and was killed",
-            file=sys.stderr,
+            event="error",
+            level="error",
         )
         try:
             os.kill(promise["pid"], signal.SIGKILL)

@@ -226,7 +226,8 @@ class Launcher:
         self.failures.append(report)
         # Every process has an actor that forwards logs, and some have been spares: no line of their own.
         if not self._stopping and not failure.mesh_name.startswith(("logger-", "spare-")):
-            logger.warning("Monarch reports: %s", report[:500])
+            told = {"event": "process_failed", "who": failure.mesh_name}
+            logger.warning("Monarch reports: %s", report[:500], extra=told)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Stops every mesh, then kills the processes that are left after `timeout_s` or cannot be stopped."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torchtitan_rl.environment import end_with_parent, without_torchrun
 from torchtitan_rl.hosts import watchdog
+from torchtitan_rl.observability.console import say
 
 __all__ = ["run_with_restarts", "attempt", "leave_outcome"]
 
@@ -46,7 +47,7 @@ def run_with_restarts(verb: str, arguments: list[str], max_restarts: int) -> int
         except ChildFailedError as error:
             _, failure = error.get_first_failure()
             ended = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else "failed"
-            print(f"error: the last attempt {ended}; {max_restarts} restarts are used up", file=sys.stderr)
+            say(f"error: the last attempt {ended}; {max_restarts} restarts are used up", event="error", level="error")
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         except SignalException as error:  # the worker has had SIGTERM too
             return _status(outcome, otherwise=128 + int(error.sigval))

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ __all__ = [
     "locked",
     "unlock",
     "begin",
+    "begun",
     "attempts",
     "cut_metrics",
     "read_ledger",
@@ -113,20 +114,21 @@ def cut_metrics(run_dir: RunDir, size: int, attempt: int) -> int:
 def read_ledger(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """The records of draws that count, in order: of attempts before a later one went on from an earlier step, only the
     draws that had ended by that step."""
-    begun, records = _begun(run_dir), list(run_dir.tables["ledger"].read())
+    begins, records = begun(run_dir), list(run_dir.tables["ledger"].read())
     ended = {(record["attempt"], record["draw"]): record["step"] for record in records if record["event"] != "admitted"}
     for record in records:
         step = record["step"]
         if record["event"] == "admitted":  # by its end: batches before it may turn out to have fewer steps than planned
             step = ended.get((record["attempt"], record["draw"]), step + 1)
-        if all(step <= bound for attempt, bound in begun.items() if attempt > record["attempt"]):
+        if all(step <= bound for attempt, bound in begins.items() if attempt > record["attempt"]):
             yield record
 
 
-def read_rollouts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+def read_rollouts(run_dir: RunDir, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """The records of all rollouts that count, in order: without those of an attempt after the step from which a later
-    attempt went on. Such rollouts did not train the policy that the run ended with."""
-    return _counting(run_dir, "rollouts")
+    attempt went on. Such rollouts did not train the policy that the run ended with. `columns` are those to read, `step`
+    and `attempt` among them; None: all."""
+    return _counting(run_dir, "rollouts", columns)
 
 
 def read_versions(run_dir: RunDir) -> Iterator[dict[str, Any]]:
@@ -134,15 +136,16 @@ def read_versions(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     return _counting(run_dir, "versions")
 
 
-def _counting(run_dir: RunDir, table: str) -> Iterator[dict[str, Any]]:
-    begun = _begun(run_dir)
-    for record in run_dir.tables[table].read():
-        if all(record["step"] <= step for later, step in begun.items() if later > record["attempt"]):
+def _counting(run_dir: RunDir, table: str, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    begins = begun(run_dir)
+    for record in run_dir.tables[table].read(columns):
+        if all(record["step"] <= step for later, step in begins.items() if later > record["attempt"]):
             yield record
 
 
-def _begun(run_dir: RunDir) -> dict[int, int]:
-    """Attempt -> steps of the reinforcement phase before it."""
+def begun(run_dir: RunDir) -> dict[int, int]:
+    """Attempt -> steps of the reinforcement phase before it. What an earlier attempt recorded after that step does not
+    count."""
     return {a["attempt"]: a["step"] if a["phase"] == "reinforcement" else 0 for a in attempts(run_dir)}
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from torchtitan_rl.observability.console import Console, worth_the_console
+from torchtitan_rl.observability.console import Console, JsonFormatter, is_json, worth_the_console
 
 __all__ = ["setup_rank_logging"]
 
@@ -44,9 +44,11 @@ def setup_rank_logging(
     file_handler = logging.FileHandler(_log_file, encoding="utf-8")
     file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     console = Console(logging.WARNING)
-    console.setFormatter(logging.Formatter(f"{role}-{rank} %(levelname)s %(name)s: %(message)s"))
+    plain = logging.Formatter(f"{role}-{rank} %(levelname)s %(name)s: %(message)s")
+    console.setFormatter(JsonFormatter(f"{role}-{rank}") if is_json() else plain)
     root.setLevel(level)
-    for handler in (file_handler, console):
+    told = any(isinstance(handler, Console) for handler in root.handlers)  # by the command, of a local run
+    for handler in (file_handler,) if told else (file_handler, console):
         _handlers.append(handler)
         root.addHandler(handler)
         handler.filters.clear()  # Monarch adds a filter to every handler; each would prefix the same record again

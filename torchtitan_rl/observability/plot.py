@@ -6,17 +6,30 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.observability.run_dir import RunDir
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_curve"]
+__all__ = ["COLORS", "MARKERS", "curve_of", "plot_curve"]
 
 # Okabe and Ito's palette, which people with any common form of colour blindness can tell apart. Shapes differ as well.
 _SUPERVISED_COLOR = "#E69F00"
 _REWARD_COLOR = "#009E73"
-_SPLIT_COLORS = ("#0072B2", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
-_SPLIT_MARKERS = ("o", "s", "^", "v", "P")
+COLORS = ("#0072B2", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "v", "P")
 _SIZE_INCHES, _DPI = (8.0, 6.0), 120
+
+
+def curve_of(run_dir: RunDir) -> Path | None:
+    """The run's curve.png, drawn again where metrics have come since; None where there is nothing to draw yet."""
+    curve = run_dir.path / "curve.png"
+    if not curve.exists() or curve.stat().st_mtime_ns < run_dir.metrics_file.stat().st_mtime_ns:
+        try:
+            plot_curve(run_dir.read_metrics(), curve)
+        except ValueError:
+            return None
+    return curve
 
 
 def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
@@ -77,14 +90,10 @@ def _accuracies(metrics: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
 
 def _draw_accuracies(axes: Axes, accuracies: dict[str, dict[int, float]], at_zero: str) -> None:
     for index, (label, points) in enumerate(accuracies.items()):
-        color = _SPLIT_COLORS[index % len(_SPLIT_COLORS)]
+        color = COLORS[index % len(COLORS)]
         steps = sorted(points)
         axes.plot(
-            steps,
-            [points[step] for step in steps],
-            color=color,
-            label=label,
-            marker=_SPLIT_MARKERS[index % len(_SPLIT_MARKERS)],
+            steps, [points[step] for step in steps], color=color, label=label, marker=MARKERS[index % len(MARKERS)]
         )
         if 0 in points:
             axes.axhline(points[0], color=color, linestyle=":", linewidth=1)

@@ -7,15 +7,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import Progress as RichProgress
 from rich.progress import ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
+
+from torchtitan_rl.observability.live_table import LiveTable
 
 __all__ = ["Progress", "Bar"]
 
@@ -72,9 +74,9 @@ class Bar:
 class Progress:
     """Progress of a run on `file` (stdout unless given).
 
-    On a terminal: a bar per phase, replaced by one line when the phase ends. Elsewhere: a line at most every 5 s and
-    one at the end of a phase, without control codes. `quiet` prints nothing except `error` and the
-    final table. Where the reader of a pipe has gone, nothing more is printed.
+    On a terminal: a bar per phase, replaced by one line when the phase ends, and above the bars the latest numbers.
+    Elsewhere: a line at most every 5 s and one at the end of a phase, without control codes. `quiet` prints nothing
+    except `error` and the final table. Where the reader of a pipe has gone, nothing more is printed.
 
     Example::
 
@@ -95,7 +97,8 @@ class Progress:
         )
         self._quiet, self._clock = quiet, clock
         self._last_plain = clock()
-        self._rich: RichProgress | None = None
+        self._rich: _Live | None = None
+        self._table = LiveTable()
         self._open: list[tuple[Bar, TaskID | None]] = []
 
     def phase(self, name: str, total: int):
@@ -105,6 +108,13 @@ class Progress:
     def waiting(self, name: str, expected_s: float | None = None):
         """A context manager around work without pieces. With `expected_s` the bar shows the time left."""
         return self._bar(name, expected_s or 0, counts=False)
+
+    def metrics(self, line: dict[str, Any], text: str) -> None:
+        """Prints a line of metrics in words, if any, and shows its numbers on a terminal."""
+        if not self._plain:
+            self._table.add(line)
+        if text:
+            self.line(text)
 
     def line(self, text: str) -> None:
         """Prints a line, above the bars."""
@@ -147,7 +157,8 @@ class Progress:
         if self._plain:
             return None
         if self._rich is None:
-            self._rich = RichProgress(
+            self._rich = _Live(
+                self._table,
                 SpinnerColumn(),
                 TextColumn("{task.description}", markup=False),
                 _BarColumn(),
@@ -180,6 +191,19 @@ class Progress:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+class _Live(RichProgress):
+    """The bars, under a table of the latest numbers."""
+
+    def __init__(self, numbers: LiveTable, *columns: ProgressColumn, **options: Any) -> None:
+        self._numbers = numbers
+        super().__init__(*columns, **options)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        if self._numbers:
+            yield self._numbers
+        yield from super().get_renderables()
 
 
 class _Console(Console):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Recorder", "Listener", "Span", "Aside"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Recorder", "Listener", "Span"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,64 +46,14 @@ class Listener:
     def end(self, span: Span, failed: bool) -> None:
         """A span has ended; `failed`: by an exception."""
 
+    def beat(self) -> None:
+        """Some time has passed without an event; only an `Aside` with `beat_s` calls this."""
+
     def close(self) -> None:
         """The run has ended: whatever the listener holds back is written."""
 
-
-class Aside(Listener):
-    """A listener that hears events in a thread of its own, so that nothing it does can fail or delay the run.
-
-    The loop puts events into a queue of at most `room`; a full queue drops the event. The first event that fails, and
-    the first that is dropped, are reported as warnings, once each. Events are read later than they are told: a listener
-    behind an `Aside` must not change a `line`, and finds a `Span` as it is then.
-    Example: `Recorder([writer, Aside(TensorBoard(path), name="tensorboard")])`.
-    """
-
-    def __init__(self, listener: Listener, name: str, room: int = 10_000, patience_s: float = 10.0) -> None:
-        """`patience_s`: seconds that `close` waits for what is still in the queue."""
-        self.listener, self.name, self.patience_s = listener, name, patience_s
-        self._events: queue.Queue = queue.Queue(room)
-        self._reported: set[str] = set()
-        self._thread = threading.Thread(target=self._hear, name=f"aside-{name}", daemon=True)
-        self._thread.start()
-
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        self._put("fact", kind, what)
-
-    def begin(self, span: Span) -> None:
-        self._put("begin", span)
-
-    def advance(self, span: Span, pieces: int, text: str) -> None:
-        self._put("advance", span, pieces, text)
-
-    def end(self, span: Span, failed: bool) -> None:
-        self._put("end", span, failed)
-
-    def close(self) -> None:
-        self._put("close")
-        self._thread.join(self.patience_s)
-        if self._thread.is_alive():
-            self._report("late", f"{self.name}: still busy {self.patience_s:.0f} s after the run's end; given up")
-
-    def _put(self, method: str, *arguments: Any) -> None:
-        try:
-            self._events.put_nowait((method, arguments))
-        except queue.Full:
-            self._report("full", f"{self.name}: has not kept up with the run; what it missed is in metrics.jsonl")
-
-    def _hear(self) -> None:
-        method = ""
-        while method != "close":
-            method, arguments = self._events.get()
-            try:
-                getattr(self.listener, method)(*arguments)
-            except Exception as error:
-                self._report("failed", f"{self.name}: {type(error).__name__}: {error}; the run goes on without it")
-
-    def _report(self, kind: str, text: str) -> None:
-        if kind not in self._reported:
-            self._reported.add(kind)
-            logger.warning("%s", text)
+    def wait(self) -> None:
+        """Returns when `close` is done; only a listener that closes in the background waits."""
 
 
 class Recorder:
@@ -116,12 +61,9 @@ class Recorder:
 
     Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `trained` (`sequences`, the
     datums of a batch with the policy's log-probabilities), `rollouts` (`step`, `groups`), `draws` (`step`, `records` of
-    `run.draws`), `version` (`step`, `version`, `seconds` of the publication), `note` (`text`).
-    Example::
-
-        with recorder.span("generate") as span:
-            ...
-        recorder.fact("metrics", line={"step": 1, "phase": "reinforcement", "time/generate_s": span.seconds}, text="")
+    `run.draws`), `version` (`step`, `version`, `seconds` of the publication), `note` (`text`), `generator` (`client`,
+    the sampling client, once it has started).
+    Example: `with recorder.span("generate") as span: ...`, then `recorder.fact("note", text=f"{span.seconds} s")`.
     """
 
     def __init__(self, listeners: Sequence[Listener] = ()) -> None:
@@ -154,3 +96,5 @@ class Recorder:
         """Tells every listener that the run has ended."""
         for listener in self.listeners:
             listener.close()
+        for listener in self.listeners:
+            listener.wait()

@@ -14,6 +14,14 @@ __all__ = ["Trained", "rollout_records"]
 Trained = tuple["Datum", Any]
 """A training sequence, and the policy's log-probability of each of its targets when it trained first, (T,)."""
 
+_OF_ROLLOUT = ("role", "text", "end_reason", "reward", "seconds", "masked")
+_OF_COMPLETION = ("finish_reason", "tokens", "logprobs", "policy_versions")
+_PER_TOKEN = (
+    *("advantages", "token_weights", "old_logprobs", "reference_logprobs", "teacher_logprobs"),
+    *("values", "returns"),
+)
+"""The loss inputs that are recorded as they are, where the run has them."""
+
 
 def rollout_records(
     groups: Sequence[RolloutGroup], trained: Sequence[Trained], decode: Callable[[list[int]], str] | None
@@ -42,15 +50,11 @@ def _of_rollout(rollout: Rollout) -> dict[str, Any]:
     return {
         "rollout_id": rollout.id,
         "draw": rollout.group,
-        "role": rollout.role,
         "task_id": rollout.task.id,
-        "prompt": _as_text(rollout.task.prompt),
-        "answer": _as_text(rollout.task.answer),
-        "text": rollout.text,
-        "end_reason": rollout.end_reason,
-        "reward": rollout.reward,
+        **{name: _as_text(getattr(rollout.task, name)) for name in ("prompt", "answer")},
+        **{name: getattr(rollout, name) for name in _OF_ROLLOUT},
         "reward_parts": rollout.reward_parts or None,
-        "seconds": rollout.seconds,
+        "turn_seconds": [turn.seconds for turn in rollout.turns],
         "num_tokens": [len(completion.tokens) for completion in completions],
         "finish_reason": completions[-1].finish_reason if completions else None,
         "policy_version_min": min(versions, default=None),
@@ -79,21 +83,17 @@ def _of_turn(turn: Turn, before: list[int], decode: Callable[[list[int]], str]) 
         "text": decode(completion.tokens),
         "reward": turn.reward,
         "num_prompt_tokens": len(turn.prompt_tokens),
-        "finish_reason": completion.finish_reason,
-        "tokens": completion.tokens,
-        "logprobs": completion.logprobs,
-        "policy_versions": completion.policy_versions,
+        **{name: getattr(completion, name) for name in _OF_COMPLETION},
     }
 
 
 def _of_sequence(datum: Datum, logprobs_T) -> dict[str, Any]:
     """Lists of one entry per token. Data with several targets a token is recorded without what is per target."""
     inputs, one_target = datum.loss_inputs, datum.target_tokens.dim() == 1
-    return {
+    return {name: inputs[name].tolist() for name in _PER_TOKEN if name in inputs and inputs[name].dim() == 1} | {
         "tokens": datum.tokens.tolist(),
         "loss_mask": inputs["loss_mask"].int().tolist(),
-        "advantages": inputs["advantages"].tolist() if "advantages" in inputs else None,
+        "turns": datum.turns,
         "target_tokens": datum.target_tokens.tolist() if one_target else None,
-        "token_weights": inputs["token_weights"].tolist() if one_target else None,
         "policy_logprobs": logprobs_T.tolist() if one_target and logprobs_T.dim() == 1 else None,
     }

@@ -7,6 +7,9 @@ rollouts/              a table with one record per rollout; see `observability.t
 ledger/                a table with two records per draw: admitted, and how it ended; see `run.draws`
 versions/              a table with one record per publication of the policy's weights
 attempts/              a table with one record per start of the run; see `observability.attempts`
+events/                a table with one record per warning of the controller; see `observability.status`
+samples/               a table with one record per process and replica every few seconds; see `inspection.samples`
+status.json            what the run is doing now; see `observability.status`
 checkpoints/step-N     resumable state after N steps; see `weights.checkpoint`
 """
 
@@ -20,7 +23,7 @@ from typing import Any
 
 from torchtitan_rl.observability.run_log import RunLog, encode
 from torchtitan_rl.observability.schemas import SCHEMAS
-from torchtitan_rl.observability.tables import Table
+from torchtitan_rl.observability.tables import SharedTable, Table
 
 __all__ = ["RunDir"]
 
@@ -33,7 +36,9 @@ class RunDir(RunLog):
     tables: Mapping[str, Table]
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(Path(path), {name: Table(Path(path) / name, schema) for name, schema in SCHEMAS.items()})
+        kinds = {"events": SharedTable, "samples": SharedTable}  # written in threads of their own
+        tables = {name: kinds.get(name, Table)(Path(path) / name, schema) for name, schema in SCHEMAS.items()}
+        super().__init__(Path(path), tables)
         self.config_file = self.path / "config.json"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"

@@ -1,4 +1,4 @@
-"""The columns of what a run records besides metrics: rollouts, draws, policy versions and attempts.
+"""The columns of what a run records besides metrics: rollouts, draws, policy versions, attempts, events and samples.
 `docs/run_directory.md` describes them.
 
 A record is a dict of plain data with the columns of its schema; a column may be missing. `read_rollouts`,
@@ -35,6 +35,12 @@ SEQUENCE = pa.struct(
         "advantages": pa.list_(_FLOAT),
         "token_weights": pa.list_(_FLOAT),
         "policy_logprobs": pa.list_(_FLOAT),
+        "old_logprobs": pa.list_(_FLOAT),
+        "reference_logprobs": pa.list_(_FLOAT),
+        "teacher_logprobs": pa.list_(_FLOAT),
+        "values": pa.list_(_FLOAT),
+        "returns": pa.list_(_FLOAT),
+        "turns": pa.list_(pa.list_(_INT)),
     }
 )
 SCHEMAS = {
@@ -54,12 +60,14 @@ SCHEMAS = {
             "reward_parts": pa.map_(_TEXT, _FLOAT),
             "advantage": _FLOAT,
             "left_out": _TEXT,
+            "masked": pa.bool_(),
             "num_tokens": pa.list_(_INT),
             "finish_reason": _TEXT,
             "end_reason": _TEXT,
             "policy_version_min": _INT,
             "policy_version_max": _INT,
             "seconds": pa.map_(_TEXT, _FLOAT),
+            "turn_seconds": pa.list_(pa.list_(_FLOAT)),
             "turns": pa.list_(TURN),
             "sequences": pa.list_(SEQUENCE),
         }
@@ -71,5 +79,17 @@ SCHEMAS = {
     "attempts": pa.schema(
         _BEGIN | {"phase": _TEXT, "resumed_from": _TEXT, "at": _TEXT, "pid": pa.int64(), "host": _TEXT}
     ),
+    "samples": pa.schema(
+        _BEGIN
+        | {
+            "at": _TEXT,
+            "who": _TEXT,
+            "pid": pa.int64(),
+            "rss_mib": _FLOAT,
+            "in_flight_s": _FLOAT,
+            "answered": pa.int64(),
+        }
+    ),
+    "events": pa.schema(_BEGIN | {"at": _TEXT, "level": _TEXT, "kind": _TEXT, "who": _TEXT, "text": _TEXT}),
 }
 """Table -> columns. Tables of text, counts and float64, so that a record read back is the record that was written."""

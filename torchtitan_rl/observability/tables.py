@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ import pyarrow.parquet as pq
 
 from torchtitan_rl.observability.run_log import Tail
 
-__all__ = ["Table"]
+__all__ = ["ROW_GROUP", "SharedTable", "Table"]
+
+ROW_GROUP = 1000
+"""Records of a Parquet file that are compressed together: a reader of one rollout reads this many."""
 
 
 class Table(Tail):
@@ -46,22 +50,25 @@ class Table(Tail):
                 columnar, beside = self._columnar(number), self._columnar(number).with_suffix(".writing")
                 if not columnar.exists():
                     table = pa.Table.from_pylist(list(self._read_lines(lines)), schema=self.schema)
-                    pq.write_table(table, beside, compression="zstd")
+                    pq.write_table(table, beside, compression="zstd", row_group_size=ROW_GROUP)
                     with open(beside, "rb") as file:
                         os.fsync(file.fileno())
                     beside.rename(columnar)
                 lines.unlink()
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Every complete record, in the order of writing; also while another process appends and seals."""
+    def read(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """Every complete record, in the order of writing; also while another process appends and seals. `columns` are
+        those to read; None: all."""
         for number in sorted(self._parts()):
             try:
                 if not self._columnar(number).exists():
-                    yield from list(self._read_lines(self._lines(number)))
+                    for record in list(self._read_lines(self._lines(number))):
+                        yield record if columns is None else {name: record[name] for name in columns}
                     continue
             except FileNotFoundError:  # sealed meanwhile
                 pass
-            yield from pq.read_table(self._columnar(number), schema=self.schema).to_pylist(maps_as_pydicts="strict")
+            part = pq.read_table(self._columnar(number), schema=self.schema, columns=columns)
+            yield from part.to_pylist(maps_as_pydicts="strict")
 
     def __bool__(self) -> bool:
         """Whether anything was ever written."""
@@ -74,6 +81,22 @@ class Table(Tail):
         for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
             record = json.loads(line)
             yield {field.name: _decode(record.get(field.name), field.type) for field in self.schema}
+
+
+class SharedTable(Table):
+    """A table that another thread appends to than the thread that begins new parts."""
+
+    def __init__(self, directory: Path, schema: pa.Schema) -> None:
+        super().__init__(directory, schema)
+        self._lock = threading.Lock()
+
+    def append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
+        with self._lock:
+            super().append(records, durable=durable)
+
+    def rotate(self) -> None:
+        with self._lock:
+            super().rotate()
 
 
 def _decode(value: Any, kind: pa.DataType) -> Any:

@@ -163,6 +163,7 @@ class Checkpoints:
         logger.warning(
             "checkpoint=%s: could not be written, the run goes on without it (the newest complete one: %s): %s",
             path, newest[0], error,
+            extra={"event": "checkpoint_failed", "who": path.name},
         )  # fmt: skip
         shutil.rmtree(checkpoint.beside(path), ignore_errors=True)
         return _line(path, step, failed=1)

@@ -8,6 +8,7 @@ Scripts, the command line and the notebook drive the same object::
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -35,6 +36,7 @@ from torchtitan_rl.run.gateway import open_gateway
 from torchtitan_rl.run.numeric_guard import note_bad_step
 from torchtitan_rl.run.overlap import Overlap
 from torchtitan_rl.run.policy_weights import PolicyWeights
+from torchtitan_rl.run.profiles import Profiles
 from torchtitan_rl.run.rollouts import Rollouts
 from torchtitan_rl.run.start import Inputs, read_inputs, start, stopped_on_failure
 from torchtitan_rl.run.state import RunState
@@ -92,6 +94,10 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             self.evaluate_all, self.publish = beside.begin, beside.then(self.publish)
             ahead.beside = beside
             recorder.listeners.insert(0, Overlap(ahead, self.generator, self.versions.publications))
+        if config.record.profile.steps:
+            chosen, per_batch = config.record.profile, config.algorithm.steps_per_batch
+            told = self.state, self.roles, self.generator, run_dir.path / "timeline" / "profile"
+            recorder.listeners.insert(0, Profiles(chosen, per_batch, *told))
         if config.record.explain_mismatch_every:
             explained = ExplainMismatch(config, stack, self.state, recorder)
             self.train_on = explained.beside(self.train_on)
@@ -134,15 +140,18 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached
         run_dir, found = resume.open_run(config, resume_from, absolute=absolute)
-        recorder = recording.recorder_of(config, run_dir, inputs.tokenizer.decode, progress)
+        recorder = recording.recorder_of(
+            config, run_dir, inputs.tokenizer.decode, progress, debugger=backend == "local"
+        )
         for note in found.notes if found is not None else ():
             recorder.fact("note", text=note)
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
-            async with stopped_on_failure(launcher, run_dir):
+            async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
                 state = None if found is None or found.checkpoint is None else resume.state_of(found)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)
+                recorder.fact("generator", client=stack.generator)
                 controller.gateway = await open_gateway(config)
                 if state is not None:
                     await resume.restore(found, config, state, stack.roles, controller.weights, controller.draws)
@@ -152,6 +161,8 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
                             recorder.fact("note", text=note)
                 elif hf_weights is None:
                     await controller.publish()
+        gc.collect()
+        gc.freeze()  # or each full collection looks through what was imported: a twelfth of a quickstart's step
         return controller
 
     async def close(self) -> None:
@@ -162,6 +173,7 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         await self.launcher.stop()
         self.recorder.close()
         attempts.unlock(self.run_dir)
+        gc.unfreeze()
 
     async def __aexit__(self, *exc_info) -> None:
         await self.close()

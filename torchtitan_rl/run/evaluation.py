@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from torchtitan_rl import html
 from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
 from torchtitan_rl.config.sampling import changes
@@ -74,6 +75,10 @@ class Evaluation:
             if interval is not None:
                 line[f"eval/{name}_ci95_low"], line[f"eval/{name}_ci95_high"] = interval
         return line
+
+    def _repr_html_(self) -> str:
+        facts = {name: f"{x:.4g}" if isinstance(x, float) else x for name, x in self.metrics().items()}
+        return html.facts(f"{self.name}, {self.split}", facts)
 
     def summary_data(self) -> dict:
         """The fields of an equal evaluation without pass rates, as plain data."""

@@ -15,7 +15,7 @@ from torchtitan_rl.run.stopping import EarlyEnd, end_early
 
 __all__ = ["WAIT", "EvaluationBeside"]
 
-WAIT = "waiting for the evaluation"
+WAIT = "wait for the evaluation"
 """The span of a publication's wait."""
 
 _HOLDER = "evaluation"

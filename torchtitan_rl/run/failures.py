@@ -78,7 +78,7 @@ class Failures:
 
     def _count(self, cause: str, error: Exception) -> None:
         self.counted[cause] = self.counted.get(cause, 0) + 1
-        logger.warning("a rollout failed (%s): %s", cause, error)
+        logger.warning("a rollout failed (%s): %s", cause, error, extra={"event": "rollout_failed", "who": cause})
         failed = self.failed.total()
         if self.calls >= _FROM and failed > self.max_failed_frac * self.calls:
             causes = ", ".join(f"{number} {name}" for name, number in self.failed.most_common())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.observability.console import say
 from torchtitan_rl.workflows.policy import Policy
 
 if TYPE_CHECKING:
@@ -106,4 +106,4 @@ def policy_of(client: Any, tokenizer: Any, context: int) -> Policy:
 
 def told(gateway: Gateway, what: str, quiet: bool) -> None:
     if not quiet:
-        print(f"serving {gateway.url}/v1 (model=policy): {what}", file=sys.stderr, flush=True)
+        say(f"serving {gateway.url}/v1 (model=policy): {what}", event="serving")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from torchtitan_rl.observability.run_dir import RunDir
@@ -10,6 +12,9 @@ from torchtitan_rl.run.state import RunState
 from torchtitan_rl.types import Datum, OptimStepOutput
 
 __all__ = ["Diverged", "note_bad_step"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Diverged(Ended):
@@ -33,6 +38,12 @@ def note_bad_step(
     torch.save({"phase": state.phase, "step": state.phase_step, "roles": said, "data": data}, file)
     for role in roles:
         in_a_row, (optim, loss) = state.skipped_in_a_row[role], steps[role]
+        what = "step_skipped" if optim.skipped else "loss_not_finite"
+        logger.warning(
+            "%s: a step of the %s, optim/grad_norm=%s, loss=%s; its batch is in %s",
+            *(what.replace("_", " "), role, optim.grad_norm, loss, file),
+            extra={"event": what, "who": role},
+        )
         if in_a_row >= max_skipped:
             raise Diverged(
                 f"optim/grad_norm={optim.grad_norm}, loss={loss}: {in_a_row} optimizer steps of the {role} in a row "

@@ -5,21 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.inspection.watch import Watch
+from torchtitan_rl.observability.aside import Aside
 from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
-from torchtitan_rl.validation.batches import compares_siblings
+from torchtitan_rl.observability.status import watched
+from torchtitan_rl.run.sinks import sinks_of
 
 __all__ = ["recorder_of"]
 
 
 def recorder_of(
-    config: RunConfig, run_dir: RunDir, decode: Callable[[list[int]], str], progress: Progress | None
+    config: RunConfig,
+    run_dir: RunDir,
+    decode: Callable[[list[int]], str],
+    progress: Progress | None,
+    *,
+    debugger: bool = False,
 ) -> Recorder:
-    """The recorder of a run. `decode` turns tokens into text; with `progress` None nothing is displayed."""
-    listeners: list[Listener] = [RunDirWriter(run_dir, decode if config.controller.record_tokens else None)]
+    """The recorder of a run. `decode` turns tokens into text; with `progress` None nothing is displayed. With
+    `debugger` nobody watches the run's health: a run that stands at a breakpoint is not stuck."""
+    record, listeners = config.record, list[Listener]()
+    if record.timeline:
+        from torchtitan_rl.observability.timeline.recording import phases_of
+
+        listeners += phases_of(run_dir.path / "timeline")
+    listeners.append(RunDirWriter(run_dir, decode if config.controller.record_tokens else None))
+    if record.health and not debugger:
+        listeners.append(watched(run_dir, [f"generator-{i}" for i in range(config.generator.num_replicas)]))
+    if record.diagnose and not debugger:
+        listeners.append(Aside(Watch(run_dir, record.thresholds), name="diagnose", beat_s=1.0))
     if progress is not None:
-        listeners.append(Display(progress, compares_siblings(config)))
-    return Recorder(listeners)
+        listeners.append(Display(progress))
+    return Recorder([*listeners, *sinks_of(config, run_dir)])

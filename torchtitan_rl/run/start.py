@@ -17,7 +17,10 @@ from torchtitan_rl.launch.stack import Stack, start_generators, start_stack
 from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.observability.status import note_end
+from torchtitan_rl.observability.user_code import told
 from torchtitan_rl.run.evaluation import eval_families
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.vocabulary import warn_unknown_text
@@ -111,18 +114,22 @@ async def start(
 
 @asynccontextmanager
 async def stopped_on_failure(
-    launcher: Launcher | LocalLauncher | RemoteLauncher, run_dir: RunDir
+    launcher: Launcher | LocalLauncher | RemoteLauncher, run_dir: RunDir, recorder: Recorder
 ) -> AsyncIterator[None]:
-    """Stops the meshes that have started, and unlocks the run's directory, when the block fails or is interrupted."""
+    """Stops the meshes that have started, tells the recorder that the run has ended, and unlocks the run's directory,
+    when the block fails or is interrupted."""
     try:
         yield
     except asyncio.CancelledError:
         launcher.kill()  # an interrupt does not wait
         if launcher.attached:  # `kill` ends no process there
             await launcher.stop()
+        recorder.close()
         attempts.unlock(run_dir)
         raise
-    except Exception:
+    except Exception as error:
         await launcher.stop()
+        note_end(recorder, "run_failed", told(error))
+        recorder.close()
         attempts.unlock(run_dir)
         raise

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +63,8 @@ class Answer:
     content: str | None
     """The text besides calls of tools."""
     calls: list[Call]
+    seconds: tuple[float, float, float] | None = None
+    """See `Turn.seconds`; what an agent does with an answer is not known."""
 
     @property
     def tokens(self) -> list[int]:
@@ -121,6 +124,7 @@ class Session:
         self.closed = False
         self._rate, self._places = Rate(limits.requests_per_s), places or Places(limits.max_parallel)
         self._asked = self._num_tokens = 0
+        self._began = time.perf_counter()
         self._by_key: dict[int, Answer] = {}
         self._given: set[int] = set()
         self._spans, self._renderings = spans, renderings
@@ -241,17 +245,19 @@ class Session:
         self._spans.go()
         seed = stream(self.seed, number) if self.seed is not None else params.seed
         params = dataclasses.replace(params, seed=secrets.randbits(63) if seed is None else seed)
+        asked_s = time.perf_counter() - self._began
         with self._spans.away():
             completion = await self.policy.sampler.sample(
                 prompt.tokens, params, policy_version=self.policy.policy_version
             )
+        sampled_s = time.perf_counter() - self._began
         self._num_tokens += len(completion.tokens)
         text = cut(self.policy.text(completion), stops)
         content, calls = text, []
         if self.tool_reader is not None and prompt.tools:
             content, calls = self.tool_reader.read(completion, text, prompt.tools, number)
         self._spans.stop()
-        return Answer(number, prompt, completion, text, content, calls)
+        return Answer(number, prompt, completion, text, content, calls, (asked_s, sampled_s, sampled_s))
 
     def keep(self, answers: list[Answer]) -> None:
         """The client gets these completions: they are turns of the rollout from now on."""
@@ -275,4 +281,4 @@ class Session:
             else:
                 goes_on.append(answer)
         flat = [answer for sequence in sequences for answer in sequence]
-        return [Turn(prompt_tokens=answer.prompt.tokens, completion=answer.completion) for answer in flat]
+        return [Turn(prompt_tokens=a.prompt.tokens, completion=a.completion, seconds=a.seconds) for a in flat]

@@ -18,6 +18,7 @@ from functools import partial
 import cloudpickle
 
 import torchtitan_rl.types  # noqa: F401  for pickled Tasks; imported before a call, because it takes seconds
+from torchtitan_rl.environment import TIMELINE
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -29,6 +30,10 @@ def main(parent: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    if TIMELINE in os.environ:
+        from torchtitan_rl.observability.timeline import recording
+
+        recording.begin("reward")
     function = None
     while True:
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_rl import html
 from torchtitan_rl.types.refusals import refuse_datum
 from torchtitan_rl.types.turns import Turns, missing
 
@@ -69,6 +70,9 @@ class Turn:
     soft_targets: tuple[torch.Tensor, torch.Tensor] | None = None
     """For each of n sampled tokens, K alternative tokens (n, K) and the weight of each alternative (n, K), such as a
     teacher's probability. The loss gets a cross-entropy on the alternatives."""
+    seconds: tuple[float, float, float] | None = None
+    """Seconds since the rollout began, for records: the completion was asked for, it had come, and the environment had
+    answered. None: not known."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,6 +119,9 @@ class RolloutGroup:
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self.rollouts]
 
+    def _repr_html_(self) -> str:
+        return html.group(self)
+
 
 @dataclass(kw_only=True, slots=True)
 class Datum:
@@ -158,6 +165,9 @@ class Datum:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def _repr_html_(self) -> str:
+        return html.datum(self)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a datum is refused for, in words."""
+"""What a datum or a prompt is refused for, in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["refuse_datum"]
+__all__ = ["refuse_datum", "refuse_prompt"]
 
 
 def refuse_datum(datum: Any) -> NoReturn:
@@ -33,3 +33,13 @@ def refuse_datum(datum: Any) -> NoReturn:
                 "out and give them a finite value"
             )
     raise ValueError(f"datum.tokens: has shape {tuple(datum.tokens.shape)}; give (T,)")
+
+
+def refuse_prompt(num_tokens: int, max_tokens: int, max_model_len: int) -> NoReturn:
+    """Raises ValueError for a prompt that is empty, or too long for its completion to fit."""
+    if num_tokens + max_tokens > max_model_len:
+        raise ValueError(
+            f"prompt of {num_tokens} tokens + max_tokens={max_tokens}: exceed "
+            f"generator.max_model_len={max_model_len}; shorten one or raise the other"
+        )
+    raise ValueError("prompt=[]: has no tokens; give at least one")

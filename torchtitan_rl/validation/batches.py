@@ -8,9 +8,10 @@ from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.inspection.siblings import compares_siblings
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
-__all__ = ["check_batches", "compares_siblings"]
+__all__ = ["check_batches"]
 
 
 def check_batches(config: RunConfig) -> None:
@@ -18,15 +19,6 @@ def check_batches(config: RunConfig) -> None:
     _check_filters(config)
     _check_grouping(config.algorithm)
     _check_group_of_one(config)
-
-
-def compares_siblings(config: RunConfig) -> bool:
-    """Whether what trains is the advantage that an estimator gives to the rewards of siblings."""
-    algorithm = config.algorithm
-    extended = (algorithm.workflow, algorithm.after_rewards, algorithm.trajectory_grouping_hook, config.roles.critic)
-    rewarded = algorithm.distill is None or algorithm.distill.rewards
-    by_estimator = algorithm.precomputed_advantages != "require"
-    return config.controller.num_steps > 0 and rewarded and by_estimator and all(part is None for part in extended)
 
 
 def _check_group_of_one(config: RunConfig) -> None:

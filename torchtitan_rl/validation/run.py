@@ -17,6 +17,7 @@ from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.resolve import named
 from torchtitan_rl.config.run import EvalSetConfig, RunConfig
+from torchtitan_rl.inspection.diagnose import check_thresholds
 from torchtitan_rl.model import files
 from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.model.shape import resolve_shape
@@ -24,9 +25,11 @@ from torchtitan_rl.validation.algorithm import check_algorithm
 from torchtitan_rl.validation.batches import check_batches
 from torchtitan_rl.validation.distillation import check_distill
 from torchtitan_rl.validation.lag import check_lag_settings
+from torchtitan_rl.validation.recording import check_recording
 from torchtitan_rl.validation.recovery import check_checkpoints, check_failures
 from torchtitan_rl.validation.roles import check_roles
 from torchtitan_rl.validation.sampling import check_sampling
+from torchtitan_rl.validation.sinks import check_sinks
 from torchtitan_rl.validation.stopping import check_stop
 from torchtitan_rl.validation.trainer import (
     check_context,
@@ -43,6 +46,7 @@ __all__ = ["validate", "check_local", "missing_weights"]
 def validate(config: RunConfig) -> None:
     """Raises ValueError for the first mistake that shows before a process starts; changes nothing."""
     check_types(config)
+    check_thresholds(config.record.thresholds, "record.thresholds.")
     config = settled(config)
     for part in (config.task, config.supervised.task, config.trainer.lora):
         _check_again(part)
@@ -63,6 +67,8 @@ def validate(config: RunConfig) -> None:
     _check_minibatches(config.algorithm, config.controller.num_steps)
     check_checkpoints(config.controller)
     check_stop(config.controller)
+    check_sinks(config.record)
+    check_recording(config)
     check_failures(config.algorithm)
     for name, eval_set in config.controller.eval_sets.items():
         _check_eval_set(name, eval_set)

@@ -1,1 +1,0 @@
-"""A web page over runs: health, curves, evaluations, rollouts. It only reads."""

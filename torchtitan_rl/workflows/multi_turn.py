@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import dataclass
 
 from torchtitan_rl.tasks.env import Env
@@ -57,13 +58,14 @@ async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, 
 
 
 async def _play(rollout: Rollout, episode: Episode, policy: Policy, seed: int, limits: Limits) -> str:
-    env = episode.env
+    env, began = episode.env, time.perf_counter()
     dialogue = Dialogue(policy.tokenizer, await episode.reset(), env.tools)
     policy.check_prompt(rollout.task, dialogue.tokens)
     for turn in range(limits.max_turns):
         room = limits.max_tokens - len(dialogue.tokens)
         if room < 1:
             return "tokens"
+        asked_s = time.perf_counter() - began
         completion = await policy.complete(
             dialogue.tokens,
             seed=stream(seed, turn),
@@ -72,8 +74,10 @@ async def _play(rollout: Rollout, episode: Episode, policy: Policy, seed: int, l
             stop_token_ids=dialogue.stop_token_ids,
         )
         rollout.turns.append(Turn(prompt_tokens=dialogue.tokens, completion=completion, reward=0.0))
+        sampled_s = time.perf_counter() - began
         step = await episode.step(policy.text(completion))
         rollout.turns[-1].reward = float(step.reward)
+        rollout.turns[-1].seconds = asked_s, sampled_s, time.perf_counter() - began
         for name, number in step.reward_parts.items():
             rollout.reward_parts[name] = rollout.reward_parts.get(name, 0.0) + float(number)
         if step.done:

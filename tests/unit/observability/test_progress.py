@@ -1,11 +1,20 @@
 """What people see, on a terminal and in a file."""
 
 import io
+import json
 import re
+import subprocess
+import sys
+from datetime import datetime
 
 import pytest
+from rich.console import Console
 
+from torchtitan_rl.observability.display import Display
+from torchtitan_rl.observability.json_console import JsonProgress
+from torchtitan_rl.observability.live_table import LiveTable
 from torchtitan_rl.observability.progress import Bar, Progress
+from torchtitan_rl.observability.recorder import Recorder
 
 
 class Clock:
@@ -126,3 +135,100 @@ def test_a_terminal_gets_a_bar_that_vanishes_and_lines_that_stay(clock, monkeypa
     assert "a line above\n" in shown and "evaluation" in shown
     assert shown.endswith("supervised: 1/4 done in 2.0 s, loss [0.5]\n")
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1  # the cursor is hidden once and given back
+
+
+def line(step, phase="reinforcement", **metrics):
+    return {"step": step, "phase": phase, **{name.replace("_0_", "/"): value for name, value in metrics.items()}}
+
+
+def shown(table) -> list[list[str]]:
+    """The table's lines, word by word."""
+    out = io.StringIO()
+    Console(file=out, width=120).print(table)
+    return [row.split() for row in out.getvalue().splitlines()]
+
+
+def test_the_live_table_has_first_recent_and_latest_numbers():
+    table = LiveTable()
+    assert not table
+    for step in range(1, 5):
+        table.add(line(step, "supervised", loss_0_mean=4.0 / step, time_0_step_s=1.0))
+    assert shown(table)[0] == ["loss", "s/step"] and shown(table)[3] == ["now", "1.000", "1.00"]
+    table.add(line(0, "evaluation", eval_0_name="sort", eval_0_split="validation", eval_0_accuracy=0.25))
+    table.add(line(0, "evaluation", eval_0_name="sort", eval_0_split="test", eval_0_accuracy=0.75))
+    for step in range(1, 21):
+        table.add(
+            line(step, loss_0_mean=-1.0, reward_0_mean=step / 100, mismatch_0_kl=1e-13, time_0_step_s=float("nan"))
+        )
+        table.add(line(step, "checkpoint", checkpoint_0_failed=0))
+    assert shown(table) == [
+        ["reward", "accuracy", "kl", "s/step"],
+        ["first", "0.010", "0.250", "1.0e-13", "nan"],
+        ["last", "10", "0.155", "0.250", "1.0e-13", "nan"],  # of steps 11 to 20
+        ["now", "0.200", "0.250", "1.0e-13", "nan"],
+    ]
+
+
+def test_a_terminal_shows_the_latest_numbers_above_the_bars(clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    progress = Progress(file=out, clock=clock)
+    with progress.phase("reinforcement", total=4) as bar:
+        progress.metrics(line(1, reward_0_mean=0.125), "step 1  reward 0.125")
+        bar.advance(text="reward 0.125")
+    assert "now" in out.getvalue() and "0.125" in out.getvalue() and "step 1  reward 0.125\n" in out.getvalue()
+    assert out.getvalue().endswith("reinforcement: 1/4 done in 0.0 s, reward 0.125\n")
+
+
+def test_a_file_gets_lines_of_metrics_and_no_table(clock):
+    out = io.StringIO()
+    progress = Progress(file=out, clock=clock)
+    progress.metrics(line(1, "supervised", loss_0_mean=1.0), "")
+    progress.metrics(line(1, reward_0_mean=0.125), "step 1  reward 0.125")
+    assert out.getvalue() == "step 1  reward 0.125\n"
+
+
+def objects(text) -> list[tuple[str, str, dict]]:
+    entries = [json.loads(line) for line in text.splitlines()]
+    assert all(datetime.fromisoformat(entry.pop("time")).tzinfo is not None for entry in entries)
+    return [(entry["event"], entry["level"], entry["fields"]) for entry in entries]
+
+
+def test_a_json_console_has_an_object_per_line():
+    out = io.StringIO()
+    recorder = Recorder([Display(JsonProgress(file=out))])
+    with pytest.raises(KeyError), recorder.span("reinforcement", total=2) as phase:
+        with recorder.span("step"):
+            recorder.fact("metrics", line=line(1, reward_0_mean=float("nan")), text="step 1\nreward")
+        recorder.advance(phase, text="reward 0.5")
+        recorder.fact("note", text="\x1b[31mred\u2028")
+        raise KeyError
+    JsonProgress(file=out, quiet=True).line("nothing")
+    JsonProgress(file=out, quiet=True).final_table([("run", "runs/a")])
+    *told, (_, _, end), summary = objects(out.getvalue())
+    assert told == [
+        ("begin", "info", {"name": "reinforcement", "total": 2}),
+        ("metrics", "info", {"step": 1, "phase": "reinforcement", "reward/mean": "NaN"}),
+        ("note", "info", {"message": "\x1b[31mred\u2028"}),
+    ]
+    assert (end["name"], end["outcome"]) == ("reinforcement", "stopped") and end["seconds"] >= 0
+    assert summary == ("summary", "info", {"run": "runs/a"})
+    assert out.getvalue().isascii()
+
+
+def test_warnings_and_errors_are_json_where_that_is_wanted(capfd, tmp_path):
+    code = (
+        "import logging, sys, warnings; from torchtitan_rl.observability.console import say, use_json; use_json(True);"
+        "from torchtitan_rl.observability.logs import setup_rank_logging;"
+        f"setup_rank_logging({str(tmp_path)!r}, 'policy', 0, 1, device='cpu');"
+        "logging.getLogger('torchtitan_rl.x').warning('careful %d', 1); logging.getLogger('vllm').warning('noise');"
+        "say('error: it broke', event='error', level='error'); warnings.warn('old');"
+        "use_json(False); say('plain', event='x')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    *entries, plain = capfd.readouterr().err.splitlines()
+    assert plain == "plain"
+    careful, error, old = objects("\n".join(entries))
+    assert careful[:2] == ("log", "warning") and careful[2]["message"] == "careful 1"
+    assert error == ("error", "error", {"message": "error: it broke"}) and "old" in old[2]["message"]

@@ -1,5 +1,7 @@
 """Records of rollouts: what people and viewers read about a step."""
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from torchtitan_rl.observability.records import rollout_records
@@ -9,11 +11,11 @@ from torchtitan_rl.observability.schemas import SCHEMAS
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
 
-def turn(prompt, tokens, versions, why):
+def turn(prompt, tokens, versions, why, **fields):
     completion = Completion(
         tokens=tokens, logprobs=[-1.0] * len(tokens), policy_versions=versions, finish_reason=why
     )  # fmt: skip
-    return Turn(prompt_tokens=prompt, completion=completion)
+    return Turn(prompt_tokens=prompt, completion=completion, **fields)
 
 
 def rollout(id, *turns, **fields):
@@ -27,7 +29,7 @@ def decode(tokens):
 
 PLAYED = rollout(
     "7/0/0",
-    turn([1, 2], [4, 5], [2, 3], "stop"),
+    turn([1, 2], [4, 5], [2, 3], "stop", seconds=(0.0, 0.5, 0.75)),
     turn([1, 2, 4, 5, 6], [7], [4], "length"),
     reward=1.0,
     reward_parts={"exact": 1.0, "format": -0.5},
@@ -44,6 +46,7 @@ DATUM = Datum(
         "advantages": torch.tensor([0.0, 0.5, 0.5, 0.0, 0.5]),
     },
     rollout=0,
+    turns=[(0, 1, 2), (1, 4, 1)],
 )
 LOGPROBS = torch.tensor([-2.0, -1.0, -1.5, -3.0, -0.5])
 
@@ -77,11 +80,14 @@ def test_a_record_has_texts_turns_and_both_sides_of_the_training(tmp_path):
         "policy_version_min": 2,
         "policy_version_max": 4,
         "seconds": {"play": 0.5},
+        "turn_seconds": [[0.0, 0.5, 0.75], None],
+        "masked": False,
     }
     assert [(t["prompt"], t["text"], t["num_prompt_tokens"]) for t in turns] == [("ab", "de", 2), ("f", "g", 5)]
     assert (turns[0]["tokens"], turns[0]["policy_versions"], turns[0]["logprobs"]) == ([4, 5], [2, 3], [-1.0, -1.0])
     assert sequence["policy_logprobs"] == LOGPROBS.tolist() and sequence["loss_mask"] == [0, 1, 1, 0, 1]
     assert sequence["target_tokens"] == [2, 4, 5, 6, 7] and sequence["token_weights"] == [0, 0.25, 0.25, 0, 0.5]
+    assert sequence["turns"] == [[0, 1, 2], [1, 4, 1]] and sequence["old_logprobs"] is None
     assert (second["advantage"], second["turns"], second["sequences"]) == (-0.5, [], [])
 
 
@@ -103,7 +109,29 @@ def test_data_with_several_targets_a_token_are_recorded_without_what_is_per_targ
     )
     (sequence,) = rollout_records([GROUP], [(datum, targets.float())], decode)[0]["sequences"]
     assert sequence["target_tokens"] is None and sequence["policy_logprobs"] is None
-    assert sequence["tokens"] == DATUM.tokens.tolist() and sequence["advantages"] is None
+    assert sequence["tokens"] == DATUM.tokens.tolist() and not {"advantages", "token_weights"} & sequence.keys()
+
+
+def test_what_other_roles_say_of_a_token_is_recorded_where_a_run_has_it(tmp_path):
+    inputs = DATUM.loss_inputs | {"old_logprobs": LOGPROBS, "reference_logprobs": LOGPROBS - 1, "values": LOGPROBS + 1}
+    datum = Datum(tokens=DATUM.tokens, target_tokens=DATUM.target_tokens, loss_inputs=inputs)
+    run_dir = RunDir.create(tmp_path)
+    run_dir.record("rollouts", 1, rollout_records([GROUP], [(datum, LOGPROBS)], decode))
+    (sequence,) = next(run_dir.tables["rollouts"].read())["sequences"]
+    assert sequence["old_logprobs"] == LOGPROBS.tolist() and sequence["values"] == (LOGPROBS + 1).tolist()
+    assert sequence["reference_logprobs"] == (LOGPROBS - 1).tolist() and sequence["returns"] is None
+
+
+def test_parts_without_newer_columns_stay_readable(tmp_path):
+    table = RunDir.create(tmp_path).tables["rollouts"]
+    kept = [field for field in table.schema if field.name not in ("masked", "turn_seconds", "sequences")]
+    kept.append(pa.field("sequences", pa.list_(pa.struct({"tokens": pa.list_(pa.int32())}))))
+    table.directory.mkdir()
+    written = pa.Table.from_pylist([{"step": 3, "sequences": [{"tokens": [1]}]}], schema=pa.schema(kept))
+    pq.write_table(written, table.directory / "000001.parquet")
+    (record,) = table.read()
+    assert record["masked"] is None and record["sequences"][0]["tokens"] == [1]
+    assert record["sequences"][0]["turns"] is None
 
 
 def test_every_table_says_step_and_attempt():

@@ -2,8 +2,6 @@
 
 import asyncio
 import dataclasses
-import io
-import logging
 import subprocess
 import sys
 from typing import Any
@@ -15,8 +13,6 @@ from tests.unit.config.test_load import refusal, run_config
 from torchtitan_rl.algorithm import advantages
 from torchtitan_rl.config.actors import AdamWConfig, LoRAConfig
 from torchtitan_rl.config.run import RoleConfig
-from torchtitan_rl.observability.display import Display
-from torchtitan_rl.observability.progress import Progress
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
@@ -188,25 +184,6 @@ def test_an_environments_rewards_are_its_own():
 
 
 # What is said during a run, and how.
-
-
-def test_groups_without_signal_are_said_once(caplog):
-    display = Display(Progress(file=io.StringIO()), compares=True)
-
-    def steps(*fractions):
-        for fraction in fractions:
-            display.fact("metrics", {"line": {"reward/zero_std_frac": fraction}, "text": ""})
-
-    with caplog.at_level(logging.WARNING):
-        steps(*[0.95] * 9, 0.5, *[0.95] * 9)
-        display.fact("metrics", {"line": {"eval/accuracy": 1.0}, "text": ""})
-        assert caplog.messages == []
-        steps(*[0.95] * 30)
-        assert len(caplog.messages) == 1 and "reward/zero_std_frac=0.95: for 10 steps" in caplog.text
-    quiet = Display(Progress(file=io.StringIO()))
-    for _ in range(20):
-        quiet.fact("metrics", {"line": {"reward/zero_std_frac": 1.0}, "text": ""})
-    assert len(caplog.messages) == 1
 
 
 def test_a_closed_pipe_is_no_error():

@@ -1,0 +1,120 @@
+"""The rules during training: what is found is said once, as a warning; samples say what processes hold."""
+
+import logging
+import os
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from torchtitan_rl.dispatch.timed_router import TimedRouter
+from torchtitan_rl.inspection.samples import Samples
+from torchtitan_rl.inspection.watch import Watch
+from torchtitan_rl.observability.run_dir import RunDir
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.write_config({})
+    return run_dir
+
+
+def trained(watch, *fractions, phase="reinforcement", **more):
+    """Batches with these shares of groups without signal."""
+    for fraction in fractions:
+        step = watch._step + 1
+        line = {"step": step, "phase": phase, "reward/zero_std_frac": fraction, "reward/mean": 0.2, **more}
+        watch.fact("metrics", {"line": line, "text": ""})
+        watch.fact("rollouts", {"step": step, "groups": []})
+
+
+def test_what_is_found_is_said_once(run_dir, caplog):
+    watch = Watch(run_dir, {})
+    with caplog.at_level(logging.WARNING):
+        trained(watch, *[0.95] * 9, 0.5, *[0.95] * 9)
+        assert caplog.messages == []
+        trained(watch, *[0.95] * 30)
+    (record,) = caplog.records
+    assert "for 10 batches the rewards of at least 90% of the groups have been equal" in record.message
+    assert "grade the reward" in record.message and (record.event, record.who) == ("finding", "no_signal")
+
+
+def test_thresholds_of_the_config_hold(run_dir, caplog):
+    trained(Watch(run_dir, {"no_signal": 0.97}), *[0.95] * 30)
+    trained(Watch(run_dir, {"truncation": 0.1}), *[0.1] * 30, **{"completion/truncated_frac": 0.2})
+    assert [record.who for record in caplog.records] == ["truncation"]
+
+
+def test_answers_are_looked_at(run_dir, caplog):
+    watch = Watch(run_dir, {})
+    groups = [
+        SimpleNamespace(
+            id=f"{i}/0",
+            rollouts=[SimpleNamespace(task=SimpleNamespace(id=f"t{i}"), text="", reward=0.0, reward_parts={})] * 4,
+        )
+        for i in range(10)
+    ]
+    for step in range(1, 6):
+        watch.fact("rollouts", {"step": step, "groups": groups})
+    assert {record.who for record in caplog.records} == {"duplicates", "unparsable"}
+
+
+def test_a_long_run_takes_no_more_time_or_memory(run_dir):
+    watch = Watch(run_dir, {})
+    trained(watch, *[0.1] * 500)
+    assert (
+        len(watch._first) + len(watch._last) == 80 and watch._first[0]["step"] == 1 and watch._last[-1]["step"] == 500
+    )
+
+
+def test_a_resumed_run_remembers_how_it_began(run_dir, caplog):
+    for step in range(1, 11):
+        run_dir.log_metrics({"step": step, "phase": "reinforcement", "policy/entropy": 1.0, "reward/mean": 0.2})
+    watch = Watch(run_dir, {})
+    trained(watch, *[0.1] * 10, **{"policy/entropy": 0.01})
+    assert [record.who for record in caplog.records] == ["entropy_collapse"]
+
+
+def test_samples_have_memory_and_times(run_dir, caplog):
+    watch = Watch(run_dir, {})
+    router = TimedRouter(2)
+    watch.fact("generator", {"client": SimpleNamespace(request_times=lambda: {"generator-0": router.times()[0]})})
+    first, *_ = records = list(run_dir.tables["samples"].read())
+    assert (first["who"], first["pid"]) == ("controller", os.getpid()) and first["rss_mib"] > 10
+    assert (records[-1]["who"], records[-1]["in_flight_s"], records[-1]["answered"]) == ("generator-0", 0.0, 0)
+    assert caplog.messages == []
+
+
+def test_samples_become_rarer(tmp_path, monkeypatch):
+    now, times = [0.0], []
+    samples = Samples(tmp_path, clock=lambda: now[0])
+    monkeypatch.setattr(samples, "_found", dict)
+    while now[0] < 36_000:
+        if samples.due():
+            samples.take()
+            times.append(now[0])
+        now[0] += 0.5
+    assert times[:3] == [0.0, 1.0, 2.0] and times[-1] - times[-2] == 30.0
+    assert len(times) < 1800  # of ten hours
+
+
+def test_processes_are_named_after_their_logs(tmp_path):
+    line = "2026-01-01 INFO x: generator-1 rank 0 of 1, pid 77, host {}, device cpu\n"
+    (tmp_path / "generator-1-0.log").write_text(line.format(socket.gethostname()) + "more\n" * 50_000)
+    (tmp_path / "policy-0.log").write_text(line.format("elsewhere").replace("77", "78"))
+    assert Samples(tmp_path)._names() == {77: "generator-1-0"}
+
+
+def test_a_router_sums_up_the_time_of_requests():
+    now = [0.0]
+    router = TimedRouter(2, clock=lambda: now[0])
+    state = {"healthy": [0, 1], "held": [1, 1], "newest": 1}
+    assert router.route([[1], [2]], None, **state) == [0, 1]
+    now[0] = 2.0
+    router.finished(0, 1, None)
+    now[0] = 5.0
+    assert router.times() == [(2.0, 1), (5.0, 0)]
+    router.finished(1, 1, None)
+    now[0] = 9.0
+    assert router.times() == [(2.0, 1), (5.0, 1)]

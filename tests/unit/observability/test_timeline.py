@@ -1,0 +1,229 @@
+"""Spans of one process: what is timed, what is joined, what is dropped, and that the timed functions stay the same."""
+
+import ast
+import asyncio
+import importlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+import torchtitan_rl
+from torchtitan_rl.observability.recorder import Recorder
+from torchtitan_rl.observability.timeline import recording
+from torchtitan_rl.observability.timeline.points import GARBAGE, POINTS, Point
+from torchtitan_rl.observability.timeline.span_file import SpanFile
+from torchtitan_rl.observability.timeline.spans import Spans
+from torchtitan_rl.observability.timeline.wrapping import find, wrap
+
+PACKAGE = Path(torchtitan_rl.__file__).parent
+HEAVY = ("torchtitan_rl.model.", "torchtitan_rl.actors.")
+
+
+def spans_in(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()][1:]
+
+
+@pytest.fixture
+def spans(tmp_path):
+    made = Spans(SpanFile(tmp_path / "spans.jsonl", {"process": "unit"}, every_s=60), 0)
+    yield made
+    made._processor.shutdown()
+
+
+def written(spans: Spans) -> list[dict]:
+    spans.settle(all=True)
+    spans._processor.force_flush()
+    return spans_in(spans._processor.path)
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.where)
+def test_every_point_of_the_table_is_in_the_package(point):
+    module, _, path = point.where.partition(":")
+    if not module.startswith(HEAVY):
+        importlib.import_module(module)
+        assert callable(find(point)[2])
+        return
+    tree = ast.parse((PACKAGE.parent / (module.replace(".", "/") + ".py")).read_text())
+    names = {name.name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{part.name}" for part in node.body if hasattr(part, "name")}
+        names |= {node.name} if isinstance(node, ast.FunctionDef) else set()
+    assert path in names
+
+
+def test_a_point_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"timeline point='torchtitan_rl.run.draws:Draws.nxt'.*mend the table"):
+        find(Point("torchtitan_rl.run.draws:Draws.nxt", "draw"))
+
+
+def test_pieces_close_together_are_one_span_and_others_are_not(spans):
+    ms = 1_000_000
+    for start in (0, 1.1, 2.2, 10):  # gaps of 0.1 ms, then one of 6.8
+        spans.piece("encode", int(start * ms), int((start + 1) * ms))
+    found = written(spans)
+    assert [(span["start"] / ms, span["end"] / ms, span.get("pieces")) for span in found] == [
+        (0, 3.2, 3),
+        (10, 11, None),
+    ]
+    assert {(span["name"], span["kind"]) for span in found} == {("encode", "work")}
+
+
+def test_waits_that_overlap_are_one_span(spans):
+    first, second = spans.wait_begins("wait for rewards", 5), spans.wait_begins("wait for rewards", 7)
+    spans.wait_ends(first, 9)
+    spans.wait_ends(second, 12)
+    third = spans.wait_begins("wait for rewards", 20)
+    spans.wait_ends(third, 21)
+    assert [(span["start"], span["end"]) for span in written(spans)] == [(5, 12), (20, 21)]
+
+
+class Mesh:
+    role = "policy"
+
+    def call(self, endpoint):
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.02, future.set_result, endpoint.upper())
+        return future
+
+    async def attempt(self, fails):
+        await asyncio.sleep(0.01)
+        time.sleep(0.005)
+        if fails:
+            raise KeyError("lost")
+        return "done"
+
+    def serve(self, operation):
+        return operation
+
+
+POINTS_HERE = (
+    Point(f"{__name__}:Mesh.call", "send {self.role}.{0}", "sent", "wait for {self.role}.{0}"),
+    Point(f"{__name__}:Mesh.attempt", "play", "running", "wait for tea"),
+    Point(f"{__name__}:Mesh.serve", "{self.role}.{0}", "served", "wait for a request"),
+)
+
+
+@pytest.fixture
+def wrapped(spans, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or type(sys)(__name__))
+    monkeypatch.setattr(sys.modules[__name__], "Mesh", Mesh, raising=False)
+    done, before = {}, dict(vars(Mesh))
+    wrap(spans, POINTS_HERE, done)
+    assert vars(Mesh)["call"] is not before["call"]
+    yield spans
+    for put_back in done.values():
+        put_back()
+    assert dict(vars(Mesh)) == before
+
+
+def test_a_call_is_a_send_and_a_wait_named_after_what_is_waited_for(wrapped):
+    async def main():
+        return await Mesh().call("optim_step")
+
+    assert asyncio.run(main()) == "OPTIM_STEP"
+    send, wait = sorted(written(wrapped), key=lambda span: span["start"])
+    assert (send["name"], send["kind"]) == ("send policy.optim_step", "work")
+    assert (wait["name"], wait["kind"]) == ("wait for policy.optim_step", "wait")
+    assert wait["end"] - wait["start"] >= 15_000_000
+
+
+def test_a_coroutine_runs_and_waits_and_keeps_what_it_gives_and_raises(wrapped):
+    async def main():
+        with pytest.raises(KeyError, match="lost"):
+            await Mesh().attempt(True)
+        task = asyncio.ensure_future(Mesh().attempt(False))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await asyncio.gather(*(Mesh().attempt(False) for _ in range(3)))
+
+    assert asyncio.run(main()) == ["done"] * 3
+    found = written(wrapped)
+    waited = [span for span in found if span["name"] == "wait for tea"]
+    ran = [span for span in found if span["name"] == "play"]
+    assert len(waited) == 3 and waited[-1]["pieces"] == 3  # alone, cancelled, three at once
+    assert sum(span["end"] - span["start"] for span in ran) >= 15_000_000
+
+
+def test_what_serves_waits_between_calls(wrapped):
+    mesh = Mesh()
+    assert mesh.serve("forward") == "forward"
+    time.sleep(0.01)
+    mesh.serve("optim_step")
+    names = [span["name"] for span in sorted(written(wrapped), key=lambda span: span["start"])]
+    assert names == ["policy.forward", "wait for a request", "policy.optim_step"]
+
+
+def test_a_full_disk_costs_spans_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "full.jsonl").symlink_to("/dev/full")
+    file = SpanFile(tmp_path / "full.jsonl", {}, every_s=60)
+    spans = Spans(file, 0)
+    for _ in range(3):
+        spans.leaf("step", "work", 1, 2)
+        file.force_flush()
+    assert caplog.text.count("cannot be written, the run goes on without") == 1
+    (tmp_path / "full.jsonl").unlink()
+    spans.leaf("step", "work", 1, 2)
+    file.shutdown()
+    assert [json.loads(line) for line in (tmp_path / "full.jsonl").read_text().splitlines()][-1] == {"dropped": 4}
+
+
+def test_a_slow_disk_costs_no_memory(tmp_path):
+    file = SpanFile(tmp_path / "spans.jsonl", {}, room=10, every_s=60)
+    spans = Spans(file, 0)
+    for _ in range(25):
+        spans.leaf("step", "work", 1, 2)
+    assert len(file._waiting) == 10
+    file.shutdown()
+    assert spans_in(file.path)[-1] == {"dropped": 16}  # the header had a place too
+
+
+def test_the_loops_spans_are_phases_and_steps_are_numbered(tmp_path):
+    [phases] = recording.phases_of(tmp_path)
+    assert recording.phases_of(tmp_path / "other") == []  # one run at a time
+    recorder = Recorder([phases])
+    with recorder.span("reinforcement", total=9) as phase:
+        recorder.advance(phase, 4)  # a resumed run
+        for _ in range(2):
+            with recorder.span("step"), recorder.span("generate"):
+                pass
+            recorder.advance(phase, 2)
+    recorder.close()
+    [file] = tmp_path.glob("controller.*.jsonl")
+    found = spans_in(file)
+    by_id = {span["id"]: span for span in found}
+    assert [span["step"] for span in found if span["name"] == "step"] == [5, 7]
+    assert {by_id[span["in"]]["name"] for span in found if span["name"] == "generate"} == {"step"}
+    assert all(span["kind"] == "phase" for span in found)
+    assert recording.TIMELINE not in __import__("os").environ
+
+
+def slowly(task, completions):
+    time.sleep(0.02)
+    return [1.0 for _ in completions]
+
+
+def test_a_reward_process_records_itself(tmp_path, monkeypatch):
+    from torchtitan_rl.tasks import reward_process
+
+    told = {"directory": str(tmp_path), "offset_ns": 0, "boot": recording._boot()}
+    monkeypatch.setenv(recording.TIMELINE, json.dumps(told))
+    process = reward_process.RewardProcess()
+    process.load(slowly)
+    began = time.perf_counter_ns()
+    assert [process.call(None, ["a", "b"]), process.call(None, ["a"])] == [[1.0, 1.0], [1.0]]
+    ended = time.perf_counter_ns()
+    process.process.stdin.close()  # the end of the requests
+    assert process.process.wait(20) == 0
+    [file] = tmp_path.glob("reward.*.jsonl")
+    found = [span for span in spans_in(file) if span["name"] != GARBAGE]
+    first, wait, second = sorted(found, key=lambda span: span["start"])
+    assert [first["name"], wait["name"], second["name"]] == ["compute rewards", "wait for a request", "compute rewards"]
+    assert began < first["start"] and second["end"] < ended  # one clock for the processes of a host
+    assert first["end"] - first["start"] >= 20_000_000

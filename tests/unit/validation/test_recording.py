@@ -1,0 +1,33 @@
+"""What cannot be recorded is refused before a process starts."""
+
+import pytest
+
+from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.recording import steps_of
+from torchtitan_rl.validation.recording import check_recording
+
+
+def refusal(steps, ranks=("policy-0",)):
+    config = load_config("configs/quickstart.py")
+    config.record.profile.steps, config.record.profile.ranks = steps, list(ranks)
+    with pytest.raises(ValueError) as caught:
+        check_recording(config)
+    return str(caught.value)
+
+
+def test_steps_and_ranges_are_read():
+    assert steps_of("3,5-6") == [3, 5, 6]
+    assert steps_of("7-7,2") == [2, 7]
+
+
+@pytest.mark.parametrize("text", ["", "3,", "a", "-3", "6-5", "3-", "1.5", "3;4"])
+def test_what_is_no_list_of_steps_is_refused(text):
+    with pytest.raises(ValueError, match=r"is no step and no range; write steps as in 3,5-6"):
+        steps_of(text)
+
+
+def test_profiles_of_what_a_run_does_not_have_are_refused():
+    assert refusal([0]).startswith("record.profile.steps=[0]: 0 is no step of the reinforcement phase; choose from 1")
+    assert "choose from 1 to controller.num_steps=160" in refusal([3, 161])
+    assert refusal([3], ["policy-1"]).endswith("there is no 'policy-1'; choose from policy-0, generator-0-0")
+    assert refusal([3], []).startswith("record.profile.ranks=[]: names no rank")

@@ -1,0 +1,251 @@
+"""The page over runs, asked as a browser asks: every address, hostile text, bad input, who may ask."""
+
+import asyncio
+import json
+import re
+import socket
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.made_runs import group, made_run, write_step
+from torchtitan_rl import run_verbs
+from torchtitan_rl.cli import main
+from torchtitan_rl.observability.run_dir import RunDir
+
+pytest.importorskip("duckdb")
+from fastapi.testclient import TestClient  # noqa: E402
+
+from torchtitan_rl.view import text, verb  # noqa: E402
+from torchtitan_rl.view.app import application  # noqa: E402
+from torchtitan_rl.view.runs import open_runs  # noqa: E402
+
+ADDRESSES = ("/", "/curves", "/evaluations", "/configs", "/rollouts", "/groups")
+
+
+def client(*paths) -> TestClient:
+    return TestClient(application(open_runs(paths)), base_url="http://127.0.0.1:8765", raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    made_run(directory / "first")
+    made_run(directory / "second", steps=2, lr=0.002)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def page(runs) -> TestClient:
+    return client(runs / "first", runs / "second")
+
+
+class Tags(HTMLParser):
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.said = [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.said += data
+
+
+@pytest.mark.parametrize(
+    "address",
+    [*ADDRESSES, "/curves?metric=time/step_s&smooth=5", "/configs?show=all", "/rollouts?run=second&q=right&sort=reward"]
+    + [
+        "/groups?step=1",
+        "/group?id=2/0",
+        "/text?id=2/0/1",
+        "/text?id=2/0/1&part=text-0",
+        "/api/curves?metric=reward/mean",
+    ]
+    + [f"/rollout?id=2/0/1&tint={tint}" for tint in text.TINTS],
+)
+def test_every_address_answers_and_lets_nothing_else_in(page, address):
+    answer = page.get(address)
+    assert answer.status_code == 200, answer.text
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-store"
+    found = Tags(answer.text)
+    for tag, attributes in found.tags:
+        assert not any(name.startswith("on") or name == "style" for name in attributes), (tag, attributes)
+        assert tag != "img" and (tag != "script" or attributes.get("src", "").startswith("/static/"))
+        assert not re.match(r"(https?:)?//|javascript:", attributes.get("href") or attributes.get("src") or "")
+
+
+@pytest.mark.parametrize(
+    "address", ["/rollouts", "/group?id=2/0", "/rollout?id=2/0/1", "/text?id=2/0/1", "/rollouts?q=%3Cscript"]
+)
+def test_what_a_model_said_is_text(page, address):
+    answer = page.get(address)
+    assert not set(answer.text) & set("\x1b\x00\u202e\u202c\u2066")
+    if address != "/rollout?id=2/0/1":  # which shows the tokens
+        assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in Tags(answer.text).said
+        assert "U+202E RIGHT-TO-LEFT OVERRIDE" in answer.text
+
+
+def test_text_without_seen_characters_is_marked():
+    assert str(text.visible("a<b>\u200bc\td\n")) == (
+        'a&lt;b&gt;<span class="unseen" title="U+200B ZERO WIDTH SPACE">U+200B</span>c\td\n'
+    )
+    assert "\u2400" in text.visible("\x00") and text.visible(None) == "" and "U+D800" in text.visible("\ud800")
+
+
+def test_a_megabyte_of_one_line_is_cut_and_shown_whole_on_request(tmp_path):
+    run_dir = made_run(tmp_path / "run", steps=1)
+    write_step(run_dir, 2, [group(9, ["x" * 1_000_000 + "end", "b"], [1.0, 0.0])])
+    page = client(run_dir.path)
+    assert len(page.get("/rollouts").text) < 100_000 and len(page.get("/group?id=9/0").text) < 100_000
+    whole = page.get("/text?id=9/0/0")
+    assert "1\u202f000\u202f003 characters" in whole.text and whole.text.count('class="chunk"') == 126
+
+
+def test_a_rollout_says_why_its_tokens_were_pushed(page):
+    found = page.get("/rollout?id=2/0/0").text
+    tokens = re.findall(r'<span class="(t [^"]*|t)" title="(token[^"]*)"', found)
+    assert [classes for classes, _ in tokens] == ["t p3", "t p3 clipped", "t p3"]
+    assert "gap −0.1000" in tokens[0][1] and "ratio 1.6487" in tokens[1][1] and "version 6" in tokens[2][1]
+    assert found.count('class="version"') == 2 and "clip at 0.80 and 1.20" in found
+    assert "exact" in found and "turn 1: environment 0.100 s" in found and "/rollout?id=2%2F0%2F1" in found
+    assert (
+        "t n3" in page.get("/rollout?id=2/0/0&tint=gap").text
+        and "t p5" in page.get("/rollout?id=2/0/0&tint=ratio").text
+    )
+    assert "zero_variance left the rollout out" in page.get("/rollout?id=3/0/0").text
+
+
+def test_two_runs_compare(page):
+    told = Tags(page.get("/configs").text).said
+    assert "trainer.optimizer.lr" in told and "0.001" in told and "0.002" in told and "group_size" not in told
+    data = page.get("/api/curves?metric=reward/mean&metric=eval/accuracy&metric=nothing").json()
+    first, second = data["charts"][0]["lines"]
+    assert (first["name"], first["steps"], second["name"], second["steps"]) == ("first", [1, 2, 3], "second", [1, 2])
+    assert data["charts"][1]["lines"][0]["name"] == "first sort validation" and data["charts"][2]["lines"] == []
+    assert page.get(f"/api/curves?metric=reward/mean&have={data['state']}").json() == {"state": data["state"]}
+    assert "0.250" in page.get("/evaluations?run=first").text
+
+
+def test_curves_move_while_a_run_goes_on(tmp_path):
+    run_dir = made_run(tmp_path / "run")
+    page = client(run_dir.path)
+    before = page.get("/api/curves?metric=reward/mean").json()
+    write_step(run_dir, 4, [group(8, ["a"], [1.0])])
+    after = page.get(f"/api/curves?metric=reward/mean&have={before['state']}").json()
+    assert after["charts"][0]["lines"][0]["steps"] == [1, 2, 3, 4]
+    assert "8/0/0" in page.get("/rollouts").text
+
+
+@pytest.mark.parametrize(
+    "address, status, said",
+    [
+        ("/rollouts?run=nope", 400, "run='nope': is not shown here"),
+        ("/rollouts?reward_min=much", 400, "reward_min='much': is no number"),
+        ("/rollouts?step_min=1e99", 400, "whole number"),
+        ("/rollouts?sort=text", 400, "sort='text'"),
+        ("/rollout?id=<b>", 404, "rollout='<b>': is not recorded"),
+        ("/group?id=77/0", 404, "is not recorded in first"),
+        ("/text?id=2/0/0&part=text-9", 404, "has 2 turns"),
+        ("/nope", 404, "there is no such page"),
+        ("/static/../app.py", 404, "there is no such page"),
+        ("/docs", 404, "there is no such page"),
+    ],
+)
+def test_what_is_wrong_with_an_address_is_a_sentence(page, address, status, said):
+    answer = page.get(address)
+    assert answer.status_code == status and said in Tags(answer.text).said and "<b>:" not in answer.text
+
+
+def test_only_this_machine_asks_and_nobody_writes(page):
+    for host in ("evil.example", "evil.example:8765", "127.0.0.1.evil.example", "localhost:8765:80", ""):
+        assert page.get("/", headers={"host": host}).status_code == 421
+    assert page.get("/", headers={"host": "localhost:9"}).status_code == 200
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert page.request(method, "/").status_code == 405
+    assert page.head("/static/style.css").status_code in (200, 405)
+
+
+def test_the_page_leaves_no_trace_in_a_run(tmp_path):
+    run_dir = made_run(tmp_path / "run")
+    before, page = {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*")}, client(run_dir.path)
+    for address in ADDRESSES:
+        page.get(address)
+    assert {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*")} == before
+
+
+def test_any_directory_opens_with_what_is_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    broken = made_run(tmp_path / "broken").path
+    (broken / "config.json").write_text('{"name": ')
+    (broken / "metrics.jsonl").write_text('{"step": 1, "phase"')
+    (broken / "status.json").write_text("{}")
+    (broken / "rollouts" / "000001.parquet").write_bytes(b"PAR1")
+    newer = made_run(tmp_path / "newer").path
+    record = {
+        "step": 9,
+        "attempt": "one",
+        "rollout_id": "n/0",
+        "novel": {"a": [1]},
+        "turns": [{"tokens": [1], "new": 2}],
+    }
+    with open(newer / "rollouts" / "000002.jsonl", "a") as file:
+        file.write(json.dumps(record) + "\n")
+    page = client(tmp_path / "empty", broken, newer)
+    for address in ADDRESSES:
+        for name in ("empty", "broken", "newer"):
+            answer = page.get(address, params={"run": name})
+            assert answer.status_code == 200, (address, name, answer.text)
+    assert "config.json is missing" in page.get("/?run=empty").text
+    assert "No rollouts are recorded" in page.get("/rollouts?run=empty").text
+    assert "000001.parquet: cannot be read" in page.get("/rollouts?run=broken").text
+    found = page.get("/rollout?run=newer&id=n/0")
+    assert found.status_code == 200 and "novel" in found.text
+
+
+def test_a_run_without_tokens_shows_its_texts(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.record("rollouts", 1, [{"rollout_id": "a", "group_id": "g", "text": "said", "prompt": "asked"}])
+    answer = client(run_dir.path).get("/rollout?id=a")
+    assert answer.status_code == 200 and "record_tokens is off" in answer.text and "said" in Tags(answer.text).said
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    for parent in ("a", "b"):
+        RunDir.create(tmp_path / parent / "run")
+    names = [run.name for run in open_runs([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"])]
+    assert names == ["a/run", "b/run"]
+    with pytest.raises(ValueError, match="is no directory"):
+        open_runs([tmp_path / "c"])
+
+
+def test_a_port_in_use_picks_the_next_one(runs):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        async def taken_port() -> int:
+            listening = await verb._listening(application(open_runs([runs / "first"])), port)
+            await listening.close()
+            return listening.port
+
+        assert port < asyncio.run(taken_port()) < port + 20
+
+
+def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
+    assert "view" in run_verbs.VERBS
+    assert main(["view", str(tmp_path / "none")]) == 1
+    assert "is no directory" in capsys.readouterr().err
+    monkeypatch.setitem(__import__("sys").modules, "torchtitan_rl.view.app", None)
+
+    def without(name, *args, **kwargs):
+        if name == "torchtitan_rl.view.app":
+            raise ModuleNotFoundError("No module named 'duckdb'", name="duckdb")
+        return imported(name, *args, **kwargs)
+
+    imported = __import__
+    monkeypatch.setattr("builtins.__import__", without)
+    assert main(["view", str(tmp_path)]) == 1
+    assert "install torchtitan-rl[view]" in capsys.readouterr().err

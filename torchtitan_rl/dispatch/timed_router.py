@@ -1,0 +1,42 @@
+"""A router that also knows how long requests were with each replica."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torchtitan_rl.dispatch.router import Router
+
+__all__ = ["TimedRouter"]
+
+
+class TimedRouter(Router):
+    """Routes as `Router` does. The times it sums up decide nothing."""
+
+    def __init__(self, num_replicas: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(num_replicas)
+        self._clock, self._since = clock, clock()
+        self._in_flight_s = [0.0] * num_replicas
+        self._answered = [0] * num_replicas
+
+    def route(self, prompts, version, **state) -> list[int]:
+        self._pass()
+        return super().route(prompts, version, **state)
+
+    def finished(self, index: int, num_requests: int, version: int | None) -> None:
+        self._pass()
+        self._answered[index] += num_requests
+        super().finished(index, num_requests, version)
+
+    def times(self) -> list[tuple[float, int]]:
+        """Per replica, the requests in flight summed over the seconds so far, and how many have been answered or given
+        up. May be called from any thread."""
+        seconds = self._clock() - self._since
+        sums = [spent + load * seconds for spent, load in zip(self._in_flight_s, self.loads, strict=True)]
+        return list(zip(sums, self._answered, strict=True))
+
+    def _pass(self) -> None:
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        for index, load in enumerate(self.loads):
+            self._in_flight_s[index] += load * seconds

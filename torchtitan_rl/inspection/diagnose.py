@@ -1,0 +1,127 @@
+"""What is wrong with a run: rules about liveness, numerics and learning, and the verb that tells what they find."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchtitan_rl.inspection.facts import Facts
+from torchtitan_rl.inspection.rules.answers import ANSWERS
+from torchtitan_rl.inspection.rules.learning import LEARNING
+from torchtitan_rl.inspection.rules.liveness import LIVENESS
+from torchtitan_rl.inspection.rules.numerics import NUMERICS
+from torchtitan_rl.inspection.rules.rule import Finding, Rule
+from torchtitan_rl.inspection.run import Run
+
+__all__ = ["RULES", "Diagnosis", "Finding", "add_arguments", "check_thresholds", "diagnose", "examine", "look", "run"]
+
+RULES: tuple[Rule, ...] = (*LIVENESS, *NUMERICS, *LEARNING, *ANSWERS)
+"""Every rule, in the order in which findings are told: liveness first, then numerics, then learning."""
+
+SOMETHING_WRONG = 3
+"""Exit status of `torchtitan-rl diagnose` where a rule has found something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the rules say of a run."""
+
+    findings: list[Finding]
+    missing: list[str]
+    """What could not be looked at, and why, one sentence each."""
+
+
+def diagnose(run: Run, thresholds: Mapping[str, float] = {}) -> list[Finding]:
+    """What is wrong with a run, the most urgent first; [] when nothing is. See `examine`."""
+    return examine(run, thresholds).findings
+
+
+def examine(run: Run, thresholds: Mapping[str, float] = {}, now: float | None = None) -> Diagnosis:
+    """What the rules say of a run's directory, finished or not, whole or not. A threshold is that of `thresholds`, else
+    of `record.thresholds` in the run's config, else the rule's. `now` is in seconds since 1970; None: the present.
+    Raises ValueError for a threshold of no rule."""
+    check_thresholds(thresholds, "--threshold ")
+    facts = Facts.of(run, now)
+    recorded = facts.setting("record.thresholds", {})
+    findings = look(facts, {**(recorded if isinstance(recorded, dict) else {}), **thresholds})
+    return Diagnosis(findings, facts.missing)
+
+
+def look(facts: Facts, thresholds: Mapping[str, float], rules: tuple[Rule, ...] = RULES) -> list[Finding]:
+    """What the rules find. A rule that fails on records of another form is named in `facts.missing`."""
+    found = []
+    for rule in rules:
+        try:
+            finding = rule.on(facts, float(thresholds.get(rule.name, rule.threshold)))
+        except Exception as error:
+            facts.missing.append(f"rule {rule.name}: cannot read the records ({type(error).__name__}: {error})")
+            continue
+        if finding is not None:
+            found.append(finding)
+    return found
+
+
+def check_thresholds(thresholds: Mapping[str, float], where: str) -> None:
+    """Raises ValueError for a name that is no rule's, and for a threshold that is no number. `where` begins the
+    message, such as `record.thresholds.`."""
+    names = [rule.name for rule in RULES]
+    for name, value in thresholds.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
+            raise ValueError(f"{where}{name}={value}: there is no such rule; {hint}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+            raise ValueError(f"{where}{name}={value}: is no number; give one such as 0.5")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument(
+        "--threshold", action="append", default=[], metavar="NAME=VALUE", help="a rule's threshold; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="findings as JSON")
+    parser.epilog = f"Exit status: 0 when nothing is wrong, {SOMETHING_WRONG} when something is, 1 for a mistake."
+
+
+def run(args: argparse.Namespace) -> int:
+    """The verb `diagnose`: prints what is wrong with a run. Returns the exit status."""
+    run = Run.open(args.run)
+    diagnosis = examine(run, _given(args.threshold))
+    if args.json:
+        data = {"findings": [finding.as_data() for finding in diagnosis.findings], "missing": diagnosis.missing}
+        print(json.dumps(data, indent=1))
+        return SOMETHING_WRONG if diagnosis.findings else 0
+    for finding in diagnosis.findings:
+        print(f"{finding.area} / {finding.rule}: {finding.what}")
+        print(f"  threshold: {finding.threshold:g}")
+        for name, text in _evidence(finding).items():
+            print(f"  {name}: {text}")
+        print(f"  to do: {finding.advice}\n")
+    for sentence in diagnosis.missing:
+        print(f"not looked at: {sentence}")
+    number = len(diagnosis.findings)
+    print(f"{run.path}: {f'{number} of {len(RULES)} rules have found something' if number else 'nothing wrong found'}")
+    return SOMETHING_WRONG if number else 0
+
+
+def _given(texts: list[str]) -> dict[str, float]:
+    given = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            given[name.replace("-", "_")] = float(value)
+        except ValueError:
+            raise ValueError(f"--threshold {text}: write NAME=VALUE, such as truncation=0.5") from None
+    return given
+
+
+def _evidence(finding: Finding) -> dict[str, str]:
+    """Name of what was read -> its values with their steps."""
+    texts: dict[str, list[str]] = {}
+    for name, step, value in finding.evidence:
+        shown = value if isinstance(value, str) else f"{value:.4g}"
+        texts.setdefault(name, []).append(shown if step is None else f"{shown} (step {step})")
+    return {name: ", ".join(values) for name, values in texts.items()}

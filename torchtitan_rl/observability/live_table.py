@@ -1,0 +1,73 @@
+"""The latest numbers of a run as a small table, which a terminal shows under the bars."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+__all__ = ["LiveTable"]
+
+_RECENT = 10
+_COLUMNS = (
+    ("loss", "loss/mean", ".3f"),
+    ("reward", "reward/mean", ".3f"),
+    ("no signal", "reward/zero_std_frac", ".0%"),
+    ("accuracy", "eval/accuracy", ".3f"),
+    ("entropy", "policy/entropy", ".3f"),
+    ("clipped", "policy/clip_frac", ".1%"),
+    ("length", "completion/length_mean", ".1f"),
+    ("grad", "optim/grad_norm", ".2f"),
+    ("kl", "mismatch/kl", ".1e"),
+    ("s/step", "time/step_s", ".2f"),
+)
+
+
+class LiveTable:
+    """Per metric the first number of the phase, the mean of the last ten, and the latest. Evaluations count on the set
+    and split of the first one."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._first: dict[str, float] = {}
+        self._recent: dict[str, deque[float]] = {}
+        self._evaluated: tuple[Any, Any] | None = None
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Takes the numbers of a line of metrics."""
+        if line["phase"] == "evaluation":
+            evaluated = line.get("eval/name"), line.get("eval/split")
+            self._evaluated = self._evaluated or evaluated
+            names = ["eval/accuracy"] if evaluated == self._evaluated else []
+        elif line["phase"] in ("supervised", "reinforcement"):
+            if line["phase"] != self._phase:
+                self._phase, accuracy = line["phase"], self._recent.get("eval/accuracy")
+                self._first = {name: value for name, value in self._first.items() if name == "eval/accuracy"}
+                self._recent = {} if accuracy is None else {"eval/accuracy": accuracy}
+            names = [name for _, name, _ in _COLUMNS if not name.startswith("eval/")]
+        else:
+            return
+        for name in names:
+            if isinstance(value := line.get(name), (int, float)):
+                self._first.setdefault(name, value)
+                self._recent.setdefault(name, deque(maxlen=_RECENT)).append(value)
+
+    def __bool__(self) -> bool:
+        return bool(self._recent)
+
+    def __rich__(self) -> Table:
+        hidden = "loss/mean" if "reward/mean" in self._recent else ""  # a surrogate's value says little
+        columns = [column for column in _COLUMNS if column[1] in self._recent and column[1] != hidden]
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("")
+        for title, _, _ in columns:
+            table.add_column(title, justify="right", no_wrap=True)
+        for row, value in (
+            ("first", lambda name: self._first[name]),
+            (f"last {_RECENT}", lambda name: fmean(self._recent[name])),
+            ("now", lambda name: self._recent[name][-1]),
+        ):
+            table.add_row(row, *(format(value(name), form) for _, name, form in columns))
+        return table

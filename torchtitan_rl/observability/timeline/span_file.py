@@ -1,0 +1,100 @@
+"""A process's spans on disk: JSON lines, written by a thread, never at the cost of the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+
+from torchtitan_rl.observability.timeline.spans import KIND, THREAD
+
+__all__ = ["SpanFile"]
+
+logger = logging.getLogger(__name__)
+
+
+class SpanFile(SpanProcessor):
+    """Writes the spans of a process to `path`, one JSON object a line, after a first line with `header`.
+
+    A thread writes every `every_s` seconds what has come. At most `room` spans wait for it: more are dropped and
+    counted, and so is what a full disk refuses. The next line that can be written says how many were dropped.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any], room: int = 20_000, every_s: float = 1.0) -> None:
+        self.path, self.dropped = path, 0
+        self.before_write: Callable[[], None] = lambda: None
+        """Called before each write, by the thread that writes."""
+        self._room, self._every_s, self._told = room, every_s, False
+        self._waiting: deque[ReadableSpan | str] = deque([json.dumps(header)])
+        self._closing, self._writing = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
+        self._thread.start()
+
+    def on_start(self, span: Span, parent_context=None) -> None:
+        """Nothing: a span is written once it has ended."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if self._closing.is_set():
+            return
+        if len(self._waiting) >= self._room:
+            self.dropped += 1
+        else:
+            self._waiting.append(span)
+
+    def shutdown(self, patience_s: float = 5.0) -> None:
+        """Writes what waits. Gives up after `patience_s`, and then loses it."""
+        if not self._closing.is_set():
+            self.before_write()
+            self._closing.set()
+            self._thread.join(patience_s)
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Writes what waits."""
+        self._write()
+        return True
+
+    def _write_on(self) -> None:
+        while not self._closing.wait(self._every_s):
+            self.before_write()
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        with self._writing:
+            dropped, number = self.dropped, len(self._waiting)
+            lines = [_line(self._waiting.popleft()) for _ in range(number)]
+            if dropped:
+                lines.append(json.dumps({"dropped": dropped}))
+            if not lines:
+                return
+            try:
+                with self.path.open("a", encoding="utf-8") as stream:
+                    stream.write("\n".join(lines) + "\n")
+                self.dropped -= dropped
+            except OSError as error:
+                self.dropped += number
+                if not self._told:
+                    self._told = True
+                    logger.warning("timeline: %s cannot be written, the run goes on without: %s", self.path, error)
+
+
+def _line(span: ReadableSpan | str) -> str:
+    if isinstance(span, str):
+        return span
+    more = dict(span.attributes or {})
+    content = {
+        "name": span.name,
+        "kind": more.pop(KIND, "work"),
+        "start": span.start_time,
+        "end": span.end_time,
+        "thread": more.pop(THREAD, ""),
+        "id": span.context.span_id,
+        "in": 0 if span.parent is None else span.parent.span_id,
+    }
+    return json.dumps(content | more, default=str)

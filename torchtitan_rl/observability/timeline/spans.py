@@ -1,0 +1,141 @@
+"""The spans of one process: OpenTelemetry's, on the clock of the run, with bursts of short ones joined into one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from opentelemetry import context, trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+__all__ = ["Spans", "Kind", "KIND", "THREAD"]
+
+Kind = Literal["phase", "work", "wait"]
+"""`phase`: other spans say what happened in it. `work`, `wait`: a leaf, which says what its whole time was."""
+KIND, THREAD = "timeline.kind", "timeline.thread"
+"""The names of the attributes that hold a span's kind, and the name of the thread that made it."""
+
+_JOIN_NS = 1_000_000
+"""Pieces of work of one name with less than this between them are one span: its gaps are switches of tasks."""
+
+
+@dataclass(slots=True)
+class _Burst:
+    """Pieces of work, or overlapping waits, that become one span."""
+
+    start: int
+    end: int
+    parent: Context
+    thread: str
+    pieces: int = 1
+    open: int = 0
+    """Waits that have not ended."""
+
+
+class Spans:
+    """Makes spans and hands them to `processor`, and to whatever else listens to the process's tracer provider.
+
+    Times are nanoseconds of `time.time_ns()` as the controller read it at the start, carried on by the monotonic clock,
+    which all processes of a host share: no adjustment of the wall clock moves spans against each other.
+    """
+
+    def __init__(self, processor: SpanProcessor, offset_ns: int) -> None:
+        """`offset_ns`: wall clock minus `time.perf_counter_ns()`."""
+        self.offset_ns, self._processor = offset_ns, processor
+        provider = trace.get_tracer_provider()
+        if not isinstance(provider, TracerProvider):  # nobody has set one: a user's own exporter hears our spans too
+            provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
+            trace.set_tracer_provider(provider)
+        provider.add_span_processor(processor)
+        self._tracer = provider.get_tracer("torchtitan_rl")
+        self._bursts: dict[tuple, _Burst] = {}
+        self._lock = threading.Lock()
+
+    def now(self) -> int:
+        return time.perf_counter_ns() + self.offset_ns
+
+    def begin(
+        self, name: str, start: int, attributes: Mapping[str, Any] | None = None, *, kind: Kind = "phase"
+    ) -> tuple[trace.Span, object]:
+        """A span that is the parent of spans of this asyncio task until `end` gets what `begin` returned."""
+        known = {KIND: kind, THREAD: threading.current_thread().name, **(attributes or {})}
+        span = self._tracer.start_span(name, start_time=start, attributes=known)
+        return span, context.attach(trace.set_span_in_context(span))
+
+    def end(self, begun: tuple[trace.Span, Any]) -> None:
+        span, token = begun
+        context.detach(token)
+        span.end(self.now())
+
+    def leaf(
+        self,
+        name: str,
+        kind: Kind,
+        start: int,
+        end: int,
+        *,
+        parent: Context | None = None,
+        thread: str = "",
+        attributes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A span that has ended."""
+        known = {KIND: kind, THREAD: thread or threading.current_thread().name, **(attributes or {})}
+        self._tracer.start_span(name, context=parent, start_time=start, attributes=known).end(end)
+
+    def piece(self, name: str, start: int, end: int) -> None:
+        """A piece of work, which becomes one span with the pieces of this name just before it."""
+        parent, thread = context.get_current(), threading.current_thread().name
+        key = name, _id(parent), thread
+        with self._lock:
+            burst = self._bursts.get(key)
+            if burst is not None and start - burst.end < _JOIN_NS:
+                burst.end, burst.pieces = max(burst.end, end), burst.pieces + 1
+                return
+            self._bursts[key] = _Burst(start, end, parent, thread)
+        if burst is not None:
+            self._emit(name, "work", burst)
+
+    def wait_begins(self, name: str, start: int) -> tuple:
+        """A wait that becomes one span with the waits of this name, for the same phase, that overlap it. `wait_ends`
+        takes what is returned."""
+        parent, thread = context.get_current(), threading.current_thread().name
+        key = name, _id(parent), thread, "wait"
+        with self._lock:
+            burst = self._bursts.get(key)
+            if burst is None:
+                burst = self._bursts[key] = _Burst(start, start, parent, thread, pieces=0)
+            burst.open, burst.pieces = burst.open + 1, burst.pieces + 1
+        return key
+
+    def wait_ends(self, key: tuple, end: int) -> None:
+        with self._lock:
+            burst = self._bursts[key]
+            burst.open, burst.end = burst.open - 1, end
+            if not burst.open:
+                del self._bursts[key]
+        if not burst.open:
+            self._emit(key[0], "wait", burst)
+
+    def settle(self, *, all: bool = False) -> None:
+        """Makes spans of the bursts that have ended; with `all` of waits that go on, too."""
+        latest = self.now() - 2 * _JOIN_NS
+        with self._lock:
+            ended = [key for key, burst in self._bursts.items() if all or (not burst.open and burst.end < latest)]
+            bursts = [(key, self._bursts.pop(key)) for key in ended if all or len(key) == 3]
+        for key, burst in bursts:
+            kind: Kind = "work" if len(key) == 3 else "wait"
+            burst.end = self.now() if burst.open else burst.end
+            self._emit(key[0], kind, burst)
+
+    def _emit(self, name: str, kind: Kind, burst: _Burst) -> None:
+        attributes = {"pieces": burst.pieces} if burst.pieces > 1 else None
+        self.leaf(name, kind, burst.start, burst.end, parent=burst.parent, thread=burst.thread, attributes=attributes)
+
+
+def _id(parent: Context) -> int:
+    return trace.get_current_span(parent).get_span_context().span_id

@@ -1,0 +1,205 @@
+"""The values of the pages on health, curves, evaluations and configs."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from torchtitan_rl.inspection.series import Series
+from torchtitan_rl.view.parameters import Parameters
+from torchtitan_rl.view.runs import ShownRun
+
+__all__ = ["Missing", "configs", "curve_data", "curves", "evaluations", "health"]
+
+_SHOWN = (
+    "reward/mean",
+    "eval/accuracy",
+    "policy/entropy",
+    "completion/length_mean",
+    "reward/zero_std_frac",
+    "mismatch/kl",
+    "optim/grad_norm",
+    "policy/clip_frac",
+    "time/step_s",
+)
+"""Curves that are shown unless an address asks for others."""
+_SMOOTH = ("1", "5", "20", "100")
+_NUMBERS = ("reward/mean", "policy/entropy", "completion/length_mean", "time/step_s")
+
+
+class Missing(ValueError):
+    """An address of something that is not there."""
+
+
+def health(parameters: Parameters) -> dict[str, Any]:
+    chosen = parameters.chosen()
+    cards = []
+    for shown in chosen:
+        series = shown.series
+        state = shown.health()
+        findings, problem = shown.findings()
+        step_s = series.last("time/step_s", n=20)
+        step, num_steps = (_count(state.status.get(name)) for name in ("step", "num_steps"))
+        usual = sum(step_s) / len(step_s) if step_s else 0.0
+        cards.append(
+            {
+                "run": shown,
+                "health": state,
+                "findings": findings,
+                "problem": problem,
+                "numbers": [(name, values[-1]) for name in _NUMBERS if (values := series.last(name))],
+                "phase": str(state.status.get("phase") or ""),
+                "step": step,
+                "num_steps": num_steps,
+                "left_s": (num_steps - step) * usual if state.state == "running" and step < num_steps else 0.0,
+            }
+        )
+    return {"chosen": chosen, "cards": cards, "live": True}
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def curves(parameters: Parameters) -> dict[str, Any]:
+    chosen = parameters.chosen()
+    names = sorted({name for shown in chosen for name in _names(shown.series)})
+    asked = parameters.all("metric") or [name for name in _SHOWN if name in names]
+    return {
+        "chosen": chosen,
+        "names": names,
+        "asked": [name for name in asked if name in names],
+        "unknown": [name for name in asked if name not in names],
+        "smooth": parameters.choice("smooth", _SMOOTH),
+        "smooths": _SMOOTH,
+        "live": True,
+    }
+
+
+def curve_data(parameters: Parameters) -> dict[str, Any]:
+    """The curves of an address, for its script: per metric and run, steps and values; null for a number that JSON does
+    not have. Nothing but the state's name where the state is the one that the script has."""
+    chosen = parameters.chosen()
+    series = {shown.name: shown.series for shown in chosen}
+    state = "-".join(str(read.version) for read in series.values())
+    if parameters.text("have") == state:
+        return {"state": state}
+    asked, width = parameters.all("metric"), int(parameters.choice("smooth", _SMOOTH))
+    charts = []
+    for name in asked:
+        lines = []
+        for shown in chosen:
+            for label, steps, values in _columns(series[shown.name], name):
+                title = f"{shown.name} {label}".strip()
+                values = _smoothed(values, width)
+                lines.append({"run": shown.index, "name": title, "steps": steps, "values": _finite(values)})
+        charts.append({"metric": name, "lines": lines})
+    return {"state": state, "charts": charts}
+
+
+def _names(series: Series) -> list[str]:
+    names = series.names() + [f"supervised: {name}" for name in series.names("supervised")]
+    evaluated = {name for line in series.evaluations() for name, value in line.items() if _is_number(value)}
+    return names + sorted(name for name in evaluated if name.startswith("eval/"))
+
+
+def _columns(series: Series, name: str) -> list[tuple[str, list[int], list[float]]]:
+    """(label, steps, values) of a metric; an evaluation has a line for each set of tasks."""
+    if name.startswith("eval/"):
+        found: dict[str, tuple[list[int], list[float]]] = {}
+        for line in series.evaluations():
+            if _is_number(line.get(name)):
+                steps, values = found.setdefault(f"{line.get('eval/name', '')} {line.get('eval/split', '')}", ([], []))
+                if steps and steps[-1] == line["step"]:
+                    values[-1] = line[name]
+                else:
+                    steps.append(line["step"])
+                    values.append(line[name])
+        return [(label, steps, values) for label, (steps, values) in found.items()]
+    phase = "supervised" if name.startswith("supervised: ") else "reinforcement"
+    steps, values = series.column(name.removeprefix("supervised: "), phase)
+    return [("", steps, values)] if steps else []
+
+
+def _smoothed(values: list[float], width: int) -> list[float]:
+    """Means over the last `width` values."""
+    if width == 1:
+        return values
+    smooth = []
+    for i in range(len(values)):
+        window = [value for value in values[max(0, i - width + 1) : i + 1] if math.isfinite(value)]
+        smooth.append(sum(window) / len(window) if window else math.nan)
+    return smooth
+
+
+def _finite(values: list[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def evaluations(parameters: Parameters) -> dict[str, Any]:
+    """A table per run: a row per evaluation, a column per number."""
+    chosen = parameters.chosen()
+    tables = []
+    for shown in chosen:
+        lines = shown.series.evaluations()
+        names = dict.fromkeys(name for line in lines for name in line)
+        columns = [n for n in names if n not in ("step", "phase", "eval/name", "eval/split") and "_ci95_" not in n]
+        rows = [
+            {
+                "step": line["step"],
+                "name": line.get("eval/name", ""),
+                "split": line.get("eval/split", ""),
+                "cells": [(line.get(name), _interval(line, name)) for name in columns],
+            }
+            for line in lines
+        ]
+        tables.append({"run": shown, "columns": columns, "rows": rows})
+    return {"chosen": chosen, "tables": tables, "live": True}
+
+
+def _interval(line: dict[str, Any], name: str) -> tuple[Any, Any] | None:
+    low, high = line.get(f"{name}_ci95_low"), line.get(f"{name}_ci95_high")
+    return None if low is None or high is None else (low, high)
+
+
+def configs(parameters: Parameters) -> dict[str, Any]:
+    """Fields of the configs: those that differ, or all."""
+    chosen = parameters.chosen()
+    flat = [dict(_leaves(shown.run.config())) for shown in chosen]
+    show = parameters.choice("show", ("differences", "all") if len(chosen) > 1 else ("all", "differences"))
+    wanted = parameters.text("q").lower()
+    paths = dict.fromkeys(path for fields in flat for path in fields)
+    rows = []
+    for path in paths:
+        values = [fields.get(path, _ABSENT) for fields in flat]
+        differs = any(value != values[0] for value in values[1:])
+        if (differs or show == "all") and wanted in path.lower():
+            rows.append((path, ["not there" if v is _ABSENT else _as_text(v) for v in values], differs))
+    without = [shown for shown, fields in zip(chosen, flat) if not fields]
+    return {"chosen": chosen, "rows": rows, "show": show, "without": without, "num_fields": len(paths)}
+
+
+_ABSENT = object()
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    """(dotted path, value) of every field; a function counts by its name and the hash of its source."""
+    if isinstance(value, dict) and set(value) == {"function", "source_sha256"}:
+        return [(path, f"{value['function']} ({value['source_sha256']})")]
+    if not isinstance(value, dict) or not value:
+        return [(path, value)] if path else []
+    return [leaf for key, item in value.items() for leaf in _leaves(item, f"{path}.{key}" if path else str(key))]
+
+
+def colour(shown: ShownRun) -> int:
+    """The number of a run's colour."""
+    return shown.index % 8

@@ -1,0 +1,87 @@
+"""The runs that a page shows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.inspection.diagnose import Finding, diagnose
+from torchtitan_rl.inspection.health import Health, health_of
+from torchtitan_rl.inspection.rollouts import Rollouts
+from torchtitan_rl.inspection.run import Run
+from torchtitan_rl.inspection.series import Series
+from torchtitan_rl.inspection.token_texts import tokenizer_of
+
+__all__ = ["ShownRun", "open_runs"]
+
+_FINDINGS_S = 5.0
+
+
+class ShownRun:
+    """One run with what is read of it, each when it is first asked for. Threads may share it."""
+
+    def __init__(self, run: Run, name: str, index: int) -> None:
+        self.run, self.name, self.index = run, name, index
+        self._series = Series(run.directory.metrics_file)
+        self._lock = threading.RLock()
+        self._rollouts: Rollouts | None = None
+        self._tokenizer: Any = None
+        self._findings: tuple[float, list[Finding], str] = (0.0, [], "")
+
+    @property
+    def series(self) -> Series:
+        """The metrics so far."""
+        return self._series.refresh()
+
+    @property
+    def rollouts(self) -> Rollouts:
+        with self._lock:
+            if self._rollouts is None:
+                self._rollouts = Rollouts(self.run.directory)
+            return self._rollouts
+
+    @property
+    def has_rollouts(self) -> bool:
+        return (self.run.path / "rollouts").is_dir()
+
+    @property
+    def tokenizer(self) -> Any:
+        """None where the run's tokenizer is not on this machine."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = tokenizer_of(self.run)
+            return self._tokenizer
+
+    def health(self) -> Health:
+        return health_of(self.run, self.series)
+
+    def findings(self) -> tuple[list[Finding], str]:
+        """What the rules find, and why they could not look; computed anew after some seconds."""
+        with self._lock:
+            at, found, problem = self._findings
+            if not at or time.monotonic() - at > _FINDINGS_S:
+                found, problem = _diagnosed(self.run)
+                self._findings = time.monotonic(), found, problem
+            return found, problem
+
+
+def open_runs(paths: Sequence[str | Path]) -> list[ShownRun]:
+    """The runs at some paths, each under a name of its own: its directory's, with as many parents as it takes. Raises
+    ValueError for a path that is no directory."""
+    runs = list({run.path.resolve(): run for run in map(Run.open, paths)}.values())
+    names = [run.name for run in runs]
+    depth = 1
+    while len(set(names)) < len(names):
+        depth += 1
+        names = ["/".join(run.path.resolve().parts[-depth:]) for run in runs]
+    return [ShownRun(run, name, index) for index, (run, name) in enumerate(zip(runs, names))]
+
+
+def _diagnosed(run: Run) -> tuple[list[Finding], str]:
+    try:
+        return diagnose(run), ""
+    except Exception as error:  # a run may hold anything; the rest of the page is still of use
+        return [], f"the rules could not read this run ({type(error).__name__}: {str(error)[:200]})"

@@ -1,0 +1,104 @@
+// Draws curves with uPlot, several runs over each other, and looks for new points.
+const EVERY_MS = 1500, DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
+const charts = document.getElementById("charts"), said = document.getElementById("live");
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const plots = new Map();
+let state = "", newest = null;
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+async function look() {
+  if (document.hidden && state) return;
+  try {
+    const answer = await fetch(`/api/curves${charts.dataset.query}&have=${state}`);
+    if (!answer.ok) throw new Error(answer.status);
+    const now = await answer.json();
+    if (now.charts) {
+      newest = now.charts;
+      draw();
+    }
+    state = now.state;
+    tell("live", false);
+  } catch {
+    tell("the viewer does not answer", true);
+  }
+}
+
+function tell(text, off) {
+  if (said && said.textContent !== text) said.textContent = text;
+  said?.classList.toggle("off", off);
+}
+
+function draw() {
+  for (const chart of newest) {
+    const figure = [...charts.children].find((f) => f.dataset.metric === chart.metric);
+    if (!figure) continue;
+    const lines = chart.lines.filter((line) => line.steps.length);
+    legend(figure, lines);
+    const place = figure.querySelector(".plot");
+    const data = lines.length ? uPlot.join(lines.map((line) => [line.steps, line.values])) : [[], []];
+    const key = lines.map((line) => line.name).join("\n") + dark.matches;
+    const plot = plots.get(figure);
+    if (plot && plot.key === key) plot.plot.setData(data);
+    else {
+      plot?.plot.destroy();
+      plots.set(figure, { key, plot: new uPlot(options(place, lines), data, place) });
+    }
+    figure.dataset.points = lines.reduce((sum, line) => sum + line.steps.length, 0);
+  }
+}
+
+function legend(figure, lines) {
+  figure.querySelector(".legend").replaceChildren(...lines.map((line) => {
+    const key = document.createElement("span"), value = document.createElement("b");
+    key.className = `key c${line.run % 8}`;
+    const last = line.values.findLast((v) => v !== null);
+    value.textContent = last === undefined ? "–" : short(last);
+    key.append(`${line.name} `, value);
+    return key;
+  }));
+  const told = lines.map((line) => `${line.name}: ${line.steps.length} points`).join(", ");
+  figure.querySelector(".plot").setAttribute("aria-label", `${figure.dataset.metric} over steps; ${told || "no points"}`);
+}
+
+function options(place, lines) {
+  const ink = css("--muted"), grid = css("--line");
+  const seen = new Map();
+  const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "12px system-ui" };
+  return {
+    width: place.clientWidth, height: place.clientHeight, legend: { show: false }, cursor: { y: false },
+    scales: { x: { time: false }, y: { range: (_, low, high) => apart(low, high) } },
+    axes: [{ ...axis, size: 32 }, { ...axis, size: 70, values: (_, ticks) => ticks.map(short) }],
+    series: [{}, ...lines.map((line) => {
+      const nth = seen.get(line.run) ?? 0;
+      seen.set(line.run, nth + 1);
+      return {
+        label: line.name, stroke: css(`--c${line.run % 8}`), width: 1.8, dash: DASHES[nth % DASHES.length],
+        spanGaps: true, points: { show: line.steps.length < 40, size: 5 },
+      };
+    }), ...(lines.length ? [] : [{}])],
+  };
+}
+
+function apart(low, high) {
+  if (low === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
+  return [low - (high - low) / 20, high + (high - low) / 20];
+}
+
+function short(value) {
+  if (value === null) return "";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(1).replace("-", "−");
+  return String(+value.toPrecision(3)).replace("-", "−");
+}
+
+dark.addEventListener("change", () => newest && draw());
+addEventListener("resize", () => {
+  for (const [figure, { plot }] of plots) {
+    const place = figure.querySelector(".plot");
+    plot.setSize({ width: place.clientWidth, height: place.clientHeight });
+  }
+});
+look();
+setInterval(look, EVERY_MS);

@@ -1,0 +1,28 @@
+// Keeps the parts of a page that say [data-live] as the server would draw them now.
+const EVERY_MS = 1500;
+const said = document.getElementById("live");
+
+async function look() {
+  if (document.hidden) return;
+  try {
+    const answer = await fetch(location.href, { headers: { accept: "text/html" } });
+    if (!answer.ok) throw new Error(answer.status);
+    const now = new DOMParser().parseFromString(await answer.text(), "text/html").querySelectorAll("[data-live]");
+    document.querySelectorAll("[data-live]").forEach((here, i) => {
+      if (now[i] && now[i].innerHTML !== here.dataset.was) {
+        here.dataset.was = now[i].innerHTML;
+        if (!here.contains(document.activeElement)) here.replaceChildren(...now[i].childNodes);
+      }
+    });
+    tell("live", false);
+  } catch {
+    tell("the viewer does not answer", true);
+  }
+}
+
+function tell(text, off) {
+  if (said && said.textContent !== text) said.textContent = text;
+  said?.classList.toggle("off", off);
+}
+
+if (document.querySelector("[data-live]")) setInterval(look, EVERY_MS);

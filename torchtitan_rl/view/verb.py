@@ -1,0 +1,68 @@
+"""The verb `view`: serves the page over some runs on this machine until it is interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan_rl.server.listening import Listening
+    from torchtitan_rl.view.guard import Guard
+    from torchtitan_rl.view.runs import ShownRun
+
+__all__ = ["add_arguments", "run"]
+
+_HOST = "127.0.0.1"
+_TRIED = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory, finished or going on")
+    parser.add_argument("--port", type=int, default=8765, help="the next one where it is in use")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until interrupted. Raises ValueError for a path that is no directory, when no port is free, and where the
+    extra `view` is not installed."""
+    try:
+        from torchtitan_rl.view.app import application
+        from torchtitan_rl.view.runs import open_runs
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in (
+            "fastapi",
+            "starlette",
+            "uvicorn",
+            "duckdb",
+            "jinja2",
+            "markupsafe",
+        ):
+            raise
+        raise ValueError(f"view: needs the package {error.name}; install torchtitan-rl[view]") from error
+    runs = open_runs(args.runs)
+    asyncio.run(_serve(application(runs), args.port, runs))
+    return 0
+
+
+async def _serve(app: Guard, port: int, runs: list[ShownRun]) -> None:
+    listening = await _listening(app, port)
+    names = [shown.name for shown in runs]
+    taken = f" (port {port} is in use)" if port and listening.port != port else ""
+    print(f"{', '.join(names)}: {listening.url}{taken}; Ctrl-C ends it", flush=True)
+    try:
+        await asyncio.to_thread(runs[0].rollouts.steps)  # so that its first list is quick
+        await asyncio.Event().wait()
+    finally:
+        await listening.close()
+
+
+async def _listening(app: Guard, port: int) -> Listening:
+    """A server on the first free port from `port` on. Raises ValueError when none of some is free."""
+    from torchtitan_rl.server.listening import Listening
+
+    for tried in range(port, port + _TRIED if port else 1):
+        try:
+            return await Listening(app, _HOST, tried).__aenter__()
+        except (ValueError, OverflowError) as error:
+            last = error
+    raise ValueError(f"--port={port}: neither it nor the next {_TRIED - 1} are free ({last}); give another")
