@@ -133,7 +133,7 @@ def _config(run: Run) -> RunConfig:
         )
     if not saved["controller"]["record_tokens"]:
         raise ValueError(
-            f"run={str(run.path)!r}: was recorded with controller.record_tokens=False, so its tokens are not there; set "
+            f"run={str(run.path)!r}: was recorded with controller.record_tokens=False, without its tokens; set "
             "record.explain_mismatch_every to have the gap explained while the run goes on"
         )
     trainer = rebuilt(saved["trainer"] | {"post_optimizer_build_fn": None})
