@@ -11,7 +11,7 @@ import torch
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.sampling_steps import SamplingSteps, fail
-from torchtitan_rl.types import Request
+from torchtitan_rl.types import Request, Scores
 
 __all__ = ["SamplingClient"]
 
@@ -71,7 +71,7 @@ class SamplingClient(SamplingSteps):
         self._versions.served = version
         await self._on_all(lambda replica: replica.load_hf(directory, version))
 
-    async def score(self, tokens: list[int], *, policy_version: int | None = None, cached: bool = False) -> list[float]:
+    async def score(self, tokens: list[int], *, policy_version: int | None = None, cached: bool = False) -> Scores:
         """Log-probability of every token but the first, at temperature 1. No prefix cache is read unless `cached`; the
         tokens that the cache covers are NaN then. Raises ValueError for fewer than 2 tokens, or for as many as the
         context or more."""

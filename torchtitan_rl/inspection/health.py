@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,12 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import pyarrow as pa
 
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.inspection.series import Series
-from torchtitan_rl.observability import attempts
+from torchtitan_rl.inspection.whereabouts import whereabouts
 
 __all__ = ["Health", "health_of"]
 
@@ -98,11 +95,8 @@ def _status(path: Path, missing: list[str]) -> dict[str, Any]:
 
 
 def _state(run: Run, status: dict[str, Any]) -> tuple[str, str]:
-    try:
-        reason = attempts.reason_of_end(run.directory)
-    except (OSError, ValueError, KeyError, TypeError):
-        reason = ""
-    age = _age(status.get("at"))
+    process = whereabouts(run)
+    reason, age = process.ended, _age(status.get("at"))
     ago = "" if age is None else f" {_duration(age)} ago"
     if status.get("ended") == "finished":
         return "finished", f"finished{ago}"
@@ -111,25 +105,11 @@ def _state(run: Run, status: dict[str, Any]) -> tuple[str, str]:
     if age is None:
         return "unknown", "what the run is doing is not known"
     late = age > 2 * _number(status.get("heartbeat_s"), 5.0) + 2
-    alive = _alive(status, age)
-    if alive is False or (alive is None and late):
+    if process.state == "gone" or (process.state != "running" and late):
         return "died", f"its process is gone; it last reported{ago}"
     if late:
-        return "silent", f"its process (pid {status.get('pid')}) has not reported for {_duration(age)}"
+        return "silent", f"its process (pid {process.pid}) has not reported for {_duration(age)}"
     return "running", str(status.get("phase") or "at work")
-
-
-def _alive(status: dict[str, Any], age: float) -> bool | None:
-    """Whether the process of a status lives; None where this machine cannot know."""
-    if status.get("host") != socket.gethostname() or not isinstance(status.get("pid"), int):
-        return None
-    try:
-        process = psutil.Process(status["pid"])
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= time.time() - age + 1
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return os.path.exists(f"/proc/{status['pid']}")
 
 
 def _replicas(status: dict[str, Any]) -> dict[str, str]:

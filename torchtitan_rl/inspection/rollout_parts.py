@@ -66,9 +66,7 @@ class Parts:
         files = sorted(self.directory.iterdir()) if self.directory.is_dir() else []
         parts = {int(f.stem): f for f in files if f.suffix == ".jsonl" and f.stem.isdecimal()}
         sealed = {int(f.stem): f for f in files if f.suffix == ".parquet" and f.stem.isdecimal()}
-        for part, file in sealed.items():
-            if part not in self.columnar and self._noted(file, self._read_columnar, part):
-                self.columnar[part] = file
+        self._seal({part: file for part, file in sealed.items() if part not in self.columnar})
         for part, file in parts.items():
             if part not in self.columnar:
                 self._noted(file, self._read_lines, part, until)
@@ -94,18 +92,38 @@ class Parts:
             self.notes.pop(file.name, None)
         return True
 
-    def _read_columnar(self, file: Path, part: int) -> None:
-        have = set(pq.read_schema(file).names)
-        wanted = ", ".join(
-            f"TRY_CAST({source if _SOURCES[name] in have else 'NULL'} AS {kind})"
-            for name, (kind, source) in COLUMNS.items()
-        )
-        self._connection.execute(
-            f"insert into rollouts select {part}, file_row_number, NULL, NULL, {wanted} "
-            "from read_parquet(?, file_row_number=true) where file_row_number >= ?",
-            [str(file), self._rows.get(part, 0)],
-        )
-        self._connection.execute("delete from texts where part = ?", [part])
+    def _seal(self, files: dict[int, Path]) -> None:
+        """Reads parts that are Parquet: those that nothing is known of together, which is quicker; the others, and all
+        if one of them cannot be read, one by one."""
+        fresh = {part: file for part, file in files.items() if part not in self._rows and file.name not in self.notes}
+        self._connection.begin()
+        try:
+            self._read_columnar(fresh)
+            self._connection.commit()
+            self.columnar |= fresh
+        except (OSError, duckdb.Error, pa.ArrowException):
+            self._connection.rollback()
+            fresh = {}
+        for part, file in files.items():
+            if part not in fresh and self._noted(file, lambda file, part: self._read_columnar({part: file}), part):
+                self.columnar[part] = file
+
+    def _read_columnar(self, files: dict[int, Path]) -> None:
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for part, file in files.items():
+            alike.setdefault(tuple(pq.read_schema(file).names), []).append(part)
+        for have, parts in alike.items():
+            wanted = ", ".join(
+                f"TRY_CAST({source if _SOURCES[name] in have else 'NULL'} AS {kind})"
+                for name, (kind, source) in COLUMNS.items()
+            )
+            part_of = "CAST(parse_filename(filename, true) AS INTEGER)"
+            self._connection.execute(
+                f"insert into rollouts select {part_of}, file_row_number, NULL, NULL, {wanted} from read_parquet(?, "
+                "filename=true, file_row_number=true) where file_row_number >= ?",
+                [[str(files[part]) for part in parts], self._rows.get(parts[0], 0) if len(parts) == 1 else 0],
+            )
+            self._connection.execute("delete from texts where part in (select unnest(?::INTEGER[]))", [parts])
 
     def _read_lines(self, file: Path, part: int, until: float) -> None:
         with open(file, "rb") as stream:

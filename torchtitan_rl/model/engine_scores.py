@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from torchtitan_rl.types import Request
+from torchtitan_rl.types import Request, Scores
 
 __all__ = ["scoring_params", "scores"]
 
@@ -26,15 +26,19 @@ def scoring_params(request: Request) -> EngineSamplingParams:
     )
 
 
-def scores(output: Any, top_k: int) -> list[float] | tuple[torch.Tensor, torch.Tensor]:
+def scores(output: Any, request: Any) -> Scores | tuple[torch.Tensor, torch.Tensor]:
     """Scores from a finished `RequestOutput` of T prompt tokens: the log-probabilities of all tokens but the first,
-    T - 1 numbers. With `top_k`, the likeliest tokens at the same positions instead, int64 (T - 1, top_k), and their
-    log-probabilities, float32 (T - 1, top_k). Tokens whose position the prefix cache covered are NaN."""
-    cached = output.num_cached_tokens or 0
+    T - 1 numbers. With `request.top_k`, the likeliest tokens at the same positions instead, int64 (T - 1, top_k), and
+    their log-probabilities, float32 (T - 1, top_k). Tokens whose position the prefix cache covered are NaN.
+    `request.version_starts` has the versions while the request was in the engine, see `engine_steps.completion`."""
+    cached, top_k = output.num_cached_tokens or 0, request.top_k
     tokens, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
     if not top_k:
         pairs = enumerate(zip(tokens, entries, strict=True))
-        return [entry[token].logprob if index >= cached else math.nan for index, (token, entry) in pairs]
+        of_tokens = Scores(entry[token].logprob if i >= cached else math.nan for i, (token, entry) in pairs)
+        if len(request.version_starts) == 1:
+            of_tokens.policy_version = request.version_starts[0][1]
+        return of_tokens
     rows = [_likeliest(entry, top_k) for entry in entries]
     return (
         torch.tensor([[token for token, _ in row] for row in rows]),

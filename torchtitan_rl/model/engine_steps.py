@@ -194,7 +194,7 @@ class EngineSteps(ABC):
         if request.future is None:
             return
         scored = output.prompt_logprobs is not None
-        answer = scores(output, request.top_k) if scored else completion(output, request.version_starts)
+        answer = scores(output, request) if scored else completion(output, request.version_starts)
         request.future.set_result(answer)
 
 

@@ -22,7 +22,7 @@ from torchtitan_rl.launch.stack import Stack
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.observability.records import Trained
-from torchtitan_rl.run.mismatch_scores import Rescorer, samples_of
+from torchtitan_rl.run.mismatch_scores import Rescorer, VersionGone, samples_of
 from torchtitan_rl.run.mismatch_search import Remembered, Search, wrong_labels
 from torchtitan_rl.run.state import RunState
 from torchtitan_rl.types import Rollout, RolloutGroup
@@ -153,9 +153,9 @@ class ExplainMismatch(Listener):
         """Fills in what the version that is served says; False where new weights came in between, and where the
         generators failed. At once, while the version is served, looks for the cause of what it does not explain."""
         try:
-            if (held := await self._rescorer.held(samples)) is None:
+            if (served := await self._rescorer.served(samples)) is None:
                 return False
-            version, scores = held
+            version, scores = served
             if newest and version != self._generator.policy_version:
                 return False
             for sample, scores_N in zip(samples, scores, strict=True):
@@ -166,6 +166,8 @@ class ExplainMismatch(Listener):
                 sample.sampled_N = np.where(sample.version_N == version, scores_N, sample.sampled_N)
             if self.cause is None:
                 await self._look_at_generators(samples, version, newest)
+        except VersionGone:  # in the middle of a search: the next explanation looks again
+            return True
         except (RuntimeError, ValueError) as error:
             logger.warning("mismatch: rollouts could not be scored again: %s", error)
             return False

@@ -66,6 +66,11 @@ async def explain(path: Path, *, step: int | None = None, num_rollouts: int = 8)
     if not samples:
         raise ValueError(f"step={records[0]['step']}: no rollout of the records trained; give --step of another batch")
     named = sorted({int(version) for sample in samples for version in np.unique(sample.version_N)})
+    if not held.keys() & named:
+        raise ValueError(
+            f"step={records[0]['step']}: version {_listed(named)} sampled its tokens, and checkpoints hold version "
+            f"{_listed(held)}; give --step of another batch, or none"
+        )
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as scratch:
         launcher = LocalLauncher(log_dir=scratch, start_timeout_s=_TIMEOUT_S, call_timeout_s=_TIMEOUT_S)
         try:
@@ -178,8 +183,12 @@ def _records(run: Run, held: dict[int, Path], step: int | None, number: int) -> 
         raise ValueError(f"step={step}: has no recorded rollouts that trained; give --step of another batch")
     raise ValueError(
         f"run={str(run.path)!r}: no recorded rollout was sampled by a version that a checkpoint holds "
-        f"({', '.join(map(str, sorted(held)))}); controller.checkpoint_every keeps versions that go on sampling"
+        f"({_listed(held)}); controller.checkpoint_every keeps versions that go on sampling"
     )
+
+
+def _listed(versions: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(versions)))
 
 
 def _with_tokens(records: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:

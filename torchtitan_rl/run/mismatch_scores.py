@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 
 import numpy as np
 
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.inspection.mismatch import Sample, unknown
 from torchtitan_rl.inspection.mismatch_causes import Position, tempered
-from torchtitan_rl.types import Rollout, Turn
+from torchtitan_rl.types import Rollout, Scores, Turn
 
-__all__ = ["Rescorer", "samples_of"]
+__all__ = ["Rescorer", "VersionGone", "samples_of"]
 
 _LARGEST_TOP = 4096
 """Likeliest tokens that a distribution holds at most. A larger vocabulary is cut there."""
@@ -47,25 +46,28 @@ def _sample(rollout: str, tokens: list[int], turns: list[tuple[int, Turn]]) -> S
     )
 
 
+class VersionGone(RuntimeError):
+    """New weights came before the version that was asked for had scored everything."""
+
+
 class Rescorer:
     """Scores of samples by the generators, computed without a cache, at the run's temperature."""
 
     def __init__(
         self, generator: SamplingClient, temperature: float, vocab_size: int, version: int | None = None
     ) -> None:
-        """`version` scores; None: the version that is served."""
+        """`version` has to score, see `of_version`; None: whichever is served."""
         self.generator, self.temperature, self.version = generator, temperature, version
         self._vocab_size, self._num_top = vocab_size, min(vocab_size, _LARGEST_TOP)
 
     def of_version(self, version: int) -> Rescorer:
-        """The same, under a version that the generators hold."""
+        """The same, which raises VersionGone where another version answers."""
         return Rescorer(self.generator, self.temperature, self._vocab_size, version)
 
     async def scores(self, samples: list[Sample], *, without: int = 0, cached: bool = False) -> list[np.ndarray]:
         """Log-probability of each sampled token, one array (N,) per sample. `without`: so many tokens of
         the first prompt are left out of what the generators read, the first ones, or with a negative number the last
-        ones. `cached`: the prefix cache is read, at temperature 1, and the tokens that it covers are NaN. Raises
-        ValueError where the version is gone."""
+        ones. `cached`: the prefix cache is read, at temperature 1, and the tokens that it covers are NaN."""
         if self.temperature != 1.0 and not cached:
             at = await self.positions(samples, without=without)
             return _cut(tempered(at, self.temperature), samples)
@@ -78,26 +80,27 @@ class Rescorer:
         for sample in samples:  # one by one: a distribution has many entries
             tokens = _without(sample, without)
             scores, (_, best) = await asyncio.gather(
-                self._score(tokens), self.generator.score_top(tokens, self._num_top, policy_version=self.version)
+                self._score(tokens), self.generator.score_top(tokens, self._num_top)
             )
             own.append(_after(scores, sample, abs(without)))
             top.append(best.double().numpy()[sample.place_N - 1 - abs(without)])
         return Position(np.concatenate(own), np.concatenate(top))
 
-    async def held(self, samples: list[Sample]) -> tuple[int, list[np.ndarray]] | None:
-        """(version, scores) by the version that the generators hold; None where new weights came first. The requests
-        name the version: new weights wait for them, and no replica goes back for them."""
+    async def served(self, samples: list[Sample]) -> tuple[int, list[np.ndarray]] | None:
+        """(version, scores) by the version that the generators hold; None where new weights came meanwhile. The
+        requests name no version: no replica goes back for them."""
         if (version := self.generator.held()) is None:
             return None
         try:
             return version, await self.of_version(version).scores(samples)
-        except ValueError:
-            if self.generator.held() == version:
-                raise
-            return None  # the version is gone
+        except VersionGone:
+            return None
 
-    def _score(self, tokens: list[int], cached: bool = False) -> Awaitable[list[float]]:
-        return self.generator.score(tokens, policy_version=self.version, cached=cached)
+    async def _score(self, tokens: list[int], cached: bool = False) -> Scores:
+        scores = await self.generator.score(tokens, cached=cached)
+        if self.version not in (None, scores.policy_version):
+            raise VersionGone(f"policy_version={self.version}: new weights came while tokens were scored again")
+        return scores
 
 
 def _without(sample: Sample, num: int) -> list[int]:
@@ -105,7 +108,7 @@ def _without(sample: Sample, num: int) -> list[int]:
     return sample.tokens[num:] if num >= 0 else sample.tokens[: first + num] + sample.tokens[first:]
 
 
-def _after(scores: list[float], sample: Sample, fewer: int) -> np.ndarray:
+def _after(scores: Scores, sample: Sample, fewer: int) -> np.ndarray:
     """The sampled tokens' scores out of those of all tokens but the first, of which `fewer` were left out before."""
     return np.asarray(scores, np.float64)[sample.place_N - 1 - fewer]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import signal
 import sys
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ async def open_service(config: RunConfig, options: TinkerOptions, run_dir: RunDi
     assert stack.versions is not None
     service = Service(served, trainer, stack.versions, stack.generator, run_dir.path.absolute(), limits)
     await service.open()
+    gc.collect()
+    gc.freeze()  # a full collection does not look through what was imported, while clients wait
     return service
 
 

@@ -2,13 +2,14 @@
 
 from torchtitan_rl.types.calls import Accumulated, ForwardBackwardOutput, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.types.data import Completion, Datum, LossFunction, LossInputs, Rollout, RolloutGroup, Task, Turn
-from torchtitan_rl.types.sampling import NEUTRAL, Request, SamplingParams
+from torchtitan_rl.types.sampling import NEUTRAL, Request, SamplingParams, Scores
 
 __all__ = [
     "Task",
     "SamplingParams",
     "NEUTRAL",
     "Request",
+    "Scores",
     "Completion",
     "Turn",
     "Rollout",

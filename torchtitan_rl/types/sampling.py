@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Request", "SamplingParams", "NEUTRAL"]
+__all__ = ["Request", "SamplingParams", "Scores", "NEUTRAL"]
 
 NEUTRAL: dict[str, tuple[float, ...]] = {
     "top_p": (1.0,),
@@ -59,3 +59,10 @@ class Request:
     """For scoring: the number of likeliest tokens to score at each position; 0 scores the prompt's tokens."""
     cached: bool = False
     """For scoring: read the prefix cache. The tokens that it covers get no score."""
+
+
+class Scores(list):
+    """The log-probability of every token of a prompt but the first."""
+
+    policy_version: int | None = None
+    """The version that computed them; None where new weights came while they waited, and where nobody knows."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.inspection.diagnose import Finding, diagnose
 from torchtitan_rl.inspection.health import Health, health_of
 from torchtitan_rl.inspection.rollouts import Rollouts
 from torchtitan_rl.inspection.run import Run
@@ -28,7 +29,7 @@ class ShownRun:
         self._lock = threading.RLock()
         self._rollouts: Rollouts | None = None
         self._tokenizer: Any = None
-        self._findings: tuple[float, list[Any], str] = (0.0, [], "")
+        self._findings: tuple[float, list[Finding], str] = (0.0, [], "")
 
     @property
     def series(self) -> Series:
@@ -57,7 +58,7 @@ class ShownRun:
     def health(self) -> Health:
         return health_of(self.run, self.series)
 
-    def findings(self) -> tuple[list[Any], str]:
+    def findings(self) -> tuple[list[Finding], str]:
         """What the rules find, and why they could not look; computed anew after some seconds."""
         with self._lock:
             at, found, problem = self._findings
@@ -79,12 +80,8 @@ def open_runs(paths: Sequence[str | Path]) -> list[ShownRun]:
     return [ShownRun(run, name, index) for index, (run, name) in enumerate(zip(runs, names))]
 
 
-def _diagnosed(run: Run) -> tuple[list[Any], str]:
+def _diagnosed(run: Run) -> tuple[list[Finding], str]:
     try:
-        from torchtitan_rl.inspection.diagnose import diagnose
-    except ImportError:
-        return [], "the rules are not installed"
-    try:
-        return list(diagnose(run)), ""
+        return diagnose(run), ""
     except Exception as error:  # a run may hold anything; the rest of the page is still of use
         return [], f"the rules could not read this run ({type(error).__name__}: {str(error)[:200]})"

@@ -1,9 +1,7 @@
 """Whether a run is well, from its files alone."""
 
 import json
-import os
 import shutil
-import socket
 from datetime import datetime, timedelta
 
 import pytest
@@ -25,7 +23,7 @@ def ago(seconds):
 
 
 def put(run_dir, age=0.0, **more):
-    status = {"at": ago(age), "heartbeat_s": 5.0, "pid": os.getpid(), "host": socket.gethostname(), "attempt": 1}
+    status = {"at": ago(age), "heartbeat_s": 5.0, "pid": 7, "host": "here", "attempt": 1}
     status |= {"phase": "reinforcement", "step": 3, "num_steps": 10, "spans": [], "ended": ""}
     status |= {"replicas": {"generator-0": "healthy"}}
     (run_dir.path / "status.json").write_text(json.dumps(status | more))
@@ -51,18 +49,22 @@ def test_a_lost_replica_and_a_late_span_are_not_well(run_dir):
 
 
 def test_a_process_that_is_gone_has_died_and_one_that_says_nothing_is_silent(run_dir):
-    put(run_dir, pid=2**22 + 1)
+    put(run_dir, age=1)
+    with attempts.locked(run_dir):
+        assert look(run_dir).state == "running"
+        put(run_dir, age=14)
+        assert (look(run_dir).state, look(run_dir).good) == ("silent", False)
+        attempts.unlock(run_dir)
+    put(run_dir, age=1)
+    assert look(run_dir).state == "died"  # at once: nobody holds the lock
+    (run_dir.path / "run.lock").write_text("pid 7 on elsewhere")
+    assert look(run_dir).state == "running"
+    put(run_dir, age=60)
     assert look(run_dir).state == "died"
-    put(run_dir, pid=1, age=1e9)  # another process has the number now
-    assert look(run_dir).state == "died"
-    put(run_dir, age=60, host="elsewhere")
-    assert look(run_dir).state == "died"
-    put(run_dir, age=14)
-    assert (look(run_dir).state, look(run_dir).good) == ("silent", False)
 
 
 def test_ends_are_told_with_their_reason(run_dir):
-    put(run_dir, ended="finished", pid=2**22 + 1)
+    put(run_dir, ended="finished")
     assert look(run_dir).state == "finished" and look(run_dir).good
     put(run_dir, ended="stopped")
     attempts.end_for_good(run_dir, "the filters left nothing")

@@ -17,7 +17,7 @@ MS = 1_000_000
 def write(directory, name, rows, *, boot="here", ahead_ms=0.0, tail=""):
     """A process's file; a row is (name, kind, start, end, id, parent) in milliseconds, and further attributes."""
     directory.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"process": name, "pid": 1, "boot": boot, "began": 0})]
+    lines = [json.dumps({"process": name, "pid": 1, "boot": boot, "clock": 0})]
     for span, kind, start, end, id, parent, *more in rows:
         times = {"start": int((start + ahead_ms) * MS), "end": int((end + ahead_ms) * MS)}
         content = {"name": span, "kind": kind, **times, "thread": "MainThread", "id": id, "in": parent}
@@ -92,6 +92,8 @@ def test_a_host_with_another_clock_is_moved_to_the_controllers(tmp_path, ahead_m
     write(tmp_path / "timeline", "controller", CONTROLLER)
     write(tmp_path / "timeline", "policy-0", POLICY, boot="there", ahead_ms=ahead_ms)
     process = Timeline.read(tmp_path / "timeline").processes[1]
+    windowed = Timeline.read(tmp_path / "timeline", window=(0, 60 * MS)).processes[1]
+    assert windowed.moved_ns == process.moved_ns
     # optim_step ends 1 ms before its answer and begins 36 ms after it was asked; forward_backward: 2 and 6.
     assert process.moved_ns == pytest.approx((ahead_ms + (6 - 1) / 2) * MS)
 

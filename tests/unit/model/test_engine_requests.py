@@ -1,5 +1,6 @@
 """Between our requests and vLLM's: parameters one way, completions and scores the other."""
 
+import pickle
 from types import SimpleNamespace
 
 import torch
@@ -22,6 +23,10 @@ def scored(logprob, rank):
     return SimpleNamespace(logprob=logprob, rank=rank)
 
 
+def asked(top_k, *version_starts):
+    return SimpleNamespace(top_k=top_k, version_starts=list(version_starts or [(0, 3)]))
+
+
 def test_each_token_carries_the_version_that_held_when_it_was_drawn():
     sampled = SimpleNamespace(
         token_ids=(5, 6, 7, 8),
@@ -37,14 +42,33 @@ def test_scores_are_of_every_token_but_the_first():
     output = SimpleNamespace(
         prompt_token_ids=[9, 2, 4],
         prompt_logprobs=[None, {2: scored(-0.5, 1)}, {4: scored(-2.0, 7), 1: scored(-0.1, 1)}],
+        num_cached_tokens=None,
     )
-    assert scores(output, 0) == [-0.5, -2.0]
+    assert scores(output, asked(0)) == [-0.5, -2.0]
+
+
+def test_scores_name_their_version_unless_new_weights_came_while_they_waited():
+    output = SimpleNamespace(prompt_token_ids=[9, 2], prompt_logprobs=[None, {2: scored(-0.5, 1)}], num_cached_tokens=0)
+    answer = pickle.loads(pickle.dumps(scores(output, asked(0))))  # as it travels between processes
+    assert answer == [-0.5] and answer.policy_version == 3
+    assert scores(output, asked(0, (0, 3), (0, 4))).policy_version is None
+
+
+def test_tokens_that_the_prefix_cache_covers_have_no_score():
+    garbage = {77: scored(-9.0, 1)}
+    output = SimpleNamespace(
+        prompt_token_ids=[9, 2, 4, 5],
+        prompt_logprobs=[None, garbage, garbage, {5: scored(-2.0, 1)}],
+        num_cached_tokens=2,
+    )
+    assert str(scores(output, asked(0))) == "[nan, nan, -2.0]"
 
 
 def test_the_likeliest_leave_the_prompts_own_token_out_unless_it_is_one_of_them():
     first = {2: scored(-3.0, 5), 8: scored(-0.5, 1), 6: scored(-0.5, 2)}
     second = {4: scored(-0.25, 1), 1: scored(-1.5, 2)}
-    tokens, logprobs = scores(SimpleNamespace(prompt_token_ids=[9, 2, 4], prompt_logprobs=[None, first, second]), 2)
+    output = SimpleNamespace(prompt_token_ids=[9, 2, 4], prompt_logprobs=[None, first, second], num_cached_tokens=0)
+    tokens, logprobs = scores(output, asked(2))
     assert tokens.tolist() == [[6, 8], [4, 1]] and tokens.dtype == torch.int64
     assert logprobs.tolist() == [[-0.5, -0.5], [-0.25, -1.5]]
 

@@ -10,9 +10,9 @@ from torchtitan_rl.inspection.mismatch import LIMITS
 from torchtitan_rl.inspection.mismatch_causes import Position
 from torchtitan_rl.observability.records import rollout_records
 from torchtitan_rl.run.explain_run import samples_of_record
-from torchtitan_rl.run.mismatch_scores import Rescorer, samples_of
+from torchtitan_rl.run.mismatch_scores import Rescorer, VersionGone, samples_of
 from torchtitan_rl.run.mismatch_search import wrong_labels
-from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
+from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Scores, Task, Turn
 
 FLOAT32 = LIMITS["float32"]
 
@@ -34,17 +34,18 @@ class Scorer:
     """A generator whose score of every token is minus the number of tokens that it has read before it."""
 
     def __init__(self):
-        self.read, self.versions, self.now = [], [], 3
+        self.read, self.now = [], 3
 
     def held(self):
         return self.now
 
-    async def score(self, tokens, *, policy_version=None, cached=False):
+    async def score(self, tokens, *, cached=False):
         self.read.append(tokens)
-        self.versions.append(policy_version)
-        return [-float(place) for place in range(1, len(tokens))]
+        scores = Scores(-float(place) for place in range(1, len(tokens)))
+        scores.policy_version = 3
+        return scores
 
-    async def score_top(self, tokens, top_k, *, policy_version=None):
+    async def score_top(self, tokens, top_k):
         return torch.zeros(len(tokens) - 1, top_k, dtype=torch.int64), torch.full((len(tokens) - 1, top_k), -1.0)
 
 
@@ -65,20 +66,17 @@ def test_scores_are_those_of_the_sampled_tokens_also_without_a_part_of_the_promp
     assert scorer.read == [[1, 2, 5, 6, 3, 7], [2, 5, 6, 3, 7], [1, 5, 6, 3, 7]]
 
 
-def test_scores_name_the_version_that_the_generators_hold_and_there_are_none_once_it_is_gone():
+def test_scores_name_the_version_that_answered_and_there_are_none_where_another_one_did():
     scorer = Scorer()
     rescorer, samples = Rescorer(scorer, 1.0, 16), samples_of(two_sequences())
-    version, scores = asyncio.run(rescorer.held(samples))
-    assert version == 3 and [len(score_N) for score_N in scores] == [3, 2] and scorer.versions == [3, 3]
-
-    async def gone(tokens, *, policy_version, cached):
-        scorer.now = 4
-        raise ValueError(f"policy_version={policy_version}: is not published")
-
-    scorer.score = gone
-    assert asyncio.run(rescorer.held(samples)) is None
+    version, scores = asyncio.run(rescorer.served(samples))
+    assert version == 3 and [len(score_N) for score_N in scores] == [3, 2]
+    scorer.now = 2  # new weights come after the question
+    assert asyncio.run(rescorer.served(samples)) is None
+    with pytest.raises(VersionGone, match="policy_version=2: new weights came"):
+        asyncio.run(rescorer.of_version(2).scores(samples))
     scorer.now = None  # replicas differ
-    assert asyncio.run(rescorer.held(samples)) is None
+    assert asyncio.run(rescorer.served(samples)) is None
 
 
 def test_another_temperature_is_computed_from_whole_distributions():

@@ -35,10 +35,10 @@ class Timeline:
 
     def __init__(self, name: str, directory: str, offset_ns: int, boot: str) -> None:
         """`offset_ns` is the wall clock minus the monotonic clock, as read on the host that booted as `boot`."""
-        self.name = name
-        if boot != _boot():
+        self.name, here = name, _boot()
+        header = {"process": name, "pid": os.getpid(), "boot": here, "clock": offset_ns}
+        if here != boot:
             offset_ns = _offset_ns()
-        header = {"process": name, "pid": os.getpid(), "boot": _boot(), "began": time.perf_counter_ns() + offset_ns}
         self.file = SpanFile(Path(directory) / f"{name}.{os.getpid()}.jsonl", header)
         self.spans = Spans(self.file, offset_ns)
         self.file.before_write = self.spans.settle
