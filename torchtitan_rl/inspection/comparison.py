@@ -17,7 +17,8 @@ from torchtitan_rl.inspection.selection import curves, labels, matching, opened
 __all__ = ["Comparison", "Group", "Row", "add_arguments", "compare", "run"]
 
 _LABELS = ("seed", "output_dir", "name")
-"""Fields of a config that do not tell one group of runs from another."""
+_RECORDING = "record."
+"""Fields of a config that do not tell one group of runs from another: these names, and a section."""
 _UNCOMPARED = ("num_tasks", "_ci95_low", "_ci95_high")
 _LEGEND = """A value is the last evaluation, or the mean of the last quarter of the steps; +- its spread (standard
 deviation) over seeds. After a difference stands its standard error, and how many of them the difference is: less than
@@ -116,7 +117,7 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
     groups: dict[str, Group] = {}
     for index, (run, name) in enumerate(zip(runs, labels(runs))):
         plain = run.config()
-        config = {path: value for path, value in leaves(plain) if path not in _LABELS} if plain else {}
+        config = {path: value for path, value in leaves(plain) if not _is_label(path)} if plain else {}
         key = json.dumps(config, sort_keys=True) if config else f"unknown {index}"
         if key not in groups:
             letter = chr(ord("A") + len(groups)) if len(groups) < 26 else str(len(groups) + 1)
@@ -125,6 +126,10 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
         groups[key].names.append(name)
         groups[key].seeds.append(plain.get("seed"))
     return list(groups.values())
+
+
+def _is_label(path: str) -> bool:
+    return path in _LABELS or path.startswith(_RECORDING)
 
 
 def _final(run: Run) -> dict[str, float]:
