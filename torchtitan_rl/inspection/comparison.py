@@ -128,6 +128,10 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
     return list(groups.values())
 
 
+def _num_steps(run: Run) -> int:
+    return max((line["step"] for line in run.lines() if line["phase"] == "reinforcement"), default=0)
+
+
 def _is_label(path: str) -> bool:
     return path in _LABELS or path.startswith(_RECORDING)
 
@@ -154,9 +158,9 @@ def _notes(groups: list[Group]) -> list[str]:
             )
     if len(groups) == 1:
         notes.append("the runs differ in nothing but the seed")
-    lasts = {max((line["step"] for line in run.lines()), default=0) for group in groups for run in group.runs}
+    lasts = {_num_steps(run) for group in groups for run in group.runs}
     if len(lasts) > 1:
-        notes.append(f"the runs made different numbers of steps: {', '.join(map(str, sorted(lasts)))}")
+        notes.append(f"the runs made different numbers of steps of reinforcement: {', '.join(map(str, sorted(lasts)))}")
     alone = [group.letter for group in groups if len(group.runs) == 1]
     if len(alone) == len(groups):
         notes.append("one seed only in every group: nobody knows which of these differences are chance; add seeds")
@@ -183,7 +187,7 @@ def text(comparison: Comparison) -> str:
         table.append([row.name, *cells])
     parts.append(_aligned(table))
     parts.append(_LEGEND)
-    parts += [f"note: {note}" for note in comparison.notes]
+    parts += ["\n".join(f"note: {note}" for note in comparison.notes)] if comparison.notes else []
     return "\n\n".join(parts)
 
 

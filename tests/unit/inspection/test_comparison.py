@@ -97,7 +97,7 @@ def test_runs_that_are_not_whole_are_compared_with_what_they_have(tmp_path):
     (broken / "metrics.jsonl").write_text(lines[: len(lines) // 2])
     shown = text(compare([Run.open(PATHS[0]), Run.open(broken), Run.open(tmp_path)]))
     assert "broken: config.json is missing or cut off" in shown and "metrics.jsonl has no complete line yet" in shown
-    assert "the runs made different numbers of steps" in shown
+    assert "the runs made different numbers of steps of reinforcement: 0, 2, 8" in shown
 
 
 def test_mistakes_are_sentences(tmp_path, capsys):
