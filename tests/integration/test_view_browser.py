@@ -56,7 +56,10 @@ def going_on(tmp_path_factory):
         try:
             metrics = path / "metrics.jsonl"
             started = lambda: metrics.exists() and '"reinforcement"' in metrics.read_text()  # noqa: E731
-            until(started, 120, (path.parent / "run.log").read_text()[-2000:])
+            try:
+                until(started, 180, "the run has not made a step")
+            except AssertionError as error:
+                raise AssertionError((path.parent / "run.log").read_text()[-2000:]) from error
             yield path
         finally:
             everyone = [process, *process.children(recursive=True)]
