@@ -1,5 +1,6 @@
 """Why trainer and generator disagree: in runs of the real stack, healthy and with faults put into them."""
 
+import json
 import subprocess
 import sys
 
@@ -84,6 +85,15 @@ def test_records_that_lie_are_explained_by_what_would_have_given_them(loop, run,
 def test_what_cannot_be_explained_is_said_in_a_sentence(here, run, arguments, said):
     done = here("explain-mismatch", str(run[0].path), *arguments)
     assert done.returncode == 1 and said in done.stderr
+
+
+def test_a_run_without_tokens_or_checkpoints_is_not_explained(here, run, tmp_path):
+    config = json.loads((run[0].path / "config.json").read_text())
+    for tokens, said in ((True, "has no complete checkpoint"), (False, "controller.record_tokens=False")):
+        config["controller"]["record_tokens"] = tokens
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        done = here("explain-mismatch", str(tmp_path))
+        assert done.returncode == 1 and said in done.stderr
 
 
 def test_a_directory_without_a_run_is_said_to_be_one(here, tmp_path):

@@ -131,6 +131,11 @@ def _config(run: Run) -> RunConfig:
         raise ValueError(
             f"run={str(run.path)!r}: has no readable config.json; give the directory of a run that started"
         )
+    if not saved["controller"]["record_tokens"]:
+        raise ValueError(
+            f"run={str(run.path)!r}: was recorded with controller.record_tokens=False, without its tokens; set "
+            "record.explain_mismatch_every to have the gap explained while the run goes on"
+        )
     trainer = rebuilt(saved["trainer"] | {"post_optimizer_build_fn": None})
     alone = TrainerConfig(lora=trainer.lora, converters=trainer.converters, attention=trainer.attention)
     alone = dataclasses.replace(

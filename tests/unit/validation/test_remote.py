@@ -34,6 +34,7 @@ def test_the_quickstart_is_offered_and_exports_nothing(config):
         ("sampling.stop", ["."], r"sampling\.stop=\['\.'\]: in Tinker's protocol texts"),
         ("controller.eval_sampling.min_p", 0.1, r"controller\.eval_sampling\.min_p=0\.1: backend='tinker' has no such"),
         ("controller.checkpoint_export", "all", r"controller\.checkpoint_export='all': backend='tinker' keeps weights"),
+        ("record.explain_mismatch_every", 5, r"record\.explain_mismatch_every=5: backend='tinker' has no generators"),
         ("trainer.converters", [object()], r"trainer\.converters: backend='tinker' builds no model here"),
     ],
 )
