@@ -107,11 +107,17 @@ FAULTS: dict[str, Fault] = {
     ),
 }
 
-CLEAN = {
-    f"{name}_{seed}": (name, seed, steps)
+CLEAN: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    f"{name}_{seed}": (name, seed, steps, {})
     for name, steps in (("quickstart", 40), ("dapo", 24), ("gspo", 24), ("running_total", 24), ("calculator", 16))
     for seed in (0, 1)
+} | {
+    "lag_2": ("quickstart", 2, 60, {"algorithm__max_policy_lag": 2}),
+    "bfloat16": ("quickstart", 3, 40, {"generator__dtype": "bfloat16"}),
+    "ppo_critic_2": ("ppo_critic", 2, 24, {}),
+    "rloo_2": ("rloo", 2, 24, {}),
 }
+"""Name -> config, seed, optimizer steps, changed settings."""
 
 
 async def trained(config: RunConfig, backend: Literal["actors", "local"] = "local") -> None:
@@ -150,12 +156,13 @@ def seeded(directory: Path, name: str) -> None:
 
 def clean(directory: Path, name: str) -> None:
     """One short run of a config as it is, with its own warm start."""
-    file, seed, steps = CLEAN[name]
+    file, seed, steps, changes = CLEAN[name]
     config = load_config(str(ROOT / "configs" / f"{file}.py"))
     config.seed, config.output_dir, config.controller.num_steps = seed, str(directory / f"clean-{name}"), steps
     config.controller.eval_every, config.controller.eval_tasks, config.controller.test_tasks = 8, 64, 64
     config.controller.checkpoint_export = "none"
-    if file in ("quickstart", "dapo", "gspo"):  # their warm starts are the same
+    changed(**changes)(config)
+    if file not in ("running_total", "calculator"):  # the other warm starts are the quickstart's
         config.model.assets, config.supervised.num_steps = str(directory / "warm" / "checkpoints" / "step-0" / "hf"), 0
     shutil.rmtree(config.output_dir, ignore_errors=True)
     asyncio.run(trained(config))

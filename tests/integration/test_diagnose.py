@@ -1,22 +1,33 @@
 """The rules on real runs: a short healthy one, and one whose reward is constant. `scripts.diagnose_faults` has more."""
 
+import subprocess
+import sys
+
 import pytest
 
-from tests.integration.conftest import SHORT, watched
+from tests.integration.conftest import ROOT, SHORT, watched
 from torchtitan_rl import cli
 from torchtitan_rl.inspection.diagnose import examine
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.observability.run_dir import RunDir
 
-CONSTANT = """
+CONFIG = """
 from torchtitan_rl.config.load import load_config
+
+asked = []
 
 def constant(task, completions):
     return [0.25] * len(completions)
 
+def tired(task, completions):
+    asked.append(task.id)
+    if len(asked) > 30:
+        raise RuntimeError("the judge is tired")
+    return [float(len(text)) for text in completions]
+
 def config():
     config = load_config("configs/quickstart.py")
-    config.task.reward = constant
+    config.task.reward = REWARD
     return config
 """
 
@@ -37,9 +48,22 @@ def test_samples_name_the_processes_of_a_run(short_run):
 @pytest.mark.slow
 def test_a_run_says_once_what_is_wrong_with_it(tmp_path):
     file = tmp_path / "constant.py"
-    file.write_text(CONSTANT)
+    file.write_text(CONFIG.replace("REWARD", "constant"))
     steps = ["--controller.num-steps", "14", "--controller.eval-every", "0"]
     run = watched(["train", str(file), *SHORT, *steps], tmp_path / "run")
     events = list(RunDir(run.path).tables["events"].read())
     assert [event["who"] for event in events if event["kind"] == "finding"].count("no_signal") == 1
     assert "no_signal" in [finding.rule for finding in examine(Run.open(run.path)).findings]
+
+
+@pytest.mark.slow
+def test_a_run_that_failed_says_why(tmp_path):
+    file, path = tmp_path / "tired.py", tmp_path / "run"
+    file.write_text(CONFIG.replace("REWARD", "tired"))
+    command = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(file), *SHORT, "--output-dir", str(path)]
+    done = subprocess.run(
+        [*command, "--controller.num-steps", "20"], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 1 and "the judge is tired" in done.stderr
+    (finding,) = examine(Run.open(path)).findings
+    assert finding.rule == "gone" and "the judge is tired" in finding.what

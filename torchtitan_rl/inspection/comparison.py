@@ -17,7 +17,8 @@ from torchtitan_rl.inspection.selection import curves, labels, matching, opened
 __all__ = ["Comparison", "Group", "Row", "add_arguments", "compare", "run"]
 
 _LABELS = ("seed", "output_dir", "name")
-"""Fields of a config that do not tell one group of runs from another."""
+_RECORDING = "record."
+"""Fields of a config that do not tell one group of runs from another: these names, and a section."""
 _UNCOMPARED = ("num_tasks", "_ci95_low", "_ci95_high")
 _LEGEND = """A value is the last evaluation, or the mean of the last quarter of the steps; +- its spread (standard
 deviation) over seeds. After a difference stands its standard error, and how many of them the difference is: less than
@@ -116,7 +117,7 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
     groups: dict[str, Group] = {}
     for index, (run, name) in enumerate(zip(runs, labels(runs))):
         plain = run.config()
-        config = {path: value for path, value in leaves(plain) if path not in _LABELS} if plain else {}
+        config = {path: value for path, value in leaves(plain) if not _is_label(path)} if plain else {}
         key = json.dumps(config, sort_keys=True) if config else f"unknown {index}"
         if key not in groups:
             letter = chr(ord("A") + len(groups)) if len(groups) < 26 else str(len(groups) + 1)
@@ -125,6 +126,14 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
         groups[key].names.append(name)
         groups[key].seeds.append(plain.get("seed"))
     return list(groups.values())
+
+
+def _num_steps(run: Run) -> int:
+    return max((line["step"] for line in run.lines() if line["phase"] == "reinforcement"), default=0)
+
+
+def _is_label(path: str) -> bool:
+    return path in _LABELS or path.startswith(_RECORDING)
 
 
 def _final(run: Run) -> dict[str, float]:
@@ -149,9 +158,9 @@ def _notes(groups: list[Group]) -> list[str]:
             )
     if len(groups) == 1:
         notes.append("the runs differ in nothing but the seed")
-    lasts = {max((line["step"] for line in run.lines()), default=0) for group in groups for run in group.runs}
+    lasts = {_num_steps(run) for group in groups for run in group.runs}
     if len(lasts) > 1:
-        notes.append(f"the runs made different numbers of steps: {', '.join(map(str, sorted(lasts)))}")
+        notes.append(f"the runs made different numbers of steps of reinforcement: {', '.join(map(str, sorted(lasts)))}")
     alone = [group.letter for group in groups if len(group.runs) == 1]
     if len(alone) == len(groups):
         notes.append("one seed only in every group: nobody knows which of these differences are chance; add seeds")
@@ -178,7 +187,7 @@ def text(comparison: Comparison) -> str:
         table.append([row.name, *cells])
     parts.append(_aligned(table))
     parts.append(_LEGEND)
-    parts += [f"note: {note}" for note in comparison.notes]
+    parts += ["\n".join(f"note: {note}" for note in comparison.notes)] if comparison.notes else []
     return "\n\n".join(parts)
 
 

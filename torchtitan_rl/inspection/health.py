@@ -109,7 +109,7 @@ def _state(run: Run, status: dict[str, Any]) -> tuple[str, str]:
         return "died", f"its process is gone; it last reported{ago}"
     if late:
         return "silent", f"its process (pid {process.pid}) has not reported for {_duration(age)}"
-    return "running", str(status.get("phase") or "at work")
+    return "running", " › ".join(str(span.get("name")) for span in _spans(status)) or "between two pieces of work"
 
 
 def _replicas(status: dict[str, Any]) -> dict[str, str]:
@@ -117,10 +117,14 @@ def _replicas(status: dict[str, Any]) -> dict[str, str]:
     return {str(name): str(health) for name, health in replicas.items()} if isinstance(replicas, dict) else {}
 
 
+def _spans(status: dict[str, Any]) -> list[dict[str, Any]]:
+    spans = status.get("spans")
+    return [span for span in spans if isinstance(span, dict)] if isinstance(spans, list) else []
+
+
 def _late(status: dict[str, Any], series: Series) -> list[str]:
     late = []
-    spans = status.get("spans")
-    for span in spans if isinstance(spans, list) else []:
+    for span in _spans(status):
         name, seconds = str(span.get("name")), _age(span.get("since"))
         if seconds is None or span.get("total"):
             continue

@@ -59,8 +59,9 @@ def _columnar(file: Path) -> list[dict[str, Any]]:
     columns = [name for name in COLUMNS if name in parquet.schema_arrow.names]
     records: list[dict[str, Any]] = []
     for group in reversed(range(parquet.num_row_groups)):
-        rows = parquet.read_row_group(group, columns=columns).to_pylist(maps_as_pydicts="lossy")
-        records = [*({name: row.get(name) for name in COLUMNS} for row in rows[-_MOST:]), *records]
+        table = parquet.read_row_group(group, columns=columns)
+        rows = table.slice(max(0, table.num_rows - _MOST)).to_pylist(maps_as_pydicts="lossy")
+        records = [*({name: row.get(name) for name in COLUMNS} for row in rows), *records]
         if len(records) >= _MOST:
             break
     return records

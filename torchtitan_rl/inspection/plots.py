@@ -25,8 +25,8 @@ _PANEL_INCHES, _DPI, _COLUMNS = (5.0, 3.2), 120, 3
 _DASHES = ("-", "--", ":", "-.")
 _MARKER_SIGNS = ("●", "■", "▲", "▼", "✚")
 """`MARKERS` as text."""
-_MARKED = 30  # points up to which each has a marker
-_LOG_FROM = 100.0  # ratio of largest to smallest value from which a positive metric has a logarithmic axis
+_MARKED = 12  # points up to which each has a marker
+_LOG_FROM = 1000.0  # ratio of largest to smallest value from which a positive metric has a logarithmic axis
 
 Curve = dict[int, float]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,10 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["COLUMNS", "Parts"]
+__all__ = ["COLUMNS", "SCAN", "Parts", "literal"]
+
+SCAN = "read_parquet(?, filename=true, file_row_number=true, union_by_name=true, hive_partitioning=false)"
+"""Parquet files as rows, each with its file and its number there; directories named `a=b` are no columns."""
 
 COLUMNS = {
     "step": ("INTEGER", "step"),
@@ -34,6 +38,7 @@ COLUMNS = {
 }
 """Column of the index -> its type, and what it is in terms of the table's columns."""
 _SOURCES = {name: "num_tokens" if name == "num_turns" else name for name in COLUMNS}
+_BEFORE_TURNS = {"step", "attempt", "rollout_id", "group_id", "task_id", "text", "reward", "advantage", "num_tokens"}
 _LINES_AT_ONCE = 500
 
 
@@ -119,9 +124,9 @@ class Parts:
             )
             part_of = "CAST(parse_filename(filename, true) AS INTEGER)"
             self._connection.execute(
-                f"insert into rollouts select {part_of}, file_row_number, NULL, NULL, {wanted} from read_parquet(?, "
-                "filename=true, file_row_number=true) where file_row_number >= ?",
-                [[str(files[part]) for part in parts], self._rows.get(parts[0], 0) if len(parts) == 1 else 0],
+                f"insert into rollouts select {part_of}, file_row_number, NULL, NULL, {wanted} from {SCAN} "
+                "where file_row_number >= ?",
+                [[literal(files[part]) for part in parts], self._rows.get(parts[0], 0) if len(parts) == 1 else 0],
             )
             self._connection.execute("delete from texts where part in (select unnest(?::INTEGER[]))", [parts])
 
@@ -141,7 +146,7 @@ class Parts:
             at, row = self._offsets.get(part, 0), self._rows.get(part, 0)
             self._offsets[part] = at + len(line)
             try:
-                record = json.loads(line)
+                record = _head(line)
                 values = _light(record)
             except (ValueError, TypeError, AttributeError):
                 self.notes[name] = f"{self.directory.name}/{name}: a line is no JSON"
@@ -166,6 +171,11 @@ _ARROW |= {"part": pa.int32(), "line": pa.int32(), "start": pa.int64(), "size": 
 _ARROW |= {"prompt": pa.string(), "text": pa.string()}
 
 
+def literal(file: Path) -> str:
+    """A path that DuckDB does not take for a pattern."""
+    return re.sub(r"[*?\[]", r"[\g<0>]", str(file))
+
+
 def _complete(stream: Any) -> Iterator[bytes]:
     """The next complete lines; a line without an end is being written, or was cut off by a crash."""
     for _ in range(_LINES_AT_ONCE):
@@ -173,6 +183,17 @@ def _complete(stream: Any) -> Iterator[bytes]:
         if not line.endswith(b"\n"):
             return
         yield line
+
+
+def _head(line: bytes) -> dict[str, Any]:
+    """A record as far as its turns, which are long and come last; whole where that is not so."""
+    if (end := line.find(b', "turns": ')) > 0:  # in a text the quotes would be escaped
+        try:
+            if (record := json.loads(line[:end] + b"}")).keys() >= _BEFORE_TURNS:
+                return record
+        except ValueError:
+            pass
+    return json.loads(line)
 
 
 def _light(record: dict[str, Any]) -> tuple:

@@ -13,7 +13,7 @@ from typing import Any
 
 import duckdb
 
-from torchtitan_rl.inspection.rollout_parts import Parts
+from torchtitan_rl.inspection.rollout_parts import SCAN, Parts, literal
 from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.run_dir import RunDir
 
@@ -113,9 +113,8 @@ class Rollouts:
             self._parts.refresh(limit_s=0.6)
             return self._rows(
                 "select group_id, any_value(task_id) as task_id, any_value(left_out) as left_out, list(reward order by "
-                "part, line) as rewards, list(rollout_id order by part, line) as rollout_ids, list(num_tokens order by "
-                "part, line) as num_tokens from rollouts where step = ? and "
-                f"{self._counting()} group by group_id order by min(part), min(line) limit 2000",
+                "part, line) as rewards, list(rollout_id order by part, line) as rollout_ids from rollouts "
+                f"where step = ? and {self._counting()} group by group_id order by min(part), min(line) limit 2000",
                 [step],
             )
 
@@ -155,8 +154,8 @@ class Rollouts:
 
     def _record(self, part: int, line: int, start: int | None, size: int | None) -> dict[str, Any]:
         if part in self._parts.columnar:
-            scan = "select * exclude (file_row_number) from read_parquet(?, file_row_number=true)"
-            return self._rows(f"{scan} where file_row_number = ?", [str(self._parts.path(part)), line])[0]
+            wanted = f"select * exclude (filename, file_row_number) from {SCAN} where file_row_number = ?"
+            return self._rows(wanted, [literal(self._parts.path(part)), line])[0]
         with open(self._parts.path(part), "rb") as stream:
             stream.seek(start)
             return json.loads(stream.read(size))
@@ -181,12 +180,9 @@ class Rollouts:
         holds = "(contains(lower(text), lower(?)) or contains(lower(prompt), lower(?)))"
         hits = f"select part, line from texts where {holds}"
         values: list[Any] = [text, text]
-        if files := [str(file) for file in self._parts.columnar.values()]:
+        if files := [literal(file) for file in self._parts.columnar.values()]:
             part_of = "TRY_CAST(parse_filename(filename, true) AS INTEGER)"
-            hits += (
-                f" union all select {part_of} as part, file_row_number as line from read_parquet(?, filename=true, "
-                f"file_row_number=true, union_by_name=true) where {holds}"
-            )
+            hits += f" union all select {part_of} as part, file_row_number as line from {SCAN} where {holds}"
             values += [files, text, text]
         return f"(rollouts semi join ({hits}) using (part, line))", values
 
@@ -202,10 +198,10 @@ class Rollouts:
         shown = f"left(prompt, {_PREVIEW}), left(text, {_PREVIEW})"
         for part, numbers in by_part.items():
             if part in self._parts.columnar:
-                sql = f"select file_row_number, {shown} from read_parquet(?, file_row_number=true)"
+                sql = f"select file_row_number, {shown} from {SCAN}"
                 found = self._connection.execute(
                     f"{sql} where file_row_number in (select unnest(?::BIGINT[]))",
-                    [str(self._parts.path(part)), numbers],
+                    [literal(self._parts.path(part)), numbers],
                 )
             else:
                 sql = f"select line, {shown} from texts where part = ? and line in (select unnest(?::BIGINT[]))"

@@ -47,15 +47,12 @@ class Status(Listener):
     def fact(self, kind: str, what: dict[str, Any]) -> None:
         if kind == "event":
             self._event(what)
-        elif kind == "version":
-            for name, health in self._replicas.items():
-                self._replicas[name] = "healthy" if health == "starting" else health
         self._note()
 
     def begin(self, span: Span) -> None:
-        self._open[id(span)] = span, 0
-        if span.total or not self._phase:
+        if span.total or not (self._num_steps or self._open):
             self._phase, self._num_steps, self._step = span.name, span.total, 0
+        self._open[id(span)] = span, 0
         self._note()
 
     def advance(self, span: Span, pieces: int, text: str) -> None:
@@ -68,6 +65,8 @@ class Status(Listener):
     def end(self, span: Span, failed: bool) -> None:
         self._open.pop(id(span), None)
         self._stopped = failed
+        if not failed:  # the first span that ends is the start
+            self._replicas = {name: "healthy" if how == "starting" else how for name, how in self._replicas.items()}
         self._note()
 
     def beat(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl import html
+from torchtitan_rl.html import ShownDatum, ShownGroup
 from torchtitan_rl.types.refusals import refuse_datum
 from torchtitan_rl.types.turns import Turns, missing
 
@@ -103,7 +103,7 @@ class Rollout:
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutGroup:
+class RolloutGroup(ShownGroup):
     """Rollouts whose rewards are compared with each other: of one task and role, unless a grouping hook decides."""
 
     id: str
@@ -119,12 +119,9 @@ class RolloutGroup:
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self.rollouts]
 
-    def _repr_html_(self) -> str:
-        return html.group(self)
-
 
 @dataclass(kw_only=True, slots=True)
-class Datum:
+class Datum(ShownDatum):
     """One training sequence: predict `target_tokens[t]` after reading `tokens[:t+1]`.
 
     Every tensor in `loss_inputs` is float32 with as many rows T as `tokens` has entries: (T,), or (T, n) where a loss
@@ -165,9 +162,6 @@ class Datum:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def _repr_html_(self) -> str:
-        return html.datum(self)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -108,9 +108,11 @@ def _columns(series: Series, name: str) -> list[tuple[str, list[int], list[float
     """(label, steps, values) of a metric; an evaluation has a line for each set of tasks."""
     if name.startswith("eval/"):
         found: dict[str, tuple[list[int], list[float]]] = {}
+        several = len({line.get("eval/name") for line in series.evaluations()}) > 1
         for line in series.evaluations():
             if _is_number(line.get(name)):
-                steps, values = found.setdefault(f"{line.get('eval/name', '')} {line.get('eval/split', '')}", ([], []))
+                label = f"{line.get('eval/name', '') if several else ''} {line.get('eval/split', '')}".strip()
+                steps, values = found.setdefault(label, ([], []))
                 if steps and steps[-1] == line["step"]:
                     values[-1] = line[name]
                 else:

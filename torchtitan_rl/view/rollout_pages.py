@@ -14,8 +14,8 @@ from torchtitan_rl.view.text import TINTS
 
 __all__ = ["group", "groups", "listed", "rollout", "whole_text"]
 
-MAX_TOKENS = 3000
-"""Tokens of a rollout that are shown one by one before all are asked for."""
+MAX_TOKENS, MOST_TOKENS = 3000, 30_000
+"""Tokens of a rollout that are shown one by one before all are asked for, and then."""
 _GROUPS_PER_PAGE, _SIDE_BY_SIDE = 60, 32
 _NUMBERS = ("reward_min", "reward_max")
 _WHOLE = ("tokens_min", "tokens_max", "step_min", "step_max")
@@ -83,22 +83,23 @@ def group(parameters: Parameters) -> dict[str, Any]:
 
 def rollout(parameters: Parameters) -> dict[str, Any]:
     shown, record = _record(parameters)
+    sampled = [turn.get("tokens") or [] for turn in record["turns"] or [] if isinstance(turn, dict)]
+    num_tokens, limit = sum(map(len, sampled)), MOST_TOKENS if parameters.text("all") == "1" else MAX_TOKENS
+    _shorten(record, limit)
     tokenizer = shown.tokenizer
     clip = clip_of(shown.run.config())
     turns = explained(record, clip, None if tokenizer is None else lambda tokens: pieces(tokenizer, tokens))
     siblings = shown.rollouts.siblings(str(record.get("group_id")), record.get("step"))
     ids = [row["rollout_id"] for row in siblings]
     at = ids.index(record["rollout_id"]) if record.get("rollout_id") in ids else -1
-    num_tokens = sum(len(turn.tokens) for turn in turns)
-    if parameters.text("all") != "1":
-        _shorten(turns)
     return {
         "chosen": [shown],
         "run": shown,
         "record": record,
         "turns": turns,
         "num_tokens": num_tokens,
-        "is_short": num_tokens > MAX_TOKENS and parameters.text("all") != "1",
+        "is_short": num_tokens > limit,
+        "most": min(num_tokens, MOST_TOKENS) if limit < MOST_TOKENS else 0,
         "tint_by": parameters.choice("tint", ("advantage", *TINTS)),
         "clip": clip,
         "siblings": siblings,
@@ -133,11 +134,12 @@ def _record(parameters: Parameters) -> tuple[ShownRun, dict[str, Any]]:
     return shown, dict.fromkeys(_KNOWN) | record
 
 
-def _shorten(turns: list[ReadTurn]) -> None:
-    left = MAX_TOKENS
-    for turn in turns:
-        turn.tokens = turn.tokens[:left]
-        left = max(0, left - len(turn.tokens))
+def _shorten(record: dict[str, Any], limit: int) -> None:
+    """Leaves the first `limit` tokens of a record's turns."""
+    for turn in record["turns"] or []:
+        if isinstance(turn, dict) and turn.get("tokens"):
+            turn["tokens"] = turn["tokens"][:limit]
+            limit -= len(turn["tokens"])
 
 
 def _spans(record: dict[str, Any]) -> list[tuple[str, float, float]]:

@@ -84,7 +84,8 @@ def test_one_seed_only_is_said(tmp_path, capsys):
     assert "one seed only in B: the spread is taken from the other groups" in one_alone and " x)" in one_alone
     seeds = text(compare([Run.open(PATHS[0]), Run.open(PATHS[2])]))
     assert "the runs differ in nothing but the seed" in seeds and "config" not in seeds.split("metric")[0]
-    copies = text(compare([runs[0], changed(PATHS[0], tmp_path / "copy"), runs[1]]))
+    recorded_otherwise = changed(PATHS[0], tmp_path / "copy", record={"tensorboard": True}, name="other")
+    copies = text(compare([runs[0], recorded_otherwise, runs[1]]))
     assert "group A has runs of one seed: they are copies" in copies
 
 
@@ -96,7 +97,7 @@ def test_runs_that_are_not_whole_are_compared_with_what_they_have(tmp_path):
     (broken / "metrics.jsonl").write_text(lines[: len(lines) // 2])
     shown = text(compare([Run.open(PATHS[0]), Run.open(broken), Run.open(tmp_path)]))
     assert "broken: config.json is missing or cut off" in shown and "metrics.jsonl has no complete line yet" in shown
-    assert "the runs made different numbers of steps" in shown
+    assert "the runs made different numbers of steps of reinforcement: 0, 2, 8" in shown
 
 
 def test_mistakes_are_sentences(tmp_path, capsys):

@@ -45,7 +45,11 @@ def test_a_lost_replica_and_a_late_span_are_not_well(run_dir):
     put(run_dir, spans=[{"name": "generate", "since": ago(40), "done": 0, "total": 0}])
     assert look(run_dir).late == []  # nobody knows how long it takes
     put(run_dir, spans=[{"name": "step", "since": ago(40), "done": 0, "total": 0}])
-    assert look(run_dir).late == ["step has taken 40 s so far; usually 1.0 s"] and not look(run_dir).good
+    assert (
+        look(run_dir).said == "step"
+        and look(run_dir).late == ["step has taken 40 s so far; usually 1.0 s"]
+        and not look(run_dir).good
+    )
 
 
 def test_a_process_that_is_gone_has_died_and_one_that_says_nothing_is_silent(run_dir):

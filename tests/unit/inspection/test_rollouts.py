@@ -112,10 +112,33 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_shown(run_dir):
     assert rollouts.complete("r")["novel"] == [1]
 
 
+def test_a_directory_may_have_any_name(tmp_path):
+    rollouts = Rollouts(made_run(tmp_path / "lr=[0-1]*" / "step=3?" / "run"))
+    assert ids(rollouts, text="1 is right") == ["2/0/0"] and rollouts.find(Query()).rows[-1]["step"] == 1
+    record = rollouts.complete("2/0/0")
+    assert record["step"] == 1 and "lr" not in record and "filename" not in record
+
+
 def test_a_run_without_rollouts_has_none(tmp_path):
     rollouts = Rollouts(RunDir(tmp_path))
     assert rollouts.find(Query(text="x")).rows == [] and rollouts.steps() == [] and rollouts.groups(1) == []
     assert rollouts.complete("0/0/0") is None
+
+
+def test_a_key_or_a_text_called_turns_hides_nothing(tmp_path):
+    run_dir = RunDir.create(tmp_path)
+    (run_dir.path / "rollouts").mkdir()
+    records = [
+        {"step": 1, "text": 'he said, "turns": 3', "turns": [{"tokens": [1]}], "reward": 1.0, "rollout_id": "after"},
+        {"step": 1, "reward_parts": {"a": 1, "turns": 2}, "rollout_id": "nested", "reward": 2.0},
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (run_dir.path / "rollouts" / "000001.jsonl").write_text(text)
+    nested, after = Rollouts(run_dir).find(Query()).rows
+    assert (nested["rollout_id"], nested["reward"], after["reward"], after["text"]) == (
+        *("nested", 2.0, 1.0),
+        'he said, "turns": 3',
+    )
 
 
 def test_old_records_need_no_newer_columns(tmp_path):

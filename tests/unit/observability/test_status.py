@@ -36,7 +36,8 @@ def test_a_lost_replica_is_an_event_and_changes_the_health(run_dir):
     assert status(run_dir)["replicas"] == {"generator-0": "starting", "generator-1": "starting"}
     with recorder.span("reinforcement", total=8) as phase:
         recorder.advance(phase, 3)
-        recorder.fact("version", step=3, version=3, seconds=0.1)
+        with recorder.span("starting"):
+            pass
         logger.warning("%s is lost", "it", extra={"event": "replica_lost", "who": "generator-1"})
         logging.getLogger("elsewhere").warning("of another package")
         with recorder.span("step"):

@@ -80,6 +80,14 @@ def test_waits_that_overlap_are_one_span(spans):
     assert [(span["start"], span["end"]) for span in written(spans)] == [(5, 12), (20, 21)]
 
 
+def test_a_wait_that_goes_on_at_the_end_is_written_and_may_end_later(spans):
+    key = spans.wait_begins("wait for rewards", spans.now())
+    [found] = written(spans)
+    assert found["name"] == "wait for rewards" and found["end"] > found["start"]
+    spans.wait_ends(key, spans.now())
+    assert written(spans) == [found]
+
+
 class Mesh:
     role = "policy"
 
@@ -202,6 +210,40 @@ def test_the_loops_spans_are_phases_and_steps_are_numbered(tmp_path):
     assert {by_id[span["in"]]["name"] for span in found if span["name"] == "generate"} == {"step"}
     assert all(span["kind"] == "phase" for span in found)
     assert recording.TIMELINE not in __import__("os").environ
+
+
+def test_environments_run_on_the_loop_or_in_a_thread(spans):
+    from torchtitan_rl.tasks.env import Env, Step
+    from torchtitan_rl.types import Task
+    from torchtitan_rl.workflows.episode import Episode
+
+    class Plain(Env):
+        def reset(self):
+            time.sleep(0.01)
+            return "hello"
+
+        def step(self, text):
+            return Step(observation="", reward=1.0, done=True)
+
+    class Waiting(Plain):
+        async def reset(self):
+            await asyncio.sleep(0.01)
+            return "hello"
+
+    async def main():
+        for kind in (Plain, Waiting):
+            assert await Episode(kind(), Task(id="a", prompt="b"), 5.0).reset() == "hello"
+
+    done = {}
+    wrap(spans, [point for point in POINTS if ".episode:" in point.where], done)
+    asyncio.run(main())
+    for put_back in done.values():
+        put_back()
+    found = written(spans)
+    threads = {span["thread"] for span in found if span["name"] == "run an environment"}
+    assert threads == {"MainThread", "environment"}
+    waits = [span["end"] - span["start"] for span in found if span["name"] == "wait for an environment"]
+    assert len(waits) == 2 and min(waits) >= 9_000_000
 
 
 def slowly(task, completions):

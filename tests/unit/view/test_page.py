@@ -125,7 +125,7 @@ def test_two_runs_compare(page):
     data = page.get("/api/curves?metric=reward/mean&metric=eval/accuracy&metric=nothing").json()
     first, second = data["charts"][0]["lines"]
     assert (first["name"], first["steps"], second["name"], second["steps"]) == ("first", [1, 2, 3], "second", [1, 2])
-    assert data["charts"][1]["lines"][0]["name"] == "first sort validation" and data["charts"][2]["lines"] == []
+    assert data["charts"][1]["lines"][0]["name"] == "first validation" and data["charts"][2]["lines"] == []
     assert page.get(f"/api/curves?metric=reward/mean&have={data['state']}").json() == {"state": data["state"]}
     assert "0.250" in page.get("/evaluations?run=first").text
 

@@ -15,7 +15,7 @@ __all__ = ["ANSWERS"]
 _FEW_TASKS, _FEW_ROLLOUTS, _FEW_NATS = 8, 32, 2.0
 _RIGHT = 0.9
 """Share of the best reward from which an answer counts as right."""
-_LOOP = re.compile(r"(.{1,32}?)\1{7,}$", re.DOTALL)
+_TAIL, _LONGEST_PIECE, _TIMES = 512, 32, 8
 _FORM = re.compile(r"format|parse|valid|schema|well_?formed")
 
 
@@ -79,10 +79,21 @@ def _unreadable(rollout: dict[str, Any]) -> str:
     odd = sum(sign == "\ufffd" or (sign < " " and sign not in "\n\t\r") for sign in text)
     if 10 * odd > len(text):
         return "undecodable"
-    if (loop := _LOOP.search(text[-512:])) and 2 * len(loop[0]) > min(len(text), 512):
+    if _loops(text[-_TAIL:]):
         return "one piece over and over"
     parts = [number for name, number in (rollout["reward_parts"] or {}).items() if _FORM.search(name.lower())]
     return "without the form that the reward asks for" if parts and max(parts) <= 0 else ""
+
+
+def _loops(text: str) -> bool:
+    """Whether a text ends in a piece of at most 32 letters 8 times or more, and that is most of the text."""
+    for period in range(1, min(_LONGEST_PIECE, len(text) - 1) + 1):
+        same = 0  # letters at the end that are equal to the letter a period before
+        while same + period < len(text) and text[-1 - same] == text[-1 - same - period]:
+            same += 1
+        if same >= (_TIMES - 1) * period and 2 * (same + period) > len(text):
+            return True
+    return False
 
 
 def _shown(text: str | None) -> str:

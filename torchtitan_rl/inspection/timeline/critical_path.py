@@ -9,7 +9,7 @@ from torchtitan_rl.inspection.timeline.steps import UNNAMED, Step, leaves
 
 __all__ = ["Stretch", "critical_path"]
 
-_ANSWERING = {"wait for a batch": ("generator", "reward"), "wait for rewards": ("reward",)}
+_ANSWERING: dict[str, tuple[str, ...]] = {"wait for a batch": ("generator", "reward"), "wait for rewards": ("reward",)}
 """Waits that no role's name is in -> the roles whose work ends them."""
 _ON_THE_WAY = "(between processes)"
 
@@ -73,13 +73,12 @@ def _backwards(step: Step) -> list[tuple[int, int, Piece | None]]:
 
 def _answering(wait: Piece, start: int, end: int, timeline: Timeline) -> Process | None:
     """The process that a wait is for; None where none of them did anything meanwhile."""
-    target = wait.name.removeprefix("wait for ").partition(".")[0]
-    roles = _ANSWERING.get(wait.name, (target,))
+    target, kinds = wait.name.removeprefix("wait for ").partition(".")[0], _ANSWERING.get(wait.name, ())
 
     def last(process: Process) -> int:
         return max((min(p.end, end) for p in process.pieces if p.kind == "work" and p.start < end), default=0)
 
-    found = [p for p in timeline.processes if p.name != CONTROLLER and any(p.role.startswith(role) for role in roles)]
+    found = [process for process in timeline.processes if process.role == target or process.role.startswith(kinds)]
     return max((process for process in found if last(process) > start), key=last, default=None)
 
 

@@ -114,7 +114,9 @@ class Spans:
 
     def wait_ends(self, key: tuple, end: int) -> None:
         with self._lock:
-            burst = self._bursts[key]
+            burst = self._bursts.get(key)
+            if burst is None:  # the timeline has been closed meanwhile
+                return
             burst.open, burst.end = burst.open - 1, end
             if not burst.open:
                 del self._bursts[key]

@@ -100,5 +100,7 @@ addEventListener("resize", () => {
     plot.setSize({ width: place.clientWidth, height: place.clientHeight });
   }
 });
-look();
-setInterval(look, EVERY_MS);
+if (charts.children.length) {
+  look();
+  setInterval(look, EVERY_MS);
+} else setTimeout(() => location.reload(), 2 * EVERY_MS); // there are no metrics yet

@@ -11,13 +11,23 @@ async function look() {
     document.querySelectorAll("[data-live]").forEach((here, i) => {
       if (now[i] && now[i].innerHTML !== here.dataset.was) {
         here.dataset.was = now[i].innerHTML;
-        if (!here.contains(document.activeElement)) here.replaceChildren(...now[i].childNodes);
+        replace(here, now[i]);
       }
     });
     tell("live", false);
   } catch {
     tell("the viewer does not answer", true);
   }
+}
+
+// Replaces what is shown; focus and what was scrolled stay where they are.
+function replace(here, now) {
+  const focusable = () => [...here.querySelectorAll("a, button, summary, [tabindex]")];
+  const at = focusable().indexOf(document.activeElement);
+  const scrolled = [...here.querySelectorAll(".scroll")].map((region) => region.scrollTop);
+  here.replaceChildren(...now.childNodes);
+  here.querySelectorAll(".scroll").forEach((region, i) => { region.scrollTop = scrolled[i] ?? 0; });
+  if (at >= 0) focusable()[at]?.focus({ preventScroll: true });
 }
 
 function tell(text, off) {
