@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Serves until interrupted. Raises ValueError for a path that is no directory, when no port is free, and where the
     extra `view` is not installed."""
     try:
+        from torchtitan_rl.inspection.rollouts import Query
         from torchtitan_rl.view.app import application
         from torchtitan_rl.view.runs import open_runs
     except ModuleNotFoundError as error:
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise ValueError(f"view: needs the package {error.name}; install torchtitan-rl[view]") from error
     runs = open_runs(args.runs)
+    runs[0].rollouts.find(Query())  # reads what lists need, so that the first list is quick
     asyncio.run(_serve(application(runs), args.port, runs))
     return 0
 
@@ -50,7 +52,6 @@ async def _serve(app: Guard, port: int, runs: list[ShownRun]) -> None:
     taken = f" (port {port} is in use)" if port and listening.port != port else ""
     print(f"{', '.join(names)}: {listening.url}{taken}; Ctrl-C ends it", flush=True)
     try:
-        await asyncio.to_thread(runs[0].rollouts.steps)  # so that its first list is quick
         await asyncio.Event().wait()
     finally:
         await listening.close()
