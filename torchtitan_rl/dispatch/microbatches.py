@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchtitan_rl.types import Datum, Microbatch
+from torchtitan_rl.types.refusals import refuse_unlike
 
 __all__ = ["plan_microbatches", "check_alike", "pack", "filler"]
 
@@ -48,29 +49,11 @@ def check_alike(data: list[Datum], where: str = "data") -> None:
     shapes = _row_shapes(data[0])
     for index, datum in enumerate(data):
         if _row_shapes(datum) != shapes:
-            _refuse_unlike(f"{where}[{index}]", _row_shapes(datum), shapes)
-
-
-def _refuse_unlike(where: str, shapes: dict[str, torch.Size], first: dict[str, torch.Size]) -> None:
-    if shapes.keys() != first.keys():
-        has, wanted = (sorted(given.keys() - {"target_tokens"}) for given in (shapes, first))
-        raise ValueError(
-            f"{where}.loss_inputs={has}: data[0] of the call has {wanted}; give every datum of one call the same loss "
-            "inputs"
-        )
-    name = next(name for name in shapes if shapes[name] != first[name])
-    raise ValueError(
-        f"{where}.{name}: is {_shape(shapes[name])} where that of data[0] is {_shape(first[name])}; "
-        "give every datum of one call as many per token"
-    )
+            refuse_unlike(f"{where}[{index}]", _row_shapes(datum), shapes)
 
 
 def _row_shapes(datum: Datum) -> dict[str, torch.Size]:
     return {"target_tokens": datum.target_tokens.shape[1:], **{n: x.shape[1:] for n, x in datum.loss_inputs.items()}}
-
-
-def _shape(row: torch.Size) -> str:
-    return f"(T, {row[0]})" if row else "(T,)"
 
 
 def pack(data: list[Datum]) -> Microbatch:

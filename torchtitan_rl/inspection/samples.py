@@ -45,6 +45,10 @@ class Samples:
     def due(self) -> bool:
         return self._clock() >= self._due
 
+    def look_again(self) -> None:
+        """Makes the next sample look for processes that have started."""
+        self._look_at = self._due = self._clock()
+
     def take(self) -> list[dict[str, Any]]:
         """Records of the table `samples`, one per process and one per replica."""
         now = self._clock()

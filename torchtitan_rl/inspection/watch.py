@@ -46,6 +46,7 @@ class Watch(Listener):
     def fact(self, kind: str, what: dict[str, Any]) -> None:
         if kind == "generator":
             self._samples.times = what["client"].request_times
+            self._samples.look_again()
         elif kind == "rollouts":
             self._rollouts.append(_light(what["step"], what["groups"]))
             self._batches += 1

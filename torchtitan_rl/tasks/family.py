@@ -7,10 +7,11 @@ import random
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from torchtitan_rl.tasks.checks import SPLITS, check_index, check_split
 from torchtitan_rl.types import Task
 
 __all__ = ["SPLITS", "TaskFamily", "TaskSource", "source_of", "check_index", "check_split", "stream", "stable_hash"]
+
+SPLITS = ("train", "validation", "test")
 
 
 class TaskFamily(Protocol):
@@ -106,6 +107,21 @@ def source_of(family: TaskFamily, split: str, seed: int) -> Any:
     """The family's own `source(split, seed)` where it has that method, as a mixture does, else a `TaskSource`."""
     own = getattr(family, "source", None)
     return own(split, seed) if own is not None else TaskSource(family, split, seed)
+
+
+def check_split(split: str) -> None:
+    """Raises ValueError unless `split` is one of `SPLITS`."""
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: is not a split; use one of {', '.join(SPLITS)}")
+
+
+def check_index(family: TaskFamily, split: str, index: int) -> None:
+    """Raises IndexError unless the split has a task of this index, ValueError if there is no such split."""
+    check_split(split)
+    num_tasks = family.num_tasks(split)
+    if index < 0 or (num_tasks is not None and index >= num_tasks):
+        size = "no end" if num_tasks is None else f"{num_tasks} tasks"
+        raise IndexError(f"index={index}: {family.name} has {size} in {split}, counted from 0; use an index within")
 
 
 def stream(*parts: Any) -> int:

@@ -1,4 +1,4 @@
-"""What a datum or a prompt is refused for, in words."""
+"""What datums and prompts are refused for, in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["refuse_datum", "refuse_prompt"]
+__all__ = ["refuse_datum", "refuse_prompt", "refuse_unlike"]
 
 
 def refuse_datum(datum: Any) -> NoReturn:
@@ -43,3 +43,22 @@ def refuse_prompt(num_tokens: int, max_tokens: int, max_model_len: int) -> NoRet
             f"generator.max_model_len={max_model_len}; shorten one or raise the other"
         )
     raise ValueError("prompt=[]: has no tokens; give at least one")
+
+
+def refuse_unlike(where: str, shapes: dict[str, torch.Size], first: dict[str, torch.Size]) -> NoReturn:
+    """Raises ValueError for a datum of other loss inputs, or of another shape per token, than the call's `first`."""
+    if shapes.keys() != first.keys():
+        has, wanted = (sorted(given.keys() - {"target_tokens"}) for given in (shapes, first))
+        raise ValueError(
+            f"{where}.loss_inputs={has}: data[0] of the call has {wanted}; give every datum of one call the same loss "
+            "inputs"
+        )
+    name = next(name for name in shapes if shapes[name] != first[name])
+    raise ValueError(
+        f"{where}.{name}: is {_shape(shapes[name])} where that of data[0] is {_shape(first[name])}; "
+        "give every datum of one call as many per token"
+    )
+
+
+def _shape(row: torch.Size) -> str:
+    return f"(T, {row[0]})" if row else "(T,)"

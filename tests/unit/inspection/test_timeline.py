@@ -87,6 +87,18 @@ def test_the_critical_path_has_no_gap_and_opens_waits_up(timeline):
     ]
 
 
+def test_narrower_names_go_before_wider_ones(tmp_path):
+    loop, inner = ("run the loop", "work", 0, 100, 3, 2), ("make training data", "work", 40, 60, 4, 2)
+    write(tmp_path, "controller", [("step", "phase", 0, 100, 2, 0, {"step": 1}), loop, inner])
+    timeline = Timeline.read(tmp_path)
+    [step] = steps_of(timeline)
+    assert {name: round(seconds, 6) for name, seconds in shares(step).items()} == {
+        "run the loop": 0.08, "make training data": 0.02,
+    }  # fmt: skip
+    told = [(stretch.name, round(stretch.seconds, 6)) for stretch in critical_path(step, timeline)]
+    assert told == [("run the loop", 0.04), ("make training data", 0.02), ("run the loop", 0.04)]
+
+
 @pytest.mark.parametrize("ahead_ms", [0, 5000, -120_000])
 def test_a_host_with_another_clock_is_moved_to_the_controllers(tmp_path, ahead_ms):
     write(tmp_path / "timeline", "controller", CONTROLLER)

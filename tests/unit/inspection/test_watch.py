@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,19 @@ def test_samples_become_rarer(tmp_path, monkeypatch):
         now[0] += 0.5
     assert times[:3] == [0.0, 1.0, 2.0] and times[-1] - times[-2] == 30.0
     assert len(times) < 1800  # of ten hours
+
+
+def test_a_process_that_starts_is_found_when_told(tmp_path):
+    samples = Samples(tmp_path)
+    assert "controller" in {record["who"] for record in samples.take()}
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not samples.due()
+        samples.look_again()
+        assert samples.due() and f"pid-{child.pid}" in {record["who"] for record in samples.take()}
+    finally:
+        child.kill(), child.wait()
+        assert f"pid-{child.pid}" not in {record["who"] for record in samples.take()}
 
 
 def test_processes_are_named_after_their_logs(tmp_path):

@@ -64,8 +64,8 @@ def _backwards(step: Step) -> list[tuple[int, int, Piece | None]]:
             piece = max(before, key=lambda p: (p.end, -p.start))
             found.append((piece.end, now, None))
         start, end = piece.start, min(piece.end, now)
-        if piece.kind == "wait":  # work that interrupts a wait is on the path itself
-            start = max([start, *(p.end for p in before if p.kind == "work" and p.end < end)])
+        # Work inside, which interrupts a wait or has a narrower name, is on the path itself.
+        start = max([start, *(p.end for p in before if p.kind == "work" and p is not piece and p.end < end)])
         found.append((start, end, piece))
         now = start
     return found

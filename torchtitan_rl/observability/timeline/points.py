@@ -44,6 +44,7 @@ class Point:
 _RUN, _DISPATCH, _ROLE = "torchtitan_rl.run", "torchtitan_rl.dispatch", "{self.role}.{0}"
 
 _CONTROLLER = (
+    Point(f"{_RUN}.training:Reinforcement._reinforce", "run the loop", "running"),
     # Generation.
     Point(f"{_RUN}.draws:Draws.next", "draw tasks"),
     Point(f"{_RUN}.draws:Draws.replace", "draw tasks"),
