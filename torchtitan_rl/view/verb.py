@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until interrupted. Raises ValueError for a path that is no directory, when no port is free, and where the
-    extra `view` is not installed."""
+    package that the page needs is not installed."""
     try:
         from torchtitan_rl.inspection.rollouts import Query
         from torchtitan_rl.view.app import application
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             "markupsafe",
         ):
             raise
-        raise ValueError(f"view: needs the package {error.name}; install torchtitan-rl[view]") from error
+        raise ValueError(f"view: needs the package {error.name}; pip install it, or run scripts/setup.sh") from error
     runs = open_runs(args.runs)
     runs[0].rollouts.find(Query())  # reads what lists need, so that the first list is quick
     asyncio.run(_serve(application(runs), args.port, runs))

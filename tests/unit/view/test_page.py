@@ -248,4 +248,4 @@ def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     imported = __import__
     monkeypatch.setattr("builtins.__import__", without)
     assert main(["view", str(tmp_path)]) == 1
-    assert "install torchtitan-rl[view]" in capsys.readouterr().err
+    assert "run scripts/setup.sh" in capsys.readouterr().err
