@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -121,6 +122,8 @@ async def _guarded(args, start, body) -> int:
 
             hosts = await attach(args.hosts, timeout_s=_ATTACH_S)
         controller = await start(hosts=hosts, backend=args.backend)
+        gc.collect()
+        gc.freeze()  # or each full collection looks through what was imported: a twelfth of a quickstart's step
         if args.verb == "train":  # no other verb has anything to keep
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _sigterm, controller, asyncio.current_task())
         await body(controller)

@@ -8,7 +8,6 @@ Scripts, the command line and the notebook drive the same object::
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -161,8 +160,6 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
                             recorder.fact("note", text=note)
                 elif hf_weights is None:
                     await controller.publish()
-        gc.collect()
-        gc.freeze()  # or each full collection looks through what was imported: a twelfth of a quickstart's step
         return controller
 
     async def close(self) -> None:
@@ -173,7 +170,6 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         await self.launcher.stop()
         self.recorder.close()
         attempts.unlock(self.run_dir)
-        gc.unfreeze()
 
     async def __aexit__(self, *exc_info) -> None:
         await self.close()
