@@ -61,9 +61,11 @@ def test_so_is_every_rollout(runs):
 
 
 def test_a_local_run_leaves_the_same_files_and_one_log(runs):
+    watching = ("events", "samples", "status.json", "timeline")  # nobody watches a run in a debugger
+
     def files(path):
         found = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
-        return sorted(str(file) for file in found if file.parent.name != "logs")
+        return sorted(str(file) for file in found if file.parent.name != "logs" and file.parts[0] not in watching)
 
     assert files(runs["local"].path) == files(runs["actors"].path)
     assert [log.name for log in (runs["local"].path / "logs").iterdir()] == ["local-0.log"]

@@ -23,7 +23,8 @@ def broken(line):
 """
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("actors", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["local", "actors"])
 def test_every_line_is_json_and_every_sink_has_the_runs_numbers(tmp_path, backend):
     (tmp_path / "my_sinks.py").write_text(SINKS)
     command = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(ROOT / "configs" / "quickstart.py"), *SHORT]

@@ -37,6 +37,7 @@ def run(loop, tmp_path_factory):
     return run_dir, explained.cause
 
 
+@pytest.mark.slow
 def test_every_other_step_has_the_parts_of_the_gap_and_nothing_is_left_unexplained(run):
     run_dir, cause = run
     lines = [line for line in run_dir.read_metrics() if line["phase"] == "reinforcement"]
@@ -47,6 +48,7 @@ def test_every_other_step_has_the_parts_of_the_gap_and_nothing_is_left_unexplain
         assert line["mismatch/unexplained_max"] <= 1e-6 and 0 < line["mismatch/noise_max"] < 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_is_explained_from_its_records_and_checkpoints(loop, run):
     run_dir, _ = run
     found = loop.run_until_complete(explain(run_dir.path, num_rollouts=4))
@@ -57,6 +59,7 @@ def test_a_run_that_has_ended_is_explained_from_its_records_and_checkpoints(loop
     assert "nothing unusual" in text(found) and "step-3" in text(found)
 
 
+@pytest.mark.slow
 def test_records_that_lie_are_explained_by_what_would_have_given_them(loop, run, monkeypatch):
     from torchtitan_rl.run import explain_run
 
@@ -75,6 +78,7 @@ def test_records_that_lie_are_explained_by_what_would_have_given_them(loop, run,
     assert "cause (rest: older_version): version 32 sampled the tokens" in text(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -87,6 +91,7 @@ def test_what_cannot_be_explained_is_said_in_a_sentence(here, run, arguments, sa
     assert done.returncode == 1 and said in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_tokens_or_checkpoints_is_not_explained(here, run, tmp_path):
     config = json.loads((run[0].path / "config.json").read_text())
     for tokens, said in ((True, "has no complete checkpoint"), (False, "controller.record_tokens=False")):

@@ -102,7 +102,10 @@ def test_checkpoints_are_written_in_both_phases_and_all_complete(undisturbed):
     assert [line["checkpoint/name"] for line in saved] == names and not any(line["checkpoint/failed"] for line in saved)
 
 
-@pytest.mark.parametrize("stops", [(1, 4), (5,)], ids=["in both phases", "in the second phase"])
+@pytest.mark.parametrize(
+    "stops",
+    [pytest.param((1, 4), id="in both phases"), pytest.param((5,), id="in the second phase", marks=pytest.mark.slow)],
+)
 def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bytes(stops, undisturbed, loop, tmp_path):
     path, resume_from = tmp_path / "run", ""
     for stop in stops:

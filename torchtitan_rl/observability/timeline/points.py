@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Point", "POINTS", "GARBAGE"]
+__all__ = ["Point", "POINTS", "GARBAGE", "WRITE_S"]
 
+WRITE_S = 0.25
+"""Seconds after which a process's spans are on disk; a process that is killed loses what is younger."""
 GARBAGE = "collect garbage"
 """Work of Python's garbage collector, which stops every thread of the process, whichever it is in."""
 

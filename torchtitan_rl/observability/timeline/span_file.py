@@ -12,6 +12,7 @@ from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
+from torchtitan_rl.observability.timeline.points import WRITE_S
 from torchtitan_rl.observability.timeline.spans import KIND, THREAD
 
 __all__ = ["SpanFile"]
@@ -26,7 +27,7 @@ class SpanFile(SpanProcessor):
     counted, and so is what a full disk refuses. The next line that can be written says how many were dropped.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], room: int = 20_000, every_s: float = 1.0) -> None:
+    def __init__(self, path: Path, header: dict[str, Any], room: int = 20_000, every_s: float = WRITE_S) -> None:
         self.path, self.dropped = path, 0
         self.before_write: Callable[[], None] = lambda: None
         """Called before each write, by the thread that writes."""
