@@ -36,7 +36,7 @@ class Tail:
             refuse_columns(self.directory.name, records, self._columns)
         if not self._number:
             self._number = self._begin()
-        lines = "".join(json.dumps(encode(record), ensure_ascii=False) + "\n" for record in records)
+        lines = "".join(_line(record) for record in records)
         # A lone surrogate cannot be UTF-8, but its backslash form is a valid JSON escape.
         with open(self._lines(self._number), "a", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(lines)
@@ -81,7 +81,7 @@ class RunLog:
         if not plain or not {"step", "phase"} <= metrics.keys() or not all(map(_METRIC_NAME.fullmatch, metrics)):
             refuse_metrics(metrics, _METRIC_NAME)
         with self.metrics_file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(json.dumps(encode(metrics), ensure_ascii=False) + "\n")
+            stream.write(_line(metrics))
 
     def record(self, table: str, step: int, records: list[dict[str, Any]], *, durable: bool = False) -> None:
         """Appends records to a table of `observability.schemas`; each names the step and this attempt."""
@@ -112,6 +112,13 @@ class RunDirWriter(Listener):
             records = rollout_records(what["groups"], self._trained, self._decode)
             self._log.record("rollouts", what["step"], [{"phase": "reinforcement", **record} for record in records])
             self._trained = []
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:  # a number that is not finite
+        return json.dumps(encode(record), ensure_ascii=False) + "\n"
 
 
 def encode(value: Any) -> Any:
