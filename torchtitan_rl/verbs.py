@@ -17,7 +17,6 @@ from pathlib import Path
 from torchtitan_rl.observability.console import is_json, say
 from torchtitan_rl.observability.json_filter import filter_stderr
 from torchtitan_rl.observability.status import note_end
-from torchtitan_rl.observability.timeline.points import WRITE_S
 from torchtitan_rl.observability.user_code import told
 
 __all__ = [
@@ -154,6 +153,8 @@ async def _guarded(args, start, body) -> int:
             await controller.close()  # other hosts' processes cannot be killed from here
         elif controller:
             if controller.config.record.timeline:
+                from torchtitan_rl.observability.timeline.points import WRITE_S
+
                 await asyncio.sleep(2 * WRITE_S)  # the actors' last spans are on disk then
             controller.launcher.kill()  # `close` would take seconds; all files of the run are written
             controller.recorder.close()
