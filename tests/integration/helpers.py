@@ -3,9 +3,9 @@
 import asyncio
 import time
 
-import psutil
 import torch
 
+from tests.processes import ended
 from torchtitan_rl.run import training
 from torchtitan_rl.types import Datum
 
@@ -75,6 +75,6 @@ def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
 async def gone(pid: int) -> None:
     """Waits until a process has ended."""
     deadline = time.monotonic() + 15
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while not ended(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
         await asyncio.sleep(0.1)

@@ -25,6 +25,9 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def main(parent: int) -> None:
     _end_with_parent(parent)
+    # A scheduler may send SIGTERM to every process of a run, and means the controller. SIG_IGN would be inherited by
+    # programs that a reward function starts.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     # A reward function must neither print into the answers nor read the requests: give it other descriptors.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)

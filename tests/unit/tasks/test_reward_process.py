@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from tests.processes import ended
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.reward_process import cpu_bound
 from torchtitan_rl.types import Task
@@ -38,7 +39,7 @@ def refusal(reward, **kwargs):
 
 def gone(pid, within_s=5.0):
     deadline = time.monotonic() + within_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while not ended(pid):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
@@ -69,6 +70,14 @@ def leaves(task, completions):
 @cpu_bound
 def crashes(task, completions):
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@cpu_bound
+def is_asked_to_stop(task, completions):
+    os.kill(os.getpid(), signal.SIGTERM)
+    program = subprocess.Popen(["sleep", "20"])
+    program.terminate()
+    return [program.wait()]
 
 
 @cpu_bound
@@ -191,6 +200,10 @@ from tests.unit.tasks.test_reward_process import TASK, never_ends
 from torchtitan_rl.tasks.judging import judge
 asyncio.run(judge(never_ends, TASK, [sys.argv[1]], 60.0))
 """
+
+
+def test_a_signal_for_all_processes_of_a_run_leaves_a_reward_its_process_and_ends_what_it_starts():
+    assert rewards_of(is_asked_to_stop, ["x"]) == [-signal.SIGTERM]
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
