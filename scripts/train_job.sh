@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains a config as a job: scripts/train_job.sh slurm|kubernetes CONFIG --num-hosts N [--dry-run] [--field.path value].
-# Validated by --dry-run only, which prints what would be submitted. --help lists the options.
+# --dry-run prints what would be submitted; no Kubernetes has been given more than that. --help lists the options.
+# docs/slurm.md says what a Slurm job does when it is preempted, queued again, out of time or cancelled.
 set -euo pipefail
 python=${TORCHTITAN_RL_PYTHON:-$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python}
 if [[ ! -x $python ]]; then

@@ -27,6 +27,9 @@ while (($#)); do
   esac
   shift
 done
+if [[ ${NNODES:-1} != 1 ]]; then
+  "$python" -m torchtitan_rl.hosts.addresses # before torchrun waits for hosts that cannot find each other
+fi
 exec "$python" -m torch.distributed.run --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node 1 \
   --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
   --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts "$max_restarts" -m torchtitan_rl.hosts.torchrun "${arguments[@]}"

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from torchtitan_rl import run_verbs, verbs
+from torchtitan_rl import run_verbs, serve_verbs, verbs
 from torchtitan_rl.observability.console import say, use_json
 from torchtitan_rl.observability.user_code import told
 
@@ -182,7 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["quickstart"]:
         argv = ["train", str(QUICKSTART), *argv[1:]]
     args, overrides = _parser(*argv[:1]).parse_known_args(argv)
-    if args.verb in ("doctor", "sample", "serve", "export", "audit", *run_verbs.VERBS) and overrides:
+    without = [name for name, verb in run_verbs.VERBS.items() if not verb.overrides]
+    if args.verb in ("doctor", "sample", "serve", "export", "audit", *without) and overrides:
         return verbs.fail(
             f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help"
         )
@@ -212,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int:
     if args.verb in run_verbs.VERBS:
+        args.overrides = overrides
         return run_verbs.VERBS[args.verb].load().run(args)
     if args.verb == "doctor":
         from torchtitan_rl.doctor import report
@@ -220,7 +222,7 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
     if args.verb == "sample":
         return verbs.ended(verbs.sample(args))
     if args.verb == "serve":
-        return verbs.ended(verbs.serve(args))
+        return verbs.ended(serve_verbs.serve(args))
     if args.verb == "audit":
         return verbs.audit(args)
     if args.verb == "export":
@@ -242,7 +244,7 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
         show(config)
         return 0
     if args.verb == "serve-tinker":
-        return verbs.serve_tinker(args, config, argv)
+        return serve_verbs.serve_tinker(args, config, argv)
     validate(config)
     if args.verb == "train":
         config.controller.check_reward &= not args.no_reward_check

@@ -8,6 +8,7 @@ set stays, except OMP_DYNAMIC. This module imports nothing heavy and asks no GPU
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Mapping
@@ -15,10 +16,12 @@ from pathlib import Path
 
 __all__ = [
     "TIMELINE",
+    "HOST_ADDRESS",
     "has_nvidia_driver",
     "default_environment",
     "prepare_environment",
     "add_to_path",
+    "let_garbage_wait",
     "without_torchrun",
     "end_with_parent",
 ]
@@ -46,6 +49,8 @@ def has_nvidia_driver() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
+HOST_ADDRESS = "TORCHTITAN_RL_HOST_ADDRESS"
+"""The variable with this host's own address, where other hosts reach it."""
 _USER_PATH = "TORCHTITAN_RL_PATH"
 
 
@@ -78,6 +83,13 @@ def add_to_path(directory: str) -> None:
     known = os.environ.get(_USER_PATH, "").split(os.pathsep)
     if directory not in known:
         os.environ[_USER_PATH] = os.pathsep.join([*filter(None, known), directory])
+
+
+def let_garbage_wait() -> None:
+    """Makes collecting garbage cheap in a process that has started and goes on for long. No collection looks again
+    through what is alive now, such as modules, and the next ones wait until there is more garbage."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # objects; Python's 700 suit a program that makes fewer
 
 
 _PR_SET_PDEATHSIG = 1

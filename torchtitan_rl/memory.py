@@ -21,6 +21,7 @@ from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = [
     "trainer_parts",
+    "working_parts",
     "generator_parts",
     "run_parts",
     "gpu_bytes",
@@ -57,8 +58,10 @@ def num_adapter_parameters(lora: LoRAConfig, shape: Qwen3Shape) -> int:
     return shape.n_layers * lora.rank * sum(in_and_out[target] for target in set(lora.target_modules))
 
 
-def layer_activations(shape: Qwen3Shape, checkpoint: Literal["none", "selective", "full"]) -> int:
-    """Numbers per token, in the compute dtype, that one layer keeps from forward to backward.
+def layer_activations(
+    shape: Qwen3Shape, checkpoint: Literal["none", "selective", "full"], tensor_parallel: int = 1
+) -> int:
+    """Numbers per token, in the compute dtype, that one layer keeps from forward to backward on a rank.
 
     full: the layer's input.
 
@@ -70,93 +73,134 @@ def layer_activations(shape: Qwen3Shape, checkpoint: Literal["none", "selective"
     norm and rotation (2 Q + 2 K); attention's dense copies of query, key and value, and attention's output dense and
     packed (3 Q + 2 K); gate, SiLU of the gate, up, and the product of SiLU and up (4 F); cosines and sines in float32.
     CUDA's fused norms and variable-length attention keep 2 D + Q less.
+
+    Tensor parallelism cuts all of it but what a layer gathers or has not scattered yet: without checkpointing the two
+    gathered inputs (2 D) and the cosines and sines, in `selective` the last product (D). `SelectiveAC` also keeps the
+    two scattered sums.
     """
     dim, ffn = shape.dim, shape.hidden_dim
     heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     experts = shape.experts
     if checkpoint == "full":
-        return dim
+        return dim // tensor_parallel
     if checkpoint == "selective":
-        return dim + 2 * heads + 2 * kv_heads + (dim + ffn if experts is None else 2 * experts.top_k * dim)
+        cut, whole = dim + 2 * heads + 2 * kv_heads, 0
+        if experts is not None:
+            cut += 2 * experts.top_k * dim
+        else:
+            cut, whole = cut + ffn, dim
+        if tensor_parallel > 1:
+            cut += 2 * dim
+        return cut // tensor_parallel + whole
     # Each of a token's `top_k` experts keeps 4 F, and copies of the token on the way in and on the way out (4 D).
     feed_forward = 4 * ffn if experts is None else experts.top_k * (4 * ffn + 4 * dim)
-    return 6 * dim + 5 * heads + 4 * kv_heads + feed_forward + 4 * shape.head_dim
+    return (4 * dim + 5 * heads + 4 * kv_heads + feed_forward) // tensor_parallel + 2 * dim + 4 * shape.head_dim
 
 
 def trainer_parts(
     config: TrainerConfig, shape: Qwen3Shape, *, trains: bool = True, device: str = "cuda"
 ) -> dict[str, int]:
     """Bytes of one trainer rank. `parameters`, `gradients`, `optimizer`: the shards that stay between operations.
-    `working`: the most that a forward and backward hold besides the shards. `step`: the most that an optimizer step
-    holds besides the shards.
+    `working`: the most that a forward and backward hold besides the shards (`working_parts`). `step`: the most that an
+    optimizer step holds besides the shards, the need of AdamW's foreach implementation by torch's documentation, the
+    parameters' size; the fused implementation needs nothing.
 
-    `trains=False`: a role that only scores. `working` is the largest of three moments, after torch's FSDP2 (all
-    parameters of a group in the compute dtype, gradients reduced in float32) and `model/logprobs.py`:
-
-    - at the head: all activations, a chunk's logits, exponentials of logits and the chunk before (three in float32, one
-      in the compute dtype), the head's gradient in float32 and in the compute dtype;
-    - in a layer: all activations, one layer's recomputed activations, the gradients of one layer's activations, the
-      layer's gradients before and after reduction, the head's gradient;
-    - at the embedding: the gradients of embedding and tied head, and the sum of both before and after reduction.
-
-    The gathered parameters of the embedding, the head and two layers add to each moment. `step` is the need of AdamW's
-    foreach implementation by torch's documentation, the parameters' size; the fused implementation needs nothing.
+    `trains=False`: a role that only scores.
     """
-    parallel, training = config.parallelism, config.training
-    tensor_parallel = parallel.tensor_parallel_degree
-    shards = parallel.data_parallel_shard_degree * tensor_parallel
-    stored, compute = _BYTES[training.dtype], _BYTES[training.mixed_precision_param]
+    parallel, stored = config.parallelism, _BYTES[config.training.dtype]
+    shards = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
     held = trained = shape.num_parameters
     if config.lora is not None:
         trained = num_adapter_parameters(config.lora, shape)
         held += trained
-    tokens = max(config.max_tokens_per_microbatch, training.seq_len)
-    table = shape.vocab_size * shape.dim // tensor_parallel
-    tables = table if shape.tie_embeddings else 2 * table
-    layer = (shape.num_parameters - shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)) // shape.n_layers
-    layer //= tensor_parallel
-    gathered = compute * (tables + 2 * layer)
-    all_logits = tokens * shape.vocab_size * 4 // tensor_parallel
-    chunk = min(all_logits, platform.logprob_chunk_bytes(config.logprob_chunk_mib, device))
-    logits = chunk * (3 * 4 + (compute if compute < 4 else 0)) // 4
-    per_layer = tokens * compute * layer_activations(shape, "none") // tensor_parallel
-    if not trains:
-        scored = {"parameters": stored * held // shards, "working": gathered + max(per_layer, logits)}
-        return dict.fromkeys(("parameters", "gradients", "optimizer", "working", "step"), 0) | scored
-    kept = shape.n_layers * layer_activations(shape, config.activation_checkpoint) + 3 * shape.dim
-    activations = tokens * compute * kept // tensor_parallel
-    recomputed = per_layer * (1 if config.activation_checkpoint == "none" else 2)
-    # A frozen base has no gradients.
-    head, reduced_layer, reduced_table = (
-        (table * (4 + compute), layer * (compute + 8), tables * (2 * compute + 8)) if config.lora is None else (0, 0, 0)
-    )
-    working = max(
-        activations + logits + head,
-        activations + recomputed + reduced_layer + (table * compute if config.lora is None else 0),
-        reduced_table,
-    )
+    trained = trained if trains else 0
     return {
         "parameters": stored * held // shards,
         "gradients": stored * trained // shards,
         "optimizer": 2 * stored * trained // shards,  # two moments
-        "working": gathered + working,
+        "working": sum(working_parts(config, shape, trains=trains, device=device).values()),
         "step": stored * trained // shards if config.optimizer.implementation == "foreach" else 0,
     }
 
 
+def working_parts(
+    config: TrainerConfig, shape: Qwen3Shape, *, trains: bool = True, device: str = "cuda"
+) -> dict[str, int]:
+    """Bytes that a forward and backward hold besides the shards when they hold most: `gathered` parameters,
+    `activations`, `logits`, and `passing` gradients, before and after reduction.
+
+    The largest of these moments, after torch's FSDP2 (all parameters of a group in the compute dtype and those of the
+    group before, fetched ahead; gradients copied to float32 and reduced; a tied head and embedding are one group) and
+    `model/logprobs.py`:
+
+    - at the head: all activations, a chunk's logits, exponentials of logits and the chunk before (three in float32, one
+      in the compute dtype), the head's gradient in float32 and in the compute dtype;
+    - after a head that is not tied: all activations, the head's gradient before and after reduction;
+    - in the last layer's feed-forward: all activations, what the layer recomputes, the gradients of two inner and two
+      outer activations, of the feed-forward's last matrix and of the head;
+    - after a layer: the activations of the layers before, the gradients of layer (before and after reduction) and head;
+    - at the embedding: its gradient before and after reduction, or, tied, the head's, its own and the sum.
+    """
+    compute, parallel = _BYTES[config.training.mixed_precision_param], config.parallelism
+    tp, tied = parallel.tensor_parallel_degree, shape.tie_embeddings
+    tokens = max(config.max_tokens_per_microbatch, config.training.seq_len)
+    table = shape.vocab_size * shape.dim // tp
+    layer = (shape.num_parameters - shape.vocab_size * shape.dim * (1 if tied else 2)) // shape.n_layers // tp
+    all_logits = tokens * shape.vocab_size * 4 // tp
+    chunk = min(all_logits, platform.logprob_chunk_bytes(config.logprob_chunk_mib, device))
+    logits = chunk * (3 * 4 + (compute if compute < 4 else 0)) // 4
+    per_layer = tokens * compute * layer_activations(shape, "none", tp)
+    if not trains:
+        gathered = compute * (table * (1 if tied else 2) + 2 * layer)
+        return {"gathered": gathered} | ({"activations": per_layer} if per_layer > logits else {"logits": logits})
+    kept = tokens * compute * layer_activations(shape, config.activation_checkpoint, tp)
+    activations = shape.n_layers * kept + tokens * compute * (2 * shape.dim // tp + shape.dim)  # and of the last norm
+    used, held = (1, 1) if shape.experts is None else (shape.experts.top_k, shape.experts.num_experts)
+    gradients = tokens * compute * (2 * used * shape.hidden_dim // tp + 2 * shape.dim)
+    copies = 1 if parallel.data_parallel_shard_degree == 1 else 2  # one rank fetches nothing ahead
+    reduced = compute + 4 + 4 / parallel.data_parallel_shard_degree  # bytes of a gradient before and after
+    weights, matrix = compute * layer, compute * shape.dim * held * shape.hidden_dim // tp
+    chunked = table * (4 + (compute if compute < 4 else 0))
+    before = 4 * layer * (copies - 1)  # a group's copy in float32 lives until the next group is reduced
+    if tied:
+        head = compute * table
+        moments = [
+            (head + weights, activations, logits, chunked),
+            (head + copies * weights, activations + per_layer - kept + gradients, 0, head + matrix),
+            (head + weights, activations - kept, 0, head + layer * reduced),
+            (head, 0, 0, 3 * head + before),
+            (0, 0, 0, table * reduced + before),
+        ]
+    else:
+        moments = [
+            (compute * table + weights, activations, logits, chunked),
+            (weights, activations, 0, table * reduced),
+            (copies * weights, activations + per_layer - kept + gradients, 0, 4 * table + matrix),
+            (weights, activations - kept, 0, 4 * table + layer * reduced),
+            (0, 0, 0, table * reduced + before),
+        ]
+    if config.lora is not None:  # a frozen base has no gradients
+        moments = [(*moment[:3], 0) for moment in moments]
+    names = ("gathered", "activations", "logits", "passing")
+    return {name: int(size) for name, size in zip(names, max(moments, key=sum), strict=True)}
+
+
 def generator_parts(config: GeneratorConfig, shape: Qwen3Shape) -> dict[str, int]:
-    """Bytes of one generator rank: `weights` (embedding and head whole on every rank), `kv_cache`, and `working`: one
-    layer's activations of an engine step's tokens, and three times the float32 logits of the sampled sequences.
+    """Bytes of one generator rank: `weights` (embedding, head, norms and routers whole on every rank), `kv_cache`, and
+    `working`: one layer's activations of an engine step's tokens, and three times the float32 logits of the sampled
+    sequences.
     """
     dtype, tensor_parallel = _BYTES[config.dtype], config.tensor_parallel_degree
-    tables = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
+    router = 0 if shape.experts is None else shape.experts.num_experts * shape.dim
+    whole = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2) + shape.dim
+    whole += shape.n_layers * (2 * shape.dim + 2 * shape.head_dim + router)
     heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     feed_forward = 3 * shape.hidden_dim
     if shape.experts is not None:
         feed_forward = shape.experts.top_k * (3 * shape.hidden_dim + 2 * shape.dim)
     per_token = 4 * shape.dim + 2 * (heads + 2 * kv_heads) + feed_forward
     return {
-        "weights": dtype * (tables + (shape.num_parameters - tables) // tensor_parallel),
+        "weights": dtype * (whole + (shape.num_parameters - whole) // tensor_parallel),
         "kv_cache": int(config.kv_cache_gib * 2**30),
         "working": dtype * max(config.max_num_batched_tokens, config.max_model_len) * per_token
         + 3 * 4 * config.max_num_seqs * shape.vocab_size,

@@ -1,5 +1,6 @@
-"""The verbs of `torchtitan-rl` that look at runs. Each has a module with `add_arguments(parser)` and `run(args)`, which
-returns the exit status; the module is imported when the verb is used."""
+"""The verbs of `torchtitan-rl` that look at runs, and `rehearse`, which looks at a run before there is one. Each has a
+module with `add_arguments(parser)` and `run(args)`, which returns the exit status; the module is imported when the verb
+is used."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ class Verb:
 
     text: str
     module: str
+    overrides: bool = False
+    """Whether the verb takes fields of a config, as `args.overrides`."""
 
     def load(self) -> ModuleType:
         return import_module(f"torchtitan_rl.{self.module}")
@@ -27,5 +30,10 @@ VERBS = {
     "plot": Verb("draw curves of several runs in one picture", "inspection.plots"),
     "compare": Verb("what differs between runs, beside the spread over seeds", "inspection.comparison"),
     "timeline": Verb("where the time of a run's steps went", "inspection.timeline.verb"),
+    "rehearse": Verb(
+        "who would sit where on a cluster, memory, traffic, what limits a step, what is refused",
+        "rehearsal.verb",
+        overrides=True,
+    ),
     "explain-mismatch": Verb("why trainer and generators disagree about sampled tokens", "run.explain_verb"),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import gc
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from torchtitan_rl.environment import let_garbage_wait
 from torchtitan_rl.observability.console import is_json, say
 from torchtitan_rl.observability.json_filter import filter_stderr
 from torchtitan_rl.observability.status import note_end
@@ -29,8 +29,8 @@ __all__ = [
     "audit",
     "export",
     "sample",
-    "serve",
-    "serve_tinker",
+    "address",
+    "without_restarts",
 ]
 
 _ATTACH_S = 60.0
@@ -92,14 +92,14 @@ def train_with_restarts(args: argparse.Namespace, config, argv: list[str]) -> in
 
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
-    arguments = _without_restarts(argv[argv.index("train") + 1 :])
+    arguments = without_restarts(argv[argv.index("train") + 1 :])
     if not config.output_dir:  # the same one for every attempt
         directory = place(config, args.resume)[0] if args.resume else output_path(config, absolute=False)
         arguments += ["--output-dir", str(directory)]
     return run_with_restarts("train", arguments, args.max_restarts)
 
 
-def _without_restarts(arguments: list[str]) -> list[str]:
+def without_restarts(arguments: list[str]) -> list[str]:
     """The arguments without `--max-restarts N`."""
     at = next((i for i, argument in enumerate(arguments) if argument.startswith("--max-restarts")), len(arguments))
     return arguments[:at] + arguments[at + (1 if "=" in "".join(arguments[at : at + 1]) else 2) :]
@@ -120,10 +120,9 @@ async def _guarded(args, start, body) -> int:
         if args.hosts:
             from torchtitan_rl.hosts.attach import attach
 
-            hosts = await attach(args.hosts, timeout_s=_ATTACH_S)
+            hosts = await attach(args.hosts, timeout_s=_ATTACH_S, config_file=args.config)
         controller = await start(hosts=hosts, backend=args.backend)
-        gc.collect()
-        gc.freeze()  # or each full collection looks through what was imported: a twelfth of a quickstart's step
+        let_garbage_wait()  # collections were a twelfth of a quickstart's step
         if args.verb == "train":  # no other verb has anything to keep
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _sigterm, controller, asyncio.current_task())
         await body(controller)
@@ -171,11 +170,14 @@ def _where(controller) -> str:
 
 
 def _sigterm(controller, task: asyncio.Task) -> None:
-    """The first SIGTERM makes the run write a checkpoint after the present step and end, a second one ends it at
-    once."""
-    if controller.stop.asked:
-        task.cancel()
+    """SIGTERM makes the run write a checkpoint after the present step and end, another one `SAME_REQUEST_S` later ends
+    it at once. Slurm sends two together when it preempts."""
+    from torchtitan_rl.hosts.stop_request import SAME_REQUEST_S
+
     controller.stop.ask("SIGTERM")
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, lambda: None)
+    loop.call_later(SAME_REQUEST_S, lambda: loop.add_signal_handler(signal.SIGTERM, task.cancel))
 
 
 async def train(args: argparse.Namespace, config) -> int:
@@ -188,10 +190,10 @@ async def train(args: argparse.Namespace, config) -> int:
     from torchtitan_rl.run.summary import summary_rows
 
     progress = (JsonProgress if args.json_logs else Progress)(quiet=args.quiet)
-    address = _address(args, args.serve, args.serve_host)
+    served_at = address(args, args.serve, args.serve_host)
 
     async def body(controller: Controller) -> None:
-        async with serving(controller, address, quiet=args.quiet):
+        async with serving(controller, served_at, quiet=args.quiet):
             report = await controller.train()
         curve = controller.run_dir.path / "curve.png"
         plot_curve(controller.run_dir.read_metrics(), curve)
@@ -284,58 +286,7 @@ async def sample(args: argparse.Namespace) -> int:
         return fail(told(error))
 
 
-async def serve(args: argparse.Namespace) -> int:
-    """Until SIGINT or SIGTERM."""
-    from torchtitan_rl.config.actors import GeneratorConfig
-    from torchtitan_rl.run.serve import serve
-
-    generator = GeneratorConfig(
-        dtype=args.dtype, max_model_len=args.max_model_len, kv_cache_gib=args.kv_cache_gib, max_num_batched_tokens=16384
-    )
-    try:
-        address = _address(args, args.port, args.host)
-        await serve(Path(args.checkpoint), address, generator, output_dir=args.output_dir, quiet=args.quiet)
-        return 0
-    except Exception as error:
-        if args.debug:
-            traceback.print_exc()
-        return fail(told(error))
-
-
-def serve_tinker(args: argparse.Namespace, config, argv: list[str]) -> int:
-    """Serves until SIGINT or SIGTERM; is started again, at most `--max-restarts` times, when it is killed or fails."""
-    from torchtitan_rl.config.derive import settled
-    from torchtitan_rl.launch.restarts import leave_outcome, run_with_restarts
-    from torchtitan_rl.run.serve_tinker import TinkerOptions, adapted, serve_tinker
-    from torchtitan_rl.run.start import dated
-    from torchtitan_rl.validation.run import validate
-
-    options = TinkerOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TinkerOptions)})
-    config = settled(adapted(config, options))
-    validate(config)
-    if args.max_restarts and not args.outcome:
-        arguments = _without_restarts(argv[argv.index("serve-tinker") + 1 :]) + ["--max-restarts", "0"]
-        if not config.output_dir:  # the same one for every attempt
-            arguments += ["--output-dir", dated(f"tinker-{config.name}")]
-        return run_with_restarts("serve-tinker", arguments, args.max_restarts)
-
-    async def serving() -> int:
-        try:
-            await serve_tinker(config, options, quiet=args.quiet)
-            return 0
-        except Exception as error:
-            args.final = isinstance(error, ValueError)
-            if args.debug:
-                traceback.print_exc()
-            return fail(told(error))
-
-    args.final = True
-    if not args.outcome:
-        return ended(serving())
-    return ended(serving(), lambda code: leave_outcome(args.outcome, code, final=args.final))
-
-
-def _address(args: argparse.Namespace, port: int | None, host: str):
+def address(args: argparse.Namespace, port: int | None, host: str):
     """Where clients come in; None: nothing is served."""
     from torchtitan_rl.run.gateway import Address
 

@@ -1,5 +1,6 @@
 """What a run is estimated to need: by hand, against real tensors, and for the configs that name a card."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from torchtitan_rl.config.actors import GeneratorConfig, LoRAConfig, TrainerConf
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.run import RoleConfig, RunConfig
-from torchtitan_rl.memory import generator_parts, gpu_bytes, layer_activations, run_parts, trainer_parts
+from torchtitan_rl.memory import generator_parts, gpu_bytes, layer_activations, run_parts, trainer_parts, working_parts
 from torchtitan_rl.model.residency import device_bytes, gradient_tensors, model_tensors
 from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.model.train_step import head_outputs
@@ -46,6 +47,10 @@ def test_what_a_layer_keeps_at_the_0_6b_shape():
     assert layer_activations(QWEN3_0_6B, "none") == 6 * 1024 + 5 * 2048 + 4 * 1024 + 4 * 3072 + 4 * 128 == 33_280
     assert layer_activations(QWEN3_0_6B, "selective") == 2 * 1024 + 2 * 2048 + 2 * 1024 + 3072 == 11_264
     assert layer_activations(QWEN3_0_6B, "full") == 1024
+    # On 4 tensor-parallel ranks; 2 D, or D, of what a layer gathers or has not scattered are whole.
+    assert layer_activations(QWEN3_0_6B, "none", 4) == (4 * 1024 + 5 * 2048 + 4 * 1024 + 4 * 3072) // 4 + 2048 + 512
+    assert layer_activations(QWEN3_0_6B, "selective", 4) == (3 * 1024 + 2 * 2048 + 2 * 1024 + 3072) // 4 + 1024
+    assert layer_activations(QWEN3_0_6B, "full", 4) == 256
 
 
 def test_a_trainer_of_0_6b_by_hand():
@@ -54,16 +59,47 @@ def test_a_trainer_of_0_6b_by_hand():
     assert parts["parameters"] == parts["gradients"] == 4 * parameters
     assert parts["optimizer"] == 8 * parameters
     table, layer = 151_936 * 1024, (parameters - 151_936 * 1024) // 28  # 155.6M, 15.7M
-    gathered = 2 * (table + 2 * layer)
     activations = 16_384 * 2 * (28 * 11_264 + 3 * 1024)
     # 16,384 tokens have 9.3 GiB of float32 logits: chunks of 128 MiB, three in float32 and one in bfloat16.
-    at_the_head = activations + 128 * 2**20 * 7 // 2 + 6 * table
-    in_a_layer = activations + 2 * 16_384 * 2 * 33_280 + 10 * layer + 2 * table
-    at_the_embedding = 12 * table
-    assert in_a_layer > at_the_head > at_the_embedding
-    assert parts["working"] == gathered + in_a_layer
+    at_the_head = activations + 128 * 2**20 * 7 // 2 + 6 * table + 2 * (table + layer)
+    recomputed, gradients = 16_384 * 2 * (33_280 - 11_264), 16_384 * 2 * (2 * 3072 + 2 * 1024)
+    # One rank fetches no layer ahead. Gathered: head and layer; passing: the gradients of the head and of a matrix.
+    in_a_layer = activations + recomputed + gradients + 2 * (table + layer) + 2 * (table + 1024 * 3072)
+    at_the_embedding = 10 * table  # in bfloat16, copied to float32 and reduced
+    assert at_the_head > in_a_layer > at_the_embedding
+    assert parts["working"] == at_the_head
+    # With smaller chunks of logits the layer is the most.
+    fewer = trainer(tokens=16_384, checkpoint="selective", logprob_chunk_mib=64)
+    assert trainer_parts(fewer, QWEN3_0_6B)["working"] == in_a_layer
     # With little text the embedding's and the head's gradient are the most.
-    assert trainer_parts(trainer(tokens=64, checkpoint="full"), QWEN3_0_6B)["working"] == gathered + at_the_embedding
+    assert trainer_parts(trainer(tokens=64, checkpoint="full"), QWEN3_0_6B)["working"] == at_the_embedding
+    # In float32 the gradients of embedding and head and their sum are more, beside the gathered parameters.
+    float32 = trainer(tokens=64, checkpoint="full", compute="float32")
+    assert trainer_parts(float32, QWEN3_0_6B)["working"] == 16 * table
+
+
+def test_working_memory_of_a_head_of_its_own_on_eight_ranks_by_hand():
+    shape = dataclasses.replace(QWEN3_0_6B, tie_embeddings=False)
+    config = trainer(tokens=4096, checkpoint="full", logprob_chunk_mib=128)
+    config.parallelism.data_parallel_shard_degree = 8
+    table, layer = 151_936 * 1024, (596_049_920 - 151_936 * 1024) // 28
+    activations, one = 4096 * 2 * (28 + 3) * 1024, 4096 * 2 * 33_280
+    moments = {
+        "head": 2 * (table + layer) + activations + 128 * 2**20 * 7 // 2 + 6 * table,
+        "after the head": 2 * layer + activations + 6 * table + table // 2,  # a float32 copy, and an eighth of it
+        "in a layer": 4 * layer
+        + activations
+        + one
+        - 4096 * 2 * 1024
+        + 4096 * 2 * (2 * 3072 + 2 * 1024)
+        + 4 * table
+        + 2 * 1024 * 3072,
+    }
+    assert max(moments, key=moments.get) == "head"
+    assert sum(working_parts(config, shape).values()) == moments["head"]
+    config.logprob_chunk_mib = 1
+    config.max_tokens_per_microbatch = 8192
+    assert working_parts(config, shape)["passing"] == 4 * table + 2 * 1024 * 3072
 
 
 def test_a_chunk_of_logits_by_device_where_the_config_leaves_it_open():
@@ -87,9 +123,16 @@ def test_shards_divide_what_stays_and_tensor_parallelism_what_is_gathered():
     assert [four[part] * 4 for part in ("parameters", "gradients", "optimizer")] == [
         one[part] for part in ("parameters", "gradients", "optimizer")
     ]
-    assert four["working"] == one["working"]
+    # At the head: nothing of it is a shard.
+    assert working_parts(config, QWEN3_0_6B) == working_parts(trainer(tokens=200), QWEN3_0_6B)
     config.parallelism.data_parallel_shard_degree, config.parallelism.tensor_parallel_degree = 1, 4
-    assert trainer_parts(config, QWEN3_0_6B)["working"] == pytest.approx(one["working"] / 4)
+    whole, cut = working_parts(trainer(tokens=200), QWEN3_0_6B), working_parts(config, QWEN3_0_6B)
+    assert [cut[part] * 4 for part in ("gathered", "logits", "passing")] == [
+        whole[part] for part in ("gathered", "logits", "passing")
+    ]
+    # What each layer gathers, 2 D and the cosines, is whole on every rank, and D of the last norm.
+    both = 200 * 2 * (28 * (2 * 1024 + 512) + 1024)
+    assert (cut["activations"] - both) * 4 == whole["activations"] - both
 
 
 def test_adapters_alone_have_gradients_and_moments():
@@ -115,9 +158,9 @@ def test_a_generator_by_hand():
     parts = generator_parts(config, QWEN3_0_6B)
     assert parts["weights"] == 2 * 596_049_920 and parts["kv_cache"] == 24 * GIB
     assert parts["working"] == 2 * 16_384 * (4 * 1024 + 2 * 4096 + 3 * 3072) + 12 * 256 * 151_936
-    config.tensor_parallel_degree = 2  # embedding and head are whole on both ranks
-    table = 151_936 * 1024
-    assert generator_parts(config, QWEN3_0_6B)["weights"] == 2 * table + (596_049_920 - table)
+    config.tensor_parallel_degree = 2  # embedding and head and norms are whole on both ranks
+    whole = 151_936 * 1024 + 28 * (2 * 1024 + 2 * 128) + 1024
+    assert generator_parts(config, QWEN3_0_6B)["weights"] == 2 * whole + (596_049_920 - whole)
 
 
 # Against real tensors.

@@ -23,7 +23,7 @@ from torchtitan_rl.model.sharding import load_whole
 from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
 from torchtitan_rl.weights import hf
 
-__all__ = ["BuiltModel", "build_model", "build_optimizers"]
+__all__ = ["BuiltModel", "CutModel", "cut_model", "build_model", "build_optimizers"]
 
 _ACTIVATION_CHECKPOINT = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
 
@@ -39,17 +39,29 @@ class BuiltModel:
     """torchtitan's state-dict adapter, which translates between torchtitan's and Hugging Face's names."""
 
 
-def build_model(
+@dataclass(kw_only=True, slots=True)
+class CutModel:
+    """A model on the meta device, cut into one rank's shards, before it has memory or weights."""
+
+    model: Any
+    spec: ModelSpec
+    base: Any
+    """The model's config without adapters."""
+    shape: Qwen3Shape
+
+
+def cut_model(
     config: TrainerConfig,
     model_config: ModelConfig,
     *,
     role: str,
-    seed: int,
     parallel_dims,
-    device: torch.device,
     dump_dir: str,
-) -> BuiltModel:
-    """Builds spec and converters, shards by torchtitan's canonical plan, takes weights from files or the seed."""
+    attention: str = "",
+    chunk_bytes: int = 0,
+) -> CutModel:
+    """Builds spec and converters, and shards the model by torchtitan's canonical plan, on the meta device. The process
+    group may be a fake one. `attention`, `chunk_bytes`: those of another device than this machine's."""
     spec = build_spec(model_config)
     shape = shape_of(spec.model)
     validate_converter_order(config.converters)
@@ -57,19 +69,18 @@ def build_model(
         spec.model = converter.build().convert(spec.model)
     if role == "critic":
         spec = critic_spec(spec)
+    if config.attention != "auto":
+        attention = config.attention
     spec = training_spec(
         spec,
         SimpleNamespace(parallelism=config.parallelism),
-        attention=platform.attention_backend(config.training.mixed_precision_param)
-        if config.attention == "auto"
-        else config.attention,
-        chunk_bytes=platform.logprob_chunk_bytes(config.logprob_chunk_mib),
+        attention=attention or platform.attention_backend(config.training.mixed_precision_param),
+        chunk_bytes=chunk_bytes or platform.logprob_chunk_bytes(config.logprob_chunk_mib),
     )
     base = spec.model
     if config.lora is not None:
         spec = lora.lora_spec(spec, config.lora)
-    dtype = TORCH_DTYPE_MAP[config.training.dtype]
-    with torch.device("meta"), set_default_dtype(dtype):
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model = spec.model.build()
     _stay_tied(model)
     ac_class = _ACTIVATION_CHECKPOINT[config.activation_checkpoint]
@@ -83,6 +94,22 @@ def build_model(
         dump_folder=dump_dir,
     )
     platform.adapt_parallel_model(model)
+    return CutModel(model=model, spec=spec, base=base, shape=shape)
+
+
+def build_model(
+    config: TrainerConfig,
+    model_config: ModelConfig,
+    *,
+    role: str,
+    seed: int,
+    parallel_dims,
+    device: torch.device,
+    dump_dir: str,
+) -> BuiltModel:
+    """Builds and shards the model, and takes weights from files or the seed."""
+    cut = cut_model(config, model_config, role=role, parallel_dims=parallel_dims, dump_dir=dump_dir)
+    model, spec = cut.model, cut.spec
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights()
@@ -91,11 +118,11 @@ def build_model(
     if has_weights(model_config):
         hf.load_hf_weights(model, adapter, assets_dir(model_config), head=role != "critic")
     else:
-        load_whole(model, _draw(base, seed, dtype), device)
+        load_whole(model, _draw(cut.base, seed, TORCH_DTYPE_MAP[config.training.dtype]), device)
     if config.lora is not None:
         lora.require_frozen_base(model)
         lora.draw_adapters(model, seed)
-    return BuiltModel(model=model, spec=spec, shape=shape, adapter=adapter)
+    return BuiltModel(model=model, spec=spec, shape=cut.shape, adapter=adapter)
 
 
 def build_optimizers(config: TrainerConfig, spec: ModelSpec, model: torch.nn.Module, parallel_dims):

@@ -49,9 +49,10 @@ class Generator(Actor):
             from torchtitan_rl.actors.generator_rank import GeneratorRank
             from torchtitan_rl.weights.store import WeightStore
 
-        self.rank = GeneratorRank(
-            self.config, self.model_dir, self.seed, rank, WeightStore(self.store_name), sleeps=self.sleeps
-        )
+        store = WeightStore(self.store_name)
+        if self.config.model_impl != "vllm":  # vLLM's own models cut whole tensors themselves
+            store.elsewhere.part = rank, world_size
+        self.rank = GeneratorRank(self.config, self.model_dir, self.seed, rank, store, sleeps=self.sleeps)
         await self.rank.start(threads)
 
     @concurrent_endpoint

@@ -12,7 +12,7 @@ import sys
 from contextlib import contextmanager
 
 from torchtitan_rl import platform
-from torchtitan_rl.environment import TIMELINE
+from torchtitan_rl.environment import TIMELINE, let_garbage_wait
 from torchtitan_rl.observability.logs import setup_rank_logging
 
 __all__ = ["prepare_process", "setup_logs", "heavy_imports"]
@@ -54,7 +54,7 @@ def heavy_imports():
     try:
         yield
     finally:
-        gc.freeze()
+        let_garbage_wait()
         gc.enable()
     if TIMELINE in os.environ:
         from torchtitan_rl.observability.timeline import recording

@@ -62,14 +62,14 @@ class TrainerSteps:
         parameters, apart = list(self.model.parameters()), self.parallel_dims.ep_enabled
         norm, stepped = clip_and_step(parameters, self.optimizers, params, grad_scale, expert_parallel=apart)
         self.policy_version += stepped
-        if not self._took_step:
+        if self.device.type == "cuda" and not self._took_step:
             self._tighten_timeouts()
         return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.policy_version, skipped=not stepped)
 
     def _tighten_timeouts(self) -> None:
-        """Gives later steps a tighter limit than the first, which compiles and allocates."""
-        if self.device.type == "cuda":  # gloo's limit cannot change: the controller's deadline bounds a step
-            set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
+        """Gives later steps a tighter limit than the first, which compiles and allocates. gloo's limit cannot change:
+        on a CPU the controller's deadline bounds a step."""
+        set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
         self._took_step = True
 
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:

@@ -124,7 +124,7 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
 
 def _one_per_rollout(advantages_G: Any, group: RolloutGroup) -> bool:
     right_shape = isinstance(advantages_G, torch.Tensor) and advantages_G.shape == (len(group.rollouts),)
-    return right_shape and bool(torch.isfinite(advantages_G).all())
+    return right_shape and all(map(math.isfinite, advantages_G.tolist()))
 
 
 def _sees_batch(advantage_fn: Callable) -> bool:

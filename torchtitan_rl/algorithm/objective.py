@@ -28,6 +28,13 @@ def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> 
     `columns` names the loss inputs of the data: soft targets and teacher log-probabilities add terms without a setting.
     """
     objective: LossFunction = partial(config.loss_fn, **config.loss_config)
+    asked = config.correction_fn or config.distill or config.kl_coef or config.entropy_coef
+    if asked or {"soft_weights", "teacher_logprobs"} & set(columns):
+        objective = _with_terms(objective, config, columns)
+    return partial(measured, loss_fn=objective)
+
+
+def _with_terms(objective: LossFunction, config: AlgorithmConfig, columns: Collection[str]) -> LossFunction:
     if config.correction_fn is not None:
         correction = partial(config.correction_fn, **config.correction_config)
         objective = partial(corrected, loss_fn=objective, correction_fn=correction)
@@ -40,7 +47,7 @@ def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> 
         objective = partial(terms, loss_fn=objective, entropy_coef=config.entropy_coef)
     if distill is not None or {"soft_weights", "teacher_logprobs"} & set(columns):
         objective = partial(distilled, loss_fn=objective, distill=distill)
-    return partial(measured, loss_fn=objective)
+    return objective
 
 
 def measured(inputs: LossInputs, *, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

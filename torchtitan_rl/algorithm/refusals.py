@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_rl.types import Rollout, RolloutGroup, Turn
 
-__all__ = ["refuse_advantages", "refuse_clip", "refuse_number", "refuse_reward", "refuse_turn"]
+__all__ = ["refuse_advantages", "refuse_clip", "refuse_number", "refuse_reward", "refuse_shape", "refuse_turn"]
 
 
 def refuse_reward(rollout: Rollout) -> NoReturn:
@@ -60,6 +60,14 @@ def refuse_advantages(given: Any, group: RolloutGroup, advantage_fn: Callable) -
 
 def _called(advantage_fn: Callable) -> str:
     return f"algorithm.advantage_fn={getattr(advantage_fn, '__name__', repr(advantage_fn))}"
+
+
+def refuse_shape(shape: torch.Size, of_mask: torch.Size) -> NoReturn:
+    """For loss inputs or terms that are not one number per token."""
+    raise ValueError(
+        f"loss inputs: have shape {tuple(shape)} where loss_mask has {tuple(of_mask)}; "
+        "give one number per token: several targets of a token, (T, K), are for cross_entropy"
+    )
 
 
 def refuse_clip(clip_low: float, clip_high: float, dual_clip: float) -> NoReturn:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_rl.algorithm.refusals import refuse_clip
+from torchtitan_rl.algorithm.refusals import refuse_clip, refuse_shape
 from torchtitan_rl.types import LossInputs
 
 __all__ = ["LOG_RATIO_LIMIT", "check_clip", "clipped_surrogate", "kl_sum", "log_ratio", "masked_difference"]
@@ -77,11 +77,9 @@ def masked_sum(inputs: LossInputs, terms_T: torch.Tensor) -> torch.Tensor:
 
 
 def _one_per_token(inputs: LossInputs, *columns: torch.Tensor) -> None:
-    for shape in (column.shape for column in columns if column.shape != inputs.loss_mask.shape):
-        raise ValueError(
-            f"loss inputs: have shape {tuple(shape)} where loss_mask has {tuple(inputs.loss_mask.shape)}; "
-            "give one number per token: several targets of a token, (T, K), are for cross_entropy"
-        )
+    for column in columns:
+        if column.shape != inputs.loss_mask.shape:
+            refuse_shape(column.shape, inputs.loss_mask.shape)
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float = float("inf")) -> None:

@@ -180,7 +180,8 @@ class WeightSyncConfig:
     """How weights travel from a trainer to the generators, in the generators' dtype; nothing is quantised."""
 
     transport: Literal["auto", "shared_memory", "store"] = "auto"
-    """How the tensors travel: through shared memory, or through TorchStore, which holds version, manifest and handle in
-    either case. `auto` takes shared memory where trainer and generator are on one host, else the store."""
+    """How the tensors travel: whole through the shared memory of one host, or in pieces from every trainer rank to each
+    generator rank that needs them. TorchStore holds version, manifest and where the bytes lie in either case. `auto`
+    takes shared memory where trainer and generator are on one host, else the store."""
     verify: bool = True
-    """Generators check the payload's checksum before they load it."""
+    """Generators check the checksums of what they have fetched before they load it."""

@@ -60,13 +60,19 @@ def resolved(config: RunConfig) -> dict[str, Any]:
         if callable(value):
             function = value.func if isinstance(value, functools.partial) else value
             try:
-                source = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+                source = _source_sha256(function)
             except (OSError, TypeError):
                 source = ""
             return {"function": function_name(value), "source_sha256": source}
         return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
 
     return plain(config)
+
+
+@functools.cache
+def _source_sha256(function: Callable) -> str:
+    """Cached: the source is that of the function that was imported, whatever its file holds by now."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
 def rebuilt(value: Any) -> Any:

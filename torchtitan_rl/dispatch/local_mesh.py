@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from torchtitan_rl.actors.operations import ENTRIES
-from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe
+from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe, late
 
 __all__ = ["LocalMesh"]
 
@@ -86,6 +86,4 @@ async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
         if done:
             return task.result()
         left -= _TICK_S
-    raise WorkerLost(
-        f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
-    )
+    raise late(what, timeout_s)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
+
 import torch
 
 from torchtitan_rl.types import Datum, Microbatch
-from torchtitan_rl.types.refusals import refuse_unlike
+from torchtitan_rl.types.refusals import refuse_token_ids, refuse_unlike
 
 __all__ = ["plan_microbatches", "check_alike", "pack", "filler"]
 
@@ -17,11 +19,11 @@ def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> li
     microbatches; an empty list is a filler that cannot train.
     """
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
+    loads = [(0, rank) for rank in range(num_ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = loads.index(min(loads))
+        load, rank = loads.pop(0)
         ranks[rank].append(index)
-        loads[rank] += lengths[index]
+        bisect.insort(loads, (load + lengths[index], rank))
     planned = [_best_fit(share, lengths, max_tokens) for share in ranks]
     count = max(1, *(len(microbatches) for microbatches in planned))
     return [microbatches + [[]] * (count - len(microbatches)) for microbatches in planned]
@@ -30,17 +32,14 @@ def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> li
 def _best_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Microbatches of at most `max_tokens`, a longer datum in one of its own. A datum goes into the fullest microbatch
     that has room."""
-    bins: list[list[int]] = []
-    room: list[int] = []
+    bins: dict[int, list[int]] = {}
+    rooms: list[tuple[int, int]] = []  # (tokens left, index of the microbatch), ascending
     for index in share:
-        fits = [b for b, free in enumerate(room) if free >= lengths[index]]
-        if not fits:
-            fits = [len(bins)]
-            bins, room = [*bins, []], [*room, max_tokens]
-        chosen = min(fits, key=lambda b: (room[b], b))
-        bins[chosen].append(index)
-        room[chosen] -= lengths[index]
-    return [sorted(members) for members in bins]
+        fullest = bisect.bisect_left(rooms, (lengths[index], 0))
+        room, chosen = rooms.pop(fullest) if fullest < len(rooms) else (max_tokens, len(bins))
+        bins.setdefault(chosen, []).append(index)
+        bisect.insort(rooms, (room - lengths[index], chosen))
+    return [sorted(members) for members in bins.values()]
 
 
 def check_alike(data: list[Datum], where: str = "data") -> None:
@@ -71,10 +70,7 @@ def pack(data: list[Datum]) -> Microbatch:
 def _sent(name: str, rows: torch.Tensor) -> torch.Tensor:
     # Hidden states, in bfloat16, are large; token ids are in int64.
     if rows.dtype == torch.int64:
-        raise ValueError(
-            f"loss input {name!r}: holds token ids, which no loss reads; make targets of them with "
-            "algorithm.soft_targets.appended(data)"
-        )
+        refuse_token_ids(name)
     return rows if rows.dtype == torch.bfloat16 else rows.float()
 
 

@@ -48,7 +48,7 @@ class Replica:
         self._changed = asyncio.Condition()
         self._num_tickets, self.stall_s = 0, 0.0
         """`stall_s`: the seconds for which the engine stood still at the last load of weights."""
-        self.unanswered: dict[int, int] = {}  # ticket of a round -> its requests in the engine
+        self.unanswered = 0  # requests in the engine
 
     async def sample(
         self, requests: list[Request], version: int | None, timeout_s: float
@@ -57,18 +57,18 @@ class Replica:
         fault. Raises ReplicaLost, also when `timeout_s` pass without an answer."""
         self._num_tickets = ticket = self._num_tickets + 1
         async with self._serving(version):
-            self.unanswered[ticket] = len(requests)
-            while self.unanswered[ticket]:
+            left, self.unanswered = len(requests), self.unanswered + len(requests)
+            while left:
                 with _at_fault(RuntimeError):  # a fault of the request would be an answer
                     answers = await self.mesh.call_leader("sample", ticket, requests, timeout_s=timeout_s)
-                self.unanswered[ticket], requests = self.unanswered[ticket] - len(answers), []
+                left, self.unanswered, requests = left - len(answers), self.unanswered - len(answers), []
                 yield answers
-            del self.unanswered[ticket]
 
     async def pull(self, version: int) -> None:
         """Fetches a version, while requests go on, and loads it once pinned ones have ended. Raises ReplicaLost."""
         async with self._changed:  # a pinned request may be loading this version: it would take what is fetched here
             self._pulling = version
+            self._changed.notify_all()  # the version before serves unpinned requests from now on
         try:
             async with self._fetched(version), self._changed:  # even the held one: it may have been published again
                 await self._until(lambda: not self._flying[True])
@@ -107,7 +107,8 @@ class Replica:
         finally:
             async with self._changed:
                 self._flying[pinned] -= 1
-                self._changed.notify_all()
+                if not self._flying[pinned]:  # what waits, waits for none to be left
+                    self._changed.notify_all()
 
     def _serves(self, version: int | None) -> bool:
         """Whether a request that names a version, or None, may begin with the weights that are held."""

@@ -10,7 +10,7 @@ from monarch.actor import ActorError
 
 from torchtitan_rl.actors.operations import ENTRIES
 
-__all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe"]
+__all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe", "late"]
 
 _WATCH_EVERY_S = 1.0
 # When a rank dies, collectives fail on other ranks, and their errors may arrive first. Monarch notices a death within a
@@ -26,16 +26,20 @@ class ProcessDied(WorkerLost):
     """The worker's process died before the call was answered."""
 
 
+def late(what: str, timeout_s: float) -> WorkerLost:
+    """The error of a call whose deadline has passed."""
+    return WorkerLost(
+        f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
+    )
+
+
 async def deadline(call, timeout_s: float, what: str) -> Any:
     """The result of an awaitable call. Raises RuntimeError naming `what` when the call fails, WorkerLost when no answer
     comes within `timeout_s`, ProcessDied when the worker's process has died."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
-        raise WorkerLost(
-            f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in "
-            "controller.*_timeout_s"
-        ) from None
+        raise late(what, timeout_s) from None
     except ActorError as error:
         raise RuntimeError(f"{what}: {describe(getattr(error, 'exception', None) or error)}") from error
     except Exception as error:

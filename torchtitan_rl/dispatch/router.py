@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from itertools import islice
+
+from torchtitan_rl.dispatch.loads import Loads
 
 __all__ = ["Router"]
 
 _BLOCK_TOKENS = 16  # tokens per hash
-_MAX_PROMPTS = 16384  # prompts remembered, over all replicas
+_MAX_PROMPTS = 16384  # prompts remembered, over all replicas, for every 32 of them
+_REPLICAS = 32
 _STICKY_REQUESTS = 32  # an engine decodes 32 requests together in little more time than one
 _STICKY_SHARE = 1.5
 
@@ -28,10 +32,16 @@ class Router:
     """
 
     def __init__(self, num_replicas: int):
-        self.loads = [0] * num_replicas
-        """Per replica, the requests sent and not answered yet."""
+        self._loads, self._indices = Loads([0] * num_replicas), frozenset(range(num_replicas))
         self._named = [Counter() for _ in range(num_replicas)]
         """Per replica, the unanswered pinned requests by policy version."""
+        self._newest: int | None = None
+        self._kept: set[int] = set()
+        """The replicas with requests that are pinned to another version than `_newest`."""
+        self._healthy: Sequence[int] = ()
+        self._all: frozenset[int] = frozenset()
+        """The members of `_healthy`."""
+        self._most = _MAX_PROMPTS * max(1, num_replicas // _REPLICAS)
         self._num_loads = [0] * num_replicas
         self._homes: OrderedDict[tuple[int, tuple[int, ...]], tuple[int, int]] = OrderedDict()
         """(hash of a prompt's whole blocks, the tokens after the last whole block) -> (replica, the replica's number of
@@ -39,6 +49,15 @@ class Router:
         self._endings: Counter[int] = Counter()
         """Hash -> number of keys of `_homes` with the hash. Most block hashes of a prompt are in no key: a count of 0
         saves the lookups."""
+
+    @property
+    def loads(self) -> list[int]:
+        """Per replica, the requests sent and not answered yet."""
+        return self._loads.numbers
+
+    @loads.setter
+    def loads(self, numbers: Sequence[int]) -> None:
+        self._loads = Loads(numbers)
 
     # Events of replicas.
 
@@ -48,11 +67,16 @@ class Router:
 
     def finished(self, index: int, num_requests: int, version: int | None) -> None:
         """Requests that were routed to the replica have been answered, or never will be."""
-        self.loads[index] -= num_requests
+        if not num_requests:
+            return
+        self._count(index, -num_requests)
         if version is not None:
-            self._named[index][version] -= num_requests
-            if not self._named[index][version]:
-                del self._named[index][version]
+            named = self._named[index]
+            named[version] -= num_requests
+            if not named[version]:
+                del named[version]
+                if not named.keys() - {self._newest}:
+                    self._kept.discard(index)
 
     # Routing.
 
@@ -66,51 +90,66 @@ class Router:
         newest: int | None,
     ) -> list[int]:
         """A replica for each prompt, in order; counts each prompt as sent. `version` is the version that the requests
-        are pinned to, None for unpinned requests. `healthy` lists at least one replica. `held` has the loaded version
-        of every replica, healthy or not. `newest` is the version that serves unpinned requests."""
-        among = self._serving(version, healthy, held, newest, len(prompts))
-        share = (sum(self.loads[i] for i in among) + len(prompts)) / len(among)
+        are pinned to, None for unpinned requests. `healthy` lists at least one replica; while the same ones are
+        healthy, the same list costs nothing to look at again. `held` has the loaded version of every replica, healthy
+        or not; only requests that are pinned need it. `newest` is the version that serves unpinned requests."""
+        self._note(healthy, newest)
+        among = self._unpinned() if version is None else self._serving(version, held, len(prompts))
+        share = (self._load_of(among) + len(prompts)) / len(among)
         limit = max(_STICKY_REQUESTS, math.ceil(_STICKY_SHARE * share))
-        chosen, previous, hashes = [], None, []
+        only = next(iter(among)) if len(among) == 1 else None
+        chosen: list[int] = []
+        previous, hashes = None, []
         for prompt in prompts:
-            if len(among) == 1:
-                index = among[0]
-            else:
+            if (index := only) is None:
                 if prompt != previous:  # equal prompts of a group are adjacent: hash once
                     previous, hashes = prompt, _block_hashes(prompt)
                 index = self._home(prompt, hashes)
                 if index not in among or self.loads[index] >= limit:
-                    index = min(among, key=lambda i: (self.loads[i], i))
+                    index = self._loads.least(among)
                 self._remember(prompt, hashes, index)
-            self.loads[index] += 1
+            self._count(index, 1)
             if version is not None:
                 self._named[index][version] += 1
+                if version != newest:
+                    self._kept.add(index)
             chosen.append(index)
         return chosen
 
-    def _serving(
-        self,
-        version: int | None,
-        healthy: Sequence[int],
-        held: Sequence[int | None],
-        newest: int | None,
-        num_requests: int,
-    ) -> list[int]:
-        """The candidates for requests of a version; at least one, by index.
+    def _count(self, index: int, number: int) -> None:
+        """`number` more requests of a replica are unanswered, or fewer where negative."""
+        self._loads.add(index, number)
 
-        Pinned requests: healthy replicas that hold the version or have requests of it, then idle replicas, which load
-        it, until there is one replica per 32 requests. When both are none: the healthy replica with the fewest
-        requests. Unpinned requests: healthy replicas with no request pinned to an older version, or all healthy
-        replicas when there are none.
-        """
-        if version is None:
-            return [i for i in healthy if all(v == newest for v in self._named[i])] or list(healthy)
+    def _note(self, healthy: Sequence[int], newest: int | None) -> None:
+        """Looks at every replica where something has changed since the last call."""
+        if healthy is not self._healthy:
+            self._healthy, self._all = healthy, frozenset(healthy)
+        if newest != self._newest:
+            self._newest = newest
+            self._kept = {index for index, named in enumerate(self._named) if named.keys() - {newest}}
+
+    def _unpinned(self) -> Set[int]:
+        """The candidates for unpinned requests: healthy replicas with no request pinned to an older version, or all
+        healthy replicas when there are none."""
+        return (self._all - self._kept) or self._all if self._kept else self._all
+
+    def _serving(self, version: int, held: Sequence[int | None], num_requests: int) -> Set[int]:
+        """The candidates for requests pinned to a version; at least one, by index: healthy replicas that hold the
+        version or have requests of it, then idle replicas, which load it, until there is one replica per 32 requests.
+        When both are none: the healthy replica with the fewest requests."""
         # A replica that is about to load the version counts as serving: more requests of the version must not make
         # another replica load it too.
-        serving = [i for i in healthy if held[i] == version or version in self._named[i]]
-        idle = [i for i in healthy if i not in serving and not self.loads[i]]
-        serving += idle[: max(0, num_requests // _STICKY_REQUESTS - len(serving))]
-        return sorted(serving) or [min(healthy, key=lambda i: (self.loads[i], i))]
+        serving = {i for i in self._healthy if held[i] == version or version in self._named[i]}
+        if (more := num_requests // _STICKY_REQUESTS - len(serving)) > 0:
+            idle = (i for i in self._healthy if i not in serving and not self.loads[i])
+            serving |= set(islice(idle, more))
+        return serving or {self._loads.least(self._all)}
+
+    def _load_of(self, among: Set[int]) -> int:
+        """The unanswered requests of some replicas. Looks at them, or at the others where these are fewer."""
+        if 2 * len(among) <= len(self.loads):
+            return sum(self.loads[i] for i in among)
+        return self._loads.total - sum(self.loads[i] for i in self._indices - among)
 
     def _home(self, prompt: list[int], hashes: list[int]) -> int | None:
         """The replica that was last sent the longest remembered prompt that `prompt` equals or extends; None when there
@@ -131,7 +170,7 @@ class Router:
             self._endings[key[0]] += 1
         self._homes[key] = index, self._num_loads[index]
         self._homes.move_to_end(key)
-        if len(self._homes) > _MAX_PROMPTS:
+        if len(self._homes) > self._most:
             (ending, _), _ = self._homes.popitem(last=False)
             self._endings[ending] -= 1
             if not self._endings[ending]:

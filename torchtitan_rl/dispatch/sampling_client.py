@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
 from functools import partial
@@ -10,12 +11,14 @@ import torch
 
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
-from torchtitan_rl.dispatch.sampling_steps import SamplingSteps, fail
+from torchtitan_rl.dispatch.sampling_steps import SamplingSteps
 from torchtitan_rl.types import Request, Scores
 
 __all__ = ["SamplingClient"]
 
 logger = logging.getLogger(__name__)
+
+_CLOSED = "sampling: the client was closed before the generators answered"
 
 
 class SamplingClient(SamplingSteps):
@@ -38,7 +41,7 @@ class SamplingClient(SamplingSteps):
 
     def in_flight(self) -> list[int]:
         """The unanswered requests of each replica; a lost one has none."""
-        return [sum(replica.unanswered.values()) * (replica.lost is None) for replica in self._replicas]
+        return [replica.unanswered * (replica.lost is None) for replica in self._replicas]
 
     def stalls(self) -> list[float]:
         """Per replica, the seconds for which its engine stood still at its last load of weights."""
@@ -100,7 +103,7 @@ class SamplingClient(SamplingSteps):
         for task in self._tasks:
             task.cancel()
         for batch, _ in self._waiting:
-            fail(batch, RuntimeError("sampling: the client was closed before the generators answered"))
+            _fail(batch, RuntimeError(_CLOSED))
         self._waiting.clear()
 
     def _routed(self, batch: list, version: int | None, healthy: list[int]) -> dict[int, list]:
@@ -108,7 +111,7 @@ class SamplingClient(SamplingSteps):
             [request.tokens for request, _ in batch],
             version,
             healthy=healthy,
-            held=[replica.held for replica in self._replicas],
+            held=() if version is None else [replica.held for replica in self._replicas],
             newest=self.policy_version,
         )
         shares: dict[int, list] = defaultdict(list)
@@ -116,10 +119,35 @@ class SamplingClient(SamplingSteps):
             shares[index].append(call)
         return shares
 
+    def _none_left(self, batch: list, version: int | None, error: RuntimeError) -> None:
+        if self._repairing and not self._broken:
+            self._waiting.append((batch, version))
+        else:
+            _fail(batch, error)
+
+    def _interrupted(
+        self, replica: Replica, index: int, batch: list, version: int | None, unanswered: int, error: BaseException
+    ) -> None:
+        if isinstance(error, ReplicaLost):
+            self._lose(replica, error)
+        elif isinstance(error, asyncio.CancelledError):
+            _fail(batch, RuntimeError(_CLOSED))
+        elif isinstance(error, Exception):
+            _fail(batch, error)
+        if self._router is not None:
+            self._router.finished(index, unanswered, version)
+        if isinstance(error, ReplicaLost):
+            self._dispatch([call for call in batch if not call[1].done()], version)
+        elif not isinstance(error, Exception):
+            raise error
+
     def _probe(self, repair: Repair) -> None:
         self._probed = True
         for index in range(len(self._replicas)):
             self._start(repair.probe(partial(self._current, index), self._lose))
+
+    def _not_lost(self) -> list[int]:
+        return [index for index, replica in enumerate(self._replicas) if replica.lost is None]
 
     def _current(self, index: int) -> Replica:
         return self._replicas[index]
@@ -128,9 +156,9 @@ class SamplingClient(SamplingSteps):
         if replica.lost is not None:
             return
         replica.lost = str(error)
-        left = list(self.health().values()).count("healthy")
+        self._left = self._not_lost()
         told = {"event": "replica_lost", "who": replica.mesh.role}
-        logger.warning("a generator replica is lost, %d left: %s", left, error, extra=told)
+        logger.warning("a generator replica is lost, %d left: %s", len(self._left), error, extra=told)
         if self._repair is None:
             self._start(self._abandon(replica))
         else:
@@ -147,6 +175,7 @@ class SamplingClient(SamplingSteps):
         try:
             await lost.release()
             self._replicas[index] = await repair.replacement(lost, lambda mesh: self._replica(mesh, index))
+            self._left = self._not_lost()
         except TooManyRestarts as error:
             self._broken = str(error)
         finally:
@@ -155,3 +184,10 @@ class SamplingClient(SamplingSteps):
             waiting, self._waiting = self._waiting, []
             for batch, version in waiting:
                 self._dispatch(batch, version)
+
+
+def _fail(batch: list, error: BaseException) -> None:
+    """The error as the answer to every request that has none."""
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(error)

@@ -20,7 +20,7 @@ from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 from torchtitan_rl.types.refusals import refuse_prompt
 
-__all__ = ["SamplingSteps", "fail"]
+__all__ = ["SamplingSteps"]
 
 
 class SamplingSteps(ABC):
@@ -45,6 +45,7 @@ class SamplingSteps(ABC):
             mesh, versions, verify, None if router is None else partial(router.loaded, index)
         )
         self._replicas = [self._replica(mesh, index) for index, mesh in enumerate(replicas)]
+        self._left = list(range(len(replicas)))  # the replicas that are not lost, by index
         self._repair, self._broken = repair, ""
         """`_broken`: why no replica is replaced any more; empty while replacements are possible."""
         self._repairing: set[int] = set()
@@ -92,18 +93,17 @@ class SamplingSteps(ABC):
 
     async def _some_healthy(self) -> list[int]:
         """`_healthy()`, after the end of repairs if all replicas are being replaced."""
-        while self._repairing and all(replica.lost is not None for replica in self._replicas):
+        while self._repairing and not self._left:
             self._repaired.clear()
             await self._repaired.wait()
         return self._healthy()
 
     def _healthy(self) -> list[int]:
-        """Indices of the replicas that are not lost. Raises RuntimeError when all are lost, and when lost replicas are
-        not replaced any more."""
-        left = [index for index, replica in enumerate(self._replicas) if replica.lost is None]
-        if self._broken or not left:
+        """Indices of the replicas that are not lost; the same list while none is lost or replaced. Raises RuntimeError
+        when all are lost, and when lost replicas are not replaced any more."""
+        if self._broken or not self._left:
             raise RuntimeError(self._broken or self._all_lost())
-        return left
+        return self._left
 
     def _all_lost(self) -> str:
         reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
@@ -142,44 +142,40 @@ class SamplingSteps(ABC):
         try:
             healthy = self._healthy()
         except RuntimeError as error:
-            if self._repairing and not self._broken:
-                self._waiting.append((batch, version))
-                return
-            return fail(batch, error)
+            return self._none_left(batch, version, error)
         shares = {healthy[0]: batch} if self._router is None else self._routed(batch, version, healthy)
         for index, share in shares.items():
             self._start(self._send(index, share, version))
 
     async def _send(self, index: int, batch: list, version: int | None) -> None:
-        replica, lost, unanswered = self._replicas[index], False, len(batch)
+        replica, requests, unanswered = self._replicas[index], [request for request, _ in batch], len(batch)
         try:
             async with self._turn("sample"):
-                async for answers in replica.sample([request for request, _ in batch], version, self._timeout_s):
+                async for answers in replica.sample(requests, version, self._timeout_s):
                     for position, answer in answers:
                         future = batch[position][1]
                         if not future.done():
                             (future.set_exception if isinstance(answer, ValueError) else future.set_result)(answer)
+                    unanswered -= len(answers)
                     if self._router is not None:
                         self._router.finished(index, len(answers), version)
-                    unanswered -= len(answers)
-        except ReplicaLost as error:
-            lost = True
-            self._lose(replica, error)
-        except asyncio.CancelledError:
-            fail(batch, RuntimeError("sampling: the client was closed before the generators answered"))
-            raise
-        except Exception as error:
-            fail(batch, error)
-        finally:
-            if self._router is not None:
-                self._router.finished(index, unanswered, version)
-        if lost:
-            self._dispatch([call for call in batch if not call[1].done()], version)
+        except BaseException as error:
+            self._interrupted(replica, index, batch, version, unanswered, error)
 
     def _start(self, work: Coroutine) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    @abstractmethod
+    def _none_left(self, batch: list, version: int | None, error: RuntimeError) -> None:
+        """Keeps requests until a lost replica is replaced, or fails them where none will be."""
+
+    @abstractmethod
+    def _interrupted(
+        self, replica: Replica, index: int, batch: list, version: int | None, unanswered: int, error: BaseException
+    ) -> None:
+        """Sends the requests of a lost replica to others, and fails them for any other error."""
 
     @abstractmethod
     def _routed(self, batch: list, version: int | None, healthy: list[int]) -> dict[int, list]:
@@ -192,10 +188,3 @@ class SamplingSteps(ABC):
     @abstractmethod
     def _probe(self, repair: Repair) -> None:
         """Begins to ask every replica for signs of life."""
-
-
-def fail(batch: list, error: BaseException) -> None:
-    """The error as the answer to every request that has none."""
-    for _, future in batch:
-        if not future.done():
-            future.set_exception(error)

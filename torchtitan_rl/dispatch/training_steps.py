@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
@@ -15,6 +16,7 @@ from torchtitan_rl.dispatch.microbatches import check_alike, filler, pack, plan_
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.types import Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
+from torchtitan_rl.types.refusals import refuse_lengths, refuse_rows
 
 __all__ = ["TrainingSteps"]
 
@@ -62,7 +64,7 @@ class TrainingSteps:
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Sends the datums of `sent`, which are those of `data` or parts of them, packed and split over the ranks."""
         if not data or max(len(datum) for datum in data) > self._max_datum_tokens:
-            self._refuse_lengths(endpoint, data)
+            refuse_lengths(endpoint, [len(datum) for datum in data], self._max_datum_tokens)
         check_alike(data, f"{endpoint}.data")
         plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
         shards = [[pack([sent[i] for i in m]) if m else filler(sent[0]) for m in of_rank] for of_rank in plan]
@@ -72,15 +74,6 @@ class TrainingSteps:
             return _merge(await answers, plan, data, who=f"{self._mesh.role}.{endpoint}")
 
         return asyncio.ensure_future(collect())
-
-    def _refuse_lengths(self, endpoint: str, data: list[Datum]) -> None:
-        for index, datum in enumerate(data):
-            if len(datum) > self._max_datum_tokens:
-                raise ValueError(
-                    f"{endpoint}.data[{index}]: {len(datum)} tokens, the trainer's context is "
-                    f"trainer.training.seq_len={self._max_datum_tokens}; raise it or shorten the datum"
-                )
-        raise ValueError(f"{endpoint}.data=[]: no datums; skip the call when nothing is left to train on")
 
     def optim_step(
         self, params: OptimParams | None = None, *, grad_scale: float = 1.0
@@ -131,27 +124,23 @@ def _merge(
 
     Raises RuntimeError when a rank answers with another number of rows than its shard has.
     """
-    rows: dict[str, list[torch.Tensor | None]] = {}
+    rows: dict[str, dict[int | None, torch.Tensor]] = defaultdict(dict)  # by name, then by the datum's index
     sums: dict[str, float] = {}
     for rank, (answer, microbatches) in enumerate(zip(answers, ranks, strict=True)):
         slots = [index for members in microbatches for index in members or [None]]  # a filler has one row
         for name, of_rank in answer.rows.items():
             if len(slots) != len(of_rank):
-                raise RuntimeError(
-                    f"{who}: data-parallel rank {rank} answered with {len(of_rank)} rows for {len(slots)}"
-                )
-            in_order = rows.setdefault(name, [None] * len(data))
-            for index, row in zip(slots, of_rank):
-                if index is not None:
-                    in_order[index] = row
+                refuse_rows(who, rank, len(of_rank), len(slots))
+            rows[name] |= zip(slots, of_rank)
         for name, value in answer.sums.items():
             sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
-    masks = [datum.loss_inputs.get("loss_mask", torch.ones(len(datum))) for datum in data]
-    num_tokens = sum(int((mask_T > 0).sum()) for mask_T in masks)
+    masks = [d.loss_inputs["loss_mask"] if "loss_mask" in d.loss_inputs else torch.ones(len(d)) for d in data]
+    num_tokens = int((torch.cat(masks) > 0).sum())
+    lists = {name: [of_data[index] for index in range(len(data))] for name, of_data in rows.items()}
     return ForwardBackwardOutput(
-        policy_logprobs=rows.pop("policy_logprobs", []),
-        values=rows.pop("predicted_values", []),
-        **rows,
+        policy_logprobs=lists.pop("policy_logprobs", []),
+        values=lists.pop("predicted_values", []),
+        **lists,
         loss=sum(a.loss for a in answers),
         num_tokens=num_tokens,
         metrics={n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in sums.items()},

@@ -62,8 +62,8 @@ class VersionHolders:
         holders = self._holders.get(version, Counter())
         if not holders[holder]:
             raise ValueError(f"policy_version={version}: is not held by {holder!r} (holders: {sorted(+holders)})")
-        holders[holder] -= 1
-        if not +holders:
+        holders.update([holder] * (holders.pop(holder) - 1))  # without a name that holds nothing
+        if not holders:
             del self._holders[version]
             await self._store.discard(version)
             await self._trainer.discard_weights(version)

@@ -53,7 +53,12 @@ class PolicyVersions(VersionHolders):
     async def save(self, version: int, file: Path) -> None:
         """Writes the parameters of a published version as safetensors, by torchtitan's names, in the generators'
         dtype."""
-        save_file({name: tensor.contiguous() for name, tensor in (await self.tensors(version)).items()}, str(file))
+        tensors, places = await self.tensors(version), set()
+        for name, tensor in tensors.items():
+            if tensor.data_ptr() in places:  # a tied head, which a file holds once more
+                tensors[name] = tensor.clone()
+            places.add(tensor.data_ptr())
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(file))
 
     async def publish_file(self, version: int, file: Path, holder: str) -> None:
         """Publishes, as `version`, parameters that `save` wrote, and pins the version for `holder`. A version that is

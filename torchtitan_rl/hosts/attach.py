@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import monarch.actor
 
 from torchtitan_rl import adapters
 from torchtitan_rl.dispatch.role_mesh import deadline
+from torchtitan_rl.environment import HOST_ADDRESS
+from torchtitan_rl.hosts.addresses import split, workers_problem
+from torchtitan_rl.hosts.agreement import disagreement, facts
 from torchtitan_rl.hosts.host_probe import HostProbe
 from torchtitan_rl.hosts.inventory import Host, address_towards, local_host
+from torchtitan_rl.hosts.lease import Lease, monarch_at
 
 __all__ = ["Hosts", "this_host", "attach"]
 
 adapters.configure_monarch()
 
-_CONNECT_S = 3.0
+_CONNECT_S, _LEASE_S = 3.0, 8.0
 
 
 @dataclass(kw_only=True)
@@ -29,6 +36,12 @@ class Hosts:
     hosts: list[Host]
     attached: bool = False
     """Whether the run's processes belong to the Monarch workers of their hosts, and not to this process."""
+    config_file: str | None = None
+    """The config file of the run, which hosts that come back have to agree about too."""
+    leases: dict[int, Lease] = field(default_factory=dict)
+    """By the index of a host: what keeps its worker serving. None for workers that a job started."""
+    _back: dict[int, Any] = field(default_factory=dict)
+    """Monarch's mesh of each host that was lost and has come back."""
 
     async def lost(self) -> list[str]:
         """Addresses of the hosts whose worker does not answer; [] unless `attached`."""
@@ -37,25 +50,67 @@ class Hosts:
         errors = await asyncio.gather(*(_unreachable(f"tcp://{host.address}") for host in self.hosts))
         return [host.address for host, error in zip(self.hosts, errors, strict=True) if error]
 
+    def mesh_of(self, indices: list[int]) -> Any:
+        """Monarch's mesh of adjacent hosts."""
+        first, *rest = indices
+        if not self.attached:
+            return self.mesh
+        if not rest and first in self._back:
+            return self._back[first]
+        return self.mesh.slice(hosts=slice(first, rest[-1] + 1) if rest else first)
+
+    async def await_back(self, index: int, within_s: float) -> None:
+        """Returns at once where a host's worker has been there all the time. Otherwise waits for another worker at the
+        same address and attaches to it. Raises RuntimeError naming the host after `within_s` seconds, ValueError where
+        the host that came back has other code."""
+        lease = self.leases.get(index)
+        if lease is None or await asyncio.to_thread(lease.answers, _LEASE_S):
+            return
+        address = self.hosts[index].address
+        await _listening(f"tcp://{address}", within_s)
+        if await asyncio.to_thread(lease.answers, _LEASE_S):
+            return  # it was the network
+        lease.end()
+        monarchs = await _monarchs([f"tcp://{address}"])
+        mesh = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=monarchs)
+        await deadline(mesh.initialized, within_s, f"host {address}: attach")
+        await _probe(mesh, [address], within_s, self.config_file)
+        self._back[index], self.leases[index] = mesh, Lease(*split(f"tcp://{address}"), monarchs[0])
+
+    async def release(self) -> None:
+        """Frees the workers for the next run; what the run started on them has to be stopped."""
+        if not self.attached:
+            return
+        meshes = [self.mesh, *self._back.values()]
+        results = await asyncio.gather(*(_stopped(mesh) for mesh in meshes), return_exceptions=True)
+        await asyncio.gather(*(asyncio.to_thread(lease.end) for lease in self.leases.values()))
+        for error in filter(None, results):
+            raise error
+
 
 def this_host() -> Hosts:
     """This machine alone."""
     return Hosts(mesh=monarch.actor.this_host(), hosts=[local_host()])
 
 
-async def attach(workers: list[str], *, timeout_s: float) -> Hosts:
+async def attach(workers: list[str], *, timeout_s: float, config_file: str | None = None) -> Hosts:
     """Connects to the workers that listen at these addresses, tcp://HOST:PORT. `["job"]` means the workers of the job
-    that this process belongs to (`torchtitan_rl.hosts.jobs`). Call before anything else uses Monarch.
+    that this process belongs to (`torchtitan_rl.hosts.jobs`). Call before anything else uses Monarch. `config_file` is
+    the file that the run's config was read from.
 
-    Raises ValueError for an address of another form, RuntimeError naming a worker that cannot be reached within
-    `timeout_s`.
+    Raises ValueError for an address of another form or of a loopback, and for hosts that disagree about code, config
+    or time (`hosts.agreement`); RuntimeError naming a worker that cannot be reached within `timeout_s`.
     """
+    leases: dict[int, Lease] = {}
     if workers == ["job"]:
         mesh, addresses = await deadline(asyncio.to_thread(_job_mesh), timeout_s, "hosts=job: attach"), None
     else:
-        mesh, addresses = await _attached(workers, timeout_s), [_address(worker) for worker in workers]
+        mesh, leases = await _attached(workers, timeout_s)
+        addresses = [worker.removeprefix("tcp://") for worker in workers]
     await deadline(mesh.initialized, timeout_s, f"hosts={','.join(workers)}: attach")
-    return Hosts(mesh=mesh, hosts=await _probe(mesh, addresses, timeout_s), attached=True)
+    config_file = str(Path(config_file).resolve()) if config_file else None
+    hosts = await _probe(mesh, addresses, timeout_s, config_file)
+    return Hosts(mesh=mesh, hosts=hosts, attached=True, config_file=config_file, leases=leases)
 
 
 def _job_mesh() -> Any:
@@ -67,33 +122,60 @@ def _job_mesh() -> Any:
         raise ValueError(f"hosts=job: there is no {DEFAULT_JOB_PATH} here; torchtitan_rl.hosts.jobs makes it") from None
 
 
-async def _attached(workers: list[str], timeout_s: float) -> Any:
-    for worker in workers:
-        _split(worker)
+async def _attached(workers: list[str], timeout_s: float) -> tuple[Any, dict[int, Lease]]:
+    own = os.environ.get(HOST_ADDRESS) or address_towards(*split(workers[0]))
+    if problem := workers_problem(workers, own):
+        raise ValueError(problem)
     if len(set(workers)) < len(workers):
         raise ValueError(f"hosts={','.join(workers)}: a worker is named twice; a host needs one worker")
     await asyncio.gather(*(_listening(worker, timeout_s) for worker in workers))
-    own = os.environ.get("TORCHTITAN_RL_HOST_ADDRESS") or address_towards(*_split(workers[0]))
     monarch.actor.enable_transport(f"tcp://{own}:0")
-    return monarch.actor.attach_to_workers(ca="trust_all_connections", workers=workers)
+    monarchs = await _monarchs(workers)
+    mesh = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=monarchs)
+    pairs = enumerate(zip(workers, monarchs, strict=True))
+    return mesh, {index: Lease(*split(worker), at) for index, (worker, at) in pairs}
 
 
-async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float) -> list[Host]:
-    """The cores and GPUs of each host. Without `addresses`, each host answers with its own name."""
+async def _monarchs(workers: list[str]) -> list[str]:
+    """Where the Monarch of each worker listens. Raises RuntimeError for a worker that does not say it."""
+
+    def ask(worker: str) -> str:
+        try:
+            with socket.create_connection(split(worker), timeout=_CONNECT_S) as connection:
+                return monarch_at(connection)
+        except OSError as error:
+            raise RuntimeError(
+                f"hosts={worker}: is no worker of torchtitan_rl ({error}); start it with "
+                f"`python -m torchtitan_rl.hosts.worker {worker}`"
+            ) from None
+
+    return await asyncio.gather(*(asyncio.to_thread(ask, worker) for worker in workers))
+
+
+async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float, config_file: str | None) -> list[Host]:
+    """The cores and GPUs of each host. Without `addresses`, each host answers with its own name. Raises ValueError for
+    a host that disagrees with this one."""
     procs = mesh.spawn_procs(per_host={"gpus": 1}, name="probe")
     actors = procs.spawn("probe", HostProbe)
-    hosts = await asyncio.gather(
-        *(
-            deadline(
-                actors.slice(hosts=index).host.call_one(addresses[index] if addresses else None),
-                timeout_s,
-                f"host {addresses[index] if addresses else index}: probe",
-            )
-            for index in range(mesh.region.slice().sizes[0])
-        )
-    )
-    await deadline(procs.stop("answered"), timeout_s, "hosts: stop of the probes")
-    return hosts
+    ours = facts(config_file)
+
+    async def ask(index: int) -> Host:
+        what, actor = f"host {addresses[index] if addresses else index}: probe", actors.slice(hosts=index)
+        host = await deadline(actor.host.call_one(addresses[index] if addresses else None), timeout_s, what)
+        before = time.time()
+        theirs = await deadline(actor.facts.call_one(config_file), timeout_s, what)
+        if problem := disagreement(host.address, ours, theirs, config_file, (before, time.time())):
+            raise ValueError(problem)
+        return host
+
+    try:
+        return await asyncio.gather(*(ask(index) for index in range(mesh.region.slice().sizes[0])))
+    finally:
+        await deadline(procs.stop("answered"), timeout_s, "hosts: stop of the probes")
+
+
+async def _stopped(mesh: Any) -> None:
+    await mesh.stop()
 
 
 async def _listening(worker: str, timeout_s: float) -> None:
@@ -111,19 +193,8 @@ async def _listening(worker: str, timeout_s: float) -> None:
 async def _unreachable(worker: str) -> str:
     """Why no connection to a worker can be made; "" when one can."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(*_split(worker)), _CONNECT_S)
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*split(worker)), _CONNECT_S)
     except (OSError, TimeoutError) as error:
         return str(error) or f"no connection within {_CONNECT_S:g} s"
     writer.close()
     return ""
-
-
-def _address(worker: str) -> str:
-    return worker.removeprefix("tcp://")
-
-
-def _split(worker: str) -> tuple[str, int]:
-    host, _, port = _address(worker).rpartition(":")
-    if not worker.startswith("tcp://") or not host or not port.isdigit():
-        raise ValueError(f"hosts={worker!r}: is not the address of a worker; write tcp://HOST:PORT")
-    return host, int(port)

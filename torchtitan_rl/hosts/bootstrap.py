@@ -9,14 +9,19 @@ import os
 
 from monarch.actor import current_rank
 
+from torchtitan_rl.environment import HOST_ADDRESS
+
 __all__ = ["claim_devices"]
 
 
-def claim_devices(devices: list[str], environment: dict[str, str]) -> None:
+def claim_devices(devices: list[str], environment: dict[str, str], addresses: list[str] | None = None) -> None:
     """Sets CUDA_VISIBLE_DEVICES to the GPUs that the mesh has on this host (`devices`, one entry per host of the mesh),
-    and each variable of `environment` that is not set."""
-    mine = devices[dict(current_rank()).get("hosts", 0)]
-    if mine:
-        os.environ["CUDA_VISIBLE_DEVICES"] = mine
+    and each variable of `environment` that is not set. `addresses`: where other hosts reach each host of the mesh; a
+    host's own setting stays."""
+    index = dict(current_rank()).get("hosts", 0)
+    if devices[index]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[index]
+    if addresses is not None:
+        os.environ.setdefault(HOST_ADDRESS, addresses[index])
     for name, value in environment.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""An actor that reports the cores and GPUs of its host."""
+"""An actor that reports what its host has: cores, GPUs, code, the time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 
 from monarch.actor import Actor, endpoint
 
+from torchtitan_rl.hosts.agreement import Facts, facts
 from torchtitan_rl.hosts.inventory import Host, local_host
 
 __all__ = ["HostProbe"]
@@ -19,6 +20,11 @@ class HostProbe(Actor):
     async def host(self, address: str | None) -> Host:
         """Cores and GPUs of this host. Without an `address`, the host's name and the worker's port are the address."""
         return local_host(address or f"{socket.getfqdn()}:{_worker_port()}")
+
+    @endpoint
+    async def facts(self, config_file: str | None) -> Facts:
+        """What the hosts of a run have to agree about."""
+        return facts(config_file)
 
 
 def _worker_port() -> str:

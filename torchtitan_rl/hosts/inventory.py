@@ -140,13 +140,14 @@ class Devices:
         self._users = [dict.fromkeys(host.devices, 0) for host in hosts]
         self._places: dict[str, Place] = {}
         self._replica_ranks = [0] * len(hosts)
+        self._trained_on: set[int] = set()
         self._next_replica = 0
 
     def take(self, mesh: MeshSize) -> Place:
         """A place for a mesh. Raises ValueError, with the numbers, when no hosts have room."""
         size = self._ranks_per_host(mesh)
         order = list(range(len(self.hosts)))
-        if mesh.replica:  # round robin
+        if mesh.replica:  # round robin, from the first host without trainer ranks
             order = order[self._next_replica :] + order[: self._next_replica]
         offers = {index: self._offer(index, mesh) for index in order}
         fitting = [index for index in order if offers[index] is None or len(offers[index]) >= size]
@@ -221,6 +222,9 @@ class Devices:
             if mesh.replica:
                 self._replica_ranks[index] += size
                 self._next_replica = (index + 1) % len(self.hosts)
+        if not mesh.replica:
+            self._trained_on.update(place.hosts)
+            self._next_replica = min(set(range(len(self.hosts))) - self._trained_on, default=0)
 
 
 def places(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> dict[str, Place]:
@@ -235,12 +239,18 @@ def places(config: RunConfig, hosts: list[Host], *, generators_only: bool = Fals
 
 def check_fits(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> None:
     """Checks that every mesh of a run has a place on `hosts`; starts nothing. Raises ValueError, with the numbers, for
-    too few hosts, GPUs or cores, ranks that do not divide over hosts, more threads than cores, and idle hosts."""
+    too few hosts, GPUs or cores, ranks that do not divide over hosts, more threads than cores, idle hosts, and weights
+    in shared memory between hosts."""
     used = {index for place in places(config, hosts, generators_only=generators_only).values() for index in place.hosts}
     if idle := [host for index, host in enumerate(hosts) if index not in used]:
         raise ValueError(
             f"hosts={len(hosts)}: the config's meshes use {len(used)} of them, {_addresses(idle)} would be idle; raise "
             "trainer.num_hosts or generator.num_replicas, or launch on fewer hosts"
+        )
+    if config.weight_sync.transport == "shared_memory" and len(used) > 1 and not generators_only:
+        raise ValueError(
+            f"weight_sync.transport='shared_memory': the config's meshes are on {len(used)} hosts, and no host reads "
+            "another one's memory; use 'auto' or 'store'"
         )
     smallest = min(hosts, key=lambda host: host.num_cores)
     asked = {

@@ -1,7 +1,8 @@
-"""A run as a Slurm or Kubernetes job, through monarch.job (see scripts/train_job.sh).
+"""A run as a job of a scheduler (see scripts/train_job.sh): of Slurm through `hosts.slurm`, of Kubernetes through
+monarch.job.
 
-Validated by --dry-run only: no scheduler has been given such a job yet. A dry run hands the job to a stand-in for the
-scheduler and prints what Monarch sends to the stand-in.
+No Kubernetes has been given such a job yet. Its dry run hands the job to a stand-in for the API server and prints what
+Monarch sends there.
 """
 
 from __future__ import annotations
@@ -9,24 +10,22 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import shlex
 import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan_rl.hosts.inventory import Host, check_fits, local_host
+from torchtitan_rl.hosts.slurm import SlurmJob, check_tools, script, submit
+
+if TYPE_CHECKING:
+    from torchtitan_rl.config.run import RunConfig
 
 __all__ = ["main"]
-
-_PREEMPTED = 75
-"""Exit status of a run that was asked to stop and has written a checkpoint: `run.ends.PREEMPTED_STATUS`."""
-
-_WARNING = "validated by --dry-run only: no scheduler has been given such a job yet"
 
 
 def main(argv: list[str]) -> int:
@@ -36,21 +35,13 @@ def main(argv: list[str]) -> int:
     from torchtitan_rl.validation.run import validate
 
     try:
+        if args.scheduler == "slurm" and not args.dry_run:
+            check_tools()
         config = load_config(args.config)
         apply_overrides(config, overrides)
         validate(config)
         check_fits(config, [_node(args, index) for index in range(args.num_hosts)])
-        print(f"note: {_WARNING}", file=sys.stderr)
-        train = [sys.executable, "-m", "torchtitan_rl.cli", "train", args.config, *overrides, "--hosts", "job"]
-        if args.requeue and args.scheduler != "slurm":
-            raise ValueError("--requeue: is Slurm's; use train --max-restarts, or the cluster's restart policy")
-        if args.resume or args.requeue:
-            if not config.output_dir:
-                raise ValueError(
-                    "output_dir='': a job that goes on with a run needs the run's directory; set --output-dir"
-                )
-            train += ["--resume", args.resume or "auto"]
-        return (_slurm if args.scheduler == "slurm" else _kubernetes)(args, train)
+        return (_slurm if args.scheduler == "slurm" else _kubernetes)(args, config, overrides)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -60,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_rl.hosts.jobs",
         allow_abbrev=False,
-        description=f"Trains a config as a job of a scheduler, through monarch.job ({_WARNING}).",
+        description="Trains a config as a job of a scheduler.",
         epilog="Any field of the config is set by --field.path value.",
     )
     parser.add_argument("scheduler", choices=["slurm", "kubernetes"])
@@ -71,14 +62,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, submit nothing")
     parser.add_argument(
-        "--resume", default="", metavar="latest|auto|DIR", help="go on with a run, as train --resume does"
+        "--resume",
+        default="",
+        metavar="latest|auto|DIR",
+        help="go on with a run, as train --resume does; slurm: auto unless --no-requeue",
     )
     parser.add_argument(
-        "--requeue", action="store_true", help="slurm: submit the job again when it was preempted or its time was up"
+        "--requeue",
+        action=argparse.BooleanOptionalAction,
+        help="slurm: the job goes on by itself after a preemption, a requeue or its time limit; on unless --no-requeue",
     )
-    parser.add_argument("--time-limit", help="slurm: HH:MM:SS")
-    parser.add_argument("--partition", help="slurm")
-    parser.add_argument("--account", help="slurm")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="slurm: a run that fails is queued again too, unless Slurm has started the job N times again (0)",
+    )
+    parser.add_argument("--time-limit", default="", help="slurm: HH:MM:SS")
+    parser.add_argument(
+        "--stop-before",
+        type=int,
+        default=120,
+        metavar="SECONDS",
+        help="slurm: the run is asked for a checkpoint so long before its time limit (120), or up to 60 s earlier",
+    )
+    parser.add_argument("--partition", default="", help="slurm")
+    parser.add_argument("--account", default="", help="slurm")
     parser.add_argument("--namespace", default="default", help="kubernetes")
     parser.add_argument(
         "--image", help="kubernetes: with this package installed; the operator of MonarchMesh must be there"
@@ -96,29 +106,38 @@ def _node(args: argparse.Namespace, index: int) -> Host:
     )
 
 
-def _slurm(args: argparse.Namespace, train: list[str]) -> int:
-    """Submits one Slurm allocation, which runs the workers and, on its first node, the controller."""
-    from monarch.job import SlurmJob
-
-    if args.requeue:  # the run has written a checkpoint and ended with this status
-        again = f'test $status -eq {_PREEMPTED} && scontrol requeue "$SLURM_JOB_ID"'
-        train = ["bash", "-c", f"{shlex.join(train)}; status=$?; {again}; exit $status"]
+def _slurm(args: argparse.Namespace, config: RunConfig, overrides: list[str]) -> int:
+    """Submits one job, which runs a worker on each node and, on its first node, the controller."""
+    requeue = args.requeue is not False
+    if args.max_restarts and not requeue:
+        raise ValueError(f"--max-restarts={args.max_restarts}: a job with --no-requeue is never started again")
+    if requeue and args.resume not in ("", "latest", "auto"):
+        raise ValueError(
+            f"--resume={args.resume}: a job that is started again would begin there each time; give the run's "
+            "directory as --output-dir and leave --resume out, or add --no-requeue"
+        )
+    resume = args.resume or ("auto" if requeue else "")
+    # An attempt that goes on must find the directory of the one before: the name is chosen now, not by the run.
+    directory = Path(config.output_dir or f"runs/{config.name}-{datetime.now():%Y%m%d-%H%M%S}")
     job = SlurmJob(
-        {"hosts": args.num_hosts},
-        python_exe=sys.executable,
-        job_name="torchtitan-rl",
+        name=config.name,
+        num_hosts=args.num_hosts,
+        directory=directory,
+        gpus_per_host=args.gpus_per_host,
         time_limit=args.time_limit,
+        stop_before_s=args.stop_before,
         partition=args.partition,
         account=args.account,
-        gpus_per_node=args.gpus_per_host or None,
+        requeue=requeue,
+        max_restarts=args.max_restarts,
     )
-    if not args.dry_run:
-        job.apply(client_script=shlex.join(train))
+    place = [] if config.output_dir else ["--output-dir", str(directory)]
+    arguments = [args.config, *overrides, *place, *(["--resume", resume] if resume else [])]
+    if args.dry_run:
+        print(script(job, arguments))
         return 0
-    _say_nothing("monarch._src.job.slurm")
-    with _stand_in_sbatch() as submitted:
-        job.apply(client_script=shlex.join(train))
-        print(submitted.read_text())
+    number = submit(job, arguments)
+    print(f"job {number}: submitted; its output goes to {directory}/slurm-{number}.txt; scancel {number} ends it")
     return 0
 
 
@@ -127,26 +146,16 @@ def _say_nothing(logger: str) -> None:
     logging.getLogger(logger).setLevel(logging.WARNING)
 
 
-@contextmanager
-def _stand_in_sbatch():
-    """Puts an sbatch on PATH that writes its input to a file; yields the path of that file. Monarch's state file goes
-    to the same temporary directory."""
-    path, here = os.environ["PATH"], os.getcwd()
-    with tempfile.TemporaryDirectory() as directory:
-        submitted, sbatch = Path(directory) / "submitted", Path(directory) / "sbatch"
-        sbatch.write_text(f"#!/bin/sh\ncat > {submitted}\necho Submitted batch job 0\n")
-        sbatch.chmod(0o755)
-        os.environ["PATH"] = f"{directory}:{path}"
-        os.chdir(directory)
-        try:
-            yield submitted
-        finally:
-            os.chdir(here)
-            os.environ["PATH"] = path
-
-
-def _kubernetes(args: argparse.Namespace, train: list[str]) -> int:
+def _kubernetes(args: argparse.Namespace, config: RunConfig, overrides: list[str]) -> int:
     """Pods run the workers. The controller runs on this machine, which must be inside the cluster."""
+    print("note: validated by --dry-run only: no Kubernetes has been given such a job yet", file=sys.stderr)
+    if args.requeue:
+        raise ValueError("--requeue: is Slurm's; use train --max-restarts, or the cluster's restart policy")
+    train = [sys.executable, "-m", "torchtitan_rl.cli", "train", args.config, *overrides, "--hosts", "job"]
+    if args.resume:
+        if not config.output_dir:
+            raise ValueError("output_dir='': a job that goes on with a run needs the run's directory; set --output-dir")
+        train += ["--resume", args.resume]
     try:
         from monarch.job.kubernetes import ImageSpec, KubeConfig, KubernetesJob
     except RuntimeError:

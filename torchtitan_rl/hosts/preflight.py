@@ -74,11 +74,18 @@ def host_problem(host: Host) -> str:
     return ""
 
 
-def memory_problem(config: RunConfig, hosts: list[Host], *, generators_only: bool = False) -> str:
-    """Why a GPU is too small for the meshes placed on it, by estimate; "" when every GPU is large enough."""
-    for host, gpu, roles, needed, parts in _loads(config, hosts, generators_only):
+def memory_problem(
+    config: RunConfig,
+    hosts: list[Host],
+    *,
+    generators_only: bool = False,
+    parts: dict[str, dict[str, int]] | None = None,
+) -> str:
+    """Why a GPU is too small for the meshes placed on it, by estimate; "" when every GPU is large enough. `parts`: in
+    place of `run_parts`."""
+    for host, gpu, roles, needed, found in _loads(config, hosts, generators_only, parts):
         if needed > gpu.total_bytes:
-            each = ", ".join(f"{role} {_gib(sum(part.values()))}" for role, part in parts.items() if _any(role, roles))
+            each = ", ".join(f"{role} {_gib(sum(part.values()))}" for role, part in found.items() if _any(role, roles))
             return (
                 f"gpu={gpu.device} ({gpu.name}) of {host.address}: has {_gib(gpu.total_bytes)} GiB, and "
                 f"{_names(roles)} would need about {_gib(needed)} (tensors of {each}); lower "
@@ -102,13 +109,13 @@ def busy_problem(config: RunConfig, hosts: list[Host], *, generators_only: bool 
 
 
 def _loads(
-    config: RunConfig, hosts: list[Host], generators_only: bool
+    config: RunConfig, hosts: list[Host], generators_only: bool, parts: dict[str, dict[str, int]] | None = None
 ) -> Iterator[tuple[Host, Gpu, list[str], int, dict[str, dict[str, int]]]]:
     """(host, GPU, the meshes on the GPU, the bytes that they need, parts by role) for every GPU that a run would
     use."""
     if all(host.cuda is None for host in hosts) or os.environ.get(MEMORY_CHECK) == "0":
         return
-    placed, parts = places(config, hosts, generators_only=generators_only), run_parts(config)
+    placed, parts = places(config, hosts, generators_only=generators_only), parts or run_parts(config)
     for index, host in enumerate(hosts):
         for gpu in host.cuda.gpus if host.cuda is not None else []:
             roles = [

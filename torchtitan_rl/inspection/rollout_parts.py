@@ -38,6 +38,7 @@ COLUMNS = {
 }
 """Column of the index -> its type, and what it is in terms of the table's columns."""
 _SOURCES = {name: "num_tokens" if name == "num_turns" else name for name in COLUMNS}
+_TURNS = re.compile(rb', ?"turns": ?')  # in a text the quotes would be escaped; earlier runs have spaces
 _BEFORE_TURNS = {"step", "attempt", "rollout_id", "group_id", "task_id", "text", "reward", "advantage", "num_tokens"}
 _LINES_AT_ONCE = 500
 
@@ -187,9 +188,9 @@ def _complete(stream: Any) -> Iterator[bytes]:
 
 def _head(line: bytes) -> dict[str, Any]:
     """A record as far as its turns, which are long and come last; whole where that is not so."""
-    if (end := line.find(b', "turns": ')) > 0:  # in a text the quotes would be escaped
+    if turns := _TURNS.search(line):
         try:
-            if (record := json.loads(line[:end] + b"}")).keys() >= _BEFORE_TURNS:
+            if (record := json.loads(line[: turns.start()] + b"}")).keys() >= _BEFORE_TURNS:
                 return record
         except ValueError:
             pass

@@ -33,6 +33,8 @@ __all__ = ["Launcher"]
 logger = logging.getLogger(__name__)
 
 _END_WITHIN_S = 5.0
+_HOST_BACK_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
+"""Seconds for a host whose replica is lost to come back: as long as hosts have to join a run."""
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Launcher:
     _stopping: bool = False
     _starts: dict[str, Callable[[str], Awaitable[RoleMesh]]] = field(default_factory=dict)
     """Starts a replica once more, on the same devices, as processes of another name."""
+    _places: dict[str, Place] = field(default_factory=dict)
     _replicas: dict[str, Any] = field(default_factory=dict)
     """Monarch's mesh of processes of each generator replica."""
     _role_pids: dict[str, list[int]] = field(default_factory=dict)
@@ -114,7 +117,7 @@ class Launcher:
             )  # fmt: skip
             return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)
 
-        self._starts[role] = start
+        self._starts[role], self._places[role] = start, place
         return await start(role)
 
     def keep_spares(self, config: GeneratorConfig) -> None:
@@ -137,7 +140,8 @@ class Launcher:
         """A replacement for a generator replica, on the same devices. Ends what is left of the replica first."""
         self._num_restarts += 1
         procs = self._replicas[role]
-        self._meshes.remove(procs)
+        if procs in self._meshes:  # no longer where a replacement before this one did not start
+            self._meshes.remove(procs)
         for pid in self._role_pids.pop(role, ()):
             _kill(pid)
             self.pids.remove(pid)
@@ -146,6 +150,8 @@ class Launcher:
                 await asyncio.wait_for(_awaited(procs.stop("lost")), _END_WITHIN_S)
             except Exception as error:  # a mesh that has failed cannot be stopped in order
                 logger.warning("%s: did not stop in order (%s: %s)", role, type(error).__name__, error)
+            for index in self._places[role].hosts:
+                await self.hosts.await_back(index, _HOST_BACK_S)
         mesh = await self._starts[role](f"{role}-restart{self._num_restarts}")
         if self._spares is not None:
             self._spares.fill()
@@ -162,12 +168,10 @@ class Launcher:
     async def _spawn(self, role: str, num_ranks: int, place: Place):
         # Processes of a Monarch worker have the worker's environment, all others inherit the environment of this one.
         needed = self.hosts.attached or any(place.devices)
-        bootstrap = partial(claim_devices, place.devices, default_environment()) if needed else None
-        mesh = self.hosts.mesh
-        if self.hosts.attached:
-            first, *rest = place.hosts
-            mesh = mesh.slice(hosts=slice(first, rest[-1] + 1) if rest else first)
-        procs = mesh.spawn_procs(
+        addresses = [self.hosts.hosts[index].address.rpartition(":")[0] for index in place.hosts]
+        claim = partial(claim_devices, place.devices, default_environment())
+        bootstrap = partial(claim, addresses if self.hosts.attached else None) if needed else None
+        procs = self.hosts.mesh_of(place.hosts).spawn_procs(
             per_host={"gpus": num_ranks // len(place.hosts)}, name=role.replace("-", "_"), bootstrap=bootstrap
         )
         self._meshes.append(procs)
@@ -239,8 +243,7 @@ class Launcher:
             results += await asyncio.gather(
                 *(mesh.stop("run finished") for mesh in reversed(self._meshes)), return_exceptions=True
             )
-            if self.hosts.attached:  # the hosts' workers stay, free for the next run
-                results += await asyncio.gather(_awaited(self.hosts.mesh.stop()), return_exceptions=True)
+            results += await asyncio.gather(self.hosts.release(), return_exceptions=True)  # workers stay, for others
             for error in results:  # a mesh that has failed, or has not finished starting, cannot be stopped in order
                 if isinstance(error, Exception):
                     logger.warning("did not stop in order (%s: %s); killing it", type(error).__name__, error)

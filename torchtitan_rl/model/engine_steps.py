@@ -32,6 +32,8 @@ from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["EngineSteps", "Command", "engine_params", "completion"]
 
+_SAME = ("max_tokens", "temperature", "seed", "stop_token_ids", "stop", "ignore_eos", *NEUTRAL)
+"""The fields that vLLM's sampling parameters have under the same names."""
 _IDLE_WAIT_S = 0.5  # an idle rank 0 broadcasts this often, well within the collective's time limit
 
 
@@ -184,9 +186,7 @@ class EngineSteps(ABC):
         try:
             engine_id = self._engine.add_request(request_id, prompt, engine_params(request))
         except (ValueError, TypeError, VLLMClientError) as error:  # the request is at fault, not the engine
-            if future is not None:
-                future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {error}"))
-            return
+            return _refuse(future, request, error)
         self._in_flight[request_id] = _InFlight(engine_id, [(0, self.policy_version)], future, request.top_k)
 
     def _finish(self, output) -> None:
@@ -198,24 +198,20 @@ class EngineSteps(ABC):
         request.future.set_result(answer)
 
 
+def _refuse(future: Future | None, request: Request, error: Exception) -> None:
+    if future is not None:
+        future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {error}"))
+
+
 def engine_params(request: Request) -> EngineSamplingParams:
     """vLLM's sampling parameters; a request without parameters scores the prompt. Raises vLLM's error for values that
     vLLM refuses."""
     params: SamplingParams | None = request.params
     if params is None:
         return scoring_params(request)
-    return EngineSamplingParams(
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        seed=params.seed,
-        stop_token_ids=params.stop_token_ids,
-        stop=params.stop,
-        ignore_eos=params.ignore_eos,
-        logprobs=0,
-        detokenize=bool(params.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        **{name: getattr(params, name) for name in NEUTRAL},
-    )
+    same = {name: getattr(params, name) for name in _SAME}
+    final = RequestOutputKind.FINAL_ONLY
+    return EngineSamplingParams(**same, logprobs=0, detokenize=bool(params.stop), output_kind=final)
 
 
 def completion(output: Any, version_starts: list[tuple[int, int]]) -> Completion:

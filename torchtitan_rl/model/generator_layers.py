@@ -9,6 +9,7 @@ from torchtitan.protocols.module import Module
 from vllm.model_executor.layers.attention import Attention
 
 from torchtitan_rl import adapters
+from torchtitan_rl.model.generator_cut import RankPart, cut_dim
 
 __all__ = ["PagedAttention", "shard_for_rank"]
 
@@ -46,16 +47,6 @@ class PagedAttention(Module):
 
 
 def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """This rank's part of an unsharded parameter, by torchtitan's name (`...wq.weight`, `...w2.weight`)."""
-    if size == 1:
-        return tensor
-    layer, last = name.rsplit(".", 2)[-2:]
-    if last in ("w1_EFD", "w3_EFD"):
-        return tensor.chunk(size, 1)[rank]
-    if last == "w2_EDF":
-        return tensor.chunk(size, 2)[rank]
-    if layer in ("wq", "wk", "wv", "w1", "w3"):
-        return tensor.chunk(size, 0)[rank]
-    if layer in ("wo", "w2"):
-        return tensor.chunk(size, 1)[rank]
-    return tensor
+    """This rank's part of an unsharded parameter, by torchtitan's name (`...wq.weight`); a `RankPart` as it is."""
+    dim = None if size == 1 or isinstance(tensor, RankPart) else cut_dim(name)
+    return tensor if dim is None else tensor.chunk(size, dim)[rank]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from torchtitan_rl.model.sharding import vocabulary_cut
 __all__ = ["LogprobHead", "chunked_gradients", "chunked_logprobs", "scaled_logits", "score_chunk"]
 
 adapters.adapt_torchtitan()
+
+_UNCUT: dict[str, Any] = {"vocab_start": 0, "group": None}  # a head whose whole vocabulary is on this rank
 
 
 def scaled_logits(hidden_tD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -119,12 +122,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_entropy_T is None:
                 grad.exp_().mul_(-total[:, None])
             else:
-                p = grad.exp()
-                grad.add_(entropy_T[rows, None]).mul_(-grad_entropy_T[rows, None]).sub_(total[:, None]).mul_(p)
+                _add_entropy(grad, entropy_T[rows, None], grad_entropy_T[rows, None], total[:, None])
             slots, mine = _rows_of_shard(targets_TK[rows], len(weight_VD), ctx.vocab_start)
             return grad.scatter_add_(1, slots, grad_logprobs * mine)
 
         return *chunked_gradients(ctx, hidden_TD, weight_VD, lse_T.dtype, grad_logits), None, None, None, None, None
+
+
+def _add_entropy(grad, entropy_t1, grad_entropy_t1, total_t1) -> None:
+    """Turns log p, in place, into the gradient of both outputs, but for the targets' own share."""
+    p = grad.exp()
+    grad.add_(entropy_t1).mul_(-grad_entropy_t1).sub_(total_t1).mul_(p)
 
 
 def chunked_logprobs(
@@ -177,15 +185,19 @@ class LogprobHead(Linear):
     def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
         assert self._score is not None, "LogprobHead.target() must be called before the model"
         score, self._score = self._score, None
-        weight, group, vocab_start, rows = self.weight, None, 0, self.out_features
+        weight, rows, shard = self.weight, self.out_features, _UNCUT
         if isinstance(weight, DTensor):
-            group = weight.device_mesh.get_group()
-            vocab_start, num_rows = vocabulary_cut(self.out_features, group.rank(), group.size())
-            rows = -(-self.out_features // group.size())
-            weight = weight.to_local()
-            assert len(weight) == num_rows > 0, "not DTensor's cut of the vocabulary"
-            assert isinstance(input, DTensor), "a sharded head is given what its plan made of the input"
-            input = input.to_local(grad_placements=[Partial()])
+            input, weight, rows, shard = self._shard(input)
         chunk_tokens = max(1, self.chunk_bytes // (4 * rows))  # equal on every rank: every chunk has collectives
-        said = score(input.flatten(0, 1), weight, chunk_tokens=chunk_tokens, vocab_start=vocab_start, group=group)
+        said = score(input.flatten(0, 1), weight, chunk_tokens=chunk_tokens, **shard)
         return {name: rows_T[None] for name, rows_T in said.items()}
+
+    def _shard(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]:
+        """This rank's input and rows of the head, the most rows that a rank has, and which rows these are."""
+        group = self.weight.device_mesh.get_group()
+        vocab_start, num_rows = vocabulary_cut(self.out_features, group.rank(), group.size())
+        weight = self.weight.to_local()
+        assert len(weight) == num_rows > 0, "not DTensor's cut of the vocabulary"
+        assert isinstance(input, DTensor), "a sharded head is given what its plan made of the input"
+        most = -(-self.out_features // group.size())
+        return input.to_local(grad_placements=[Partial()]), weight, most, {"vocab_start": vocab_start, "group": group}

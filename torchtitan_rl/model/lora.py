@@ -33,6 +33,7 @@ __all__ = [
     "base_state",
     "require_frozen_base",
     "draw_adapters",
+    "layer_adapters",
     "whole_adapters",
     "merge",
     "base_fingerprint",
@@ -105,25 +106,33 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
             weight.copy_(drawn)
 
 
+def layer_adapters(state: dict[str, torch.Tensor], lora: LoRAConfig) -> Adapters:
+    """Unsharded adapters by the layer's own weight, which for a fused layer is the fused one; a collective call."""
+    layers = [name.removesuffix(".lora_a.weight") for name in state if name.endswith(".lora_a.weight")]
+    return {
+        f"{layer}.weight": (
+            whole(state[f"{layer}.lora_a.weight"]),
+            whole(state[f"{layer}.lora_b.weight"]),
+            lora.alpha / lora.rank,
+        )
+        for layer in layers
+    }
+
+
 def whole_adapters(state: dict[str, torch.Tensor], n_kv_heads: int, lora: LoRAConfig) -> Adapters:
-    """Unsharded adapters; a collective call.
+    """Unsharded adapters by the names of `state`; a collective call.
 
     A fused layer has one A, which query, key and value share; B's rows are split between query, key and value.
     """
     adapters: Adapters = {}
-    scaling = lora.alpha / lora.rank
-    for name, tensor in state.items():
-        layer, is_a, _ = name.rpartition(".lora_a.weight")
-        if not is_a:
-            continue
-        a, b = whole(tensor), whole(state[f"{layer}.lora_b.weight"])
-        if layer.endswith(".wqkv"):
-            prefix = layer.removesuffix("wqkv")
+    for name, (a, b, scaling) in layer_adapters(state, lora).items():
+        prefix, fused, _ = name.rpartition("wqkv.weight")
+        if fused:
             rows = {part: state[f"{prefix}{part}.weight"].shape[0] for part in ("wq", "wk", "wv")}
             for part, b_part in _split_fused(b, rows, n_kv_heads):
                 adapters[f"{prefix}{part}.weight"] = a, b_part, scaling
         else:
-            adapters[f"{layer}.weight"] = a, b, scaling
+            adapters[name] = a, b, scaling
     return adapters
 
 

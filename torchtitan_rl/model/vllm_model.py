@@ -67,11 +67,18 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
     @torch.inference_mode()
     def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
-        held = self.canonical_state()
         for name, tensor in weights:
-            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(held[name].device, held[name].dtype)
-            if not torch.equal(_bits(held[name]), _bits(expected)):
+            held = self._held(name)
+            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(held.device, held.dtype)
+            if not torch.equal(_bits(held), _bits(expected)):
                 raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
+
+    def _held(self, name: str) -> torch.Tensor:
+        """One tensor of `canonical_state`, which copies the parts of every fused weight."""
+        *path, owner, last = name.split(".")
+        module = self.decoder.get_submodule(".".join(path))
+        module, key = (getattr(module, owner), last) if hasattr(module, owner) else (module, f"{owner}.{last}")
+        return module.state_dict()[key]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,9 +40,9 @@ def audit(run_dir: RunDir) -> tuple[dict[str, int], list[str]]:
     slots = sorted(int(draw.split("/")[0]) for draw in admitted if draw.endswith("/0"))
     if slots != list(range(len(slots))):
         problems.append(f"slots: {len(slots)} were filled, and they are not 0 to {len(slots) - 1}")
-    problems += _of_steps(steps, ended) + _of_rollouts(run_dir, ended) + _of_checkpoints(run_dir, records)
+    rollouts, of_rollouts = _of_rollouts(run_dir, ended)
+    problems += _of_steps(steps, ended) + of_rollouts + _of_checkpoints(run_dir, records)
     ends = Counter(of_draw[-1]["event"] for of_draw in ended.values())
-    rollouts = sum(1 for _ in read_rollouts(run_dir))
     counts = {"attempts": len(attempts(run_dir)), "steps": last, "rollouts": rollouts, "admitted": len(admitted)}
     return counts | {event: ends[event] for event in _ENDS} | {"cut_short": len(open_draws)}, problems
 
@@ -54,17 +54,20 @@ def _of_steps(steps: list[int], ended: dict[str, list[dict[str, Any]]]) -> list[
     return problems + [f"step {step}: trained draws, and has no line of metrics" for step in sorted(trained - {*steps})]
 
 
-def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]]) -> list[str]:
+def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]]) -> tuple[int, list[str]]:
+    """(number of rollouts, problems)."""
     recorded: dict[str, set[int]] = defaultdict(set)
-    for record in read_rollouts(run_dir):
-        if record.get("draw"):  # a hook's own rollouts may name none
+    rollouts = list(read_rollouts(run_dir, ("step", "attempt", "draw")))
+    for record in rollouts:
+        if record["draw"]:  # a hook's own rollouts may name none
             recorded[record["draw"]].add(record["step"])
     problems = []
     for draw, of_draw in ended.items():
         if of_draw[-1]["event"] != "failed" and recorded.get(draw, set()) != {of_draw[-1]["step"]}:
             where = sorted(recorded.get(draw, ()))
             problems.append(f"draw {draw}: ended at step {of_draw[-1]['step']}, its rollouts are recorded at {where}")
-    return problems + [f"draw {draw}: has rollouts, and no end" for draw in recorded if draw not in ended]
+    problems += [f"draw {draw}: has rollouts, and no end" for draw in recorded if draw not in ended]
+    return len(rollouts), problems
 
 
 def _of_checkpoints(run_dir: RunDir, records: list[dict[str, Any]]) -> list[str]:

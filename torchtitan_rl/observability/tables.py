@@ -14,6 +14,7 @@ readers leave the cut line out.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import threading
@@ -49,7 +50,7 @@ class Table(Tail):
             if number != self._number and (lines := self._lines(number)).exists():
                 columnar, beside = self._columnar(number), self._columnar(number).with_suffix(".writing")
                 if not columnar.exists():
-                    table = pa.Table.from_pylist(list(self._read_lines(lines)), schema=self.schema)
+                    table = self._columns_of(lines)
                     pq.write_table(table, beside, compression="zstd", row_group_size=ROW_GROUP)
                     with open(beside, "rb") as file:
                         os.fsync(file.fileno())
@@ -67,7 +68,7 @@ class Table(Tail):
                     continue
             except FileNotFoundError:  # sealed meanwhile
                 pass
-            part = pq.read_table(self._columnar(number), schema=self.schema, columns=columns)
+            part = pq.read_table(self._columnar(number), schema=self.schema, columns=columns and list(columns))
             yield from part.to_pylist(maps_as_pydicts="strict")
 
     def __bool__(self) -> bool:
@@ -76,6 +77,22 @@ class Table(Tail):
 
     def _columnar(self, number: int) -> Path:
         return self.directory / f"{number:06d}.parquet"
+
+    def _columns_of(self, lines: Path) -> pa.Table:
+        """The records of a part of JSON lines, by DuckDB in a tenth of the time that Python takes. DuckDB reads neither
+        a lone surrogate nor a line that was cut; Python does."""
+        import duckdb  # not before the first checkpoint: it takes a while
+
+        with duckdb.connect(config={"threads": 1}) as connection:
+            empty = connection.from_arrow(self.schema.empty_table())
+            kinds = {name: str(kind) for name, kind in zip(empty.columns, empty.types, strict=True)}
+            try:
+                read = connection.read_json(
+                    glob.escape(str(lines)), format="newline_delimited", columns=kinds, hive_partitioning=False
+                )
+                return read.to_arrow_table().cast(self.schema)
+            except duckdb.Error:
+                return pa.Table.from_pylist(list(self._read_lines(lines)), schema=self.schema)
 
     def _read_lines(self, file: Path) -> Iterator[dict[str, Any]]:
         for line in file.read_text(encoding="utf-8").split("\n")[:-1]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import logging
 import shutil
@@ -84,7 +83,7 @@ class Checkpoints:
             await self._weights.save_teacher(checkpoint.teacher_file(written))
             state.draws, state.teacher_version = self._draws(), self._weights.teacher_version
             played = state.draws.pop("finished", [])
-            content = copy.deepcopy(dataclasses.asdict(state))
+            content = dataclasses.asdict(state)
             content |= {"finished": played, "random": random_states(), "metrics_bytes": self.run_dir.metrics_size()}
         except (OSError, RuntimeError) as error:
             self._record(self._failed(path, state.phase_step, error))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-__all__ = ["Ended", "Preempted", "StopRequest", "PREEMPTED_STATUS"]
+from torchtitan_rl.hosts.stop_request import PREEMPTED_STATUS
 
-PREEMPTED_STATUS = 75
-"""The command's exit status after `Preempted`: EX_TEMPFAIL of sysexits.h, "try again later"."""
+__all__ = ["Ended", "Preempted", "StopRequest", "PREEMPTED_STATUS"]
 
 
 class Ended(RuntimeError):

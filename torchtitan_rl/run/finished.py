@@ -9,6 +9,7 @@ file in a checkpoint has a line of JSON per draw, `{"draw": "37/0", "task": id o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -104,8 +105,13 @@ def _kept(group: RolloutGroup, draw: str, task: Task) -> Kept:
 
 
 def _fields(item: Any, without: str = "") -> dict[str, Any]:
-    names = (field.name for field in dataclasses.fields(item) if field.name != without)
-    return {name: _copied(getattr(item, name)) for name in names}
+    names = _names(type(item))  # type: ignore[arg-type]  # a class has a hash
+    return {name: _copied(getattr(item, name)) for name in names if name != without}
+
+
+@functools.cache
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def _copied(value: Any) -> Any:

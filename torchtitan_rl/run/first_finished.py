@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,7 @@ class FirstFinished(BatchesAhead):
     batch of the B slots that have finished first.
 
     A slot is due in batch b + k, where b was next when the slot was admitted: then its oldest token is k publications
-    old. `_allowed` sees to it that before every batch at most i B slots are due in the next i batches, for every i. So
+    old. `_last_due` sees to it that before every batch at most i B slots are due in the next i batches, for every i. So
     every slot trains, and in time.
     """
 
@@ -48,10 +48,12 @@ class FirstFinished(BatchesAhead):
         filters = dataclasses.replace(algorithm.filters, max_stalled_rounds=1)
         of_slot = dataclasses.replace(algorithm, tasks_per_step=1, filters=filters)
         self._config = dataclasses.replace(self._config, algorithm=of_slot)  # `_played` makes a batch of each slot
-        self._slots: list[_Slot] = []
-        """The slots in flight, in order."""
+        self._slots: dict[int, _Slot] = {}
+        """The slots in flight, by number, in order."""
         self._done: list[_Slot] = []
         """Those of them that have finished, the first one first."""
+        self._more = asyncio.Event()
+        """Set when another one has finished."""
         self._batch = 0
         """The number of the next batch, counted from the first one of this attempt at the run."""
         self._owed: dict[int, int] = {}
@@ -65,8 +67,9 @@ class FirstFinished(BatchesAhead):
         await asyncio.sleep(0)  # the requests leave before training begins
         chosen = sorted(await self._first(), key=lambda slot: slot.slot)
         batches = [_played(slot) for slot in chosen]
-        self._slots = [slot for slot in self._slots if slot not in chosen]
-        self._done = [slot for slot in self._done if slot not in chosen]
+        for slot in chosen:
+            del self._slots[slot.slot]
+        self._done = [slot for slot in self._done if slot.slot in self._slots]
         self._batch += 1
         batch = joined(batches)
         if not batch.groups:
@@ -91,11 +94,12 @@ class FirstFinished(BatchesAhead):
             playing = asyncio.ensure_future(self._played([draw], begins))
             slot = _Slot(slot=draw.slot, due=due, before=before, task=playing)
             playing.add_done_callback(partial(self._has_finished, slot))
-            self._slots.append(slot)
+            self._slots[slot.slot] = slot
 
     def _has_finished(self, slot: _Slot, played: asyncio.Task[Batch]) -> None:
-        if slot in self._slots:  # and not given up
+        if self._slots.get(slot.slot) is slot:  # and not given up
             self._done.append(slot)
+            self._more.set()
             if not played.cancelled() and played.exception() is None:
                 long = sum(map(self._is_long, played.result().sampled), Counter[bool]())
                 self._num_long, self._num_played = self._num_long + long[True], self._num_played + long.total()
@@ -106,26 +110,35 @@ class FirstFinished(BatchesAhead):
         return Counter(2 * length >= self._max_tokens for length in lengths)
 
     async def _first(self) -> list[_Slot]:
-        """The slots of the next batch: those that finished first among the slots that `_allowed` leaves."""
+        """The slots of the next batch: those that finished first among the slots that `_last_due` leaves."""
         chosen: list[_Slot] = []
+        waiting: dict[int, deque[tuple[int, _Slot]]] = defaultdict(deque)
+        """Batch -> the slots that are due in it and have finished, each with its place in `_done`."""
+        due, seen = Counter(slot.due for slot in self._slots.values()), 0
         while len(chosen) < self._whole.tasks_per_step:
-            allowed = self._allowed(chosen)
-            if first := next((slot for slot in self._done if slot in allowed), None):
-                chosen.append(first)
+            for slot in self._done[seen:]:
+                waiting[slot.due].append((seen, slot))
+                seen += 1
+            last = self._last_due(due, self._whole.tasks_per_step - len(chosen))
+            heads = [(slots[0][0], batch) for batch, slots in waiting.items() if slots and batch <= last]
+            if heads:
+                _, batch = min(heads)
+                chosen.append(waiting[batch].popleft()[1])
+                due[batch] -= 1
             else:
-                await asyncio.wait([slot.task for slot in allowed], return_when=asyncio.FIRST_COMPLETED)
+                self._more.clear()
+                await self._more.wait()
         return chosen
 
-    def _allowed(self, chosen: list[_Slot]) -> list[_Slot]:
-        """The slots that may join `chosen`. If i B or more other slots were left that are due in the i batches after
-        this one, room in this batch is for slots of those alone."""
-        size = self._whole.tasks_per_step
-        room, rest = size - len(chosen), [slot for slot in self._slots if slot not in chosen]
+    def _last_due(self, due: Counter[int], room: int) -> float:
+        """The last batch whose slots may join the next one, which has so much room. `due` counts the other slots by
+        the batch in which they are due. If i B or more of these were left that are due in the i batches after the next
+        one, the room is for slots of those alone."""
         for i in range(self._whole.max_policy_lag + 1):
-            due = [slot for slot in rest if slot.due <= self._batch + i]
-            if len(due) - i * size >= room:
-                return due
-        return rest
+            num = sum(number for batch, number in due.items() if batch <= self._batch + i)
+            if num - i * self._whole.tasks_per_step >= room:
+                return self._batch + i
+        return math.inf
 
     async def _further_rounds(self, batch: Batch) -> Batch:
         """Plays its slots again for a batch without a group, as `fill_batch` says. Raises NothingToTrainOn."""
@@ -152,7 +165,7 @@ class FirstFinished(BatchesAhead):
     def state_dict(self) -> dict[str, Any]:
         """As of `BatchesAhead`, before the oldest slot in flight; with `in_flight`, pairs of a slot and the batches
         until it is due, and `admitted`, the number of slots that were admitted. The others have trained."""
-        due = {slot.slot: slot.due for slot in self._slots} | self._owed
+        due = {slot.slot: slot.due for slot in self._slots.values()} | self._owed
         in_flight = [[slot, batch - self._batch] for slot, batch in sorted(due.items())]
         admitted = max(self._draws.next_slot, self._before_owed)
         return super().state_dict() | {"in_flight": in_flight, "admitted": admitted}
@@ -162,11 +175,11 @@ class FirstFinished(BatchesAhead):
         return super().resume(state, finished)
 
     def _before(self) -> dict[str, Any]:
-        return self._slots[0].before if self._slots else super()._before()
+        return next(iter(self._slots.values())).before if self._slots else super()._before()
 
     def _give_up(self) -> list[asyncio.Task[Batch]]:
-        state, tasks = self.state_dict(), [slot.task for slot in self._slots]
-        self._slots, self._done = [], []
+        state, tasks = self.state_dict(), [slot.task for slot in self._slots.values()]
+        self._slots, self._done = {}, []
         self._owe(state)
         return tasks
 

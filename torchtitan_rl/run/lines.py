@@ -22,8 +22,8 @@ class StepMetrics:
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
         """Adds a value to a weighted mean. Names that end in `_max` become maxima; names that begin with `time/` or
-        `tokens/`, or end in `/skipped`, become sums."""
-        self._values.setdefault(name, []).append((float(value), weight))
+        `tokens/`, or end in `/skipped`, become sums, which stay whole numbers where the values are."""
+        self._values.setdefault(name, []).append((value, weight))
 
     def add(self, output, optim=None) -> None:
         """Adds the outputs of `forward_backward` and, for the policy, of `optim_step`. `mismatch/*` count before the
@@ -51,9 +51,6 @@ class StepMetrics:
                 line[name] = values[0][0]
             else:
                 line[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
-        for name in ("optim/skipped", "critic/skipped", "tokens/trained"):
-            if name in line:
-                line[name] = int(line[name])
         return line | {"optim/num_steps": self._steps}
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Sequence
-from statistics import mean
 from typing import Any
 
 import torch
@@ -23,6 +21,8 @@ __all__ = ["Overlap", "ratios_by_age"]
 _EVERY_S = 0.05
 FAR = 0.2
 """A probability ratio is far when it lies outside [1 - FAR, 1 + FAR]."""
+_NONE = -1
+"""The age of a token that does not train."""
 
 
 class Overlap(Listener):
@@ -32,8 +32,8 @@ class Overlap(Listener):
     def __init__(self, batches: BatchesAhead, generator: SamplingClient, publications: list[int]) -> None:
         self._batches, self._generator, self._publications = batches, generator, publications
         self._watch: asyncio.Task | None = None
-        self._in_flight: list[list[int]] = []
-        """Per look at the generators: the unanswered requests of each replica."""
+        self._looks = self._seen = self._idle = self._in_flight = 0
+        """Looks at the generators; the replicas, those without a request, and the unanswered requests, over looks."""
         self._ready = 0
         self._training_s = self._waited_s = 0.0
         self._by_age: dict[str, float] = {}
@@ -58,21 +58,28 @@ class Overlap(Listener):
         if kind == "trained":
             self._by_age = ratios_by_age(what["sequences"], self._batches.groups, self._publications[:])
         elif kind == "metrics" and "policy/lag_mean" in what["line"]:
-            line, looks = what["line"], self._in_flight
+            line, looks = what["line"], self._looks
             line["batches/ready"] = self._ready
             line["trainer/idle_frac"] = max(0.0, 1.0 - self._training_s / line["time/step_s"])
             if looks:
-                line["generator/idle_frac"] = mean(number == 0 for look in looks for number in look)
-                line["generator/in_flight_mean"] = mean(map(sum, looks))
+                line["generator/idle_frac"] = _mean(self._idle, self._seen)
+                line["generator/in_flight_mean"] = _mean(self._in_flight, looks)
             line["time/eval_wait_s"], line["time/sync_s"] = self._waited_s, line["time/sync_s"] - self._waited_s
             line["generator/stall_s"] = max(self._generator.stalls())
             line |= self._by_age
-            self._in_flight = []
+            self._looks = self._seen = self._idle = self._in_flight = 0
 
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_EVERY_S)
-            self._in_flight.append(self._generator.in_flight())
+            in_flight = self._generator.in_flight()
+            self._looks, self._seen = self._looks + 1, self._seen + len(in_flight)
+            self._idle, self._in_flight = self._idle + in_flight.count(0), self._in_flight + sum(in_flight)
+
+
+def _mean(total: int, number: int) -> float:
+    """`statistics.mean` of whole numbers, by their sum."""
+    return total / number if total % number else total // number
 
 
 def ratios_by_age(trained: Sequence[Trained], groups: list[RolloutGroup], publications: list[int]) -> dict[str, float]:
@@ -85,21 +92,24 @@ def ratios_by_age(trained: Sequence[Trained], groups: list[RolloutGroup], public
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     age = ages(publications)
-    ratios: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for datum, logprobs_T in trained:
-        if logprobs_T.dim() != 1:
-            continue
-        ratio_T = (logprobs_T - datum.loss_inputs["sampling_logprobs"]).exp()
+    counted = [(datum, logprobs_T) for datum, logprobs_T in trained if logprobs_T.dim() == 1]
+    if not counted:
+        return {}
+    of_tokens: list[int] = []
+    for datum, _ in counted:
+        first = len(of_tokens)
+        of_tokens += [_NONE] * len(datum)
         for index, start, length in datum.turns:
             versions = rollouts[datum.rollout].turns[index].completion.policy_versions
-            of_tokens = torch.tensor([age[version] for version in versions])
-            trains = datum.loss_inputs["loss_mask"][start : start + length] > 0
-            for of_age in of_tokens[trains].unique().tolist():
-                ratios[of_age].append(ratio_T[start : start + length][trains & (of_tokens == of_age)])
-    found: dict[str, float] = {}
-    for of_age, parts in sorted(ratios.items()):
-        ratio_N = torch.cat(parts)
-        found[f"policy/ratio_lag{of_age}_mean"] = float(ratio_N.mean())
-        found[f"policy/far_lag{of_age}_frac"] = float(((ratio_N - 1).abs() > FAR).float().mean())
-        found[f"tokens/trained_lag{of_age}"] = ratio_N.numel()
-    return found
+            of_tokens[first + start : first + start + length] = [age[version] for version in versions]
+    sampled_N = torch.cat([datum.loss_inputs["sampling_logprobs"] for datum, _ in counted])
+    ratio_N = (torch.cat([logprobs_T for _, logprobs_T in counted]) - sampled_N).exp()
+    age_N = torch.tensor(of_tokens)
+    age_N[torch.cat([datum.loss_inputs["loss_mask"] for datum, _ in counted]) <= 0] = _NONE
+    line: dict[str, float] = {}
+    for of_age in sorted(set(age_N.tolist()) - {_NONE}):
+        ratios = ratio_N[age_N == of_age]
+        line[f"policy/ratio_lag{of_age}_mean"] = float(ratios.mean())
+        line[f"policy/far_lag{of_age}_frac"] = float(((ratios - 1).abs() > FAR).float().mean())
+        line[f"tokens/trained_lag{of_age}"] = len(ratios)
+    return line

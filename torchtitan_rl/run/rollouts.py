@@ -75,8 +75,9 @@ class Rollouts:
         """The workflow that plays the tasks of a family: the config's own, else the default for the family."""
         if self.config.algorithm.workflow is not None:
             return self.config.algorithm.workflow
-        if not hasattr(family, "environment"):
-            return single_turn
+        return self._in_environments(family.environment) if hasattr(family, "environment") else single_turn
+
+    def _in_environments(self, environment: Callable) -> Callable:
         sampling = self.config.sampling
         limits = Limits(
             max_turns=sampling.max_turns,
@@ -84,7 +85,7 @@ class Rollouts:
             max_tokens=sampling.max_rollout_tokens or sampling.max_prompt_tokens + sampling.max_tokens,
             step_timeout_s=self.config.controller.reward_timeout_s,
         )
-        return workflow_of(family.environment, limits)
+        return workflow_of(environment, limits)
 
     async def demonstrations(self, tasks: list[Task], family: TaskFamily) -> list[tuple[list[int], list[int]]]:
         """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError for a task

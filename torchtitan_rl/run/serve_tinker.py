@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import signal
 import sys
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 from torchtitan_rl.config.actors import LoRAConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
+from torchtitan_rl.environment import let_garbage_wait
 from torchtitan_rl.hosts.watchdog import alive
 from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for, start_stack
 from torchtitan_rl.model.files import assets_dir, has_weights, pad_token_id, write_model_dir
@@ -86,8 +86,7 @@ async def open_service(config: RunConfig, options: TinkerOptions, run_dir: RunDi
     assert stack.versions is not None
     service = Service(served, trainer, stack.versions, stack.generator, run_dir.path.absolute(), limits)
     await service.open()
-    gc.collect()
-    gc.freeze()  # a full collection does not look through what was imported, while clients wait
+    let_garbage_wait()  # clients wait during a collection
     return service
 
 

@@ -104,14 +104,17 @@ class Reinforcement(ABC):
         try:
             await self._reinforce()
         except Ended as end:
-            attempts.end_for_good(self.run_dir, str(end))
-            if isinstance(end, NothingToTrainOn):
-                self._record_batch(end.batch)
-                await self.checkpoints.save(last=True)
-                await self.checkpoints.require_written()
+            await self._note_end(end)
             raise
         finally:
             await self.batches.cancel()
+
+    async def _note_end(self, end: Ended) -> None:
+        attempts.end_for_good(self.run_dir, str(end))
+        if isinstance(end, NothingToTrainOn):
+            self._record_batch(end.batch)
+            await self.checkpoints.save(last=True)
+            await self.checkpoints.require_written()
 
     async def _reinforce(self) -> None:
         """Generates, trains, publishes, and evaluates every `eval_every` steps."""
@@ -127,10 +130,8 @@ class Reinforcement(ABC):
                     line = await self.train_on(batch.groups, batch.sampled) | batch.metrics
                     with recorder.span("sync") as sync:
                         await self.publish()
-                    if _passed(config.roles.refresh_reference_every, first, state.step):
-                        await self.weights.copy_to("reference")
-                    if _passed(config.algorithm.refresh_teacher_every, first, state.step):
-                        await self.weights.set_teacher(self.policy_version)
+                    if config.roles.refresh_reference_every or config.algorithm.refresh_teacher_every:
+                        await self._refresh(first)
                 line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds)
                 recorder.fact("metrics", line=line, text=lines.summary(line, num_steps))
                 self._record_batch(batch)
@@ -139,6 +140,13 @@ class Reinforcement(ABC):
                     if _passed(config.controller.eval_every, first, state.step):
                         await self.evaluate_all()
                     await self._between_steps(first)
+
+    async def _refresh(self, since: int) -> None:
+        """The policy's weights to the reference and to the snapshot, where that fell due after step `since`."""
+        if _passed(self.config.roles.refresh_reference_every, since, self.state.step):
+            await self.weights.copy_to("reference")
+        if _passed(self.config.algorithm.refresh_teacher_every, since, self.state.step):
+            await self.weights.set_teacher(self.policy_version)
 
     def _admitted(self, draws: list[Draw], step: int) -> None:
         self.recorder.fact("draws", step=step, records=admissions(draws))
@@ -171,7 +179,7 @@ class Reinforcement(ABC):
         with self.recorder.span("score") as score:
             data = await scored(groups, self.roles, algorithm)
         line.mean("time/score_s", score.seconds)
-        of_batch = lines.of_batch(sampled or groups, self.policy_version, self.generator.health())
+        of_batch = lines.of_batch(sampled or groups, self.generator.policy_version, self.generator.health())
         trained: list[Trained] = []
         for epoch in range(algorithm.num_epochs):
             for minibatch in minibatches(data, algorithm) if algorithm.tasks_per_minibatch else [data]:

@@ -131,5 +131,5 @@ def stream(*parts: Any) -> int:
 
 def stable_hash(*parts: Any) -> int:
     """A 64-bit hash of `parts`, the same in every process; Python's own hash of a string differs between processes."""
-    text = "/".join(str(part) for part in parts)
+    text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

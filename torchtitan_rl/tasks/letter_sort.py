@@ -100,10 +100,12 @@ class LetterSort:
             1.0 if completion == task.answer else 0.5 * partial_credit(completion, task.answer)
             for completion in completions
         ]
-        if self.config.shuffle_rewards:
-            # Every permutation is equally likely, the identity included: otherwise an advantage would depend on its
-            # completion on average.
-            random.Random(stable_hash(self.config.seed, "shuffle_rewards", task.id)).shuffle(rewards_G)
+        return self._shuffled(rewards_G, task) if self.config.shuffle_rewards else rewards_G
+
+    def _shuffled(self, rewards_G: list[float], task: Task) -> list[float]:
+        # Every permutation is equally likely, the identity included: otherwise an advantage would depend on its
+        # completion on average.
+        random.Random(stable_hash(self.config.seed, "shuffle_rewards", task.id)).shuffle(rewards_G)
         return rewards_G
 
     def _wrong_order(self, rng: random.Random, word: str) -> str:

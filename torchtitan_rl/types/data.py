@@ -157,7 +157,7 @@ class Datum(ShownDatum):
         shapes = all(len(x) == length and x.dim() <= 2 and x.numel() for x in (targets, *inputs)) and length > 0
         mask, weights = self.loss_inputs.get("loss_mask", self.tokens), self.loss_inputs.get("token_weights", targets)
         wide = mask.dim() > 1 or (weights.dim() > 1 and weights.shape != targets.shape)
-        if not shapes or wide or not all(torch.isfinite(x).all() for x in inputs):
+        if not shapes or wide or not all(abs(x.sum().item()) < torch.inf or torch.isfinite(x).all() for x in inputs):
             refuse_datum(self)
 
     def __len__(self) -> int:

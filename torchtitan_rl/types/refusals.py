@@ -1,4 +1,4 @@
-"""What datums and prompts are refused for, in words."""
+"""What datums, prompts and answers of ranks are refused for, in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["refuse_datum", "refuse_prompt", "refuse_unlike"]
+__all__ = ["refuse_datum", "refuse_lengths", "refuse_prompt", "refuse_rows", "refuse_token_ids", "refuse_unlike"]
 
 
 def refuse_datum(datum: Any) -> NoReturn:
@@ -45,6 +45,22 @@ def refuse_prompt(num_tokens: int, max_tokens: int, max_model_len: int) -> NoRet
     raise ValueError("prompt=[]: has no tokens; give at least one")
 
 
+def refuse_lengths(operation: str, lengths: list[int], limit: int) -> NoReturn:
+    """Raises ValueError for data of these lengths: for the first datum beyond the trainer's context, or for no data."""
+    for index, length in enumerate(lengths):
+        if length > limit:
+            raise ValueError(
+                f"{operation}.data[{index}]: {length} tokens, the trainer's context is "
+                f"trainer.training.seq_len={limit}; raise it or shorten the datum"
+            )
+    raise ValueError(f"{operation}.data=[]: no datums; skip the call when nothing is left to train on")
+
+
+def refuse_rows(who: str, rank: int, given: int, expected: int) -> NoReturn:
+    """Raises RuntimeError for a rank that answers with another number of rows than its shard has."""
+    raise RuntimeError(f"{who}: data-parallel rank {rank} answered with {given} rows for {expected}")
+
+
 def refuse_unlike(where: str, shapes: dict[str, torch.Size], first: dict[str, torch.Size]) -> NoReturn:
     """Raises ValueError for a datum of other loss inputs, or of another shape per token, than the call's `first`."""
     if shapes.keys() != first.keys():
@@ -57,6 +73,14 @@ def refuse_unlike(where: str, shapes: dict[str, torch.Size], first: dict[str, to
     raise ValueError(
         f"{where}.{name}: is {_shape(shapes[name])} where that of data[0] is {_shape(first[name])}; "
         "give every datum of one call as many per token"
+    )
+
+
+def refuse_token_ids(name: str) -> NoReturn:
+    """Raises ValueError for a loss input of token ids, which stand in int64."""
+    raise ValueError(
+        f"loss input {name!r}: holds token ids, which no loss reads; make targets of them with "
+        "algorithm.soft_targets.appended(data)"
     )
 
 

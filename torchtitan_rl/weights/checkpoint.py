@@ -216,9 +216,15 @@ def latest(checkpoints: Path) -> Path | None:
 
 
 def remove(checkpoint: Path) -> None:
-    """Deletes a directory, marker first: what a killed process leaves behind of it is incomplete."""
+    """Deletes a directory, marker first: what a killed process leaves behind of it is incomplete. All ranks of a mesh
+    may delete the same directory at a time."""
+
+    def failed(_function, _path, error) -> None:
+        if not isinstance(error[1], FileNotFoundError):  # another rank was faster
+            raise error[1]
+
     (checkpoint / _MARKER).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint, ignore_errors=not checkpoint.exists())
+    shutil.rmtree(checkpoint, onerror=failed)
 
 
 def _write(file: Path, text: str) -> None:

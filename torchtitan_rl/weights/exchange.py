@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.sharding import plain_name
-from torchtitan_rl.weights import layout
-from torchtitan_rl.weights.layout import SharedBuffers
+from torchtitan_rl.weights import layout, sharded_push
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["WeightExchange"]
@@ -33,27 +32,27 @@ class WeightExchange:
         store: VersionedStore,
     ):
         self.model, self.device, self.store = model, device, store
-        self.buffers = SharedBuffers()
-        self._n_kv_heads, self.lora = n_kv_heads, config.lora
+        self.buffers, self.pieces = layout.SharedBuffers(), sharded_push.Publisher()
+        self.n_kv_heads, self.lora = n_kv_heads, config.lora
         # `named_parameters` lacks wq, wk and wv, which the state shows for the fused weight: subtract buffers instead.
-        self._buffer_names = {plain_name(name) for name, _ in model.named_buffers()}
+        self.buffer_names = {plain_name(name) for name, _ in model.named_buffers()}
 
     async def push(
         self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool, *, only: str | None = None
     ) -> None:
         """Publishes the weights as `version`, adapters merged in: a policy version, or a name for another trainer role.
         Parameters are cast to `dtype`; None keeps the trainer's. `only` names the one tensor to publish."""
+        if transport == "store":
+            return await sharded_push.push(self, version, dtype, only)
         state, adapters = self.base_and_adapters()
         if only is not None:
             state = {only: state[only]}
-        tensors = ((name, t.shape, t.dtype, name not in self._buffer_names) for name, t in state.items())
+        tensors = ((name, t.shape, t.dtype, name not in self.buffer_names) for name, t in state.items())
         manifest = layout.plan(version, tensors, dtype)
         publisher = dist.get_rank() == 0
         handle, payload = "", None
-        if publisher and transport == "shared_memory":
+        if publisher:
             handle, payload = self.buffers.take(version, manifest.nbytes)
-        elif publisher:
-            payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)
         for name, tensor in state.items():
             # Collective: every rank takes part, rank 0 uses the result.
             weight = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -70,6 +69,7 @@ class WeightExchange:
 
     def close(self) -> None:
         """Closes the segments of all published versions, for a process that lives on."""
+        self.pieces.close()
         self.buffers.close()
 
     def base_and_adapters(self) -> tuple[dict[str, torch.Tensor], lora.Adapters]:
@@ -77,4 +77,4 @@ class WeightExchange:
         state = self.model.state_dict()
         if self.lora is None:
             return state, {}
-        return lora.base_state(state), lora.whole_adapters(state, self._n_kv_heads, self.lora)
+        return lora.base_state(state), lora.whole_adapters(state, self.n_kv_heads, self.lora)

@@ -18,9 +18,20 @@ import xxhash
 
 from torchtitan_rl import platform
 
-__all__ = ["Entry", "Manifest", "SharedBuffers", "plan", "write", "read", "checksum", "open_shared", "host_name"]
+__all__ = [
+    "ALIGNMENT",
+    "Entry",
+    "Manifest",
+    "SharedBuffers",
+    "plan",
+    "write",
+    "read",
+    "checksum",
+    "open_shared",
+    "host_name",
+]
 
-_ALIGNMENT = 64  # bytes; an aligned tensor can be viewed in place
+ALIGNMENT = 64  # bytes; an aligned tensor can be viewed in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,10 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor, sharing memory with the uint8 buffer."""
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,25 +75,20 @@ def plan(
     for name, shape, own_dtype, is_parameter in tensors:
         entry = Entry(tuple(shape), dtype if is_parameter and dtype is not None else own_dtype, offset)
         entries[name] = entry
-        offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+        offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
     return Manifest(version=version, entries=entries, nbytes=offset)
-
-
-def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """The tensor of an entry, sharing memory with the uint8 buffer."""
-    return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
 
 
 def write(buffer: torch.Tensor, manifest: Manifest, name: str, tensor: torch.Tensor) -> None:
     """Casts one tensor into the buffer. Copies from a CUDA device are asynchronous: synchronise before a read."""
-    place = view(buffer, manifest.entries[name])
+    place = manifest.entries[name].view(buffer)
     # Cast on the CUDA device: that may halve the bytes copied.
     place.copy_(tensor.to(place.dtype) if tensor.is_cuda else tensor, non_blocking=True)
 
 
 def read(buffer: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
     """All tensors, as views of the buffer."""
-    return {name: view(buffer, entry) for name, entry in manifest.entries.items()}
+    return {name: entry.view(buffer) for name, entry in manifest.entries.items()}
 
 
 def checksum(buffer: torch.Tensor) -> str:
@@ -101,7 +111,7 @@ class SharedBuffers:
 
     def __init__(self) -> None:
         self._free: list[tuple[int, torch.Tensor]] = []
-        self._used: dict[int | str, tuple[int, torch.Tensor]] = {}
+        self.used: dict[int | str, tuple[int, torch.Tensor]] = {}
         self._pins = platform.device_type() == "cuda"
 
     def take(self, version: int | str, nbytes: int) -> tuple[str, torch.Tensor]:
@@ -112,7 +122,7 @@ class SharedBuffers:
             slot = self._new(nbytes)
         else:
             self._free.remove(slot)
-        self._used[version] = slot
+        self.used[version] = slot
         return f"/proc/{os.getpid()}/fd/{slot[0]}", slot[1]
 
     def _new(self, nbytes: int) -> tuple[int, torch.Tensor]:
@@ -124,17 +134,17 @@ class SharedBuffers:
         return fd, buffer
 
     def release(self, version: int | str) -> None:
-        slot = self._used.pop(version, None)
+        slot = self.used.pop(version, None)
         if slot is not None:
             self._free.append(slot)
 
     def close(self) -> None:
         """Unpins and closes all segments, for a publisher whose process lives on."""
-        for fd, buffer in [*self._free, *self._used.values()]:
+        for fd, buffer in [*self._free, *self.used.values()]:
             platform.unpin(buffer)
             os.close(fd)
         self._free.clear()
-        self._used.clear()
+        self.used.clear()
 
 
 def open_shared(manifest: Manifest, *, write: bool = False) -> torch.Tensor:

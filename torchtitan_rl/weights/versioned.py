@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchtitan_rl import platform
+from torchtitan_rl.weights.elsewhere import Elsewhere
 from torchtitan_rl.weights.layout import Manifest, checksum, host_name, open_shared
 from torchtitan_rl.weights.pinned import PinnedPayloads
 
@@ -27,12 +28,13 @@ class VersionedStore(ABC):
         self.timeout_s = timeout_s
         self._pinned = None if platform.device_type() == "cpu" else PinnedPayloads()
         """Segments that stay mapped between versions, for copies to a GPU."""
+        self.elsewhere = Elsewhere()
 
-    async def publish(self, manifest: Manifest, payload: torch.Tensor, *, handle: str, verify: bool) -> None:
-        """Makes a version visible. With an empty `handle` the store keeps the payload, else only the handle."""
-        manifest.checksum = checksum(payload) if verify else ""
+    async def publish(self, manifest: Manifest, payload: torch.Tensor | None, *, handle: str, verify: bool) -> None:
+        """Makes a version visible. With an empty `handle` the store keeps the payload; None: pieces lie elsewhere."""
+        manifest.checksum = checksum(payload) if verify and payload is not None else ""
         manifest.handle, manifest.host = handle, host_name() if handle else ""
-        if not handle:
+        if not handle and payload is not None:
             await self._put(_key(manifest.version, "payload"), payload)
         await self._put(_key(manifest.version, "manifest"), manifest)
 
@@ -44,7 +46,7 @@ class VersionedStore(ABC):
         if manifest.handle:
             payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
         else:
-            payload = await self._get(_key(version, "payload"))
+            manifest, payload = await self.elsewhere.fetch(manifest, verify, self._get, _key(version, "payload"))
         if verify and manifest.checksum and checksum(payload) != manifest.checksum:
             raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
         return manifest, payload

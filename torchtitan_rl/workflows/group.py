@@ -14,6 +14,7 @@ from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 from torchtitan_rl.workflows.policy import Policy, single_turn
+from torchtitan_rl.workflows.refusals import refuse_attempt, refuse_id
 
 __all__ = ["run_group", "rollouts_of", "workflow_of", "GroupFailed"]
 
@@ -77,10 +78,7 @@ async def run_group(
         raise failed
     rollouts = [rollout for attempt in attempts for rollout in (attempt[:1] if first_only else attempt)]
     if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
-        raise RuntimeError(
-            f"algorithm.workflow: gave several rollouts of task {task.id!r} the id {twice[0]!r}; give each its "
-            "own, such as f'{rollout_id}.judge'"
-        )
+        refuse_id(twice[0], task)
     unjudged = [r for r in rollouts if r.reward is None and r.turns and all(turn.reward is None for turn in r.turns)]
     texts, parts, began = [rollout.text for rollout in unjudged], {}, time.perf_counter()
     if unjudged:
@@ -95,9 +93,5 @@ def rollouts_of(attempt: Rollout | list[Rollout], task: Task) -> list[Rollout]:
     """A workflow's result as a list of rollouts. Raises RuntimeError for an empty list and for other types."""
     rollouts = attempt if isinstance(attempt, list) else [attempt]
     if not rollouts or not all(isinstance(rollout, Rollout) for rollout in rollouts):
-        what = type(next((r for r in rollouts if not isinstance(r, Rollout)), rollouts)).__name__
-        raise RuntimeError(
-            f"algorithm.workflow: returned {what} for task {task.id!r}; return a Rollout, or a list of one for each "
-            "role"
-        )
+        refuse_attempt(attempt, task)
     return rollouts

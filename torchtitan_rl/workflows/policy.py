@@ -10,6 +10,7 @@ from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, Rollout, SamplingParams, Task, Turn
 from torchtitan_rl.workflows.altered import TrainingSampler, refuse_altered
 from torchtitan_rl.workflows.chat import Chat
+from torchtitan_rl.workflows.refusals import refuse_first_prompt
 from torchtitan_rl.workflows.sampler import Sampler
 
 __all__ = ["Policy", "Prompt", "Sampler", "SamplingFailed", "single_turn"]
@@ -65,10 +66,7 @@ class Policy:
     def check_prompt(self, task: Task, tokens: list[int]) -> None:
         """Raises ValueError when a first prompt is longer than `max_prompt_tokens`."""
         if len(tokens) > self.max_prompt_tokens:
-            raise ValueError(
-                f"task={task.id!r}: its prompt has {len(tokens)} tokens, sampling.max_prompt_tokens="
-                f"{self.max_prompt_tokens}; raise it or filter the task out"
-            )
+            refuse_first_prompt(task, len(tokens), self.max_prompt_tokens)
 
     async def complete(
         self,
@@ -108,9 +106,5 @@ async def single_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int)
     """Answers the task's prompt once. The reward is filled in by `run_group`."""
     tokens = policy.prompt_tokens(task)
     completion = await policy.complete(tokens, seed=stream(seed, 0))  # turn 0
-    return Rollout(
-        id=rollout_id,
-        task=task,
-        turns=[Turn(prompt_tokens=tokens, completion=completion)],
-        text=policy.text(completion),
-    )
+    turn = Turn(prompt_tokens=tokens, completion=completion)
+    return Rollout(id=rollout_id, task=task, turns=[turn], text=policy.text(completion))

@@ -35,23 +35,25 @@ def refusal(config, hosts):
     return str(caught.value)
 
 
-def test_without_gpus_the_trainer_is_first_and_replicas_go_round_the_hosts():
+def test_without_gpus_the_trainer_is_first_and_replicas_go_round_the_hosts_from_one_without_trainer():
     assert places(run_config(dp=4, num_hosts=2, num_replicas=3), cpu_hosts(3)) == {
         "policy": Place(hosts=[0, 1], devices=["", ""]),
-        "generator-0": Place(hosts=[0], devices=[""]),
-        "generator-1": Place(hosts=[1], devices=[""]),
-        "generator-2": Place(hosts=[2], devices=[""]),
+        "generator-0": Place(hosts=[2], devices=[""]),
+        "generator-1": Place(hosts=[0], devices=[""]),
+        "generator-2": Place(hosts=[1], devices=[""]),
     }
+    assert places(run_config(dp=2, num_hosts=2, num_replicas=2), cpu_hosts(2))["generator-0"].hosts == [0]
+    assert places(run_config(), cpu_hosts(2))["generator-0"].hosts == [1]  # and no host is idle
 
 
 def test_gpus_are_taken_in_order_and_replicas_skip_hosts_without_free_ones():
     assert places(run_config(dp=4, num_hosts=2, generator_tp=2, num_replicas=3), gpu_hosts(3, 4)) == {
         "policy": Place(hosts=[0, 1], devices=["0,1", "0,1"]),
-        "generator-0": Place(hosts=[0], devices=["2,3"]),
-        "generator-1": Place(hosts=[1], devices=["2,3"]),
-        "generator-2": Place(hosts=[2], devices=["0,1"]),
+        "generator-0": Place(hosts=[2], devices=["0,1"]),
+        "generator-1": Place(hosts=[0], devices=["2,3"]),
+        "generator-2": Place(hosts=[1], devices=["2,3"]),
     }
-    assert places(run_config(dp=4, num_replicas=2), gpu_hosts(2, 4))["generator-1"] == Place(hosts=[1], devices=["1"])
+    assert places(run_config(dp=4, num_replicas=2), gpu_hosts(2, 4))["generator-0"] == Place(hosts=[1], devices=["0"])
 
 
 def test_a_mesh_over_hosts_gets_neighbours():
@@ -119,11 +121,11 @@ def test_the_address_that_leads_to_a_host():
 
 
 def test_a_host_that_no_mesh_uses_is_refused():
-    assert refusal(run_config(), cpu_hosts(2)) == (
-        "hosts=2: the config's meshes use 1 of them, 10.0.0.1 would be idle; raise trainer.num_hosts or "
+    assert refusal(run_config(), cpu_hosts(3)) == (
+        "hosts=3: the config's meshes use 2 of them, 10.0.0.2 would be idle; raise trainer.num_hosts or "
         "generator.num_replicas, or launch on fewer hosts"
     )
-    check_fits(run_config(num_replicas=2), cpu_hosts(2))
+    check_fits(run_config(num_replicas=2), cpu_hosts(3))
 
 
 def test_generators_alone_need_no_room_for_the_trainer():

@@ -148,7 +148,7 @@ def test_a_directory_of_a_newer_version(run_dir, capsys):
 def test_records_that_a_rule_cannot_read_are_named(run_dir, capsys):
     run_dir.record("rollouts", 20, [{"group_id": "9/0", "task_id": "t9", "text": "x", "reward": 0.5}] * 40)
     part = max((run_dir.path / "rollouts").iterdir())
-    part.write_text(part.read_text().replace('"text": "x"', '"text": 7'))
+    part.write_text(part.read_text().replace('"text":"x"', '"text":7'))
     assert said(run_dir) == 0
     assert "rule unparsable: cannot read the records (AttributeError" in capsys.readouterr().out
 

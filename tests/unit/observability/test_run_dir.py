@@ -42,8 +42,7 @@ def test_metrics_keep_every_bit_and_are_on_disk_at_once(tmp_path):
     run_dir = RunDir.create(tmp_path)
     run_dir.log_metrics(LINE)
     assert (tmp_path / "metrics.jsonl").read_text() == (
-        '{"step": 3, "phase": "reinforcement", "reward/mean": 0.1, "time/step_s": 1e-300, '
-        '"optim/lr": 0.3333333333333333}\n'
+        '{"step":3,"phase":"reinforcement","reward/mean":0.1,"time/step_s":1e-300,"optim/lr":0.3333333333333333}\n'
     )
     run_dir.log_metrics({"step": 4, "phase": "evaluation", "eval/split": "test", "eval/pass@8": 1})
     assert run_dir.read_metrics() == [LINE, {"step": 4, "phase": "evaluation", "eval/split": "test", "eval/pass@8": 1}]

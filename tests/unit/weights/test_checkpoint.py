@@ -1,6 +1,7 @@
 """Which directories count as checkpoints, and which files make one unusable."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -185,3 +186,15 @@ def test_a_checkpoint_says_which_run_and_step_its_weights_come_from(tmp_path):
     (path / "state.json").write_text(json.dumps(state))
     assert origin(path) == Origin(name="sums", step=0, text="supervised step 20")
     assert origin(tmp_path / "Qwen3-0.6B") == Origin(name="Qwen3-0.6B")
+
+
+def test_ranks_that_delete_the_same_directory_do_not_disturb_each_other(tmp_path):
+    for number in range(20):
+        directory = tmp_path / f"step-{number}"
+        for part in ("model", "optimizer"):
+            (directory / part).mkdir(parents=True)
+            for file in range(20):
+                (directory / part / f"{file}.pt").touch()
+        with ThreadPoolExecutor(4) as ranks:
+            list(ranks.map(remove, [directory] * 4))
+        assert not directory.exists()

@@ -19,6 +19,7 @@ from torchtitan_rl.dispatch.remote.service import NoMesh, Samplers, answered, sd
 from torchtitan_rl.dispatch.role_mesh import describe
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.types import Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
+from torchtitan_rl.types.refusals import refuse_lengths
 
 __all__ = ["RemoteSteps", "output_of", "scored"]
 
@@ -149,7 +150,7 @@ class RemoteSteps(TrainingClient):
                 "use 1, or backend='actors'"
             )
         if not data or max(len(datum) for datum in data) > self._max_datum_tokens:
-            self._refuse_lengths(operation, data)
+            refuse_lengths(operation, [len(datum) for datum in data], self._max_datum_tokens)
         check_alike(data, f"{operation}.data")
 
     def _sent(self, data: list[Datum], said: losses.Named, *, forward_only: bool = False) -> Any:

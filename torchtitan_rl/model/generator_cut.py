@@ -1,0 +1,36 @@
+"""Which dimension of a tensor generator ranks share, by torchtitan's name; free of vLLM, so that trainers can ask."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["RankPart", "cut_dim", "num_cuts"]
+
+
+class RankPart(torch.Tensor):
+    """A tensor that is one rank's part already. Operators on a part give plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch.nn.Parameter has it
+
+
+def cut_dim(name: str) -> int | None:
+    """The dimension along which tensor-parallel generator ranks cut a parameter (`...wq.weight`, `...w2_EDF`); None
+    for a parameter that every rank holds whole."""
+    layer, last = ("", *name.split("."))[-2:]
+    if last in ("w1_EFD", "w3_EFD"):
+        return 1
+    if last == "w2_EDF":
+        return 2
+    if layer in ("wq", "wk", "wv", "w1", "w3"):
+        return 0
+    if layer in ("wo", "w2"):
+        return 1
+    return None
+
+
+def num_cuts(size: int, n_kv_heads: int) -> int:
+    """Equal parts of a cut dimension of `size`, such that the share of each rank of every tensor-parallel degree that
+    the model allows is a number of whole parts: such a degree divides the KV heads and the dimension."""
+    return math.gcd(size, n_kv_heads)

@@ -1,0 +1,64 @@
+"""What the verbs of the command do that open an HTTP server on a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import traceback
+from pathlib import Path
+
+from torchtitan_rl import verbs
+from torchtitan_rl.observability.user_code import told
+
+__all__ = ["serve", "serve_tinker"]
+
+
+async def serve(args: argparse.Namespace) -> int:
+    """Until SIGINT or SIGTERM."""
+    from torchtitan_rl.config.actors import GeneratorConfig
+    from torchtitan_rl.run.serve import serve
+
+    generator = GeneratorConfig(
+        dtype=args.dtype, max_model_len=args.max_model_len, kv_cache_gib=args.kv_cache_gib, max_num_batched_tokens=16384
+    )
+    try:
+        at = verbs.address(args, args.port, args.host)
+        await serve(Path(args.checkpoint), at, generator, output_dir=args.output_dir, quiet=args.quiet)
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        return verbs.fail(told(error))
+
+
+def serve_tinker(args: argparse.Namespace, config, argv: list[str]) -> int:
+    """Serves until SIGINT or SIGTERM; is started again, at most `--max-restarts` times, when it is killed or fails."""
+    from torchtitan_rl.config.derive import settled
+    from torchtitan_rl.launch.restarts import leave_outcome, run_with_restarts
+    from torchtitan_rl.run.serve_tinker import TinkerOptions, adapted, serve_tinker
+    from torchtitan_rl.run.start import dated
+    from torchtitan_rl.validation.run import validate
+
+    options = TinkerOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TinkerOptions)})
+    config = settled(adapted(config, options))
+    validate(config)
+    if args.max_restarts and not args.outcome:
+        arguments = verbs.without_restarts(argv[argv.index("serve-tinker") + 1 :]) + ["--max-restarts", "0"]
+        if not config.output_dir:  # the same one for every attempt
+            arguments += ["--output-dir", dated(f"tinker-{config.name}")]
+        return run_with_restarts("serve-tinker", arguments, args.max_restarts)
+
+    async def serving() -> int:
+        try:
+            await serve_tinker(config, options, quiet=args.quiet)
+            return 0
+        except Exception as error:
+            args.final = isinstance(error, ValueError)
+            if args.debug:
+                traceback.print_exc()
+            return verbs.fail(told(error))
+
+    args.final = True
+    if not args.outcome:
+        return verbs.ended(serving())
+    return verbs.ended(serving(), lambda code: leave_outcome(args.outcome, code, final=args.final))

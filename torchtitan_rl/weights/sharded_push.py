@@ -1,0 +1,125 @@
+"""How trainer ranks publish their own shards, in pieces that stay on their hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_rl import platform
+from torchtitan_rl.model import lora
+from torchtitan_rl.model.held_state import held_state
+from torchtitan_rl.weights import layout
+from torchtitan_rl.weights.piece_server import PieceServer, own_host
+from torchtitan_rl.weights.pieces import Box, Piece, PieceManifest, Source, check_complete, owners
+from torchtitan_rl.weights.trainer_shards import Held, aliases_of, entries_of, held_tensors, pieces_of
+
+__all__ = ["Publisher", "push", "write_pieces"]
+
+
+class Publisher:
+    """What a trainer rank keeps between publications."""
+
+    def __init__(self) -> None:
+        self.server: PieceServer | None = None
+        self.owned: dict[tuple[str, ...], set[str]] = {}
+        """By the names of a publication's tensors: those of which this rank publishes its box."""
+
+    def serve(self, buffers: layout.SharedBuffers) -> PieceServer:
+        """The server of what lies in `buffers`."""
+        if self.server is None:
+            self.server = PieceServer(buffers)
+        return self.server
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+
+
+async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, only: str | None) -> None:
+    """Publishes `version` of a `WeightExchange` in pieces; see its `push`. Every rank of the mesh makes the same call.
+
+    Adapters are merged box by box: a rank gathers whole adapters, and no whole weight. Each piece has a checksum.
+    Raises RuntimeError when the ranks' shards do not make up the model.
+    """
+    state = held_state(exchange.model)
+    adapters = lora.layer_adapters(state, exchange.lora) if exchange.lora is not None else {}
+    held, aliases = held_tensors(exchange.model, state), aliases_of(exchange.model)
+    if only is not None:
+        held = {name: tensor for name, tensor in held.items() if name == aliases.get(only, only)}
+        aliases = {name: kept for name, kept in aliases.items() if name == only}
+    dtypes = {
+        name: tensor.values.dtype if dtype is None or name in exchange.buffer_names else dtype
+        for name, tensor in held.items()
+    }
+    owned = {name: held[name] for name in held if name in _owned(exchange.pieces, held, dtypes)}
+    source = write_pieces(exchange, dist.get_rank(), version, owned, dtypes, adapters)
+    sources: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(source, sources)  # every rank's pieces are there before the version exists
+    if sources is not None:
+        entries = {part: entry for name in held for part, entry in entries_of(name, held[name], dtypes[name]).items()}
+        entries |= {name: entries[kept] for name, kept in aliases.items()}
+        entries = entries if only is None else {only: entries[only]}
+        manifest = PieceManifest(version=version, entries=entries, aliases=aliases, sources=sources)
+        await exchange.store.publish(manifest, None, handle="", verify=False)
+
+
+def _owned(publisher: Publisher, held: dict[str, Held], dtypes: dict[str, torch.dtype]) -> set[str]:
+    """The tensors of which this rank publishes its box; at the first publication a collective call."""
+    names = tuple(held)
+    if names not in publisher.owned:
+        mine = {name: (tensor.box, dtypes[name].itemsize) for name, tensor in held.items()}
+        of_ranks: list = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (mine, own_host()))
+        boxes, hosts = [boxes for boxes, _ in of_ranks], [host for _, host in of_ranks]
+        check_complete(boxes, {name: tensor.shape for name, tensor in held.items()})
+        publisher.owned[names] = owners(boxes, hosts)[dist.get_rank()]
+    return publisher.owned[names]
+
+
+def write_pieces(
+    exchange: Any,
+    rank: int,
+    version: int | str,
+    owned: dict[str, Held],
+    dtypes: dict[str, torch.dtype],
+    adapters: lora.Adapters,
+) -> Source:
+    """Writes a trainer rank's pieces into a segment of a `WeightExchange` and serves them."""
+    cuts: list[tuple[str, Box, Piece]] = []
+    end = 0
+    for name, tensor in owned.items():
+        for box, piece in pieces_of(name, tensor, dtypes[name], exchange.n_kv_heads):
+            cuts.append((name, box, piece._replace(start=end)))
+            end += -(-piece.nbytes // layout.ALIGNMENT) * layout.ALIGNMENT
+    handle, buffer = exchange.buffers.take(version, max(end, layout.ALIGNMENT))
+    for name, box, piece in cuts:
+        values = owned[name].values[box.within(owned[name].box)]
+        if name in adapters:
+            values = lora.merge(name, values, {name: _part_of(adapters[name], box)})
+        place = buffer[piece.start : piece.start + piece.nbytes].view(dtypes[name]).view(box.shape)
+        # Cast on the CUDA device: that may halve the bytes copied.
+        place.copy_(values.to(place.dtype) if values.is_cuda else values, non_blocking=True)
+    platform.wait_for_copies()
+    pieces = [
+        piece._replace(checksum=layout.checksum(buffer[piece.start : piece.start + piece.nbytes]))
+        for _, _, piece in cuts
+    ]
+    server = exchange.pieces.serve(exchange.buffers)
+    return Source(
+        rank=rank,
+        host=own_host(),
+        address=server.address,
+        handle=handle,
+        nbytes=buffer.numel(),
+        token=server.offer(version, buffer, pieces),
+        pieces=pieces,
+    )
+
+
+def _part_of(adapter: tuple[torch.Tensor, torch.Tensor, float], box: Box) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The adapter of a box: the columns of A and the rows of B."""
+    a, b, scaling = adapter
+    (row, column), (rows, columns) = box
+    return a[:, column : column + columns], b[row : row + rows], scaling

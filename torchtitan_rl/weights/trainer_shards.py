@@ -1,0 +1,95 @@
+"""What a trainer rank holds of its model, tensor by tensor, and how that is cut into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtitan.models.common.attention import FusedQKVLinear
+
+from torchtitan_rl.model.held_state import held_state
+from torchtitan_rl.model.lora import base_state
+from torchtitan_rl.model.sharding import plain_name
+from torchtitan_rl.weights.layout import Entry
+from torchtitan_rl.weights.pieces import Box, HeadRows, Piece, cut
+
+__all__ = ["Held", "aliases_of", "box_of", "held_tensors", "pieces_of", "entries_of"]
+
+
+class Held(NamedTuple):
+    """This rank's box of a tensor as the trainer holds it, a query-key-value weight fused."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    values: torch.Tensor
+    """Of the box, in the trainer's dtype."""
+    heads: HeadRows | None
+    """Of a fused weight."""
+
+
+def aliases_of(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of parameters that have several, such as a tied head's: name -> the parameter's first name."""
+    first: dict[int, str] = {}
+    found = {}
+    for long_name, parameter in model.named_parameters(remove_duplicate=False):
+        name = plain_name(long_name)
+        if first.setdefault(id(parameter), name) != name:
+            found[name] = first[id(parameter)]
+    return found
+
+
+def box_of(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """This rank's box of a tensor, and the tensor's values there. Raises RuntimeError when torch's account of a
+    DTensor's layout does not fit its local tensor."""
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach()
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local().detach()
+    if tuple(local.shape) != tuple(shape):
+        raise RuntimeError(
+            f"shape={tuple(tensor.shape)}, placements={tensor.placements}: this rank holds {tuple(local.shape)}, torch "
+            f"says {tuple(shape)}; give the trainer another layout"
+        )
+    return Box(tuple(offsets), tuple(shape)), local
+
+
+def held_tensors(model: torch.nn.Module, state: dict[str, torch.Tensor] | None = None) -> dict[str, Held]:
+    """Every tensor of the model but adapters, once. Not a collective call, and no copies."""
+    aliases = aliases_of(model)
+    heads = {
+        f"{plain_name(name)}.wqkv": HeadRows(module.heads_per_kv, module.head_dim)
+        for name, module in model.named_modules()
+        if isinstance(module, FusedQKVLinear)
+    }
+    found = {}
+    for name, tensor in base_state(held_state(model) if state is None else state).items():
+        if name not in aliases:
+            box, values = box_of(tensor)
+            found[name] = Held(tuple(tensor.shape), box, values, heads.get(name.rpartition(".")[0]))
+    return found
+
+
+def pieces_of(name: str, held: Held, dtype: torch.dtype, n_kv_heads: int) -> Iterator[tuple[Box, Piece]]:
+    """This rank's box cut into pieces of `dtype`, without places and checksums: the box in the held tensor, the piece
+    under torchtitan's name."""
+    runs = [(name, held.box, held.box)] if held.heads is None else held.heads.split(name, held.box)
+    shapes = {part: shape for part, shape in _parts(name, held)}
+    for part, there, here in runs:
+        for box in cut(part, there, shapes[part], dtype.itemsize, n_kv_heads):
+            offsets = [first + mine - its for first, mine, its in zip(here.offsets, box.offsets, there.offsets)]
+            yield Box(tuple(offsets), box.shape), Piece(part, box, 0, box.numel * dtype.itemsize)
+
+
+def entries_of(name: str, held: Held, dtype: torch.dtype) -> dict[str, Entry]:
+    """The whole tensors that a held tensor is, by torchtitan's names."""
+    return {part: Entry(shape, dtype, 0) for part, shape in _parts(name, held)}
+
+
+def _parts(name: str, held: Held) -> list[tuple[str, tuple[int, ...]]]:
+    if held.heads is None:
+        return [(name, held.shape)]
+    return list(held.heads.shapes(name, held.shape))
