@@ -16,6 +16,7 @@ import pytest
 from tests.integration.leftovers import nothing_left
 from torchtitan_rl.observability import attempts
 from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.weights import checkpoint
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -61,16 +62,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def shared_weights(processes: list[psutil.Process]) -> list[str]:
-    """Segments of shared memory in which a trainer keeps weights for generators on its host."""
-    links = []
+def holding(processes: list[psutil.Process], what: str) -> set[int]:
+    """The processes that hold a segment of shared memory of this name."""
+    found = set()
     for process in processes:
         for fd in Path(f"/proc/{process.pid}/fd").glob("*"):
             try:
-                links.append(os.readlink(fd))
+                if what in os.readlink(fd):
+                    found.add(process.pid)
             except OSError:
                 pass  # closed since, or the process has ended
-    return [link for link in links if "torchtitan_rl_weights" in link]
+    return found
 
 
 class Launch:
@@ -141,7 +143,9 @@ def test_a_trainer_over_two_hosts_trains_and_everything_ends(launch, tmp_path):
     run = launch()
     run.wait_for_metrics()
     processes = run.descendants()
-    assert not shared_weights(processes), "between hosts the store carries the weights"
+    # Between hosts every trainer rank keeps its own shard, and every generator what it has fetched.
+    publishers, fetchers = holding(processes, "torchtitan_rl_weights"), holding(processes, "torchtitan_rl_staging")
+    assert len(publishers) == len(fetchers) == 2 and not publishers & fetchers
     assert run.wait(240) == [0, 0], run.text()
     _, alive = psutil.wait_procs(processes, timeout=5)
     assert not alive
@@ -188,6 +192,25 @@ def test_what_dies_is_named_with_its_host_within_fifteen_seconds(launch, tmp_pat
         time.sleep(0.1)
     assert re.search(named, run.text(0)), run.text()
     assert all(status != 0 for status in run.wait(60)), run.text()
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert not alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, 1])
+def test_sigterm_on_one_host_writes_a_checkpoint_and_ends_both(launch, tmp_path, host):
+    run = launch("--supervised.num-steps", "5000", "--generator.num-replicas", "1")
+    run.wait_for_metrics()
+    processes = run.descendants()
+    (door,) = [
+        p for p in psutil.Process(run.processes[host].pid).children() if "torchtitan_rl.hosts.torchrun" in p.cmdline()
+    ]
+    for _ in range(2):  # as Slurm does when it preempts
+        door.send_signal(signal.SIGTERM)
+    assert run.wait(60) == [1, 1], run.text()  # torchrun's own status for a process that ended with another than 0
+    steps = sum(line["phase"] == "supervised" for line in RunDir(tmp_path / "run").read_metrics())
+    assert f"stopped in the supervised phase at step {steps} with a checkpoint: SIGTERM" in run.text(0), run.text()
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == f"supervised-{steps}"
     _, alive = psutil.wait_procs(processes, timeout=5)
     assert not alive
 
@@ -262,8 +285,7 @@ def test_a_slurm_job_is_printed_and_not_submitted(tmp_path):
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=01:00:00"):
+    for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=01:00:00", "#SBATCH --requeue"):
         assert line in result.stdout.splitlines()
-    assert f"torchtitan_rl.cli train {QUICKSTART} --output-dir runs/job --trainer.num-hosts 2" in result.stdout
-    assert "--hosts job --resume auto; status=$?; test $status -eq 75" in result.stdout
-    assert "validated by --dry-run only" in result.stderr and list(tmp_path.iterdir()) == []
+    assert f"torchtitan_rl.hosts.torchrun {QUICKSTART} --output-dir runs/job --trainer.num-hosts 2" in result.stdout
+    assert result.stderr == "" and list(tmp_path.iterdir()) == []
