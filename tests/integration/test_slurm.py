@@ -1,0 +1,221 @@
+"""A run as a job of a real Slurm, of two nodes on this machine: to its end, queued again, out of time, cancelled.
+
+Both nodes share the machine's cores and network, see `tests.slurm.bed`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts import same_bytes
+from tests.integration.leftovers import nothing_left
+from tests.integration.test_resume import audited, counted
+from tests.slurm.bed import Cluster, missing
+from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.weights import checkpoint
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(missing()), reason=f"needs a Slurm of its own: {missing()}"),
+]
+
+ROOT = Path(__file__).parents[2]
+FLAGS = {
+    "supervised.num-steps": 20,
+    "supervised.batch-size": 16,
+    "algorithm.tasks-per-step": 4,
+    "controller.num-steps": 20,
+    "controller.checkpoint-every": 5,
+    "controller.eval-every": 10,
+    "controller.eval-tasks": 16,
+    "controller.test-tasks": 16,
+    "controller.pass-at-k": 2,
+    "trainer.num-hosts": 2,
+    "trainer.parallelism.data-parallel-shard-degree": 2,
+    "trainer.num-threads": 1,
+    "generator.num-replicas": 2,
+    "generator.num-threads": 1,
+}
+ENDLESS = ("--supervised.num-steps", "100000")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with nothing_left(), Cluster(2) as cluster:
+        yield cluster
+        assert cluster.steps() == []
+
+
+def submit(cluster: Cluster, path: Path, *more: str) -> str:
+    """Submits the run of `FLAGS` as a job; returns the job's number."""
+    flags = [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
+    command = ["bash", "scripts/train_job.sh", "slurm", "configs/quickstart.py", "--num-hosts", "2", *flags]
+    done = subprocess.run(
+        [*command, "--output-dir", str(path), *more],
+        cwd=ROOT,
+        env=cluster.environment | {"TORCHTITAN_RL_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return re.match(r"job (\d+): submitted", done.stdout)[1]
+
+
+def until(condition: Callable[[], bool], output: Path, within_s: float = 240) -> float:
+    """Waits until the condition holds; returns for how many seconds."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() < start + within_s, output.read_text() if output.exists() else "no output"
+        time.sleep(0.1)
+    return time.monotonic() - start
+
+
+def in_state(cluster: Cluster, job: str, *states: str) -> Callable[[], bool]:
+    return lambda: cluster.job(job)["JobState"] in states
+
+
+def to_the_end(cluster: Cluster, job: str, path: Path) -> None:
+    output = path / f"slurm-{job}.txt"
+    until(in_state(cluster, job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"), output)
+    assert cluster.job(job)["JobState"] == "COMPLETED", output.read_text()
+
+
+def lines(path: Path, phase: str = "supervised") -> int:
+    file = path / "metrics.jsonl"
+    return sum(line["phase"] == phase for line in RunDir(path).read_metrics()) if file.exists() else 0
+
+
+def computed(path: Path) -> tuple[list[dict], list[dict]]:
+    """What a run computed, to the last digit: metrics, and all records of rollouts but times and attempts."""
+    records = [
+        {name: value for name, value in record.items() if name not in ("seconds", "turn_seconds", "attempt")}
+        for record in same_bytes.rollouts(path)
+    ]
+    return counted(path), records
+
+
+def assert_same(path: Path, undisturbed: Path, num_attempts: int) -> None:
+    (metrics, records), (expected, expected_records) = computed(path), computed(undisturbed)
+    assert len(expected) > 40 and len(expected_records) == 20 * 4 * 8
+    assert metrics == expected and records == expected_records
+    weights = "checkpoints/step-20/hf/model.safetensors"
+    assert (path / weights).read_bytes() == (undisturbed / weights).read_bytes()
+    assert audited(path)["attempts"] == num_attempts
+
+
+def went_on_at(path: Path) -> str:
+    return attempts.attempts(RunDir(path))[-1]["resumed_from"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("slurm") / "undisturbed"
+    job = submit(cluster, path)
+    to_the_end(cluster, job, path)
+    assert audited(path)["attempts"] == 1
+    return path
+
+
+@pytest.mark.parametrize("phase", ["supervised", "reinforcement"])
+def test_a_run_that_is_queued_again_is_the_undisturbed_run(cluster, undisturbed, tmp_path, phase):
+    path = tmp_path / "run"
+    job = submit(cluster, path)
+    until(lambda: lines(path, phase) >= 7, path / f"slurm-{job}.txt")
+    cluster.run("scontrol", "requeue", job)
+    waited = until(in_state(cluster, job, "PENDING"), path / f"slurm-{job}.txt", within_s=60)
+    made = lines(path, phase)
+    assert 7 <= made < 20, "the run ended before the request"
+    assert checkpoint.latest(path / "checkpoints").name.endswith(f"-{made}"), "nothing was lost"
+    print(f"\nscontrol requeue after step {made} ({phase}): a checkpoint, and everything ended, in {waited:.1f} s")
+    assert cluster.steps() == []
+    cluster.start_now(job)
+    to_the_end(cluster, job, path)
+    assert cluster.job(job)["Restarts"] == "1"
+    assert went_on_at(path) == f"{'supervised' if phase == 'supervised' else 'step'}-{made}"
+    assert_same(path, undisturbed, num_attempts=2)
+
+
+def test_a_job_of_higher_priority_takes_the_nodes_and_the_run_goes_on_after_it(cluster, undisturbed, tmp_path):
+    path = tmp_path / "run"
+    job = submit(cluster, path)
+    until(lambda: lines(path, "reinforcement") >= 4, path / f"slurm-{job}.txt")
+    urgent = cluster.run("sbatch", "--parsable", "-p", "high", "-N2", "-o", "/dev/null", "--wrap", "sleep 2")
+    waited = until(in_state(cluster, urgent, "RUNNING", "COMPLETED"), path / f"slurm-{job}.txt", within_s=60)
+    print(f"\na job of higher priority had the nodes after {waited:.1f} s")
+    assert "DUE TO PREEMPTION" in (path / f"slurm-{job}.txt").read_text()
+    until(in_state(cluster, urgent, "COMPLETED"), path / f"slurm-{job}.txt", within_s=30)
+    cluster.start_now(job)
+    to_the_end(cluster, job, path)
+    assert_same(path, undisturbed, num_attempts=2)
+
+
+def test_a_run_that_loses_a_process_is_queued_again_as_often_as_was_allowed(cluster, undisturbed, tmp_path):
+    path = tmp_path / "run"
+    job = submit(cluster, path, "--max-restarts", "1")
+    until(lambda: lines(path, "reinforcement") >= 7, path / f"slurm-{job}.txt")
+    first_line = (path / "logs" / "policy-1.log").read_text().splitlines()[0]
+    os.kill(int(re.search(r"pid (\d+)", first_line)[1]), 9)
+    until(in_state(cluster, job, "PENDING"), path / f"slurm-{job}.txt", within_s=90)
+    assert checkpoint.latest(path / "checkpoints").name in ("step-5", "step-10")
+    cluster.start_now(job)
+    to_the_end(cluster, job, path)
+    assert_same(path, undisturbed, num_attempts=2)
+
+
+def test_a_run_writes_a_checkpoint_before_its_time_is_up_and_waits_for_more(cluster, tmp_path):
+    path = tmp_path / "run"
+    job = submit(cluster, path, *ENDLESS, "--time-limit", "00:02:00", "--stop-before", "30")
+    output = path / f"slurm-{job}.txt"
+    until(in_state(cluster, job, "RUNNING"), output)
+    waited = until(in_state(cluster, job, "PENDING", "FAILED", "TIMEOUT"), output, within_s=180)
+    assert cluster.job(job)["JobState"] == "PENDING", output.read_text()
+    made = lines(path)
+    print(f"\nof a limit of 120 s the run used {waited:.1f} s, {made} steps")
+    assert 20 < waited < 120 and checkpoint.latest(path / "checkpoints").name == f"supervised-{made}"
+    cluster.start_now(job)
+    until(lambda: lines(path) > made, output)
+    assert went_on_at(path) == f"supervised-{made}"
+    cluster.run("scancel", job)
+    until(in_state(cluster, job, "CANCELLED"), output, within_s=60)
+
+
+def cancelled(cluster: Cluster, path: Path) -> None:
+    """Submits a run, which goes on where `path` has one, and cancels it after some steps."""
+    job, before = submit(cluster, path, *ENDLESS), lines(path)
+    until(lambda: lines(path) > before + 2, path / f"slurm-{job}.txt")
+    assert len(cluster.steps()) > 8
+    cluster.run("scancel", job)
+    waited = until(lambda: cluster.steps() == [], path / f"slurm-{job}.txt", within_s=60)
+    until(in_state(cluster, job, "CANCELLED"), path / f"slurm-{job}.txt", within_s=30)
+    print(f"\nscancel: nothing was left after {waited:.1f} s")
+
+
+def test_scancel_leaves_nothing(cluster, tmp_path):
+    path = tmp_path / "run"
+    with nothing_left():
+        for _ in range(2):
+            cancelled(cluster, path)
+    assert checkpoint.latest(path / "checkpoints").name == f"supervised-{lines(path)}", "and it can go on"
+
+
+def test_a_job_that_slurm_refuses_says_so(cluster, tmp_path):
+    command = ["bash", "scripts/train_job.sh", "slurm", "configs/quickstart.py", "--output-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*command, "--partition", "nowhere"],
+        cwd=ROOT,
+        env=cluster.environment | {"TORCHTITAN_RL_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and "error: sbatch: the job was not accepted" in done.stderr
+    assert "invalid partition specified: nowhere" in done.stderr
