@@ -18,13 +18,23 @@ from tests.simulation.mutants import MUTANTS
 from tests.simulation.properties import broken
 from tests.simulation.run import simulate
 
+_COLLECT_EVERY = 8  # seeds
+
 
 def _one(seed: int, mutant: str = "") -> tuple[int, int, int, dict[str, str]]:
     """(seed, attempts, faults that struck, broken properties)."""
     torch.set_num_threads(1)
+    if seed % _COLLECT_EVERY == 0:
+        gc.collect()
     with MUTANTS[mutant].put_back() if mutant else nullcontext():
         run = simulate(seed)
     return seed, len(run.logs), sum(log.num_faults for log in run.logs), broken(run)
+
+
+def _collect_seldom() -> None:
+    """What is imported stays, and what a seed leaves goes with that of later seeds."""
+    gc.freeze()
+    gc.disable()
 
 
 def main() -> int:
@@ -46,7 +56,7 @@ def main() -> int:
         return bool(found)
     began, failed, num_attempts, num_faults = time.perf_counter(), 0, 0, 0
     seeds = range(options.first, options.first + options.seeds)
-    with multiprocessing.Pool(options.processes, gc.freeze) as pool:
+    with multiprocessing.Pool(options.processes, _collect_seldom) as pool:
         for _, of_attempts, faults, found in pool.imap(partial(_one, mutant=options.mutant), seeds, chunksize=8):
             num_attempts, num_faults, failed = num_attempts + of_attempts, num_faults + faults, failed + bool(found)
             for said in found.values():

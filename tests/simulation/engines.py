@@ -59,7 +59,8 @@ class FakeReplica:
         """(time, version, weights) of each load, in order."""
         self.staged: dict[int, int] = {}
         """Version -> weights that were fetched and not loaded yet."""
-        self._calls: dict[asyncio.Future, str] = {}
+        self._calls: dict[asyncio.Future, tuple[str, asyncio.TimerHandle]] = {}
+        """Call without an answer -> its name, and what ends it at its deadline."""
         self._tickets: dict[int, _Ticket] = {}
 
     # What a mesh offers.
@@ -70,15 +71,8 @@ class FakeReplica:
         if self.dead:
             loop.call_later(_NOTICED_S, _fail, answer, ProcessDied(f"{name}: its process died; see its log"))
             return answer
-        self._calls[answer] = name
         late = WorkerLost(f"{name}: no answer within {timeout_s or self.timeout_s:g} s; look at its log")
-        timer = loop.call_later(timeout_s or self.timeout_s, _fail, answer, late)
-
-        def done(_: asyncio.Future) -> None:
-            timer.cancel()
-            self._calls.pop(answer, None)
-
-        answer.add_done_callback(done)
+        self._calls[answer] = name, loop.call_later(timeout_s or self.timeout_s, self._late, answer, late)
         getattr(self, endpoint)(answer, *args)
         return answer
 
@@ -92,7 +86,7 @@ class FakeReplica:
     def die(self) -> None:
         """Ends the process: what was under way is lost, calls that wait fail a second later."""
         self.dead = True
-        for answer, name in self._calls.items():
+        for answer, (name, _) in self._calls.items():
             error = ProcessDied(f"{name}: its process died; see its log")
             self.world.loop.call_later(_NOTICED_S, _fail, answer, error)
 
@@ -152,6 +146,7 @@ class FakeReplica:
         done, round_.done = round_.done, []
         for _, asked in done:
             self.world.answered(asked)
+        self._settled(poll)
         poll.set_result([(index, self._completion(asked)) for index, asked in done])
 
     def _completion(self, asked: Asked) -> Completion | ValueError:
@@ -186,10 +181,21 @@ class FakeReplica:
             result = work()
         except (RuntimeError, KeyError) as error:
             kind = type(error) if isinstance(error, WorkerLost) else RuntimeError
+            self._settled(answer)
             _fail(answer, kind(f"{self.role}-0: {error}"))
         else:
+            self._settled(answer)
             if not answer.done():
                 answer.set_result(result)
+
+    def _late(self, answer: asyncio.Future, error: Exception) -> None:
+        self._settled(answer)
+        _fail(answer, error)
+
+    def _settled(self, answer: asyncio.Future) -> None:
+        """The call has its answer: it has no deadline any more."""
+        if call := self._calls.pop(answer, None):
+            call[1].cancel()
 
 
 def _fail(answer: asyncio.Future, error: Exception) -> None:

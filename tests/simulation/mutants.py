@@ -241,7 +241,7 @@ MUTANTS: dict[str, Mutant] = {
     "long slots passed over": _mutant(
         "a batch takes whatever finished first, and nothing waits for a slot that is due",
         "no_token_is_older_than_the_lag",
-        (FirstFinished, "_allowed", lambda self, chosen: [slot for slot in self._slots if slot not in chosen]),
+        (FirstFinished, "_last_due", lambda self, due, room: float("inf")),
         (ahead, "check_lag", _find_nothing),  # it would end the run
         first_seed=19,
     ),

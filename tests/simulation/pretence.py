@@ -15,8 +15,9 @@ from tests.simulation.world import FakeLauncher, World
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.stack import Stack, start_stack
+from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.tables import Table
-from torchtitan_rl.run import checkpoints, controller, overlap, resume, rollouts
+from torchtitan_rl.run import checkpoints, controller, numeric_guard, overlap, resume, rollouts
 from torchtitan_rl.run.start import Inputs
 from torchtitan_rl.tasks.family import source_of
 from torchtitan_rl.weights import checkpoint
@@ -42,8 +43,8 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
     """`Controller.launch` starts pretended processes, and nothing waits for a disk.
 
     Left out, for their time: the check of the config, a second `resolved` of the same config, the order to the disk to
-    have written a file, JSON in several lines, Parquet and the types of columns, and the random states of this process,
-    which nothing draws from.
+    have written a file, JSON in several lines, Parquet and the types of columns, the data of a bad step, and the random
+    states of this process, which nothing draws from.
     """
 
     async def start(config: RunConfig, inputs: Inputs, launcher: Any, model_dir: Path, hf_weights: Any) -> Stack:
@@ -66,6 +67,9 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
         (checkpoint, "write_json", lambda file, content: file.write_text(json.dumps(content))),
         (Table, "seal", _nothing),
         (Table, "_read_lines", lambda table, file: map(json.loads, file.read_text().splitlines())),
+        (RunDir, "write_config", lambda run_dir, content: run_dir.config_file.write_text(json.dumps(content))),
+        (numeric_guard.torch, "save", _nothing),
+        (checkpoint, "_sync", _nothing),
         (os, "fsync", _nothing),
         (overlap, "_EVERY_S", 5.0),  # looks at the generators
     ]

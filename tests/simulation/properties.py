@@ -232,6 +232,8 @@ def broken(run: Run) -> dict[str, str]:
 
 def _places(run: Run, log: Log) -> dict[int, tuple[str, int]]:
     """Stream of a request -> (draw, index of the rollout in its group), for every draw that was admitted."""
+    if log.places is not None:
+        return log.places
     algorithm, places = run.config.algorithm, {}
     tries = 1 + algorithm.rollout_retries * (algorithm.on_rollout_failure == "retry")
     for _, record in log.draws:
@@ -242,6 +244,7 @@ def _places(run: Run, log: Log) -> dict[int, tuple[str, int]]:
                 seed = stream(run.config.seed, record["draw"], rollout, retry)
                 for turn in range(run.config.task.max_turns):
                     places[stream(seed, turn)] = record["draw"], rollout
+    log.places = places
     return places
 
 

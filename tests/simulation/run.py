@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.simulation.pretence import pretended
 from tests.simulation.tasks import BATCHES, config_of, faults_of
 from tests.simulation.virtual_clock import Stuck
@@ -46,7 +48,8 @@ class Run:
     evaluated: list[tuple[int, str]]
     """(step, split) of each evaluation in the metrics."""
     undisturbed: Run | None = None
-    """The run of the same seed without the faults that depend on time; made where a property compares with it."""
+    """The run of the same seed without the faults that depend on time: one replica, no checkpoints, no evaluations, no
+    records. Made where a property compares with it."""
     expected_tasks: dict[int, str] = field(default_factory=dict)
     """Slot -> id of the task that is due in it."""
 
@@ -60,10 +63,13 @@ def simulate(seed: int, *, disturbed: bool = True) -> Run:
     """Runs a seed until the run has finished, was stuck or failed without a fault that explains it."""
     with tempfile.TemporaryDirectory(prefix="simulated-", dir=_MEMORY) as directory:
         config = config_of(seed, Path(directory) / "run")
+        if not disturbed:
+            config.controller.checkpoint_every = config.controller.eval_every = 0
+            config.generator.num_replicas, config.generator.max_replica_restarts = 1, 0
         world = World(
             seed, faults_of(seed, config), call_timeout_s=config.controller.call_timeout_s, disturbed=disturbed
         )
-        with pretended(world, config):
+        with pretended(world, config), torch.inference_mode():
             while len(world.logs) < _MAX_ATTEMPTS:
                 _attempt(world, config, resume="auto" if world.logs else "")
                 log = world.logs[-1]
@@ -107,10 +113,16 @@ def _attempt(world: World, config: RunConfig, resume: str) -> None:
 async def _run(world: World, config: RunConfig, resume: str, begun: list[Controller]) -> None:
     controller = await Controller.launch(config, resume_from=resume)
     begun.append(controller)
+    if not world.disturbed:  # only its weights are looked at
+        controller.recorder.listeners.clear()
+        async with controller:
+            await controller.reinforce()
+        return
     controller.recorder.listeners.append(Watch(world))
     async with controller:
         over = asyncio.Event()
         asking = asyncio.ensure_future(_ask_for_versions(world, controller, over))
+        asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, or asyncio warns
         await controller.train()
         over.set()
         await asking

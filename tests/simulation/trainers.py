@@ -7,6 +7,7 @@ have trained on the same tokens.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Sequence
@@ -33,8 +34,9 @@ _SECONDS = {
     "load_checkpoint": (0.5, 3.0),
 }
 """Endpoint -> the least and the most virtual seconds of a call; any other call takes 0.01 s."""
-_TURNS = 6
-"""Turns of the event loop that an answer takes, as one that comes through a mesh."""
+_TURNS_OF_A_PUSH = 6
+"""Turns of the event loop that the answer to a push takes, as one that comes through a mesh: requests that begin
+meanwhile meet the pull that the answer sets off."""
 
 
 class FakeStore:
@@ -88,14 +90,14 @@ class FakeTrainer:
         if self.dead:
             loop.call_later(1.0, self._lose, answer)
         else:
-            loop.call_at(self._free_at, self._finish, answer, work)
-            if endpoint == "push_weights":
+            pushes = endpoint == "push_weights"
+            loop.call_at(self._free_at, self._finish, answer, work, _TURNS_OF_A_PUSH * pushes)
+            if pushes:
                 loop.call_at(self._free_at, self.world.pushing.set)
         return answer
 
-    def _finish(self, answer: asyncio.Future, work: Callable[[], Any], turns: int = _TURNS) -> None:
-        """Answers after so many turns of the event loop, at the same time: requests that begin meanwhile meet what the
-        answer sets off."""
+    def _finish(self, answer: asyncio.Future, work: Callable[[], Any], turns: int) -> None:
+        """Answers after so many turns of the event loop, at the same time."""
         if turns:
             self.world.loop.call_soon(self._finish, answer, work, turns - 1)
             return
@@ -127,13 +129,12 @@ class FakeTrainer:
     ) -> Accumulated:
         rows = []
         for batch in batches:
-            logprobs = batch.loss_inputs["sampling_logprobs"].split(batch.lengths)
-            masks = batch.loss_inputs["loss_mask"].split(batch.lengths)
-            targets = batch.target_tokens_T.split(batch.lengths)
-            for target_T, mask_T, logprobs_T in zip(targets, masks, logprobs, strict=True):
-                rows.append(logprobs_T * mask_T)
+            logprobs_T, mask_T = batch.loss_inputs["sampling_logprobs"], batch.loss_inputs["loss_mask"]
+            rows += (logprobs_T * mask_T).split(batch.lengths)
+            tokens = iter(zip(batch.target_tokens_T.tolist(), mask_T.tolist(), logprobs_T.tolist(), strict=True))
+            for length in batch.lengths:
                 sampled: dict[int, list[int]] = {}
-                for token, mask, logprob in zip(target_T.tolist(), mask_T.tolist(), logprobs_T.tolist(), strict=True):
+                for token, mask, logprob in itertools.islice(tokens, length):
                     if mask:
                         sampled.setdefault(number_of(logprob), []).append(token)
                 if sampled:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
+import heapq
+import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,30 +16,56 @@ class Stuck(Exception):
     """A wait without an end: nothing is ready and no timer is set, or the clock has passed the limit."""
 
 
-class _Jump(selectors.SelectSelector):
-    """Waits for no file: moves the loop's clock forward by as long as the loop would have waited."""
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Runs callbacks in the order of their virtual times, and those of one time in the order in which they were set.
+    Functions for other threads run at once, on the thread of the loop. Raises Stuck from `run_until_complete`.
 
-    loop: VirtualLoop
+    A turn of this loop looks at no file, signal or thread.
+    """
 
-    def select(self, timeout: float | None = None) -> list:
-        if timeout is None:
-            raise Stuck(f"nothing is ready and no timer is set at {self.loop.now:.1f} s")
-        if timeout > 0:
-            self.loop.now += timeout
-            if self.loop.now > self.loop.limit_s:
-                raise Stuck(f"the run is not over after {self.loop.limit_s:g} virtual seconds")
-        return []
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs callbacks in the order of their virtual times, without a wait. Functions for other threads run at once, on
-    the thread of the loop. Raises Stuck from `run_until_complete`."""
+    _ready: deque[asyncio.Handle]  # of asyncio's own loop, which fills it too
+    _stopping: bool
 
     def __init__(self, *, now: float, limit_s: float) -> None:
         self.now, self.limit_s = now, limit_s
-        selector = _Jump()
-        selector.loop = self
-        super().__init__(selector)
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._numbers = itertools.count()
+        super().__init__()
+
+    def call_soon(self, callback: Callable, *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(self, when: float, callback: Callable, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    def call_later(self, delay: float, callback: Callable, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def _run_once(self) -> None:
+        """One turn, as asyncio's: what is due joins what is ready, and what is ready now runs."""
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not (ready or self._stopping):
+            self._jump(timers)
+        while timers and timers[0][0] <= self.now:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _jump(self, timers: list[tuple[float, int, asyncio.TimerHandle]]) -> None:
+        """Moves the clock to the next timer. Raises Stuck where there is none, and beyond the limit."""
+        if not timers:
+            raise Stuck(f"nothing is ready and no timer is set at {self.now:.1f} s")
+        self.now = max(self.now, timers[0][0])
+        if self.now > self.limit_s:
+            raise Stuck(f"the run is not over after {self.limit_s:g} virtual seconds")
 
     def time(self) -> float:
         """Virtual seconds since the beginning of the simulation."""

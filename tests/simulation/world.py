@@ -83,13 +83,15 @@ class Log:
     """Whether a fault explains the error."""
     left: dict[str, Any] = field(default_factory=dict)
     """What the clients hold when everything has been answered."""
+    places: dict[int, tuple[str, int]] | None = None
+    """What `properties` makes of `draws`, once."""
 
 
 class World:
     """One run of a seed over all its attempts. `disturbed=False` leaves out the faults that depend on time."""
 
     def __init__(self, seed: int, faults: list[Fault], *, call_timeout_s: float, disturbed: bool = True) -> None:
-        self.seed, self.call_timeout_s = seed, call_timeout_s
+        self.seed, self.call_timeout_s, self.disturbed = seed, call_timeout_s, disturbed
         self._random = random.Random(f"world/{seed}")
         self.history: list[str] = []
         self.num_requests, self.killed = 0, False
