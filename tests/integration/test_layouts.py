@@ -26,10 +26,10 @@ def _mismatch(generated: torch.Tensor, trained: torch.Tensor) -> tuple[float, fl
     return float(difference.abs().max()), float((torch.expm1(difference) - difference).mean())
 
 
-async def _two_steps(config, backend="actors", export=None):
-    """Parameters and the trainer's forward at the start, exported to `export`. Then log-probabilities after
-    two optimizer steps: the trainer's on recorded data, the generator's on given tokens, and of sampled completions and
-    the three likeliest tokens of the data both (generator's, trainer's)."""
+async def _two_steps(config, backend="actors", export=None, transport=None):
+    """Parameters and the trainer's forward at the start, exported to `export`. Then log-probabilities after two
+    optimizer steps, published by `transport`: the trainer's on recorded data, the generator's on given tokens, and of
+    sampled completions and the three likeliest tokens of the data both (generator's, trainer's)."""
     from torchtitan_rl.run.controller import Controller
 
     async with await Controller.launch(config, backend=backend) as controller:
@@ -40,6 +40,8 @@ async def _two_steps(config, backend="actors", export=None):
         for _ in range(2):
             await controller.trainer.forward_backward(data, importance_sampling)
             await controller.trainer.optim_step(OptimParams(lr=1e-3))
+        if transport is not None:
+            controller.versions._transport = transport
         await controller.publish()
         output = await controller.trainer.forward(data)
         scored = await asyncio.gather(
@@ -91,7 +93,7 @@ def laid_out(loop, reference, exported, request, tmp_path_factory):
         config.model = ModelConfig(assets=str(exported), pretrained=True)  # what another run has exported
     else:
         config.trainer.parallelism.tensor_parallel_degree = 2
-    return loop.run_until_complete(_two_steps(config))
+    return loop.run_until_complete(_two_steps(config, transport="store"))
 
 
 def test_a_run_starts_from_the_weights_of_a_directory_or_of_the_seed(reference, laid_out):

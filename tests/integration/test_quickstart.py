@@ -55,7 +55,7 @@ def test_the_first_reinforcement_step_comes_within_twenty_seconds(tmp_path):
     )
     metrics_file = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (
-        metrics_file.exists() and '"phase": "reinforcement"' in metrics_file.read_text()
+        metrics_file.exists() and '"phase":"reinforcement"' in metrics_file.read_text()
     ):
         time.sleep(0.05)
     seconds = time.monotonic() - start

@@ -87,6 +87,15 @@ def apart(loop, tmp_path_factory, request):
     loop.run_until_complete(controller.close())
 
 
+@pytest.fixture(params=["shared_memory", "store"])
+def transport(apart, request):
+    """How weights travel from one role to another during a test."""
+    versions = apart[0].versions
+    versions._transport, usual = request.param, versions._transport
+    yield
+    versions._transport = usual
+
+
 def _numbers(line: dict) -> dict:
     return {name: value for name, value in line.items() if not name.startswith("time/") and not name.endswith("_per_s")}
 
@@ -137,7 +146,7 @@ def test_forwards_of_policy_reference_and_critic_overlap_in_time(loop, apart):
     assert max(starts) < min(ends), f"no moment at which all three were at work: {list(zip(starts, ends))}"
 
 
-def test_a_reference_that_was_refreshed_says_what_the_policy_says(loop, apart):
+def test_a_reference_that_was_refreshed_says_what_the_policy_says(loop, apart, transport):
     controller, _ = apart
     data = random_datums(5)
 
@@ -226,7 +235,7 @@ def test_scoring_between_backward_and_step_leaves_the_gradient_whole(loop, apart
     assert loop.run_until_complete(norm(True)) == loop.run_until_complete(norm(False)) > 0
 
 
-def test_the_kl_to_a_reference_on_another_mesh_is_that_of_both_distributions(loop, apart):
+def test_the_kl_to_a_reference_on_another_mesh_is_that_of_both_distributions(loop, apart, transport):
     controller, _ = apart
     policy, reference, data = controller.trainer, controller.role("reference"), random_datums(5, seed=3)
     data = with_inputs(data, token_weights=[d.loss_inputs["loss_mask"] for d in data])
