@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,9 +22,13 @@ NAMED_S = 20.0
 ENDED_S = 60.0
 """Seconds from then until everything has ended, on both sides."""
 _RUN_S = 420.0
+_SLOW_RUN_S = 900.0
+"""7 MB a step between two hosts, at 1.1 MB/s, with round trips of 100 ms: 15 s a step."""
 OPTIONS = {"own_cores": True}
 """Options of every bed that is made here."""
-COMPARED = ("reward/mean", "loss", "optim/grad_norm")
+_LARGE_BATCH = ("--algorithm.tasks-per-step", "64", "--algorithm.group-size", "16")
+"""With it 20 steps take longer than a host to come back, also where another replica goes on generating."""
+COMPARED = ("reward/mean", "loss/mean", "optim/grad_norm")
 
 
 @contextmanager
@@ -58,7 +62,7 @@ def slow(directory: Path) -> dict:
     with run_of("over-both", directory / "fast") as run:
         fast, expected = well(run), [[line[name] for name in COMPARED] for line in run.lines()]
     with run_of("over-both", directory / "slow", bed={"delay_ms": 50, "loss": 0.01}) as run:
-        figures = well(run)
+        figures = well(run, _SLOW_RUN_S)
         assert [[line[name] for name in COMPARED] for line in run.lines()] == expected
     return figures | {"median_step_s_without": fast["median_step_s"]}
 
@@ -100,10 +104,10 @@ def _rejoined(run: Run, index: int) -> bool:
     return bool(re.search(rf"generator-{index}: replaced after", run.text()))
 
 
-def generator_host(directory: Path, layout: str = "one-and-two") -> dict:
+def generator_host(directory: Path, layout: str = "one-and-two", more: Sequence[str] = _LARGE_BATCH) -> dict:
     """The host of a generator loses its power and comes back after 3 s: a replica starts on it again."""
-    with run_of(layout, directory, door="workers") as run:
-        run.until_step(5)
+    with run_of(layout, directory, *more, door="workers") as run:
+        run.until_step(2)
         host = run.bed.hosts[1]
         host.kill()
         time.sleep(3)
@@ -117,7 +121,7 @@ def generator_host(directory: Path, layout: str = "one-and-two") -> dict:
 
 def only_generator_host(directory: Path) -> dict:
     """The same where no other host generates: the run waits for the host."""
-    return generator_host(directory, layout="one-each")
+    return generator_host(directory, layout="one-each", more=())
 
 
 FAULTS: dict[str, Callable[[Path], dict]] = {
