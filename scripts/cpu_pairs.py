@@ -129,8 +129,8 @@ def length(args: argparse.Namespace) -> tuple[str, ...]:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("checkout", type=Path)
-    args, overrides = made.parse_known_args()
-    overrides = (*length(args), *overrides)
+    args, more = made.parse_known_args()
+    overrides = (*length(args), *more)
     base = args.checkout.resolve()
     compare(Side("this", ROOT, overrides), Side(str(args.checkout), base, overrides), args.pairs)
 
