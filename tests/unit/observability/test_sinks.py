@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 import pytest
+import wandb
 
 from tests.recorded import RECORDED
 from tests.wandb_files import history, records
@@ -138,8 +139,9 @@ def test_wandbs_offline_directory_gives_back_the_runs_numbers_and_a_resumed_run_
     path = tmp_path / "run"
     for lines, before, phase, step in ((LINES, [], "", 0), (LINES[-3:], LINES[:-3], "reinforcement", 8)):
         run_dir = begun(path, before, phase, step)
-        wandb = Wandb(path, CONFIG, run_dir.attempt, project="p", entity="", group="g", mode="offline")
-        told(run_dir, wandb, lines)
+        sink = Wandb(path, CONFIG, run_dir.attempt, project="p", entity="", group="g", mode="offline")
+        told(run_dir, sink, lines)
+    wandb.teardown()  # `finish` may return before W&B's own process has written the last of an offline run
     first, second = sorted(path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.parent.name)
     assert first.name == second.name
     assert read_wandb(first) == curves(LINES) and read_wandb(second) == curves(LINES[-3:])

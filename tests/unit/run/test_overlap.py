@@ -68,28 +68,32 @@ def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
     async def run():
         recorder = Recorder()
         recorder.listeners.append(Overlap(Batches(), Generators(), [0]))
-        lines = []
+        lines, expected = [], []
         with recorder.span("reinforcement", total=1):
             for _ in range(2):
                 with recorder.span("step") as step:
                     await asyncio.sleep(0.2)  # the wait for a batch
-                    with recorder.span("score"):
+                    with recorder.span("score") as score:
                         await asyncio.sleep(0.1)
                     with recorder.span("sync") as sync:
                         await asyncio.sleep(0.02)
+                        waited_s = 0.0
                         if not lines:
-                            with recorder.span(WAIT):
+                            with recorder.span(WAIT) as wait:
                                 await asyncio.sleep(0.05)
+                            waited_s = wait.seconds
                 lines.append({"policy/lag_mean": 1.0, "time/step_s": step.seconds, "time/sync_s": sync.seconds})
+                expected.append((1 - score.seconds / step.seconds, waited_s, sync.seconds - waited_s))
                 recorder.fact("metrics", line=lines[-1], text="")
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1  # nobody looks any more
-        return lines
+        return lines, expected
 
-    lines = asyncio.run(run())
+    lines, expected = asyncio.run(run())
     assert lines[0]["time/eval_wait_s"] >= 0.05 and lines[1]["time/eval_wait_s"] == 0
-    for line in lines:
-        assert 0.02 <= line["time/sync_s"] < 0.05
-        assert 0.5 < line["trainer/idle_frac"] < 0.8
+    for line, (idle, waited_s, sync_s) in zip(lines, expected, strict=True):
+        assert line["trainer/idle_frac"] == pytest.approx(idle, abs=0.01) and 0 < idle < 1
+        assert line["time/eval_wait_s"] == pytest.approx(waited_s, abs=0.01)
+        assert line["time/sync_s"] == pytest.approx(sync_s, abs=0.01) and sync_s >= 0.02
         assert line["generator/idle_frac"] == 0.5 and line["generator/in_flight_mean"] == 3
         assert line["generator/stall_s"] == 0.2 and line["batches/ready"] == 1
