@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchtitan_rl
+from torchtitan_rl.inspection.timeline.reading import Timeline
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.observability.timeline import recording
 from torchtitan_rl.observability.timeline.points import GARBAGE, POINTS, Point
@@ -36,6 +37,23 @@ def written(spans: Spans) -> list[dict]:
     spans.settle(all=True)
     spans._processor.force_flush()
     return spans_in(spans._processor.path)
+
+
+def test_what_is_written_can_be_read_in_part(tmp_path):
+    spans = Spans(SpanFile(tmp_path / "spans.jsonl", {"process": "controller", "pid": 1, "boot": "", "clock": 0}), 0)
+    spans.end(spans.begin("step", 1))
+    for start in (10, 20, 30):
+        spans.leaf("work", "work", start, start + 5)
+    spans.settle(all=True)
+    spans._processor.shutdown()
+
+    def read(**kept):
+        [controller] = Timeline.read(tmp_path, **kept).processes
+        return [(piece.name, piece.start) for piece in controller.pieces]
+
+    assert read() == [("step", 1), ("work", 10), ("work", 20), ("work", 30)]
+    assert read(phases_only=True) == [("step", 1)]
+    assert read(window=(16, 29)) == [("step", 1), ("work", 20)]
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.where)
@@ -172,6 +190,7 @@ def test_a_full_disk_costs_spans_and_not_the_run(tmp_path, caplog):
     (tmp_path / "full.jsonl").symlink_to("/dev/full")
     file = SpanFile(tmp_path / "full.jsonl", {}, every_s=60)
     spans = Spans(file, 0)
+    file.before_write = spans.settle
     for _ in range(3):
         spans.leaf("step", "work", 1, 2)
         file.force_flush()
@@ -187,6 +206,7 @@ def test_a_slow_disk_costs_no_memory(tmp_path):
     spans = Spans(file, 0)
     for _ in range(25):
         spans.leaf("step", "work", 1, 2)
+    spans.settle()
     assert len(file._waiting) == 10
     file.shutdown()
     assert spans_in(file.path)[-1] == {"dropped": 16}  # the header had a place too

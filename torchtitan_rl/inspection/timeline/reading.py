@@ -116,7 +116,8 @@ def _ahead(process: Process, controller: Process) -> int:
 
 @dataclass(slots=True)
 class _Kept:
-    """Which lines of a file are read. Looks at the text of a line: parsing it would take ten times as long."""
+    """Which lines of a file are read. Looks at the text of a line: parsing it would take ten times as long. JSON may
+    or may not have a space after a comma or a colon."""
 
     window: tuple[int, int] | None
     phases_only: bool
@@ -126,7 +127,7 @@ class _Kept:
     def __call__(self, line: str, boot: str) -> bool:
         if line.startswith('{"dropped"'):
             return True
-        if self.phases_only and '"kind": "phase"' not in line:
+        if self.phases_only and _PHASE.search(line) is None:
             return False
         if self.window is None or (self.boot and boot != self.boot):
             return True
@@ -134,7 +135,8 @@ class _Kept:
         return int(start) <= self.window[1] and int(end) >= self.window[0]
 
 
-_TIMES = re.compile(r'"start": (\d+), "end": (\d+)')
+_PHASE = re.compile(r'"kind": ?"phase"')
+_TIMES = re.compile(r'"start": ?(\d+), ?"end": ?(\d+)')
 
 
 def _process(file: Path, kept: _Kept) -> Process | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from pydantic_core import to_json
 
 from torchtitan_rl.observability.timeline.points import WRITE_S
 from torchtitan_rl.observability.timeline.spans import KIND, THREAD
@@ -57,6 +58,7 @@ class SpanFile(SpanProcessor):
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         """Writes what waits."""
+        self.before_write()
         self._write()
         return True
 
@@ -98,4 +100,4 @@ def _line(span: ReadableSpan | str) -> str:
         "id": span.context.span_id,
         "in": 0 if span.parent is None else span.parent.span_id,
     }
-    return json.dumps(content | more, default=str)
+    return to_json(content | more, fallback=str).decode()
