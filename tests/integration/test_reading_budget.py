@@ -25,7 +25,7 @@ OFF = tuple(
         *("run/failures", "run/numeric_guard", "run/policy_weights", "tasks/complaints", "weights/role_copies"),
     )
 )
-CEILING = {"files": 38, "file_lines": 4493, "function_lines": 2_021}
+CEILING = {"files": 38, "file_lines": 4496, "function_lines": 2_021}
 
 
 def test_a_plain_step_runs_through_no_more_than_it_did():

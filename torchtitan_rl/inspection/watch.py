@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +13,7 @@ from torchtitan_rl.inspection.diagnose import RULES, look
 from torchtitan_rl.inspection.facts import Facts
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.inspection.samples import Samples
-from torchtitan_rl.observability.recorder import Listener, Span
+from torchtitan_rl.observability.recorder import Listener
 from torchtitan_rl.observability.run_dir import RunDir
 
 __all__ = ["Watch"]
@@ -20,17 +22,24 @@ logger = logging.getLogger(__name__)
 
 _FIRST, _LAST, _BATCHES, _SAMPLES = 16, 64, 5, 4000
 """Kept of a run: the first and the last batches' lines, the last batches' rollouts, the last samples."""
+_PACE_S = 2.0
 
 
 class Watch(Listener):
-    """Takes samples of the run's processes, and looks by the rules after batches, evaluations and samples. What a rule
-    finds is a warning, once in the process's life. Belongs behind an `Aside`: it computes and writes.
+    """Takes samples of the run's processes, and looks by the rules after batches, evaluations and samples, at most once
+    in `pace_s` seconds. What a rule finds is a warning, once in the process's life. Belongs behind an `Aside`: it
+    computes and writes.
 
     The fact `generator` (`client`) brings the client whose replicas are timed.
     """
 
-    def __init__(self, run_dir: RunDir, thresholds: Mapping[str, float]) -> None:
-        self._run_dir, self._thresholds = run_dir, thresholds
+    HEARS = "generator", "rollouts", "metrics"
+    """The facts that it looks at."""
+
+    def __init__(self, run_dir: RunDir, thresholds: Mapping[str, float], *, pace_s: float = _PACE_S) -> None:
+        self._run_dir, self._thresholds, self._pace_s = run_dir, thresholds, pace_s
+        self._new, self._looked = set[str](), -math.inf
+        """What has come that rules look at (`Rule.live`), and when they looked last."""
         self._settings = Run(run_dir).config()
         self._first: list[dict[str, Any]] = []
         self._last: deque[dict[str, Any]] = deque(maxlen=_LAST)
@@ -50,19 +59,11 @@ class Watch(Listener):
         elif kind == "rollouts":
             self._rollouts.append(_light(what["step"], what["groups"]))
             self._batches += 1
-            self._warn("batches")
-            if self._batches % _BATCHES == 0:
-                self._warn("answers")
+            self._new |= {"batches", "answers"} if self._batches % _BATCHES == 0 else {"batches"}
         elif kind == "metrics":
             self._keep(what["line"])
             if what["line"]["phase"] == "evaluation":
-                self._warn("batches")
-        self.beat()
-
-    def begin(self, span: Span) -> None:
-        self.beat()
-
-    def end(self, span: Span, failed: bool) -> None:
+                self._new.add("batches")
         self.beat()
 
     def beat(self) -> None:
@@ -70,7 +71,12 @@ class Watch(Listener):
             records = self._samples.take()
             self._run_dir.record("samples", self._step, records)
             self._taken += [{"step": self._step, "attempt": self._run_dir.attempt, **record} for record in records]
-            self._warn("samples")
+            self._new.add("samples")
+        if self._new and time.monotonic() - self._looked >= self._pace_s:
+            self._look()
+
+    def close(self) -> None:
+        self._look()
 
     def _keep(self, line: dict[str, Any]) -> None:
         if line["phase"] == "reinforcement":
@@ -79,8 +85,9 @@ class Watch(Listener):
         elif line["phase"] == "evaluation" or line.get("optim/skipped"):
             self._others.append(line)
 
-    def _warn(self, after: str) -> None:
-        rules = tuple(rule for rule in RULES if rule.live == after and rule.name not in self._said)
+    def _look(self) -> None:
+        rules = tuple(rule for rule in RULES if rule.live in self._new and rule.name not in self._said)
+        self._new, self._looked = set(), time.monotonic()
         facts = Facts(
             lines=[*self._others, *self._first, *self._last],
             settings=self._settings,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,23 +26,21 @@ _PER_TOKEN = (
 
 def rollout_records(
     groups: Sequence[RolloutGroup], trained: Sequence[Trained], decode: Callable[[list[int]], str] | None
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One record per rollout of `groups`. `trained` has the training sequences; `Datum.rollout` is a rollout's place
     among all rollouts of the groups. `decode` turns tokens into text; None leaves out whatever is per token or turn."""
     sequences: dict[int, list[Trained]] = {}
     for datum, logprobs_T in trained:
         sequences.setdefault(datum.rollout, []).append((datum, logprobs_T))
-    rollouts = [(group, index) for group in groups for index in range(len(group.rollouts))]
-    return [
-        {
+    rollouts = ((group, index) for group in groups for index in range(len(group.rollouts)))
+    for place, (group, index) in enumerate(rollouts):
+        yield {
             "group_id": group.id,
             **_of_rollout(group.rollouts[index]),
             "advantage": None if group.advantages is None else group.advantages[index],
             "left_out": group.left_out,
             **({} if decode is None else _per_token(group.rollouts[index], sequences.get(place, []), decode)),
         }
-        for place, (group, index) in enumerate(rollouts)
-    ]
 
 
 def _of_rollout(rollout: Rollout) -> dict[str, Any]:
@@ -79,12 +78,17 @@ def _of_turn(turn: Turn, before: list[int], decode: Callable[[list[int]], str]) 
     """`before` has the tokens up to the turn: a prompt that begins with them is recorded without them."""
     completion, continues = turn.completion, turn.prompt_tokens[: len(before)] == before
     return {
-        "prompt": decode(turn.prompt_tokens[len(before) :] if continues else turn.prompt_tokens),
+        "prompt": _prompt(decode, tuple(turn.prompt_tokens[len(before) :] if continues else turn.prompt_tokens)),
         "text": decode(completion.tokens),
         "reward": turn.reward,
         "num_prompt_tokens": len(turn.prompt_tokens),
         **{name: getattr(completion, name) for name in _OF_COMPLETION},
     }
+
+
+@lru_cache(maxsize=8)  # the rollouts of a group share a prompt
+def _prompt(decode: Callable[[list[int]], str], tokens: tuple[int, ...]) -> str:
+    return decode(list(tokens))
 
 
 def _of_sequence(datum: Datum, logprobs_T) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 __all__ = ["refuse_columns", "refuse_metrics"]
 
 
-def refuse_columns(table: str, records: list[dict[str, Any]], columns: Collection[str]) -> None:
-    """Raises ValueError for records with a column that a table lacks."""
-    unknown = sorted({name for record in records for name in record} - set(columns))
+def refuse_columns(table: str, record: dict[str, Any], columns: Collection[str]) -> None:
+    """Raises ValueError for a record with a column that a table lacks."""
+    unknown = sorted(record.keys() - set(columns))
     raise ValueError(f"table={table}: has no column {', '.join(unknown)}; its columns are {', '.join(columns)}")
 
 

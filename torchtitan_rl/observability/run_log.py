@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,17 @@ class Tail:
         self._number = 0
         """The part that this process appends to; 0 before its first record."""
 
-    def append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
-        """Adds records. On return the operating system has them, and with `durable` the disk. Raises ValueError for a
-        column that the schema lacks."""
-        if not all(record.keys() <= self._columns.keys() for record in records):
-            refuse_columns(self.directory.name, records, self._columns)
-        if not self._number:
-            self._number = self._begin()
-        lines = "".join(_line(record) for record in records)
-        # A lone surrogate cannot be UTF-8, but its backslash form is a valid JSON escape.
-        with open(self._lines(self._number), "a", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.write(lines)
+    def append(self, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
+        """Adds records: all, or none if one is refused. On return the operating system has them, and with `durable` the
+        disk. Raises ValueError for a column that the schema lacks."""
+        lines = []
+        for record in records:
+            if not record.keys() <= self._columns.keys():
+                refuse_columns(self.directory.name, record, self._columns)
+            lines.append(_line(record))
+        self._number = self._number or self._begin()
+        with open(self._lines(self._number), "ab") as stream:
+            stream.write(b"".join(lines))
             if durable:
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -82,12 +82,12 @@ class RunLog:
         plain = all(isinstance(value, (int, float, str)) for value in metrics.values())
         if not plain or not {"step", "phase"} <= metrics.keys() or not all(map(_METRIC_NAME.fullmatch, metrics)):
             refuse_metrics(metrics, _METRIC_NAME)
-        with self.metrics_file.open("a", encoding="utf-8", errors="backslashreplace") as stream:
+        with self.metrics_file.open("ab") as stream:
             stream.write(_line(metrics))
 
-    def record(self, table: str, step: int, records: list[dict[str, Any]], *, durable: bool = False) -> None:
+    def record(self, table: str, step: int, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
         """Appends records to a table of `observability.schemas`; each names the step and this attempt."""
-        told = [{"step": step, "attempt": self.attempt, **record} for record in records]
+        told = ({"step": step, "attempt": self.attempt, **record} for record in records)
         self.tables[table].append(told, durable=durable)
 
 
@@ -105,22 +105,21 @@ class RunDirWriter(Listener):
         elif kind == "draws":
             self._log.record("ledger", what["step"], what["records"])
         elif kind == "version":
-            now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-            record = {"version": what["version"], "at": now, "seconds": what["seconds"]}
-            self._log.record("versions", what["step"], [record])
+            at = datetime.now().astimezone().isoformat(timespec="milliseconds")
+            self._log.record("versions", what["step"], [what | {"at": at}])
         elif kind == "trained" and self._decode is not None:
             self._trained = what["sequences"]
         elif kind == "rollouts":
             records = rollout_records(what["groups"], self._trained, self._decode)
-            self._log.record("rollouts", what["step"], [{"phase": "reinforcement", **record} for record in records])
+            self._log.record("rollouts", what["step"], ({"phase": "reinforcement", **record} for record in records))
             self._trained = []
 
 
-def _line(record: Mapping[str, Any]) -> str:
+def _line(record: Mapping[str, Any]) -> bytes:
     try:  # in a fifth of the time that json takes
-        return to_json(record, inf_nan_mode="strings").decode() + "\n"
-    except PydanticSerializationError:  # a lone surrogate, or what no JSON holds
-        return json.dumps(encode(record), ensure_ascii=False) + "\n"
+        return to_json(record, inf_nan_mode="strings") + b"\n"
+    except PydanticSerializationError:  # what no JSON holds, or a lone surrogate: UTF-8 lacks it, JSON has an escape
+        return (json.dumps(encode(record), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def encode(value: Any) -> Any:

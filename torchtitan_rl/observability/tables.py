@@ -18,7 +18,7 @@ import glob
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class SharedTable(Table):
         super().__init__(directory, schema)
         self._lock = threading.Lock()
 
-    def append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
+    def append(self, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
         with self._lock:
             super().append(records, durable=durable)
 

@@ -37,7 +37,7 @@ def recorder_of(
     if record.health and not debugger:
         listeners.append(watched(run_dir, [f"generator-{i}" for i in range(config.generator.num_replicas)]))
     if record.diagnose and not debugger:
-        listeners.append(Aside(Watch(run_dir, record.thresholds), name="diagnose", beat_s=1.0))
+        listeners.append(Aside(Watch(run_dir, record.thresholds), name="diagnose", hears=Watch.HEARS, beat_s=1.0))
     if progress is not None:
         listeners.append(Display(progress))
     return Recorder([*listeners, *sinks_of(config, run_dir)])

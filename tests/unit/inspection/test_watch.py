@@ -31,7 +31,7 @@ def trained(watch, *fractions, phase="reinforcement", **more):
 
 
 def test_what_is_found_is_said_once(run_dir, caplog):
-    watch = Watch(run_dir, {})
+    watch = Watch(run_dir, {}, pace_s=0)
     with caplog.at_level(logging.WARNING):
         trained(watch, *[0.95] * 9, 0.5, *[0.95] * 9)
         assert caplog.messages == []
@@ -42,13 +42,13 @@ def test_what_is_found_is_said_once(run_dir, caplog):
 
 
 def test_thresholds_of_the_config_hold(run_dir, caplog):
-    trained(Watch(run_dir, {"no_signal": 0.97}), *[0.95] * 30)
-    trained(Watch(run_dir, {"truncation": 0.1}), *[0.1] * 30, **{"completion/truncated_frac": 0.2})
+    trained(Watch(run_dir, {"no_signal": 0.97}, pace_s=0), *[0.95] * 30)
+    trained(Watch(run_dir, {"truncation": 0.1}, pace_s=0), *[0.1] * 30, **{"completion/truncated_frac": 0.2})
     assert [record.who for record in caplog.records] == ["truncation"]
 
 
 def test_answers_are_looked_at(run_dir, caplog):
-    watch = Watch(run_dir, {})
+    watch = Watch(run_dir, {}, pace_s=0)
     groups = [
         SimpleNamespace(
             id=f"{i}/0",
@@ -61,8 +61,16 @@ def test_answers_are_looked_at(run_dir, caplog):
     assert {record.who for record in caplog.records} == {"duplicates", "unparsable"}
 
 
+def test_between_two_looks_some_time_passes_and_the_end_is_looked_at(run_dir, caplog):
+    watch = Watch(run_dir, {}, pace_s=3600)
+    trained(watch, *[0.95] * 30)
+    assert caplog.messages == []
+    watch.close()
+    assert [record.who for record in caplog.records] == ["no_signal"]
+
+
 def test_a_long_run_takes_no_more_time_or_memory(run_dir):
-    watch = Watch(run_dir, {})
+    watch = Watch(run_dir, {}, pace_s=0)
     trained(watch, *[0.1] * 500)
     assert (
         len(watch._first) + len(watch._last) == 80 and watch._first[0]["step"] == 1 and watch._last[-1]["step"] == 500
@@ -72,13 +80,13 @@ def test_a_long_run_takes_no_more_time_or_memory(run_dir):
 def test_a_resumed_run_remembers_how_it_began(run_dir, caplog):
     for step in range(1, 11):
         run_dir.log_metrics({"step": step, "phase": "reinforcement", "policy/entropy": 1.0, "reward/mean": 0.2})
-    watch = Watch(run_dir, {})
+    watch = Watch(run_dir, {}, pace_s=0)
     trained(watch, *[0.1] * 10, **{"policy/entropy": 0.01})
     assert [record.who for record in caplog.records] == ["entropy_collapse"]
 
 
 def test_samples_have_memory_and_times(run_dir, caplog):
-    watch = Watch(run_dir, {})
+    watch = Watch(run_dir, {}, pace_s=0)
     router = TimedRouter(2)
     watch.fact("generator", {"client": SimpleNamespace(request_times=lambda: {"generator-0": router.times()[0]})})
     first, *_ = records = list(run_dir.tables["samples"].read())

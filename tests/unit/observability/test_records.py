@@ -92,13 +92,13 @@ def test_a_record_has_texts_turns_and_both_sides_of_the_training(tmp_path):
 
 
 def test_without_a_decoder_a_record_has_no_tokens():
-    records = rollout_records([GROUP], [(DATUM, LOGPROBS)], None)
+    records = list(rollout_records([GROUP], [(DATUM, LOGPROBS)], None))
     assert not {"turns", "sequences"} & records[0].keys() and records[0]["num_tokens"] == [2, 1]
 
 
 def test_sequences_go_to_the_rollout_that_they_are_of():
     groups = [GROUP, RolloutGroup(id="8/0", rollouts=[rollout("8/0/0")], left_out="zero_variance")]
-    records = rollout_records(groups, [(DATUM, LOGPROBS), (DATUM, LOGPROBS)], decode)
+    records = list(rollout_records(groups, [(DATUM, LOGPROBS), (DATUM, LOGPROBS)], decode))
     assert [len(record["sequences"]) for record in records] == [2, 0, 0] and records[2]["left_out"] == "zero_variance"
 
 
@@ -107,7 +107,7 @@ def test_data_with_several_targets_a_token_are_recorded_without_what_is_per_targ
     datum = Datum(
         tokens=DATUM.tokens, target_tokens=targets, loss_inputs={"loss_mask": torch.ones(5), "token_weights": targets}
     )
-    (sequence,) = rollout_records([GROUP], [(datum, targets.float())], decode)[0]["sequences"]
+    (sequence,) = next(rollout_records([GROUP], [(datum, targets.float())], decode))["sequences"]
     assert sequence["target_tokens"] is None and sequence["policy_logprobs"] is None
     assert sequence["tokens"] == DATUM.tokens.tolist() and not {"advantages", "token_weights"} & sequence.keys()
 
