@@ -8,6 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import torchtitan_rl
 from torchtitan_rl.inspection.timeline.reading import Timeline
@@ -30,13 +34,13 @@ def spans_in(file: Path) -> list[dict]:
 def spans(tmp_path):
     made = Spans(SpanFile(tmp_path / "spans.jsonl", {"process": "unit"}, every_s=60), 0)
     yield made
-    made._processor.shutdown()
+    made.file.shutdown()
 
 
 def written(spans: Spans) -> list[dict]:
     spans.settle(all=True)
-    spans._processor.force_flush()
-    return spans_in(spans._processor.path)
+    spans.file.force_flush()
+    return spans_in(spans.file.path)
 
 
 def test_what_is_written_can_be_read_in_part(tmp_path):
@@ -45,7 +49,7 @@ def test_what_is_written_can_be_read_in_part(tmp_path):
     for start in (10, 20, 30):
         spans.leaf("work", "work", start, start + 5)
     spans.settle(all=True)
-    spans._processor.shutdown()
+    spans.file.shutdown()
 
     def read(**kept):
         [controller] = Timeline.read(tmp_path, **kept).processes
@@ -54,6 +58,27 @@ def test_what_is_written_can_be_read_in_part(tmp_path):
     assert read() == [("step", 1), ("work", 10), ("work", 20), ("work", 30)]
     assert read(phases_only=True) == [("step", 1)]
     assert read(window=(16, 29)) == [("step", 1), ("work", 20)]
+
+
+def test_a_programs_own_exporter_hears_every_span(tmp_path, monkeypatch):
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    spans = Spans(SpanFile(tmp_path / "spans.jsonl", {}), 0)
+    begun = spans.begin("step", 1)
+    spans.leaf("encode", "work", 2, 3, attributes={"version": 7})
+    spans.end(begun)
+    leaf, step = exporter.get_finished_spans()
+    assert (leaf.name, leaf.start_time, leaf.end_time, leaf.parent) == ("encode", 2, 3, step.context)
+    encode = {"name": "encode", "kind": "work", "start": 2, "end": 3, "thread": "MainThread", "version": 7}
+    assert written(spans)[0] == encode | {"id": leaf.context.span_id, "in": step.context.span_id}
+    monkeypatch.undo()
+    alone = Spans(SpanFile(tmp_path / "alone.jsonl", {}), 0)
+    begun = alone.begin("step", 1)
+    alone.leaf("encode", "work", 2, 3, attributes={"version": 7})
+    alone.end(begun)
+    leaf, step = written(alone)  # the same, without OpenTelemetry's part
+    assert leaf == encode | {"id": 0, "in": step["id"]} and len(exporter.get_finished_spans()) == 2
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.where)
@@ -190,7 +215,6 @@ def test_a_full_disk_costs_spans_and_not_the_run(tmp_path, caplog):
     (tmp_path / "full.jsonl").symlink_to("/dev/full")
     file = SpanFile(tmp_path / "full.jsonl", {}, every_s=60)
     spans = Spans(file, 0)
-    file.before_write = spans.settle
     for _ in range(3):
         spans.leaf("step", "work", 1, 2)
         file.force_flush()
@@ -206,7 +230,6 @@ def test_a_slow_disk_costs_no_memory(tmp_path):
     spans = Spans(file, 0)
     for _ in range(25):
         spans.leaf("step", "work", 1, 2)
-    spans.settle()
     assert len(file._waiting) == 10
     file.shutdown()
     assert spans_in(file.path)[-1] == {"dropped": 16}  # the header had a place too

@@ -17,8 +17,8 @@ from pathlib import Path
 from torchtitan_rl.environment import TIMELINE
 from torchtitan_rl.observability.recorder import Listener, Span
 from torchtitan_rl.observability.timeline.points import GARBAGE, POINTS
-from torchtitan_rl.observability.timeline.span_file import SpanFile
-from torchtitan_rl.observability.timeline.spans import Kind, Spans
+from torchtitan_rl.observability.timeline.span_file import Kind, SpanFile
+from torchtitan_rl.observability.timeline.spans import Spans
 from torchtitan_rl.observability.timeline.wrapping import wrap
 
 __all__ = ["LOOPS", "Timeline", "Phases", "phases_of", "begin", "look"]

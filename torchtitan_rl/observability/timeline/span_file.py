@@ -6,19 +6,37 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from pydantic_core import to_json
 
 from torchtitan_rl.observability.timeline.points import WRITE_S
-from torchtitan_rl.observability.timeline.spans import KIND, THREAD
 
-__all__ = ["SpanFile"]
+__all__ = ["SpanFile", "Leaf", "Kind", "KIND", "THREAD"]
 
 logger = logging.getLogger(__name__)
+
+Kind = Literal["phase", "work", "wait"]
+"""`phase`: other spans say what happened in it. `work`, `wait`: a leaf, which says what its whole time was."""
+KIND, THREAD = "timeline.kind", "timeline.thread"
+"""The names of the attributes that hold a span's kind, and the name of the thread that made it."""
+
+
+class Leaf(NamedTuple):
+    """A leaf that is no span of OpenTelemetry's, because only the file wants it."""
+
+    name: str
+    kind: Kind
+    start: int
+    end: int
+    thread: str
+    parent: Context
+    attributes: Mapping[str, Any] | None
 
 
 class SpanFile(SpanProcessor):
@@ -33,7 +51,7 @@ class SpanFile(SpanProcessor):
         self.before_write: Callable[[], None] = lambda: None
         """Called before each write, by the thread that writes."""
         self._room, self._every_s, self._told = room, every_s, False
-        self._waiting: deque[ReadableSpan | str] = deque([json.dumps(header)])
+        self._waiting: deque[ReadableSpan | Leaf | str] = deque([json.dumps(header)])
         self._closing, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
         self._thread.start()
@@ -42,6 +60,10 @@ class SpanFile(SpanProcessor):
         """Nothing: a span is written once it has ended."""
 
     def on_end(self, span: ReadableSpan) -> None:
+        self.add(span)
+
+    def add(self, span: ReadableSpan | Leaf) -> None:
+        """Has a span written, unless the file is closed or too many wait."""
         if self._closing.is_set():
             return
         if len(self._waiting) >= self._room:
@@ -87,17 +109,16 @@ class SpanFile(SpanProcessor):
                     logger.warning("timeline: %s cannot be written, the run goes on without: %s", self.path, error)
 
 
-def _line(span: ReadableSpan | str) -> str:
+def _line(span: ReadableSpan | Leaf | str) -> str:
     if isinstance(span, str):
         return span
-    more = dict(span.attributes or {})
-    content = {
-        "name": span.name,
-        "kind": more.pop(KIND, "work"),
-        "start": span.start_time,
-        "end": span.end_time,
-        "thread": more.pop(THREAD, ""),
-        "id": span.context.span_id,
-        "in": 0 if span.parent is None else span.parent.span_id,
-    }
+    if isinstance(span, Leaf):
+        name, kind, start, end, thread, parent, attributes = span
+        more, number = dict(attributes or {}), 0
+        above = trace.get_current_span(parent).get_span_context().span_id
+    else:
+        more, number = dict(span.attributes or {}), span.context.span_id
+        name, kind, start, end = span.name, more.pop(KIND, "work"), span.start_time, span.end_time
+        thread, above = more.pop(THREAD, ""), 0 if span.parent is None else span.parent.span_id
+    content = {"name": name, "kind": kind, "start": start, "end": end, "thread": thread, "id": number, "in": above}
     return to_json(content | more, fallback=str).decode()
