@@ -225,6 +225,13 @@ def test_a_full_disk_costs_spans_and_not_the_run(tmp_path, caplog):
     assert [json.loads(line) for line in (tmp_path / "full.jsonl").read_text().splitlines()][-1] == {"dropped": 4}
 
 
+def test_a_name_that_is_no_utf8_is_written_with_its_escape(spans):
+    """Of a user's own span, whose name may come from a generator's text."""
+    spans.leaf("rank \ud800", "work", 1, 2)
+    spans.leaf("rank", "work", 3, 4)
+    assert [span["name"] for span in written(spans)] == ["rank \ud800", "rank"]
+
+
 def test_a_slow_disk_costs_no_memory(tmp_path):
     file = SpanFile(tmp_path / "spans.jsonl", {}, room=10, every_s=60)
     spans = Spans(file, 0)

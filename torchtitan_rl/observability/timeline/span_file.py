@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections import deque
@@ -13,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
-from pydantic_core import to_json
 
+from torchtitan_rl.observability.run_log import json_line
 from torchtitan_rl.observability.timeline.points import WRITE_S
 
 __all__ = ["SpanFile", "Leaf", "Kind", "KIND", "THREAD"]
@@ -51,7 +50,7 @@ class SpanFile(SpanProcessor):
         self.before_write: Callable[[], None] = lambda: None
         """Called before each write, by the thread that writes."""
         self._room, self._every_s, self._told = room, every_s, False
-        self._waiting: deque[ReadableSpan | Leaf | str] = deque([json.dumps(header)])
+        self._waiting: deque[ReadableSpan | Leaf | dict[str, Any]] = deque([header])
         self._closing, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
         self._thread.start()
@@ -95,12 +94,12 @@ class SpanFile(SpanProcessor):
             dropped, number = self.dropped, len(self._waiting)
             lines = [_line(self._waiting.popleft()) for _ in range(number)]
             if dropped:
-                lines.append(json.dumps({"dropped": dropped}))
+                lines.append(json_line({"dropped": dropped}))
             if not lines:
                 return
             try:
-                with self.path.open("a", encoding="utf-8") as stream:
-                    stream.write("\n".join(lines) + "\n")
+                with self.path.open("ab") as stream:
+                    stream.write(b"".join(lines))
                 self.dropped -= dropped
             except OSError as error:
                 self.dropped += number
@@ -109,9 +108,9 @@ class SpanFile(SpanProcessor):
                     logger.warning("timeline: %s cannot be written, the run goes on without: %s", self.path, error)
 
 
-def _line(span: ReadableSpan | Leaf | str) -> str:
-    if isinstance(span, str):
-        return span
+def _line(span: ReadableSpan | Leaf | dict[str, Any]) -> bytes:
+    if isinstance(span, dict):
+        return json_line(span)
     if isinstance(span, Leaf):
         name, kind, start, end, thread, parent, attributes = span
         more, number = dict(attributes or {}), 0
@@ -121,4 +120,4 @@ def _line(span: ReadableSpan | Leaf | str) -> str:
         name, kind, start, end = span.name, more.pop(KIND, "work"), span.start_time, span.end_time
         thread, above = more.pop(THREAD, ""), 0 if span.parent is None else span.parent.span_id
     content = {"name": name, "kind": kind, "start": start, "end": end, "thread": thread, "id": number, "in": above}
-    return to_json(content | more, fallback=str).decode()
+    return json_line(content | more)

@@ -40,7 +40,7 @@ class _Ours(TracerProvider):
 
 class Spans:
     """Makes spans and hands them to `file`. Where the program has a tracer provider of its own, they go to whatever
-    listens to that, too; where it has none, leaves take the short way to the file, at a fifth of the cost.
+    listens to that, too; where it has none, leaves take the short way to the file, at a tenth of the cost.
 
     Times are nanoseconds of `time.time_ns()` as the controller read it at the start, carried on by the monotonic clock,
     which all processes of a host share: no adjustment of the wall clock moves spans against each other.
