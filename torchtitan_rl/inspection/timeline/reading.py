@@ -153,7 +153,7 @@ def _process(file: Path, kept: _Kept) -> Process | None:
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: is no timeline of a process ({error}); delete it to see the others") from error
     for span in spans:
-        if "dropped" in span:
+        if "name" not in span:
             process.dropped += span["dropped"]
         else:
             known = {name: span.pop(name) for name in ("name", "kind", "start", "end", "thread", "id")}

@@ -120,4 +120,4 @@ def _line(span: ReadableSpan | Leaf | dict[str, Any]) -> bytes:
         name, kind, start, end = span.name, more.pop(KIND, "work"), span.start_time, span.end_time
         thread, above = more.pop(THREAD, ""), 0 if span.parent is None else span.parent.span_id
     content = {"name": name, "kind": kind, "start": start, "end": end, "thread": thread, "id": number, "in": above}
-    return json_line(content | more)
+    return json_line(content | {f"attribute.{key}" if key in content else key: more[key] for key in more})
