@@ -154,7 +154,7 @@ async def _guarded(args, start, body) -> int:
             if controller.config.record.timeline:
                 from torchtitan_rl.observability.timeline.points import WRITE_S
 
-                await asyncio.sleep(2 * WRITE_S)  # the actors' last spans are on disk then
+                await asyncio.sleep(WRITE_S + 0.5)  # the actors' last spans are on disk then
             controller.launcher.kill()  # `close` would take seconds; all files of the run are written
             controller.recorder.close()
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 __all__ = ["Point", "POINTS", "GARBAGE", "WRITE_S"]
 
-WRITE_S = 0.25
+WRITE_S = 1.0
 """Seconds after which a process's spans are on disk; a process that is killed loses what is younger."""
 GARBAGE = "collect garbage"
 """Work of Python's garbage collector, which stops every thread of the process, whichever it is in."""
