@@ -58,12 +58,10 @@ class Samples:
         at = datetime.now().astimezone().isoformat(timespec="milliseconds")
         records: list[dict[str, Any]] = []
         for who, process in self._processes.items():
-            try:
-                rss_mib = process.memory_info().rss / 2**20
-            except psutil.Error:
+            if rss := _rss(process):
+                records.append({"at": at, "who": who, "pid": process.pid, "rss_mib": rss / 2**20})
+            else:
                 self._look_at = now + _FIRST_S  # it has ended, and another one may take its place
-                continue
-            records.append({"at": at, "who": who, "pid": process.pid, "rss_mib": rss_mib})
         for who, (in_flight_s, answered) in self.times().items():
             records.append({"at": at, "who": who, "in_flight_s": in_flight_s, "answered": answered})
         return records
@@ -90,3 +88,11 @@ class Samples:
                 if where == host:
                     names[int(pid)] = f"{role}-{rank}"
         return names
+
+
+def _rss(process: psutil.Process) -> int:
+    """Bytes of memory that a process holds; 0 once it has ended, whether its parent knows or not."""
+    try:
+        return process.memory_info().rss
+    except psutil.Error:
+        return 0

@@ -117,7 +117,9 @@ def test_a_process_that_starts_is_found_when_told(tmp_path):
         samples.look_again()
         assert samples.due() and f"pid-{child.pid}" in {record["who"] for record in samples.take()}
     finally:
-        child.kill(), child.wait()
+        child.kill(), os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # has ended; its parent has not asked yet
+        assert f"pid-{child.pid}" not in {record["who"] for record in samples.take()}
+        child.wait()
         assert f"pid-{child.pid}" not in {record["who"] for record in samples.take()}
 
 
