@@ -48,12 +48,15 @@ class Facts:
         begun: Iterable[int] = (),
         whereabouts: Whereabouts | None = None,
         now: float | None = None,
+        left_out: int = 0,
     ) -> None:
+        """`left_out`: batches of the run whose lines are not in `lines`."""
         self.lines, self.settings, self.events, self.status = list(lines), settings or {}, list(events), status or {}
         self.begun = set(begun)
         """The steps from which attempts at the run went on."""
         self.whereabouts, self.now = whereabouts, time.time() if now is None else now
         self.missing: list[str] = []
+        self._left_out = left_out
         self._rollouts, self._samples = rollouts, samples
 
     @classmethod
@@ -100,10 +103,21 @@ class Facts:
         """The lines of batches of the reinforcement phase."""
         return [line for line in self.lines if line.get("phase") == "reinforcement"]
 
+    @property
+    def num_batches(self) -> int:
+        """Batches of the reinforcement phase so far."""
+        return len(self.steps) + self._left_out
+
+    @cached_property
+    def own_evaluations(self) -> list[dict[str, Any]]:
+        """The lines of the run's own evaluations, without those of `controller.eval_sets`."""
+        sets = self.setting("controller.eval_sets", {})
+        return [line for line in self.lines if line.get("phase") == "evaluation" and line.get("eval/name") not in sets]
+
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of the run's own evaluations on validation tasks."""
-        found = [line for line in self.lines if line.get("phase") == "evaluation"]
+        found = self.own_evaluations
         return [line for line in found if line.get("eval/split") == "validation" and "eval/accuracy" in line]
 
     def series(self, name: str) -> Series:

@@ -48,7 +48,8 @@ class Watch(Listener):
         self._rollouts: deque[list[dict[str, Any]]] = deque(maxlen=_BATCHES)
         self._taken: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self._samples = Samples(run_dir.logs)
-        self._step, self._batches, self._said = 0, 0, set[str]()
+        self._step, self._batches, self._num_lines, self._said = 0, 0, 0, set[str]()
+        self._begun: list[int] | None = None
         for line in run_dir.read_metrics():  # of the attempts before
             self._keep(line)
 
@@ -80,7 +81,7 @@ class Watch(Listener):
 
     def _keep(self, line: dict[str, Any]) -> None:
         if line["phase"] == "reinforcement":
-            self._step = line["step"]
+            self._step, self._num_lines = line["step"], self._num_lines + 1
             (self._first if len(self._first) < _FIRST else self._last).append(line)
         elif line["phase"] == "evaluation" or line.get("optim/skipped"):
             self._others.append(line)
@@ -88,11 +89,15 @@ class Watch(Listener):
     def _look(self) -> None:
         rules = tuple(rule for rule in RULES if rule.live in self._new and rule.name not in self._said)
         self._new, self._looked = set(), time.monotonic()
+        if self._begun is None:
+            self._begun = [record["step"] for record in self._run_dir.tables["attempts"].read()]
         facts = Facts(
             lines=[*self._others, *self._first, *self._last],
             settings=self._settings,
             rollouts=lambda: [rollout for batch in self._rollouts for rollout in batch],
             samples=lambda: list(self._taken),
+            begun=self._begun,
+            left_out=self._num_lines - len(self._first) - len(self._last),
         )
         for finding in look(facts, self._thresholds, rules):
             self._said.add(finding.rule)

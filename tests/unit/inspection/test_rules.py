@@ -31,9 +31,10 @@ def steps(*, number=20, **series):
     return lines
 
 
-def evaluated(step, accuracy, around=0.04):
+def evaluated(step, accuracy, around=0.04, name="sort", split="validation"):
     ends = {"eval/accuracy_ci95_low": accuracy - around, "eval/accuracy_ci95_high": accuracy + around}
-    return {"step": step, "phase": "evaluation", "eval/split": "validation", "eval/accuracy": accuracy, **ends}
+    what = {"step": step, "phase": "evaluation", "eval/name": name, "eval/split": split}
+    return {**what, "eval/accuracy": accuracy, **ends}
 
 
 def found(lines=(), settings=None, rollouts=(), samples=(), thresholds=None, **facts):
@@ -93,6 +94,29 @@ def test_a_replica_that_answers_nothing_is_slow():
     assert "slow_replica" in found(samples=samples)
 
 
+def counted(*replicas, attempt=1):
+    """Samples at equal times: of each replica the requests in flight summed over seconds, and those answered."""
+    return [
+        {"who": f"generator-{i}", "in_flight_s": seconds, "answered": answered, "step": 1, "attempt": attempt}
+        for i, (spent, done) in enumerate(replicas)
+        for seconds, answered in zip(spent, done, strict=True)
+    ]
+
+
+def test_replicas_that_begin_alike_are_alike():
+    """One has just answered as many requests as a judgement takes, the other one fewer; some have hardly begun."""
+    assert found(samples=counted(([0, 640], [0, 12]), ([0, 640], [0, 11]))) == {}
+    assert found(samples=counted(([0, 1], [0, 0]), ([0, 5], [0, 1]))) == {}
+    assert "slow_replica" in found(samples=counted(([0, 640], [0, 120]), ([0, 640], [0, 11])))
+
+
+def test_an_attempt_counts_its_requests_anew():
+    before, now = counted(([0, 100], [0, 1000]), ([0, 100], [0, 1000])), ([0, 10], [0, 100])
+    assert found(samples=[*before, *counted(now, now, attempt=2)]) == {}
+    slow = counted(now, ([0, 30], [0, 100]), attempt=2)
+    assert "takes 0.3 s" in found(samples=[*before, *slow])["slow_replica"].what
+
+
 @pytest.mark.parametrize("part, who", [("time__reward_s", "the rewards"), ("time__generate_s", "the generators")])
 def test_an_idle_trainer(part, who):
     busy = {"time__step_s": 10.0, "time__optim_s": 0.1, part: 9.0}
@@ -125,6 +149,11 @@ def test_a_run_that_is_gone():
     test = {"step": 40, "phase": "evaluation", "eval/split": "test", "eval/accuracy": 1.0}
     assert found([*lines, test], whereabouts=where("gone")) == {}
     assert found(lines, whereabouts=where("gone"), status={"ended": "finished"}) == {}
+    full = {"kind": "run_failed", "attempt": 1, "text": "the checkpoint is not on disk"}
+    assert "not on disk" in found([*lines, test], whereabouts=where("gone"), events=[full])["gone"].what
+    other = evaluated(12, 0.5, name="hard", split="test")
+    hard = {"controller": {"eval_sets": {"hard": {}}, "num_steps": 40}}
+    assert "gone" in found([*lines, other], hard, whereabouts=where("gone"))
     assert found(lines, whereabouts=where("elsewhere"), now=1599.0) == {}
     assert "gone" in found(lines, whereabouts=where("elsewhere"), now=1601.0)
 
@@ -259,6 +288,12 @@ def test_evaluation_falls_while_reward_rises():
     assert "0.600 (step 5) to 0.490 (step 20)" in finding.what
     assert found([*steps(reward__mean=lambda step: -0.01 * step), *above]) == {}
     assert found([*lines, evaluated(5, 0.6, around=0.2), evaluated(20, 0.3, around=0.2)]) == {}  # eight tasks
+
+
+def test_other_evaluations_do_not_count():
+    lines, hard = steps(reward__mean=lambda step: 0.01 * step), {"controller": {"eval_sets": {"hard": {}}}}
+    own = [evaluated(step, 0.8) for step in (5, 20)]
+    assert found([*lines, *own, evaluated(20, 0.2, name="hard")], hard) == {}
 
 
 def rolled(text, reward=0.1, tasks=16, step=20, parts=None):

@@ -85,6 +85,28 @@ def test_a_resumed_run_remembers_how_it_began(run_dir, caplog):
     assert [record.who for record in caplog.records] == ["entropy_collapse"]
 
 
+def test_first_steps_after_a_resume_may_be_slow(run_dir, caplog):
+    for step in range(1, 11):
+        run_dir.log_metrics({"step": step, "phase": "reinforcement", "time/step_s": 0.3})
+    run_dir.record("attempts", 10, [{"phase": "reinforcement"}])
+    watch = Watch(run_dir, {}, pace_s=0)
+    for step in range(11, 20):
+        line = {"step": step, "phase": "reinforcement", "time/step_s": 8.0 if step == 11 else 0.3}
+        watch.fact("metrics", {"line": line})
+        watch.fact("rollouts", {"step": step, "groups": []})
+    assert caplog.messages == []
+
+
+def test_a_quarter_of_a_long_run_is_a_quarter_of_all_its_batches(run_dir, caplog):
+    watch = Watch(run_dir, {}, pace_s=0)
+    for step in range(1, 301):
+        late = step > 260
+        line = {"step": step, "reward/zero_std_frac": 0.9 if late else 0.1, "reward/mean": 0.99 if late else 0.5}
+        watch.fact("metrics", {"line": {"phase": "reinforcement", **line}})
+        watch.fact("rollouts", {"step": step, "groups": []})
+    assert "saturation" not in {record.who for record in caplog.records}
+
+
 def test_samples_have_memory_and_times(run_dir, caplog):
     watch = Watch(run_dir, {}, pace_s=0)
     router = TimedRouter(2)

@@ -51,9 +51,9 @@ def saturation(facts: Facts, threshold: float) -> Said | None:
         if float(rewards[reading.step].value) < threshold * best:
             break
         full.insert(0, rewards[reading.step])
-    if len(full) < max(_IN_A_ROW, len(rewards) // 4):
+    if len(full) < max(_IN_A_ROW, facts.num_batches // 4):
         return None
-    since = "since the first step" if len(full) == len(rewards) else f"since step {full[0].step}"
+    since = "since the first step" if len(full) == facts.num_batches else f"since step {full[0].step}"
     what = f"the reward has been at least {threshold:.0%} of the best, {best:g}, in {len(full)} batches {since}"
     return Said(f"{what}: almost no group has a signal, further steps teach nothing", [*full[-5:], *late[-5:]])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from statistics import median
 from typing import Any
@@ -36,33 +37,35 @@ def dead_replica(facts: Facts, threshold: float) -> Said | None:
 
 def slow_replica(facts: Facts, threshold: float) -> Said | None:
     """One replica takes much longer for a request than its siblings."""
-    waits = _seconds_per_request(facts.samples)
-    if len(waits) < 2:
-        return None
-    who, slowest = max(waits.items(), key=lambda item: item[1])
-    usual = median(seconds for other, seconds in waits.items() if other != who)
+    waits, known = _seconds_per_request(facts.samples)
+    who, slowest = max(waits.items(), key=lambda item: item[1], default=("", 0.0))
+    others = [seconds for other, seconds in waits.items() if other != who and other in known]
+    usual = median(others) if others else math.inf
     if slowest <= threshold * usual:
         return None
     evidence: Series = [Reading(f"{name} s/request", None, seconds) for name, seconds in sorted(waits.items())]
     return Said(f"{who}: takes {slowest:.3g} s for a request, the other replicas {usual:.3g} s", evidence)
 
 
-def _seconds_per_request(samples: list[dict[str, Any]]) -> dict[str, float]:
+def _seconds_per_request(samples: list[dict[str, Any]]) -> tuple[dict[str, float], set[str]]:
     """Replica -> mean seconds from sending a request to its answer, by Little's law: requests in flight, summed over
-    time, over requests answered. Of the newest samples."""
+    time, over requests answered. Of the newest samples of the newest attempt: counts begin again with each attempt.
+
+    Also the replicas that have answered enough to know; for the others the seconds are a lower bound."""
     waits: dict[str, float] = {}
+    known: set[str] = set()
+    newest = max((sample.get("attempt") or 0 for sample in samples), default=0)
     by_replica: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:
-        if sample.get("in_flight_s") is not None:
+        if sample.get("in_flight_s") is not None and (sample.get("attempt") or 0) == newest:
             by_replica[str(sample["who"])].append(sample)
     for who, own in by_replica.items():
         own = own[-_LATE_SAMPLES:]
         seconds, answered = (float(own[-1][name] - own[0][name]) for name in ("in_flight_s", "answered"))
+        waits[who] = seconds / max(answered, _FEW_SAMPLES)
         if answered >= _FEW_SAMPLES:
-            waits[who] = seconds / answered
-        elif seconds:
-            waits[who] = seconds  # next to nothing was answered in all that time
-    return waits
+            known.add(who)
+    return waits, known
 
 
 def idle_trainer(facts: Facts, threshold: float) -> Said | None:
@@ -123,12 +126,14 @@ def _doing(facts: Facts) -> str:
 def gone(facts: Facts, threshold: float) -> Said | None:
     """The run's process is gone, and the run has not come to an end."""
     where = facts.whereabouts
-    if where is None or where.state in ("running", "unknown") or _finished(facts):
+    if where is None or where.state in ("running", "unknown"):
+        return None
+    end, planned = _end(facts), facts.setting("controller.num_steps", "?")
+    if _finished(facts) and end.get("kind") != "run_failed":  # which it may after its last evaluation
         return None
     if where.state == "elsewhere" and facts.now - (where.written or facts.now) <= threshold:
         return None
     phase, step = (facts.lines[-1]["phase"], facts.lines[-1]["step"]) if facts.lines else ("start-up", 0)
-    end, planned = _end(facts), facts.setting("controller.num_steps", "?")
     if end.get("kind") in ("preempted", "interrupted"):
         return None  # as it was asked to
     why = where.ended or end.get("text") or "it left no reason: it was killed, or its host failed"
@@ -140,7 +145,9 @@ def gone(facts: Facts, threshold: float) -> Said | None:
 
 def _finished(facts: Facts) -> bool:
     """Whether the run came to its end. The evaluation on test tasks is the last act of training."""
-    return facts.status.get("ended") == "finished" or any(line.get("eval/split") == "test" for line in facts.lines[-3:])
+    return facts.status.get("ended") == "finished" or (
+        any(line.get("eval/split") == "test" for line in facts.own_evaluations[-1:])
+    )
 
 
 def _end(facts: Facts) -> dict[str, Any]:
