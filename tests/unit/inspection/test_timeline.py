@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from torchtitan_rl import cli
 from torchtitan_rl.inspection.timeline import trace, verb
 from torchtitan_rl.inspection.timeline.critical_path import critical_path
 from torchtitan_rl.inspection.timeline.reading import Timeline
@@ -116,6 +117,17 @@ def test_a_step_made_again_counts_once_and_supervised_steps_do_not(tmp_path):
     write(tmp_path, "controller", [*supervised, *again, ("step", "phase", 130, 150, 5, 3, {"step": 1})])
     [step] = steps_of(Timeline.read(tmp_path))
     assert step.phase.start == 130 * MS
+
+
+@pytest.mark.parametrize("last, told", [("10", "steps 1 to 7"), ("4", "steps 4 to 7"), ("2", "steps 6 to 7")])
+def test_steps_beyond_the_checkpoint_of_a_resumed_run_do_not_count(tmp_path, capsys, last, told):
+    (tmp_path / "config.json").write_text("{}")
+    for begin, numbers in ((0, range(1, 11)), (5000, (6, 7))):  # the first attempt's checkpoint was that of step 5
+        steps = [("step", "phase", begin + 10 * n, begin + 10 * n + 9, n, 0, {"step": n}) for n in numbers]
+        write(tmp_path / "timeline", "controller", steps)
+        (tmp_path / "timeline" / "controller.1.jsonl").rename(tmp_path / "timeline" / f"controller.{begin}.jsonl")
+    assert cli.main(["timeline", str(tmp_path), "--last", last]) == 0
+    assert capsys.readouterr().out.startswith(f"{told}: 0.009 s a step")
 
 
 def test_a_trace_is_chromes_trace_event_format(timeline, tmp_path):

@@ -30,15 +30,23 @@ class Step:
 
 
 def steps_of(timeline: Timeline) -> list[Step]:
-    """The steps of the reinforcement phase in order; of a step that was made again after a resume, the last one."""
+    """The steps of the reinforcement phase in order. After a resume, without those that the attempt before had made
+    beyond its checkpoint."""
     found: dict[int, Step] = {}
-    for controller in timeline.controllers:
-        for piece in controller.pieces:
-            if piece.name == "step" and "step" in piece.more and not _supervised(piece, controller):
-                step = Step(piece.more["step"], piece, controller)
-                if step.number not in found or found[step.number].phase.start < piece.start:
-                    found[step.number] = step
+    attempts = [steps for controller in timeline.controllers if (steps := _steps_in(controller))]
+    for steps in sorted(attempts, key=lambda steps: steps[0].phase.start):
+        found = {number: step for number, step in found.items() if number < steps[0].number}
+        found |= {step.number: step for step in steps}
     return [found[number] for number in sorted(found)]
+
+
+def _steps_in(controller: Process) -> list[Step]:
+    """The steps that one attempt made, the earliest first."""
+    return [
+        Step(piece.more["step"], piece, controller)
+        for piece in controller.pieces
+        if piece.name == "step" and "step" in piece.more and not _supervised(piece, controller)
+    ]
 
 
 def _supervised(step: Piece, controller: Process) -> bool:

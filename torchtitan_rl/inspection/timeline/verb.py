@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.trace}: {number} events; open it at https://ui.perfetto.dev")
         return 0
     steps = chosen(steps_of(Timeline.read(directory, phases_only=True)), args.step, args.last)
-    timeline = Timeline.read(directory, window=(steps[0].phase.start, steps[-1].phase.end))
+    window = min(step.phase.start for step in steps), max(step.phase.end for step in steps)
+    timeline = Timeline.read(directory, window=window)
     wanted = {step.number for step in steps}
     print("\n".join(report(timeline, [step for step in steps_of(timeline) if step.number in wanted])))
     return 0
