@@ -23,6 +23,8 @@ HEARTBEAT_S = 5.0
 _PERIOD_S = 1.0
 _LONGEST_TEXT = 4000
 _PACKAGE = "torchtitan_rl"
+_ENDS = ("run_failed", "preempted", "interrupted")
+"""Kinds of events that end a run before its last act, after its last span perhaps."""
 
 
 class Status(Listener):
@@ -40,7 +42,7 @@ class Status(Listener):
         self._open: dict[int, tuple[Span, int]] = {}
         """Open spans, outer ones first, with the number of their pieces that are done."""
         self._step = self._num_steps = 0
-        self._phase, self._ended, self._stopped = "", "", False
+        self._phase, self._ended, self._stopped, self._failed = "", "", False, False
         self._written, self._changed = 0.0, True
         self._write()
 
@@ -75,11 +77,12 @@ class Status(Listener):
 
     def close(self) -> None:
         self._on_close()
-        self._ended = "stopped" if self._stopped or self._open else "finished"
+        self._ended = "stopped" if self._stopped or self._failed or self._open else "finished"
         self._write()
 
     def _event(self, what: dict[str, Any]) -> None:
         self._run_dir.record("events", self._step, [what])
+        self._failed |= what["kind"] in _ENDS
         if what["kind"] == "replica_lost":
             self._replicas[what["who"]] = what["text"]
         elif what["kind"] == "replica_replaced":
@@ -116,6 +119,17 @@ class Status(Listener):
         }
 
 
+class _ClosesLast(Aside):
+    """Goes on until the recorder waits for this listener: it hears what those before it say while they close."""
+
+    def close(self) -> None:
+        """Nothing yet."""
+
+    def wait(self) -> None:
+        super().close()
+        super().wait()
+
+
 class _Events(logging.Handler):
     """Tells a listener of the warnings and errors of this package."""
 
@@ -141,12 +155,12 @@ _EVENTS = _Events()
 
 def watched(run_dir: RunDir, replicas: list[str]) -> Aside:
     """A listener in a thread of its own that keeps a run's `status.json` and its table `events`, to which each warning
-    and error that this package logs in this process is added until the run has ended.
+    and error that this package logs in this process is added until the run has ended. The last listener of a recorder.
 
     A log record may say what happened and to whom: `logger.warning(text, extra={"event": "replica_lost", "who":
     "generator-1"})`.
     """
-    aside = Aside(Status(run_dir, replicas, lambda: _forget(aside)), name="status", beat_s=_PERIOD_S)
+    aside = _ClosesLast(Status(run_dir, replicas, lambda: _forget(aside)), name="status", beat_s=_PERIOD_S)
     _EVENTS.listener = aside
     logging.getLogger(_PACKAGE).addHandler(_EVENTS)  # a second call adds nothing
     return aside

@@ -28,16 +28,16 @@ def recorder_of(
 ) -> Recorder:
     """The recorder of a run. `decode` turns tokens into text; with `progress` None nothing is displayed. With
     `debugger` nobody watches the run's health: a run that stands at a breakpoint is not stuck."""
-    record, listeners = config.record, list[Listener]()
+    record, listeners, status = config.record, list[Listener](), list[Listener]()
     if record.timeline:
         from torchtitan_rl.observability.timeline.recording import phases_of
 
         listeners += phases_of(run_dir.path / "timeline")
     listeners.append(RunDirWriter(run_dir, decode if config.controller.record_tokens else None))
     if record.health and not debugger:
-        listeners.append(watched(run_dir, [f"generator-{i}" for i in range(config.generator.num_replicas)]))
+        status.append(watched(run_dir, [f"generator-{i}" for i in range(config.generator.num_replicas)]))
     if record.diagnose and not debugger:
         listeners.append(Aside(Watch(run_dir, record.thresholds), name="diagnose", hears=Watch.HEARS, beat_s=1.0))
     if progress is not None:
         listeners.append(Display(progress))
-    return Recorder([*listeners, *sinks_of(config, run_dir)])
+    return Recorder([*listeners, *sinks_of(config, run_dir), *status])

@@ -10,7 +10,7 @@ import pytest
 from torchtitan_rl.observability.aside import Aside
 from torchtitan_rl.observability.recorder import Listener, Recorder
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.status import Status, watched
+from torchtitan_rl.observability.status import Status, note_end, watched
 
 logger = logging.getLogger("torchtitan_rl.dispatch.sampling_client")
 
@@ -65,6 +65,27 @@ def test_a_run_that_fails_says_that_it_was_stopped(run_dir):
         raise KeyError
     recorder.close()
     assert status(run_dir)["ended"] == "stopped"
+
+
+def test_a_run_that_fails_after_its_last_span_was_stopped(run_dir):
+    recorder = Recorder([watched(run_dir, [])])
+    with recorder.span("evaluating"):
+        pass
+    note_end(recorder, "run_failed", "the checkpoint is not on disk")
+    recorder.close()
+    assert status(run_dir)["ended"] == "stopped"
+
+
+def test_what_other_listeners_say_at_their_end_is_an_event(run_dir):
+    class Late(Listener):
+        def close(self):
+            time.sleep(0.2)
+            logger.warning("found", extra={"event": "finding", "who": "no_signal"})
+
+    recorder = Recorder([Aside(Late(), name="late"), watched(run_dir, [])])
+    recorder.close()
+    assert [event["who"] for event in run_dir.tables["events"].read()] == ["no_signal"]
+    assert status(run_dir)["ended"] == "finished"
 
 
 def test_what_has_not_changed_is_written_again_after_a_while(run_dir, monkeypatch):

@@ -4,6 +4,8 @@ import ast
 import asyncio
 import importlib
 import json
+import resource
+import signal
 import time
 from pathlib import Path
 
@@ -213,22 +215,42 @@ def test_what_serves_waits_between_calls(wrapped):
 
 def test_a_full_disk_costs_spans_and_not_the_run(tmp_path, caplog):
     (tmp_path / "full.jsonl").symlink_to("/dev/full")
-    file = SpanFile(tmp_path / "full.jsonl", {}, every_s=60)
+    file = SpanFile(tmp_path / "full.jsonl", {"process": "unit"}, every_s=60)
     spans = Spans(file, 0)
     for _ in range(3):
         spans.leaf("step", "work", 1, 2)
         file.force_flush()
     assert caplog.text.count("cannot be written, the run goes on without") == 1
     (tmp_path / "full.jsonl").unlink()
-    spans.leaf("step", "work", 1, 2)
+    spans.leaf("step", "work", 3, 4)
     file.shutdown()
-    assert [json.loads(line) for line in (tmp_path / "full.jsonl").read_text().splitlines()][-1] == {"dropped": 4}
+    header, span, dropped = [json.loads(line) for line in file.path.read_text().splitlines()]
+    assert (header, span["start"], dropped) == ({"process": "unit"}, 3, {"dropped": 3})
+
+
+def test_a_disk_that_takes_half_of_the_lines_has_no_half_line(tmp_path):
+    """The system writes what fits below the limit, and tells how much that was."""
+    file = SpanFile(tmp_path / "spans.jsonl", {"process": "unit"}, every_s=60)
+    spans = Spans(file, 0)
+    spans.leaf("before", "work", 1, 2)
+    file.force_flush()
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.path.stat().st_size + 50, limit[1]))
+        spans.leaf("lost", "work", 3, 4)
+        file.force_flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit), signal.signal(signal.SIGXFSZ, handler)
+    spans.leaf("after", "work", 5, 6)
+    file.shutdown()
+    assert [span.get("name") for span in spans_in(file.path)] == ["before", "after", None]
+    assert spans_in(file.path)[-1] == {"dropped": 1}
 
 
 def test_own_spans_join_in_whatever_their_attributes_are_called(tmp_path):
     file = SpanFile(tmp_path / "spans.jsonl", {"process": "controller", "pid": 1, "boot": "", "clock": 0}, every_s=60)
     Spans(file, 0)
-    theirs = {"name": "a.txt", "start": 5, "in": 2, "dropped": 3, "documents": (1, 2)}
+    theirs = {"name": "a.txt", "start": 5, "in": 2, "dropped": 3, "documents": (1, 2), "digest": b"\xff"}
     with trace.get_tracer("mine").start_as_current_span("rank documents", attributes=theirs) as span:
         pass
     file.shutdown()
@@ -237,6 +259,7 @@ def test_own_spans_join_in_whatever_their_attributes_are_called(tmp_path):
     assert (piece.name, piece.kind) == ("rank documents", "work")
     assert (piece.start, piece.end) == (span.start_time, span.end_time)
     told = {"attribute.name": "a.txt", "attribute.start": 5, "attribute.in": 2, "dropped": 3, "documents": [1, 2]}
+    told = {key: str(value) for key, value in told.items()} | {"documents": "(1, 2)", "digest": "b'\\xff'"}
     assert piece.more == told and controller.dropped == 0
 
 
@@ -254,7 +277,7 @@ def test_a_slow_disk_costs_no_memory(tmp_path):
         spans.leaf("step", "work", 1, 2)
     assert len(file._waiting) == 10
     file.shutdown()
-    assert spans_in(file.path)[-1] == {"dropped": 16}  # the header had a place too
+    assert spans_in(file.path)[-1] == {"dropped": 15}
 
 
 def test_the_loops_spans_are_phases_and_steps_are_numbered(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -50,7 +52,9 @@ class SpanFile(SpanProcessor):
         self.before_write: Callable[[], None] = lambda: None
         """Called before each write, by the thread that writes."""
         self._room, self._every_s, self._told = room, every_s, False
-        self._waiting: deque[ReadableSpan | Leaf | dict[str, Any]] = deque([header])
+        self._header = json_line(header)
+        """The file's first line; empty once the file has it."""
+        self._waiting: deque[ReadableSpan | Leaf] = deque()
         self._closing, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
         self._thread.start()
@@ -92,25 +96,30 @@ class SpanFile(SpanProcessor):
     def _write(self) -> None:
         with self._writing:
             dropped, number = self.dropped, len(self._waiting)
-            lines = [_line(self._waiting.popleft()) for _ in range(number)]
+            lines = [self._header, *(_line(self._waiting.popleft()) for _ in range(number))]
             if dropped:
                 lines.append(json_line({"dropped": dropped}))
-            if not lines:
+            if not any(lines):
                 return
             try:
-                with self.path.open("ab") as stream:
-                    stream.write(b"".join(lines))
-                self.dropped -= dropped
+                self._append(b"".join(lines))
+                self._header, self.dropped = b"", self.dropped - dropped
             except OSError as error:
                 self.dropped += number
                 if not self._told:
                     self._told = True
                     logger.warning("timeline: %s cannot be written, the run goes on without: %s", self.path, error)
 
+    def _append(self, lines: bytes) -> None:
+        """Raises OSError, and leaves no half of a line, where the disk has not enough room."""
+        with self.path.open("ab", buffering=0) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            if stream.write(lines) < len(lines):
+                stream.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-def _line(span: ReadableSpan | Leaf | dict[str, Any]) -> bytes:
-    if isinstance(span, dict):
-        return json_line(span)
+
+def _line(span: ReadableSpan | Leaf) -> bytes:
     if isinstance(span, Leaf):
         name, kind, start, end, thread, parent, attributes = span
         more, number = dict(attributes or {}), 0
@@ -120,4 +129,8 @@ def _line(span: ReadableSpan | Leaf | dict[str, Any]) -> bytes:
         name, kind, start, end = span.name, more.pop(KIND, "work"), span.start_time, span.end_time
         thread, above = more.pop(THREAD, ""), 0 if span.parent is None else span.parent.span_id
     content = {"name": name, "kind": kind, "start": start, "end": end, "thread": thread, "id": number, "in": above}
-    return json_line(content | {f"attribute.{key}" if key in content else key: more[key] for key in more})
+    more = {f"attribute.{key}" if key in content else key: value for key, value in more.items()}
+    try:
+        return json_line(content | more)
+    except TypeError:  # bytes, which OpenTelemetry allows and JSON does not
+        return json_line(content | {key: str(value) for key, value in more.items()})
