@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Literal
 
 import torch
@@ -34,6 +36,10 @@ logger = logging.getLogger(__name__)
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces torch.set_num_threads by a no-op
 
 
+_own_device: torch.device | None = None
+"""What `local_device` has chosen on CUDA."""
+
+
 def device_type() -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,9 +48,10 @@ def local_device(local_rank: int) -> torch.device:
     """This process's device; on CUDA also makes the device current."""
     if device_type() == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    global _own_device
+    _own_device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(_own_device)
+    return _own_device
 
 
 def distributed_backend() -> str:
@@ -160,8 +167,10 @@ def pin(buffer: torch.Tensor) -> None:
     Without CUDA does nothing. When CUDA refuses, logs a warning: copies stay correct and are slower."""
     if device_type() == "cpu" or not buffer.numel():
         return
-    error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE))
+    with _on_own_device():
+        error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE))
     if error:
+        _forget_error()
         logger.warning(
             "host memory of %d bytes: could not be pinned (cudaError %d); its copies will take longer",
             buffer.numel(),
@@ -175,7 +184,22 @@ def unpin(buffer: torch.Tensor) -> None:
     """Undoes `pin`; call before the buffer's memory is freed."""
     if buffer.data_ptr() in _pinned:
         _pinned.remove(buffer.data_ptr())
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        with _on_own_device():
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def _on_own_device() -> AbstractContextManager:
+    """CUDA's current device belongs to a thread: a thread that has not chosen makes a context on the first GPU, which
+    costs that GPU half a GB for each process of the host."""
+    return nullcontext() if _own_device is None else torch.cuda.device(_own_device)
+
+
+def _forget_error() -> None:
+    """Clears CUDA's last error of this thread, which the next launch of a kernel would report as its own. torch does
+    not offer the call."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
 
 
 def wait_for_copies() -> None:

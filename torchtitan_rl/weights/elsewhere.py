@@ -3,35 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import torch
 
 from torchtitan_rl.weights.layout import Manifest
 from torchtitan_rl.weights.pieces import PieceManifest
-from torchtitan_rl.weights.sharded_pull import pull
+from torchtitan_rl.weights.sharded_pull import Discarded, pull
 from torchtitan_rl.weights.staging import Staging
 
 __all__ = ["Elsewhere"]
+
+Get = Callable[[str], Awaitable[Any]]
+_AGAIN_S = 2.0
 
 
 class Elsewhere:
     """One process's way to such versions."""
 
     def __init__(self) -> None:
-        self.part = 0, 1
-        """Which generator rank of how many this process is: it fetches its part of a version in pieces, and rank 0 of 1
-        fetches whole tensors."""
+        self.part: tuple[int, int] | None = None
+        """Which generator rank of how many this process is: it fetches its part of a version in pieces, each time into
+        the same memory. None: no generator, which fetches whole tensors, and keeps no memory for the next time."""
         self._staging = Staging()
 
     async def fetch(
-        self,
-        manifest: Manifest | PieceManifest,
-        verify: bool,
-        get: Callable[[str], Awaitable[torch.Tensor]],
-        payload: str,
+        self, manifest: Manifest, verify: bool, get: Get, key: Callable[[str], str]
     ) -> tuple[Manifest, torch.Tensor]:
-        """(manifest, payload) of a version; `get(payload)` fetches a payload that the store holds."""
-        if isinstance(manifest, PieceManifest):
-            return await asyncio.to_thread(pull, manifest, *self.part, self._staging, verify=verify)
-        return manifest, await get(payload)
+        """(manifest, payload) of a version. The store gives what it has under `key("manifest")` and `key("payload")`.
+        Where the version is published again meanwhile, what is returned is of the newer publication."""
+        if not isinstance(manifest, PieceManifest):
+            return manifest, await get(key("payload"))
+        try:
+            return await self._pull(manifest, verify)
+        except Discarded:
+            newer = await _published_again(manifest, get, key("manifest"))
+            if newer is None:
+                raise
+        return await self._pull(newer, verify)
+
+    async def _pull(self, manifest: PieceManifest, verify: bool) -> tuple[Manifest, torch.Tensor]:
+        part, staging = (self.part, self._staging) if self.part else ((0, 1), Staging(keeps=False))
+        return await asyncio.to_thread(pull, manifest, *part, staging, verify=verify)
+
+
+async def _published_again(manifest: PieceManifest, get: Get, key: str) -> PieceManifest | None:
+    """The newer publication of the version; None without one. Its pieces are offered before its manifest is there."""
+    end = time.monotonic() + _AGAIN_S
+    while time.monotonic() < end:
+        try:
+            newer = await get(key)
+        except Exception:  # a store's own error: the version is no longer there
+            return None
+        if newer.sources != manifest.sources:
+            return newer
+        await asyncio.sleep(0.05)
+    return None

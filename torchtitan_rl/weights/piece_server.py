@@ -95,6 +95,7 @@ class PieceServer:
 
 class _Listener(socketserver.ThreadingTCPServer):
     daemon_threads, block_on_close, allow_reuse_address = True, False, True
+    request_queue_size = 1024  # all generator ranks connect at once
     owner: PieceServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -63,6 +63,10 @@ def pull(
     return one.plan, one.peers.payload
 
 
+class Discarded(RuntimeError):
+    """A publisher no longer offers what the manifest says: the version was discarded, or published again."""
+
+
 class _Pull:
     def __init__(self, manifest: PieceManifest, rank: int, size: int, staging: Staging, verify: bool):
         self.manifest, self.rank, self.size, self.verify = manifest, rank, size, verify
@@ -191,7 +195,7 @@ class _Pull:
         if header is None:
             raise EOFError("closed the connection")
         if "error" in header:
-            raise RuntimeError(f"{self._who(source)} {header['error']}; pin a version to keep it, or pull the newest")
+            raise Discarded(f"{self._who(source)} {header['error']}; pin a version to keep it, or pull the newest")
         for wanted in run:
             if (holder := header["elsewhere"].get(str(wanted.at_source))) is not None:
                 self._elsewhere.append((source, wanted, holder))

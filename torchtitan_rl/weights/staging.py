@@ -6,6 +6,7 @@ import mmap
 import os
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import torch
@@ -80,9 +81,10 @@ class _Segment:
 
 class Staging:
     """Segments of one rank. A segment is used again once no tensor is left that shares its memory: the first use of a
-    page costs more than the transfer of its bytes over a fast link."""
+    page costs more than the transfer of its bytes over a fast link. Without `keeps` it is freed instead."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._free: list[_Segment] = []
 
     def take(self, nbytes: int) -> tuple[str, torch.Tensor]:
@@ -94,7 +96,8 @@ class Staging:
         else:
             self._free.remove(segment)
         array = segment.array()
-        weakref.finalize(array, self._free.append, segment).atexit = False
+        unused = partial(self._free.append, segment) if self._keeps else segment.close
+        weakref.finalize(array, unused).atexit = False
         return f"/proc/{os.getpid()}/fd/{segment.fd}", torch.from_numpy(array)
 
     def close(self) -> None:

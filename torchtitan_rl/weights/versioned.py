@@ -46,7 +46,7 @@ class VersionedStore(ABC):
         if manifest.handle:
             payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
         else:
-            manifest, payload = await self.elsewhere.fetch(manifest, verify, self._get, _key(version, "payload"))
+            manifest, payload = await self.elsewhere.fetch(manifest, verify, self._get, lambda p: _key(version, p))
         if verify and manifest.checksum and checksum(payload) != manifest.checksum:
             raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
         return manifest, payload

@@ -1,6 +1,7 @@
 """Pieces from real segments over real sockets: what generator ranks assemble equals the whole tensors bit for bit."""
 
 import asyncio
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +19,15 @@ from torchtitan_rl.model import lora
 from torchtitan_rl.model.generator_cut import RankPart
 from torchtitan_rl.model.held_state import held_state
 from torchtitan_rl.model.spec import build_spec
-from torchtitan_rl.weights import layout, piece_server, pieces, sharded_pull
+from torchtitan_rl.weights import layout, peers, piece_server, pieces, sharded_pull
+from torchtitan_rl.weights import staging as staging_module
+from torchtitan_rl.weights.elsewhere import Elsewhere
 from torchtitan_rl.weights.layout import Entry
+from torchtitan_rl.weights.peers import Peers
 from torchtitan_rl.weights.pieces import Box, HeadRows, PieceManifest
 from torchtitan_rl.weights.sharded_pull import pull
 from torchtitan_rl.weights.sharded_push import Publisher, write_pieces
-from torchtitan_rl.weights.staging import Staging, part_box
+from torchtitan_rl.weights.staging import Staging, part_box, plan_part
 from torchtitan_rl.weights.trainer_shards import Held, aliases_of, entries_of, held_tensors
 from torchtitan_rl.weights.versioned import MemoryStore
 
@@ -162,6 +166,49 @@ def test_a_peer_that_is_gone_or_has_given_up_is_not_waited_for(trainers, monkeyp
     assert found["peer"] == 0 and found["link"] == link * 3 // 2 and time.monotonic() - began < 2
 
 
+def test_a_peer_that_stands_still_is_waited_for_once(trainers, monkeypatch):
+    manifest = trainers(1)
+    monkeypatch.setattr(peers, "SILENT_S", 0.3)
+    monkeypatch.setenv(HOST_ADDRESS, "127.0.0.9")
+    stands = Peers(manifest, plan_part(manifest, 0, 1).nbytes, 4, staging := Staging())
+    peer = Peers(manifest, 0, 4, staging).of([stands.handle, 0, 1])
+    began = time.monotonic()
+    assert [peer.wait_for(region) for region in range(4)] == [False] * 4 and time.monotonic() - began < 0.6
+    stands.have(3)
+    assert peer.wait_for(3)  # what has come is there to copy
+
+
+def test_only_a_generator_keeps_the_memory_for_the_next_version(trainers, monkeypatch):
+    closed = []
+    monkeypatch.setattr(staging_module._Segment, "close", lambda self: closed.append(self.nbytes))
+    manifest = trainers(1)
+    for keeps in (True, False):
+        fetched = pull(manifest, 0, 1, Staging(keeps=keeps), verify=True)
+        assert closed == []
+        del fetched
+        gc.collect()
+        assert len(closed) == (not keeps)
+
+
+def test_a_version_that_is_published_again_meanwhile_is_fetched_as_it_is_now(trainers, monkeypatch):
+    older = trainers(5)
+    newer = trainers(5)
+    monkeypatch.setenv(HOST_ADDRESS, "127.0.0.9")
+    offered = iter((older, newer))  # the pieces are offered first
+
+    async def get(key):
+        assert key == "5/manifest"
+        return next(offered)
+
+    async def gone(key):
+        raise KeyError(key)
+
+    elsewhere = Elsewhere()
+    check(asyncio.run(elsewhere.fetch(older, True, get, "5/{}".format)), 0, 1)
+    with pytest.raises(RuntimeError, match="has discarded the version"):
+        asyncio.run(elsewhere.fetch(older, True, gone, "5/{}".format))
+
+
 def test_damage_a_discarded_version_and_a_dead_publisher_are_named(trainers, monkeypatch):
     manifest = trainers(5)
     monkeypatch.setenv(HOST_ADDRESS, "127.0.0.9")
@@ -268,7 +315,7 @@ def test_a_store_gives_each_process_its_part_and_a_file_has_all(trainers, tmp_pa
         store.elsewhere.part = 1, 2
         check(await store.fetch(7, verify=True), 1, 2)
         versions = PolicyVersions(None, store, WeightSyncConfig(), torch.bfloat16, one_host=False)
-        store.elsewhere.part = 0, 1
+        store.elsewhere.part = None
         await versions.save(7, tmp_path / "saved")
         saved = load_file(tmp_path / "saved")
         assert saved.keys() == expected(0, 1).keys()
