@@ -24,6 +24,7 @@ __all__ = [
     "let_garbage_wait",
     "without_torchrun",
     "end_with_parent",
+    "signal_of_parents_end",
 ]
 
 _DEFAULTS = {
@@ -92,7 +93,7 @@ def let_garbage_wait() -> None:
     gc.set_threshold(50_000, 20, 20)  # objects; Python's 700 suit a program that makes fewer
 
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 _TORCHRUN = {
     "RANK",
     "WORLD_SIZE",
@@ -121,3 +122,10 @@ def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 def end_with_parent(number: int) -> None:
     """Makes the kernel send this process the signal `number` when its parent dies, whatever the parent dies of."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def signal_of_parents_end() -> int:
+    """The signal that the end of its parent sends to this process, as the calling thread has it; 0: none."""
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number))
+    return number.value

@@ -90,9 +90,14 @@ def workers_problem(workers: Sequence[str], own: str) -> str:
 
 
 def worker_problem(worker: str) -> str:
-    """Why a worker would be found by nobody else at its address, tcp://HOST:PORT: a name that resolves to the loopback;
-    "" for other names, and for numbers. Raises ValueError for an address of another form."""
+    """Why a worker would be found by nobody else at its address, tcp://HOST:PORT: a name that resolves to the loopback,
+    or the number that stands for every address; "" for others. Raises ValueError for an address of another form."""
     host, port = split(worker)
+    if _is_number(host) and ipaddress.ip_address(host.strip("[]")).is_unspecified:
+        return (
+            f"{worker}: stands for every address of this host, and for none of them on another host; give the address "
+            "that the others reach it at"
+        )
     if _is_number(host) or host == "localhost" or not (found := loopback(host)):
         return ""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -23,6 +24,8 @@ from torchtitan_rl.hosts.lease import Lease, monarch_at
 
 __all__ = ["Hosts", "this_host", "attach"]
 
+logger = logging.getLogger(__name__)
+
 adapters.configure_monarch()
 
 _CONNECT_S, _LEASE_S = 3.0, 8.0
@@ -42,6 +45,8 @@ class Hosts:
     """By the index of a host: what keeps its worker serving. None for workers that a job started."""
     _back: dict[int, Any] = field(default_factory=dict)
     """Monarch's mesh of each host that was lost and has come back."""
+    _locks: dict[int, asyncio.Lock] = field(default_factory=dict)
+    """By the index of a host."""
 
     async def lost(self) -> list[str]:
         """Addresses of the hosts whose worker does not answer; [] unless `attached`."""
@@ -63,6 +68,10 @@ class Hosts:
         """Returns at once where a host's worker has been there all the time. Otherwise waits for another worker at the
         same address and attaches to it. Raises RuntimeError naming the host after `within_s` seconds, ValueError where
         the host that came back has other code."""
+        async with self._locks.setdefault(index, asyncio.Lock()):  # all replicas of the host ask
+            await self._await_back(index, within_s)
+
+    async def _await_back(self, index: int, within_s: float) -> None:
         lease = self.leases.get(index)
         if lease is None or await asyncio.to_thread(lease.answers, _LEASE_S):
             return
@@ -70,7 +79,7 @@ class Hosts:
         await _listening(f"tcp://{address}", within_s)
         if await asyncio.to_thread(lease.answers, _LEASE_S):
             return  # it was the network
-        lease.end()
+        await asyncio.to_thread(lease.end)
         monarchs = await _monarchs([f"tcp://{address}"])
         mesh = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=monarchs)
         await deadline(mesh.initialized, within_s, f"host {address}: attach")
@@ -86,6 +95,14 @@ class Hosts:
         await asyncio.gather(*(asyncio.to_thread(lease.end) for lease in self.leases.values()))
         for error in filter(None, results):
             raise error
+
+    async def abandon(self, within_s: float) -> None:
+        """`release` for a run that has failed already: what fails now is logged."""
+        try:
+            await asyncio.wait_for(self.release(), within_s)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            logger.warning("hosts: a worker was not told of the end, and begins anew after a while (%s)", what)
 
 
 def this_host() -> Hosts:
@@ -107,9 +124,13 @@ async def attach(workers: list[str], *, timeout_s: float, config_file: str | Non
     else:
         mesh, leases = await _attached(workers, timeout_s)
         addresses = [worker.removeprefix("tcp://") for worker in workers]
-    await deadline(mesh.initialized, timeout_s, f"hosts={','.join(workers)}: attach")
     config_file = str(Path(config_file).resolve()) if config_file else None
-    hosts = await _probe(mesh, addresses, timeout_s, config_file)
+    try:
+        await deadline(mesh.initialized, timeout_s, f"hosts={','.join(workers)}: attach")
+        hosts = await _probe(mesh, addresses, timeout_s, config_file)
+    except BaseException:  # clean up and raise: the workers wait for another controller at once
+        await asyncio.gather(*(asyncio.to_thread(lease.end) for lease in leases.values()))
+        raise
     return Hosts(mesh=mesh, hosts=hosts, attached=True, config_file=config_file, leases=leases)
 
 
@@ -171,7 +192,10 @@ async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float, confi
     try:
         return await asyncio.gather(*(ask(index) for index in range(mesh.region.slice().sizes[0])))
     finally:
-        await deadline(procs.stop("answered"), timeout_s, "hosts: stop of the probes")
+        try:
+            await deadline(procs.stop("answered"), timeout_s, "hosts: stop of the probes")
+        except RuntimeError as error:  # of a host that has failed to answer, which is what has to be told
+            logger.warning("%s", error)
 
 
 async def _stopped(mesh: Any) -> None:

@@ -18,6 +18,8 @@ import time
 
 import psutil
 
+from torchtitan_rl.environment import end_with_parent, signal_of_parents_end
+
 __all__ = ["SILENT_S", "serve", "monarch_at", "Lease"]
 
 SILENT_S = float(os.environ.get("TORCHTITAN_RL_LEASE_S", 30))
@@ -32,6 +34,7 @@ class _Worker:
     def __init__(self, server: socket.socket, monarch: str):
         self.server, self.monarch = server, monarch
         self.heard: float | None = None
+        self.ends_by = signal_of_parents_end()
 
     def accept(self) -> None:
         while True:
@@ -53,7 +56,7 @@ class _Worker:
         while True:
             time.sleep(_EVERY_S)
             if self.heard is not None and time.monotonic() - self.heard > SILENT_S:
-                _begin_anew()
+                _begin_anew(self.ends_by)
 
 
 def serve(host: str, port: int, monarch: str) -> None:
@@ -65,7 +68,9 @@ def serve(host: str, port: int, monarch: str) -> None:
         threading.Thread(target=work, daemon=True).start()
 
 
-def _begin_anew() -> None:
+def _begin_anew(ends_by: int) -> None:
+    """`ends_by`: the signal that the end of this process's parent sends. The kernel forgets the signal where another
+    thread than the first one runs a new program."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         try:
@@ -79,6 +84,7 @@ def _begin_anew() -> None:
         file=sys.stderr,
         flush=True,
     )
+    end_with_parent(ends_by)
     os.execv(sys.executable, [sys.executable, "-m", "torchtitan_rl.hosts.worker", *sys.argv[1:]])
 
 

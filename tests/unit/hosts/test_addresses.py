@@ -85,5 +85,7 @@ def test_a_worker_is_not_started_where_its_name_hides_it():
     assert (
         worker_problem("tcp://127.0.0.2:1") == worker_problem("tcp://other:1") == worker_problem("tcp://[::1]:1") == ""
     )
+    for everywhere in ("0.0.0.0", "[::]"):
+        assert "give the address that the others reach it at" in worker_problem(f"tcp://{everywhere}:26600")
     with pytest.raises(ValueError, match="is not the address of a worker"):
         worker_problem("other:1")

@@ -17,7 +17,9 @@ if os.environ.get("STARTED"):
     print("again", flush=True)
     time.sleep(60)
 os.environ["STARTED"] = "1"
+from torchtitan_rl.environment import end_with_parent
 from torchtitan_rl.hosts import lease
+end_with_parent(9)
 import socket
 with socket.create_server(("127.0.0.1", 0)) as probe:
     port = probe.getsockname()[1]
@@ -35,7 +37,9 @@ def worker(tmp_path):
     place = tmp_path / "stand_in"
     place.mkdir()
     (place / "sitecustomize.py").write_text(
-        "import os, sys\nif os.environ.get('STARTED'):\n    print('again', flush=True)\n    os._exit(7)\n"
+        "import ctypes, os, sys\nif os.environ.get('STARTED'):\n    number = ctypes.c_int()\n"
+        "    ctypes.CDLL(None).prctl(2, ctypes.byref(number))\n    print('again', number.value, flush=True)\n"
+        "    os._exit(7)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, "tcp://127.0.0.1:1"],
@@ -65,7 +69,7 @@ def test_silence_ends_the_children_and_begins_the_worker_anew(worker):
     time.sleep(2)  # longer than the lease: the controller keeps it
     assert child.is_running() and process.poll() is None
     controller.kill(), controller.wait()
-    assert process.wait(6) == 7 and process.stdout.read() == "again\n"
+    assert process.wait(6) == 7 and process.stdout.read() == "again 9\n"  # and still ends with its parent
     assert not child.is_running()
     assert "the controller has not been heard of for 1 s: 1 processes of its run were ended" in process.stderr.read()
 
