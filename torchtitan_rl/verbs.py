@@ -62,8 +62,7 @@ def dry_run(args: argparse.Namespace, config) -> int:
     """Says whether a valid config can run on this machine. Starts nothing."""
     from torchtitan_rl.hosts.inventory import check_fits, local_host
     from torchtitan_rl.hosts.preflight import busy_problem, host_problem, memory_problem
-    from torchtitan_rl.run.evaluation import eval_families
-    from torchtitan_rl.validation.data import unread_data
+    from torchtitan_rl.run.evaluation import look_at_data
     from torchtitan_rl.validation.rewards import check_reward
     from torchtitan_rl.validation.run import missing_weights
 
@@ -72,9 +71,8 @@ def dry_run(args: argparse.Namespace, config) -> int:
     check_fits(config, hosts)
     if problem := memory_problem(config, hosts):
         raise ValueError(problem)
-    family = config.task.build()
-    eval_families(config, family)
-    if not (unread := unread_data(family, config.seed)):
+    family, unread = look_at_data(config)
+    if not unread:
         asyncio.run(check_reward(config, family))
     say(f"{args.config}: valid; nothing was started", event="valid", to=sys.stdout)
     # Problems of this machine now, not of the config: a dry run only reports them.
@@ -114,9 +112,8 @@ async def _guarded(args, start, body) -> int:
     from torchtitan_rl.run.ends import PREEMPTED_STATUS, Ended, Preempted
     from torchtitan_rl.run.summary import next_command
 
-    controller, args.final = None, True  # only a failure may be mended by a restart
+    controller, hosts, args.final = None, None, True  # only a failure may be mended by a restart
     try:
-        hosts = None
         if args.hosts:
             from torchtitan_rl.hosts.attach import attach
 
@@ -157,6 +154,8 @@ async def _guarded(args, start, body) -> int:
                 await asyncio.sleep(WRITE_S + 0.5)  # the actors' last spans are on disk then
             controller.launcher.kill()  # `close` would take seconds; all files of the run are written
             controller.recorder.close()
+        elif hosts is not None:
+            await hosts.abandon(_ATTACH_S)  # what failed has been told
 
 
 def _note_end(controller, kind: str, text: str) -> None:

@@ -1,11 +1,12 @@
-"""The sizes of a configured model, from a shape, a flavour or a config.json."""
+"""The sizes of a configured model, from a shape, a flavour or a config.json, and of its cache."""
 
 from __future__ import annotations
 
+from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.files import read_shape
 
-__all__ = ["resolve_shape"]
+__all__ = ["resolve_shape", "kv_bytes_per_token"]
 
 
 def resolve_shape(config: ModelConfig) -> Qwen3Shape:
@@ -18,3 +19,9 @@ def resolve_shape(config: ModelConfig) -> Qwen3Shape:
     from torchtitan_rl.model.spec import flavor_shape  # imports torchtitan's model, which takes seconds
 
     return flavor_shape(config.flavor)
+
+
+def kv_bytes_per_token(config: GeneratorConfig, shape: Qwen3Shape) -> int:
+    """Bytes that keys and values of a token take on one generator rank, in all layers."""
+    itemsize = 4 if config.dtype == "float32" else 2
+    return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // config.tensor_parallel_degree

@@ -7,13 +7,14 @@ pairs are masked). Decoding reads the weights and the cache of all sequences onc
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.memory import generator_parts
-from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.model.shape import kv_bytes_per_token, resolve_shape
 from torchtitan_rl.rehearsal.hardware import REACHED, Hardware
 from torchtitan_rl.rehearsal.links import Links
 from torchtitan_rl.rehearsal.work import BatchWork, RoleWork
@@ -53,21 +54,26 @@ class Times:
 def batch_times(
     config: RunConfig, work: BatchWork, links: dict[str, Links], sync_seconds: float, hardware: Hardware
 ) -> Times:
-    """`links`: what each trainer role sends in the batch. Roles on devices of their own work beside the policy, and the
-    slowest counts; roles that share the policy's devices take turns with it."""
+    """`links`: what each trainer role sends in the batch. All roles score before any trains. In both halves, roles on
+    devices of their own work beside the policy, and the slowest counts; roles that share the policy's devices take
+    turns with it."""
     times = Times(sync=sync_seconds, overlaps=config.algorithm.max_policy_lag > 0)
     times.generate = _generate(config, work, hardware)
     sharing = COLOCATION[config.roles.colocation]
-    beside: dict[str, dict[str, float]] = {"policy": {}}  # by the first role on the devices
+    halves: tuple[dict[str, dict[str, float]], ...] = {"policy": {}}, {"policy": {}}  # by the first role on the devices
     for role, (trainer, model) in config.trainers().items():
         parts, hidden = _train(trainer, resolve_shape(model), work, work.roles[role], links[role], hardware)
-        turns = beside.setdefault("policy" if role in sharing else role, {})
-        turns |= {f"{role}: {name}": seconds for name, seconds in parts.items()}
+        scored = _scored_share(trainer, work.roles[role])
+        for half, share in zip(halves, (scored, 1 - scored)):
+            turns = half.setdefault("policy" if role in sharing else role, {})
+            turns |= {f"{role}: {name}": share * seconds for name, seconds in parts.items() if share}
         times.hidden |= {f"{role}: {name}": seconds for name, seconds in hidden.items()}
-    times.train = max(beside.values(), key=lambda parts: sum(parts.values()))
-    for parts in beside.values():
-        if parts is not times.train:
-            times.hidden |= parts
+    train, beside = Counter[str](), Counter[str]()
+    for half in halves:
+        slowest = max(half.values(), key=lambda parts: sum(parts.values()))
+        for parts in half.values():
+            (train if parts is slowest else beside).update(parts)
+    times.train, times.hidden = dict(train), times.hidden | beside
     return times
 
 
@@ -78,6 +84,17 @@ def link_seconds(links: Links, name: str, hardware: Hardware) -> tuple[str, floa
     return ("between hosts", between) if between > within else ("within a host", within)
 
 
+def _passes(trainer: TrainerConfig) -> int:
+    """Training on a token in forwards of the token: a backward is two, and one more where activations are computed
+    again."""
+    return 3 + (trainer.activation_checkpoint == "full")
+
+
+def _scored_share(trainer: TrainerConfig, role: RoleWork) -> float:
+    """The share of a role's work that is scoring."""
+    return role.scored_tokens / max(1, role.scored_tokens + _passes(trainer) * role.trained_tokens)
+
+
 def _train(
     trainer: TrainerConfig, shape: Qwen3Shape, work: BatchWork, role: RoleWork, links: Links, hardware: Hardware
 ) -> tuple[dict[str, float], dict[str, float]]:
@@ -85,8 +102,7 @@ def _train(
     parallelism's do not."""
     tp, length = trainer.parallelism.tensor_parallel_degree, work.prompt_tokens + work.completion_tokens
     forward = 2 * _multiplied(shape) + shape.n_layers * 2 * shape.n_heads * shape.head_dim * length
-    trained = 3 + (trainer.activation_checkpoint == "full")
-    operations = forward * (trained * role.trained_tokens + role.scored_tokens) / tp
+    operations = forward * (_passes(trainer) * role.trained_tokens + role.scored_tokens) / tp
     compute = operations / (_peak(trainer.training.mixed_precision_param, hardware) * REACHED["compute"])
     calls: dict[str, float] = {}
     turns: dict[str, float] = {}
@@ -106,7 +122,7 @@ def _generate(config: RunConfig, work: BatchWork, hardware: Hardware) -> dict[st
     tp, memory = generator.tensor_parallel_degree, generator_parts(generator, shape)
     sequences = -(-work.num_completions // generator.num_replicas)
     itemsize = 2 if generator.dtype == "bfloat16" else 4
-    per_token = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // tp
+    per_token = kv_bytes_per_token(generator, shape)
     length = work.prompt_tokens + work.completion_tokens
     together = max(1, min(sequences, generator.max_num_seqs, memory["kv_cache"] // (per_token * length)))
     iterations = -(-sequences // together) * work.completion_tokens

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.hosts.inventory import Host, check_fits
-from torchtitan_rl.run.evaluation import eval_families
-from torchtitan_rl.validation.data import unread_data
+from torchtitan_rl.run.evaluation import look_at_data
 from torchtitan_rl.validation.rewards import check_reward
 from torchtitan_rl.validation.run import missing_weights, validate
 
@@ -31,10 +30,9 @@ def task_refusal(config: RunConfig) -> tuple[str, list[str]]:
     needed = [missing_weights(config)]
 
     def check() -> None:
-        family = config.task.build()
-        eval_families(config, family)
-        needed.append(unread_data(family, config.seed))
-        if not needed[-1]:
+        family, unread = look_at_data(config)
+        needed.append(unread)
+        if not unread:
             asyncio.run(check_reward(config, family))
 
     return _refusal(check), [f"still needed: {what}" for what in needed if what]

@@ -22,13 +22,14 @@ from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
 from torchtitan_rl.tasks.reward_parts import part_means
 from torchtitan_rl.types import Rollout
+from torchtitan_rl.validation.data import unread_data, without_download
 from torchtitan_rl.workflows.group import GroupFailed, run_group
 from torchtitan_rl.workflows.policy import Policy, single_turn
 
 if TYPE_CHECKING:  # it imports Monarch, which a dry run does without
     from torchtitan_rl.run.rollouts import Rollouts
 
-__all__ = ["Evaluation", "Evaluations", "eval_families", "evaluate"]
+__all__ = ["Evaluation", "Evaluations", "eval_families", "evaluate", "look_at_data"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,6 +107,19 @@ def eval_families(config: RunConfig, family: TaskFamily) -> dict[str, TaskFamily
         families[name] = family if eval_set.task is None else eval_set.task.build()
         source_of(families[name], eval_set.split, config.seed)  # refuses an empty split now, not in the run
     return families
+
+
+def look_at_data(config: RunConfig) -> tuple[TaskFamily, str]:
+    """The run's own task family, and why the run's data cannot be read on this machine without a download; "" when they
+    can. Raises ValueError for a split without tasks and for a file that is not there."""
+    family = config.task.build()
+
+    def others() -> None:
+        eval_families(config, family)
+        if config.supervised.task is not None:
+            source_of(config.supervised.task.build(), "train", config.seed)
+
+    return family, unread_data(family, config.seed) or without_download(others)
 
 
 async def evaluate(

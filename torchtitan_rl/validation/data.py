@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torchtitan_rl.tasks.family import SPLITS, TaskFamily, source_of
 
-__all__ = ["unread_data"]
+__all__ = ["unread_data", "without_download"]
 
 
 def unread_data(family: TaskFamily, seed: int) -> str:
     """Why a family's data cannot be read on this machine as it is; empty when they can. Raises ValueError for a split
     without tasks and for a file that is not there."""
+
+    def read() -> None:
+        for split in SPLITS:
+            source_of(family, split, seed)
+        family.task("train", 0)
+
+    return without_download(read)
+
+
+def without_download(read: Callable[[], object]) -> str:
+    """Why `read` cannot read its data on this machine as it is; empty when it can. Passes on a ValueError."""
     try:
         with _offline():
-            for split in SPLITS:
-                source_of(family, split, seed)
-            family.task("train", 0)
+            read()
     except RuntimeError as error:
         return str(error)
     return ""

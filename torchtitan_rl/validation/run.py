@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl import platform
-from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
@@ -24,6 +23,7 @@ from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.algorithm import check_algorithm
 from torchtitan_rl.validation.batches import check_batches
 from torchtitan_rl.validation.distillation import check_distill
+from torchtitan_rl.validation.engine import check_engine
 from torchtitan_rl.validation.lag import check_lag_settings
 from torchtitan_rl.validation.recording import check_recording
 from torchtitan_rl.validation.recovery import check_checkpoints, check_failures
@@ -61,7 +61,7 @@ def validate(config: RunConfig) -> None:
     check_sampling(config)
     check_degree("generator.tensor_parallel_degree", config.generator.tensor_parallel_degree, shape)
     check_context("generator.max_model_len", config.generator.max_model_len, shape, longest)
-    _check_engine(config.generator, shape)
+    check_engine(config.generator, shape)
     check_roles(config, shape)
     _check_numbers(config)
     _check_minibatches(config.algorithm, config.controller.num_steps)
@@ -139,22 +139,6 @@ def _check_generator_of_experts(config: RunConfig, shape: Qwen3Shape) -> None:
                 f"trainer.lora.target_modules={target!r}: experts of a mixture have no adapters; use "
                 "qkv_proj and o_proj"
             )
-
-
-def _check_engine(generator: GeneratorConfig, shape: Qwen3Shape) -> None:
-    """Raises ValueError for what vLLM would refuse once it has started, or when it first samples."""
-    if (dims := platform.head_dims()) and shape.head_dim not in dims:
-        raise ValueError(
-            f"model.shape.head_dim={shape.head_dim}: the generator's attention on a CPU has no kernel for it; use one "
-            f"of {', '.join(map(str, dims))}"
-        )
-    tokens = max(generator.max_num_batched_tokens, generator.max_model_len)
-    if tokens < generator.max_num_seqs:
-        raise ValueError(
-            f"generator.max_num_batched_tokens={generator.max_num_batched_tokens}: is less than generator.max_num_seqs="
-            f"{generator.max_num_seqs}, and each of these sequences decodes a token in one iteration; raise it, or "
-            "lower max_num_seqs"
-        )
 
 
 def _check_rollouts(config: RunConfig) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from torchtitan_rl.config.load import apply_overrides, load_config
-from torchtitan_rl.config.run import RoleConfig
+from torchtitan_rl.config.run import EvalSetConfig, RoleConfig
 from torchtitan_rl.rehearsal.hardware import GPUS
 from torchtitan_rl.rehearsal.placement import imagined_hosts
 from torchtitan_rl.rehearsal.rehearse import rehearse
+from torchtitan_rl.tasks.dataset import Dataset
+from torchtitan_rl.tasks.gsm8k import Gsm8k
 
 ROOT = Path(__file__).parents[3]
 DP, TP = "--trainer.parallelism.data-parallel-shard-degree", "--trainer.parallelism.tensor-parallel-degree"
@@ -26,6 +28,14 @@ def rehearsed(overrides, *, hosts=1, gpus=8, gib=80.0, cores=64, change=None, ch
 
 def a_broken_reward(config):
     config.task.reward = lambda task, completions: [0.5]
+
+
+def demonstrations_that_are_not_there(config):
+    config.supervised.task = Dataset.Config(train="nowhere.jsonl", test="nowhere.jsonl")
+
+
+def a_cache_for_half_a_sequence(config):
+    config.generator.kv_cache_gib = 1e-5
 
 
 def a_wide_reference(config):
@@ -127,6 +137,20 @@ BAD = {
         {},
         ["gpu=0 (a GPU) of host0: has 80.0 GiB", "policy would need about", "max_tokens_per_microbatch"],
     ),
+    "demonstrations that are not there": (
+        "",
+        {"change": demonstrations_that_are_not_there, "check_task": True, "gpus": 2},
+        ["nowhere.jsonl"],
+    ),
+    "a cache that holds no sequence": (
+        "",
+        {"change": a_cache_for_half_a_sequence},
+        [
+            "generator.kv_cache_gib=1e-05: holds ",
+            "less than one sequence of generator.max_model_len=64",
+            "use at least",
+        ],
+    ),
     "a reward for one completion only": (
         "",
         {"change": a_broken_reward, "check_task": True, "gpus": 2},
@@ -146,6 +170,16 @@ def test_a_bad_config_is_refused_with_the_reason(name):
 def test_a_good_config_is_not_refused():
     found = rehearsed(f"{DP} 16 --trainer.num-hosts 2 --generator.num-replicas 8", hosts=3, check_task=True)
     assert found.refused == [] and found.times is not None and found.times.total > 0
+
+
+def test_evaluation_data_that_would_be_downloaded_are_said_to_be_needed(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+    def change(config):
+        config.controller.eval_sets["math"] = EvalSetConfig(task=Gsm8k.Config(path="nobody/nothing"), num_tasks=4)
+
+    found = rehearsed("", gpus=2, check_task=True, change=change)
+    assert found.refused == [] and any("gsm8k.path='nobody/nothing'" in line for line in found.warnings)
 
 
 def test_weights_that_are_not_there_are_said_to_be_needed():

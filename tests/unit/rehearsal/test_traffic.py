@@ -191,8 +191,17 @@ def test_roles_on_devices_of_their_own_work_at_once_and_the_slowest_counts():
     config = load_config(str(CONFIGS / "ppo_critic.py"))
     work, nothing = batch_work(config), {"policy": Links(), "critic": Links()}
     times = batch_times(config, work, nothing, 0.0, GPUS["h100"])
-    # The critic scores each batch before it trains on it, as many tokens as the policy trains on.
-    assert list(times.train) == ["critic: compute"] and list(times.hidden) == ["policy: compute"]
-    assert times.train["critic: compute"] == pytest.approx(4 / 3 * times.hidden["policy: compute"])
+    # The critic scores each batch, and then both train on as many tokens, which is three times the work.
+    assert sum((*times.train.values(), *times.hidden.values())) == pytest.approx(7 / 4 * sum(times.train.values()))
     config.roles.colocation = "all"
-    assert set(batch_times(config, work, nothing, 0.0, GPUS["h100"]).train) == {"policy: compute", "critic: compute"}
+    turns = batch_times(config, work, nothing, 0.0, GPUS["h100"])
+    assert set(turns.train) == {"policy: compute", "critic: compute"} and not turns.hidden
+    assert sum(turns.train.values()) == pytest.approx(7 / 4 * sum(times.train.values()))
+
+
+def test_a_reference_on_devices_of_its_own_scores_before_the_policy_trains():
+    config = load_config(str(CONFIGS / "ppo_critic.py"))
+    work = batch_work(config)
+    work.roles["critic"].trained = work.roles["critic"].trained_tokens = 0
+    times = batch_times(config, work, {"policy": Links(), "critic": Links()}, 0.0, GPUS["h100"])
+    assert times.train["policy: compute"] == pytest.approx(3 * times.train["critic: compute"]) and not times.hidden

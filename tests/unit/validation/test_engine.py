@@ -28,3 +28,18 @@ def test_an_iteration_has_a_token_for_every_sequence():
     config.generator.max_num_batched_tokens = 1  # prompts of max_model_len=32 fit in any case
     config.generator.max_num_seqs = 32
     validate(config)
+
+
+def test_the_cache_holds_a_sequence():
+    config = run_config()
+    shape = config.model.shape
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        per_token = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize
+        config.generator.dtype = dtype
+        config.generator.kv_cache_gib = 32 * per_token / 2**30  # max_model_len
+        validate(config)
+        config.generator.kv_cache_gib = 31.5 * per_token / 2**30
+        assert f": holds 31 tokens of {per_token} bytes a rank, less than one sequence of" in refusal(validate, config)
+    for nothing in (0.0, -1.0, float("nan")):
+        config.generator.kv_cache_gib = nothing
+        assert "use at least" in refusal(validate, config)
