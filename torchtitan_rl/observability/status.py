@@ -15,16 +15,16 @@ from torchtitan_rl.observability.aside import Aside
 from torchtitan_rl.observability.recorder import Listener, Recorder, Span
 from torchtitan_rl.observability.run_dir import RunDir
 
-__all__ = ["FILE", "HEARTBEAT_S", "Status", "note_end", "watched"]
+__all__ = ["ENDS", "FILE", "HEARTBEAT_S", "Status", "note_end", "watched"]
 
 FILE = "status.json"
+ENDS = ("run_failed", "preempted", "interrupted")
+"""Kinds of events that end a run before its last act, after its last span perhaps."""
 HEARTBEAT_S = 5.0
 """Seconds after which `status.json` is written again although nothing has happened."""
 _PERIOD_S = 1.0
 _LONGEST_TEXT = 4000
 _PACKAGE = "torchtitan_rl"
-_ENDS = ("run_failed", "preempted", "interrupted")
-"""Kinds of events that end a run before its last act, after its last span perhaps."""
 
 
 class Status(Listener):
@@ -82,7 +82,7 @@ class Status(Listener):
 
     def _event(self, what: dict[str, Any]) -> None:
         self._run_dir.record("events", self._step, [what])
-        self._failed |= what["kind"] in _ENDS
+        self._failed |= what["kind"] in ENDS
         if what["kind"] == "replica_lost":
             self._replicas[what["who"]] = what["text"]
         elif what["kind"] == "replica_replaced":

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan_rl.inspection.facts import Facts, Reading, Series
 from torchtitan_rl.inspection.rules.rule import Rule, Said, last, middle
+from torchtitan_rl.observability.status import ENDS
 
 __all__ = ["LIVENESS"]
 
@@ -145,14 +146,13 @@ def gone(facts: Facts, threshold: float) -> Said | None:
 
 def _finished(facts: Facts) -> bool:
     """Whether the run came to its end. The evaluation on test tasks is the last act of training."""
-    return facts.status.get("ended") == "finished" or (
-        any(line.get("eval/split") == "test" for line in facts.own_evaluations[-1:])
-    )
+    last_ones = facts.own_evaluations[-1:]
+    return facts.status.get("ended") == "finished" or any(line.get("eval/split") == "test" for line in last_ones)
 
 
 def _end(facts: Facts) -> dict[str, Any]:
     """The newest attempt's event that says why it ended; {} for none."""
-    ends = [event for event in facts.events if event.get("kind") in ("run_failed", "preempted", "interrupted")]
+    ends = [event for event in facts.events if event.get("kind") in ENDS]
     newest = max((event.get("attempt") or 0 for event in facts.events), default=0)
     attempt = facts.status.get("attempt", newest)
     return ends[-1] if ends and ends[-1].get("attempt") == attempt else {}
