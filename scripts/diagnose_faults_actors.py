@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from scripts.diagnose_faults import quickstart, trained
+from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.inspection.diagnose import examine
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.run.controller import Controller
@@ -37,7 +38,7 @@ async def with_replicas(directory: Path, name: str, steps: int) -> None:
         run = asyncio.ensure_future(controller.train())
         while controller.state.step < 3:
             await asyncio.sleep(0.05)
-        (pid,) = await controller.generator._replicas[1].mesh.call_each("where")
+        (pid,) = await controller.generator._replicas[1].mesh.call_each(WorkerProcess.where)
         if name.startswith("dead"):
             os.kill(pid, signal.SIGKILL)
         while not run.done() and name.startswith("slow"):

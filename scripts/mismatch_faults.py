@@ -203,14 +203,14 @@ def kept_cache() -> Patches:
 
 def trainer_temperature() -> Patches:
     """The trainer divides logits by 1.2 times the temperature."""
-    from torchtitan_rl.dispatch.training_steps import TrainingSteps
+    from torchtitan_rl.dispatch.training_client import TrainingClient
 
-    init = TrainingSteps.__init__
+    init = TrainingClient.__init__
 
     def warmer(self, mesh, *, temperature, **named):
         init(self, mesh, temperature=1.2 * temperature, **named)
 
-    yield patch.object(TrainingSteps, "__init__", warmer)
+    yield patch.object(TrainingClient, "__init__", warmer)
 
 
 def _completions(change: Callable[[Any], Any]) -> Any:

@@ -27,6 +27,7 @@ from statistics import median
 
 from scipy.stats import ks_2samp
 
+from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.dispatch.replica import Replica
 from torchtitan_rl.observability.attempts import read_rollouts
@@ -63,7 +64,7 @@ class Recoveries:
             await asyncio.sleep(self.draw.uniform(0.1, 1.0))
             index = number % len(replicas)
             victim = replicas[index]
-            (pid,) = await victim.mesh.call_each("where")
+            (pid,) = await victim.mesh.call_each(WorkerProcess.where)
             step, start = self.controller.state.step, time.monotonic()
             os.kill(pid, signal.SIGKILL)
             while replicas[index] is victim or id(replicas[index]) not in self._answered:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torchtitan_rl.config as rl
 from tests.integration.helpers import random_datums
+from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.hosts.attach import attach
@@ -96,7 +97,7 @@ async def drive(args: argparse.Namespace) -> None:
         pids = {
             f"{name}-{rank}": (mesh.hosts[rank].rpartition(":")[0], pid)
             for name, mesh in meshes.items()
-            for rank, pid in enumerate(await mesh.call_each("where"))
+            for rank, pid in enumerate(await mesh.call_each(WorkerProcess.where))
         }
         tell("started", pids=pids, num_bytes=2 * shape.num_parameters)
         for sync in range(args.syncs):

@@ -9,6 +9,7 @@ import math
 from scripts.gpu_checks.configs import STEPS, quickstart, steps
 from scripts.gpu_checks.device import PeakMemory, gpus, model_flops, peak_bf16_flops
 from scripts.gpu_checks.result import Result, run_check
+from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.model.shape import resolve_shape
@@ -47,7 +48,7 @@ async def train(result: Result, config: RunConfig, *, whole: bool) -> list[dict]
         async with await Controller.launch(config) as controller:
             replicas = {replica.mesh.role: replica.mesh for replica in controller.generator._replicas}
             meshes = {role: client._mesh for role, client in controller.roles.items()} | replicas
-            pids = {role: (await mesh.call_each("where"))[0] for role, mesh in meshes.items()}
+            pids = {role: (await mesh.call_each(WorkerProcess.where))[0] for role, mesh in meshes.items()}
             if whole:
                 report = await controller.train()
                 accuracies = {name: float(f"{found.accuracy:.4g}") for name, found in report.items()}

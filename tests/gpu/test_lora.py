@@ -5,6 +5,7 @@ import torch
 
 from tests.gpu.agreement import both, check_agreement, train
 from tests.gpu.conftest import gpu_config
+from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.config.actors import LoRAConfig
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,7 @@ def test_adapters_alone_train_and_generators_get_them_merged(loop, tmp_path):
                 await train(controller, seed=seed)
             after = await controller.trainer.parameters()
             await controller.publish()
-            weights = (await controller.generator._replicas[0].mesh.call_each("weights"))[0]
+            weights = (await controller.generator._replicas[0].mesh.call_each(GeneratorOperations.weights))[0]
             compared = await both(controller)
             await controller.trainer.save_checkpoint(tmp_path / "saved")
             await train(controller, seed=2)

@@ -45,7 +45,7 @@ def test_offloaded_parts_leave_the_device_and_come_back_unchanged(rank):
     rank.optim_step(OptimParams(lr=1e-4), 1.0)
     rank.forward_backward([batch], importance_sampling, 1.0, 1.0)
     expected = rank.forward([batch], 1.0).rows["policy_logprobs"]
-    gradients = rank.run("gradients")
+    gradients = rank.gradients()
     held = rank.residency()
     before = torch.cuda.memory_allocated()
     rank.offload(["model", "gradients", "optimizer"])
@@ -53,12 +53,12 @@ def test_offloaded_parts_leave_the_device_and_come_back_unchanged(rank):
     assert ON_CPU or freed >= 0.95 * sum(held.values()) > 0, f"{freed} of {held} bytes were freed"
     assert rank.residency() == {"model": 0, "gradients": 0, "optimizer": 0}
     with pytest.raises(RuntimeError, match="policy.optim_step: model and optimizer and gradients offloaded"):
-        rank.run("optim_step", OptimParams(), 1.0)
+        rank.optim_step(OptimParams(), 1.0)
     rank.onload(["model", "gradients", "optimizer"])
     assert rank.residency() == held
     again = rank.forward([batch], 1.0).rows["policy_logprobs"]
     assert all(torch.equal(a, b) for a, b in zip(again, expected))  # the same kernels on the same numbers
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in rank.run("gradients").items())
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in rank.gradients().items())
     assert not rank.optim_step(OptimParams(lr=1e-4), 1.0).skipped
 
 

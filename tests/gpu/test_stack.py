@@ -8,6 +8,7 @@ import torch
 from tests.gpu.agreement import PROMPTS, both, check_agreement, gradient, train
 from tests.gpu.conftest import GRADIENT, LOGPROB, UPDATE
 from tests.integration.helpers import flat, random_datums, relative_l2
+from torchtitan_rl.actors.operations import GeneratorOperations, TrainerOperations
 from torchtitan_rl.types import OptimParams, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -17,12 +18,12 @@ TOKENS = PROMPTS[0] + [20, 27, 31, 44, 1]
 
 async def held(controller):
     mesh = controller.generator._replicas[0].mesh
-    return (await mesh.call_each("weights"))[0]
+    return (await mesh.call_each(GeneratorOperations.weights))[0]
 
 
 def test_a_generator_runs_torchtitans_blocks_on_vllms_attention(loop, stack):
     async def ask() -> list:  # a call is submitted when it is made, so it needs the running loop
-        return await stack.generator._replicas[0].mesh.call_each("modules")
+        return await stack.generator._replicas[0].mesh.call_each(GeneratorOperations.modules)
 
     (modules,) = loop.run_until_complete(ask())
     assert modules.count("torchtitan.models.qwen3.model.Qwen3TransformerBlock") == 4
@@ -190,7 +191,7 @@ def test_an_export_starts_another_trainer(loop, stack, tmp_path):
         model = ModelConfig(assets=str(tmp_path / "model"), pretrained=True)
         config = trainer_config(training__mixed_precision_param="bfloat16")
         async with trainer_mesh(config, model) as mesh:
-            (parameters,) = await mesh.call_each("parameters")
+            (parameters,) = await mesh.call_each(TrainerOperations.parameters)
         return await stack.trainer.parameters(), parameters
 
     exported, loaded = loop.run_until_complete(run())

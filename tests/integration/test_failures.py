@@ -8,6 +8,7 @@ import torch
 
 from tests.integration.conftest import answers_of, small_config
 from tests.integration.helpers import gone
+from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.types import Request, SamplingParams
 
@@ -86,9 +87,9 @@ def test_a_following_ranks_engine_thread_dies_and_the_other_replica_serves_its_r
 
     async def run():
         before = await _sample(controller)
-        await mesh.call_rank(0, "fetch_hf", directory, 7)
-        await mesh.call_rank(0, "load", 7)  # the other rank has nothing to load
-        leader, start = await mesh.call_rank(0, "where"), time.monotonic()
+        await mesh.call_rank(0, GeneratorOperations.fetch_hf, directory, 7)
+        await mesh.call_rank(0, GeneratorOperations.load, 7)  # the other rank has nothing to load
+        leader, start = await mesh.call_rank(0, WorkerProcess.where), time.monotonic()
         after = await _sample(controller)
         took = time.monotonic() - start
         await gone(leader)  # it would wait for the other rank, and spin
@@ -106,10 +107,10 @@ def test_the_leading_ranks_engine_thread_dies_and_calls_name_every_replica(loop,
     mesh = controller.generator._replicas[0].mesh
 
     async def run():
-        await mesh.call_rank(1, "fetch_hf", directory, 7)
+        await mesh.call_rank(1, GeneratorOperations.fetch_hf, directory, 7)
         with pytest.raises(RuntimeError, match=r"generator-0-0.load: .* the engine has stopped: KeyError\(7\)"):
-            await mesh.call_rank(0, "load", 7)
-        await mesh.call_rank(0, "where")  # the process lives
+            await mesh.call_rank(0, GeneratorOperations.load, 7)
+        await mesh.call_rank(0, WorkerProcess.where)  # the process lives
         return await _sample(controller)
 
     for error in loop.run_until_complete(run()):

@@ -9,6 +9,7 @@ import openai
 
 from tests.integration.conftest import ROOT
 from tests.integration.helpers import gone
+from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.gateway import Address, serving
@@ -44,7 +45,7 @@ def test_a_killed_generator_under_load(loop, tmp_path, capsys):
                                 statuses[503] += 1
 
                 async def killed(index):
-                    (pid,) = await controller.generator._replicas[index].mesh.call_each("where")
+                    (pid,) = await controller.generator._replicas[index].mesh.call_each(WorkerProcess.where)
                     os.kill(pid, signal.SIGKILL)
                     await gone(pid)
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.integration.conftest import small_config
 from tests.integration.helpers import random_datums
+from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.config.actors import LoRAConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -99,7 +100,7 @@ def test_the_base_is_what_the_seed_gives_without_adapters(trained):
 def test_generators_hold_the_merged_model(loop, trained):
     async def held():
         mesh = trained.controller.generator._replicas[0].mesh
-        return (await mesh.call_each("weights"))[0]
+        return (await mesh.call_each(GeneratorOperations.weights))[0]
 
     weights = loop.run_until_complete(held())
     base, adapters = split(trained.after)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.integration.conftest import small_config
+from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.types import SamplingParams
 
@@ -44,7 +45,7 @@ def _sample(controller, num: int, max_tokens: int = 40):
 
 
 async def _pid(controller, index) -> int:
-    return (await controller.generator._replicas[index].mesh.call_each("where"))[0]
+    return (await controller.generator._replicas[index].mesh.call_each(WorkerProcess.where))[0]
 
 
 async def _spare(controller) -> int:
@@ -76,7 +77,7 @@ def test_a_killed_replica_rejoins_with_the_served_version_and_its_requests_go_el
         version = await controller.publish()
         took = await _all_healthy(controller)
         replica = controller.generator._replicas[1]
-        await replica.mesh.call_leader("probe")
+        await replica.mesh.call_leader(GeneratorOperations.probe)
         return victim, before, during, version, took, replica, await _pid(controller, 1) == spare
 
     victim, before, during, version, took, replica, was_spare = loop.run_until_complete(run())
@@ -98,7 +99,7 @@ def test_a_stopped_replica_is_found_without_a_call_and_replaced(loop, controller
         reason = controller.generator.health()["generator-0"]
         answers = await asyncio.wait_for(_sample(controller, 8), 60)
         await _all_healthy(controller)
-        return reason, answers, await controller.generator._replicas[0].mesh.call_leader("probe")
+        return reason, answers, await controller.generator._replicas[0].mesh.call_leader(GeneratorOperations.probe)
 
     reason, answers, _ = loop.run_until_complete(run())
     assert reason.startswith("generator-0.probe: no answer, generator-0-0 (pid ") and "is stopped (SIGSTOP)" in reason

@@ -14,6 +14,7 @@ import torch
 
 from tests.integration.conftest import answers_of, small_config
 from tests.integration.helpers import gone
+from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
 from torchtitan_rl.types import Request, SamplingParams
 
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]
@@ -50,10 +51,10 @@ def served(controller, monkeypatch):
     prompts = {replica.mesh.role: [] for replica in controller.generator._replicas}
     for replica in controller.generator._replicas:
 
-        def call_leader(endpoint, *args, call=replica.mesh.call_leader, role=replica.mesh.role, **kwargs):
-            if endpoint == "sample":
+        def call_leader(operation, *args, call=replica.mesh.call_leader, role=replica.mesh.role, **kwargs):
+            if operation is GeneratorOperations.sample:
                 prompts[role] += [request.tokens for request in args[1]]
-            return call(endpoint, *args, **kwargs)
+            return call(operation, *args, **kwargs)
 
         monkeypatch.setattr(replica.mesh, "call_leader", call_leader)
     return prompts
@@ -77,7 +78,7 @@ def _assert_the_same(completions, expected):
 
 
 async def _kill(controller, index):
-    (pid,) = await controller.generator._replicas[index].mesh.call_each("where")
+    (pid,) = await controller.generator._replicas[index].mesh.call_each(WorkerProcess.where)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -151,8 +152,8 @@ def test_a_replica_whose_engine_thread_dies_in_a_living_process_is_lost_too(loop
 
     async def run():
         with pytest.raises(RuntimeError, match=rf"generator-{last}-0.load: .* the engine has stopped: KeyError\(99\)"):
-            await mesh.call_rank(0, "load", 99)  # nobody has fetched it
-        pid = await mesh.call_rank(0, "where")  # the process lives
+            await mesh.call_rank(0, GeneratorOperations.load, 99)  # nobody has fetched it
+        pid = await mesh.call_rank(0, WorkerProcess.where)  # the process lives
         completions = await _sample(controller, _requests(PROMPTS, max_tokens=4))
         await gone(pid)  # what is of no use any more holds no memory and no core
         return completions

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.integration.helpers import flat, random_datums, relative_l2
+from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo
 from torchtitan_rl.types import OptimParams, SamplingParams
 
@@ -25,7 +26,7 @@ def test_trainer_generator_and_store_live_in_processes_of_their_own(controller):
 
 def test_engine_runs_torchtitan_blocks_on_vllm_attention(loop, controller):
     async def run():
-        return await controller.generator._replicas[0].mesh.call_each("modules")
+        return await controller.generator._replicas[0].mesh.call_each(GeneratorOperations.modules)
 
     (modules,) = loop.run_until_complete(run())
     assert modules.count("torchtitan.models.qwen3.model.Qwen3TransformerBlock") == 4
@@ -55,7 +56,7 @@ def test_after_a_pull_the_generator_holds_what_the_trainer_published_byte_for_by
     async def run():
         await controller.publish()
         mesh = controller.generator._replicas[0].mesh
-        return await controller.trainer.parameters(), (await mesh.call_each("weights"))[0]
+        return await controller.trainer.parameters(), (await mesh.call_each(GeneratorOperations.weights))[0]
 
     published, held = loop.run_until_complete(run())
     assert published.keys() == held.keys()
@@ -228,7 +229,7 @@ def test_both_transports_bring_the_same_bytes(loop, controller, transport):
         finally:
             controller.versions._transport = usual
         mesh = controller.generator._replicas[0].mesh
-        return await controller.trainer.parameters(), (await mesh.call_each("weights"))[0]
+        return await controller.trainer.parameters(), (await mesh.call_each(GeneratorOperations.weights))[0]
 
     published, held = loop.run_until_complete(run())
     assert all(torch.equal(published[name], held[name]) for name in published)
@@ -287,7 +288,7 @@ def test_a_call_past_its_deadline_names_the_culprit(loop, controller):
     mesh = controller.generator._replicas[0].mesh
 
     async def run():
-        await mesh.call_rank(0, "modules", timeout_s=1e-6)
+        await mesh.call_rank(0, GeneratorOperations.modules, timeout_s=1e-6)
 
     with pytest.raises(RuntimeError, match=r"generator-0-0\.modules: no answer within 1e-06 s"):
         loop.run_until_complete(run())

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl.actors.operations import Operation
 from torchtitan_rl.dispatch.role_mesh import ProcessDied, WorkerLost
 from torchtitan_rl.types import Completion, Request
 
@@ -65,21 +66,21 @@ class FakeReplica:
 
     # What a mesh offers.
 
-    def call_leader(self, endpoint: str, *args: Any, timeout_s: float | None = None) -> asyncio.Future:
+    def call_leader(self, operation: Operation, *args: Any, timeout_s: float | None = None) -> asyncio.Future:
         loop = self.world.loop
-        answer, name = loop.create_future(), f"{self.role}-0.{endpoint}"
+        answer, name = loop.create_future(), f"{self.role}-0.{operation.__name__}"
         if self.dead:
             loop.call_later(_NOTICED_S, _fail, answer, ProcessDied(f"{name}: its process died; see its log"))
             return answer
         late = WorkerLost(f"{name}: no answer within {timeout_s or self.timeout_s:g} s; look at its log")
         self._calls[answer] = name, loop.call_later(timeout_s or self.timeout_s, self._late, answer, late)
-        getattr(self, endpoint)(answer, *args)
+        getattr(self, operation.__name__)(answer, *args)
         return answer
 
     call_all = call_leader
 
-    def call_rank(self, rank: int, endpoint: str, *args: Any, timeout_s: float | None = None) -> asyncio.Future:
-        return self.call_leader(endpoint, *args, timeout_s=timeout_s)
+    def call_rank(self, rank: int, operation: Operation, *args: Any, timeout_s: float | None = None) -> asyncio.Future:
+        return self.call_leader(operation, *args, timeout_s=timeout_s)
 
     # Faults of the process.
 

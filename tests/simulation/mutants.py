@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.simulation.pretence import patched
-from torchtitan_rl.dispatch import training_steps
+from torchtitan_rl.dispatch import training_client
 from torchtitan_rl.dispatch.replica import Replica
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.version_holders import VersionHolders
@@ -91,7 +91,7 @@ async def _next_batch_one_more_ahead(self: BatchesAhead) -> Any:
         algorithm.max_policy_lag -= 1
 
 
-_merge = training_steps._merge
+_merge = training_client._merge
 
 
 def _merge_in_the_order_of_the_ranks(answers: list, ranks: list[list[list[int]]], data: list, *, who: str) -> Any:
@@ -248,7 +248,7 @@ MUTANTS: dict[str, Mutant] = {
     "rows of another datum": _mutant(
         "outputs come back in the order of ranks and microbatches, not of the data",
         "what_trains_is_what_was_admitted",
-        (training_steps, "_merge", _merge_in_the_order_of_the_ranks),
+        (training_client, "_merge", _merge_in_the_order_of_the_ranks),
         first_seed=6,
     ),
     "an evaluation of two versions": _mutant(

@@ -25,6 +25,7 @@ from tests.simulation.engines import FakeReplica
 from tests.simulation.pretence import patched, pretended
 from tests.simulation.tasks import Play, config_of
 from tests.simulation.world import Asked, World
+from torchtitan_rl.actors.operations import Operation
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.timed_router import TimedRouter
 from torchtitan_rl.environment import let_garbage_wait
@@ -121,9 +122,11 @@ def simulated(config: RunConfig) -> Iterator[Crowd]:
     world = Crowd(config)
     call_leader = FakeReplica.call_leader
 
-    def counted(replica: FakeReplica, endpoint: str, *args: Any, timeout_s: float | None = None) -> asyncio.Future:
-        world.messages[endpoint] += 1
-        return call_leader(replica, endpoint, *args, timeout_s=timeout_s)
+    def counted(
+        replica: FakeReplica, operation: Operation, *args: Any, timeout_s: float | None = None
+    ) -> asyncio.Future:
+        world.messages[operation.__name__] += 1
+        return call_leader(replica, operation, *args, timeout_s=timeout_s)
 
     changes = [(FakeReplica, name, counted) for name in ("call_leader", "call_all")]
     with pretended(world, config), patched(changes), torch.inference_mode():

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.simulation.engines import number_of
+from torchtitan_rl.actors.operations import Operation, TrainerOperations
 from torchtitan_rl.dispatch.role_mesh import ProcessDied
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights import checkpoint
@@ -72,25 +73,25 @@ class FakeTrainer:
 
     # What a mesh offers.
 
-    def call_split(self, endpoint: str, shards: Sequence[Any], *args: Any) -> asyncio.Future[list]:
-        return self._call(endpoint, lambda: [self._rank_forward_backward(shard, *args) for shard in shards])
+    def call_split(self, operation: Operation, shards: Sequence[Any], *args: Any) -> asyncio.Future[list]:
+        return self._call(operation, lambda: [self._rank_forward_backward(shard, *args) for shard in shards])
 
-    def call_each(self, endpoint: str, *args: Any, timeout_s: float | None = None) -> asyncio.Future[list]:
-        return self._call(endpoint, lambda: [getattr(self, endpoint)(*args)] * self.num_ranks)
+    def call_each(self, operation: Operation, *args: Any, timeout_s: float | None = None) -> asyncio.Future[list]:
+        return self._call(operation, lambda: [getattr(self, operation.__name__)(*args)] * self.num_ranks)
 
-    def call_all(self, endpoint: str, *args: Any, timeout_s: float | None = None) -> asyncio.Future:
-        return self._call(endpoint, lambda: getattr(self, endpoint)(*args))
+    def call_all(self, operation: Operation, *args: Any, timeout_s: float | None = None) -> asyncio.Future:
+        return self._call(operation, lambda: getattr(self, operation.__name__)(*args))
 
-    def _call(self, endpoint: str, work: Callable[[], Any]) -> asyncio.Future:
+    def _call(self, operation: Operation, work: Callable[[], Any]) -> asyncio.Future:
         loop = self.world.loop
-        answer, (least, most) = loop.create_future(), _SECONDS.get(endpoint, (0.01, 0.01))
+        answer, (least, most) = loop.create_future(), _SECONDS.get(operation.__name__, (0.01, 0.01))
         self._free_at = max(self._free_at, loop.time()) + self.world.between(least, most)
         self._calls.add(answer)
         answer.add_done_callback(self._calls.discard)
         if self.dead:
             loop.call_later(1.0, self._lose, answer)
         else:
-            pushes = endpoint == "push_weights"
+            pushes = operation is TrainerOperations.push_weights
             loop.call_at(self._free_at, self._finish, answer, work, _TURNS_OF_A_PUSH * pushes)
             if pushes:
                 loop.call_at(self._free_at, self.world.pushing.set)

@@ -69,7 +69,7 @@ class AdapterSlots:
     def begin_model(self, policy_version: int) -> None:
         """Forgets gradients and moments, and counts versions from `policy_version`."""
         self.rank.optimizers.zero_grad()
-        self.rank.reset_optimizer()
+        self.rank.clear_moments()
         self.rank.policy_version = policy_version
 
     def use_adapter(self, name: str) -> None:

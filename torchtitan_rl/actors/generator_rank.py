@@ -93,3 +93,7 @@ class GeneratorRank(GeneratorSteps):
     async def modules(self) -> list[str]:
         """Qualified class names of the model's modules, for tests."""
         return [f"{type(m).__module__}.{type(m).__qualname__}" for m in self.engine.model.modules()]
+
+    async def abort(self) -> None:
+        """Does nothing: an engine's thread has ended, or hangs and cannot be ended. The actor's endpoint of this name
+        ends the process."""

@@ -1,52 +1,226 @@
-"""The parts that each operation of a role needs on the device: one table for clients, placement, meshes and ranks.
+"""What the workers of a mesh can be asked, and the parts that each operation needs on the device.
 
-A trainer's operation has three places: the client's method (`dispatch.training_client`), the row of `TRAINER_NEEDS`,
-and the implementation (a method of `TrainerRank`, `WeightExchange`, `RoleCopies`, `TrainerFiles` or
-`AdapterSlots`). Meshes and the
-actor forward an operation by name.
+An operation has one name in three places: the method here, which says what it takes and needs; an endpoint of the actor
+(`PolicyTrainer`, `Generator`); the method of the rank that does the work (`TrainerRank`, `GeneratorRank`). A client
+names an operation by the function here: `mesh.call_split(TrainerOperations.forward_backward, shards, ...)`. A mesh of
+actors sends the call to the endpoint of that name; a mesh in this process calls the rank.
 """
 
 from __future__ import annotations
 
-__all__ = ["TRAINER_PARTS", "GENERATOR_PARTS", "TRAINED_ROLES", "TRAINER_NEEDS", "NEEDS", "ENTRIES", "parts_of"]
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput, Request
+
+__all__ = [
+    "GENERATOR_PARTS",
+    "TRAINED_ROLES",
+    "TRAINER_PARTS",
+    "GeneratorOperations",
+    "Operation",
+    "TrainerOperations",
+    "WorkerProcess",
+    "needed_parts",
+    "needs",
+    "parts_of",
+]
 
 TRAINER_PARTS = ("model", "gradients", "optimizer")
 GENERATOR_PARTS = ("weights", "kv_cache")  # in the order in which parts wake
 TRAINED_ROLES = ("policy", "critic")
 
-TRAINER_NEEDS: dict[str, tuple[str, ...]] = {
-    "forward": ("model",),
-    "forward_backward": ("model", "gradients"),
-    "optim_step": ("model", "optimizer", "gradients"),
-    "reset_optimizer": ("optimizer", "gradients"),
-    "push_weights": ("model",),
-    "discard_weights": (),
-    "push_copy": ("model",),
-    "pull_copy": ("model",),
-    "push_head": ("model",),
-    "pull_head": ("model",),
-    "init_model": ("model", "optimizer"),
-    "stage_checkpoint": ("model", "optimizer"),
-    "checkpoint_written": (),
-    "remove_checkpoint": (),
-    "load_checkpoint": ("model", "optimizer", "gradients"),
-    "load_weights": ("model",),
-    "save_hf_model": ("model",),
-    "save_adapter": ("model",),
-    "parameters": ("model",),
-    "gradients": ("model", "gradients"),
-    "begin_model": ("optimizer", "gradients"),
-    "add_adapter": TRAINER_PARTS,
-    "use_adapter": TRAINER_PARTS,
-    "drop_adapter": (),
-    "freeze_untrained": ("gradients",),
-}
-"""Parts by operation, in the order of error messages. An operation that needs gradients needs a role that trains."""
-NEEDS = TRAINER_NEEDS | {"pull": ("weights",), "sample": GENERATOR_PARTS}
+Operation = Callable[..., Any]
+"""A method of `TrainerOperations`, `GeneratorOperations` or `WorkerProcess`, as a function."""
 
-ENTRIES: dict[str, tuple[str, tuple[str, ...]]] = {name: ("run", (name,)) for name in TRAINER_NEEDS}
-"""The actor's endpoint for an operation of a trainer, and the endpoint's first arguments. Any other call has the
-endpoint of its own name."""
+
+def needs(*parts: str) -> Callable[[Operation], Operation]:
+    """Says which parts an operation needs on the device, in the order of error messages. An operation that needs
+    gradients needs a role that trains."""
+
+    def mark(operation: Operation) -> Operation:
+        operation.needs = parts  # type: ignore[attr-defined]  # read by `needed_parts`
+        return operation
+
+    return mark
+
+
+def needed_parts(operation: Operation) -> tuple[str, ...]:
+    """The parts that an operation needs on the device; empty: it runs wherever they are."""
+    return getattr(operation, "needs", ())
+
+
+class TrainerOperations(Protocol):
+    """One rank of a trainer role. `TrainerRank` does the work; the actor `PolicyTrainer` passes calls on."""
+
+    @needs("model")
+    def forward(self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool) -> Accumulated:
+        """Scores the rank's microbatches, in order."""
+
+    @needs("model", "gradients")
+    def forward_backward(
+        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
+    ) -> Accumulated:
+        """Adds the gradient of the rank's microbatches, in order."""
+
+    @needs("model", "optimizer", "gradients")
+    def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
+        """Clips the gradient, takes one optimizer step and zeroes the gradient."""
+
+    @needs("optimizer", "gradients")
+    def reset_optimizer(self) -> None:
+        """Forgets moments and step count."""
+
+    @needs("optimizer", "gradients")
+    def begin_model(self, policy_version: int) -> None:
+        """Forgets gradients and moments, and counts policy versions from `policy_version`."""
+
+    # Weights, through the store.
+
+    @needs("model")
+    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+        """Publishes the policy version for generators. Returns the version."""
+
+    def discard_weights(self, version: int | str) -> None:
+        """Frees the memory of a published version."""
+
+    @needs("model")
+    def push_copy(self, transport: str) -> None:
+        """Publishes the weights for another trainer role."""
+
+    @needs("model")
+    def pull_copy(self) -> None:
+        """Loads the weights that another trainer role published by `push_copy`."""
+
+    @needs("model")
+    def push_head(self, transport: str) -> None:
+        """Publishes the head's weight for another trainer role."""
+
+    @needs("model")
+    def pull_head(self) -> None:
+        """Holds the head that another trainer role published by `push_head`, as the head of a teacher."""
+
+    # Files.
+
+    @needs("model", "optimizer")
+    def init_model(self, path: str) -> None:
+        """Loads a Hugging Face directory or a checkpoint, and resets the optimizer."""
+
+    @needs("model", "optimizer")
+    def stage_checkpoint(self, path: str) -> None:
+        """Copies the state to host memory, from where a thread writes it."""
+
+    def checkpoint_written(self) -> dict[str, list] | None:
+        """File -> [bytes, xxh3] of what the rank wrote; None while it writes."""
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Deletes what the rank's host has of a checkpoint."""
+
+    @needs("model", "optimizer", "gradients")
+    def load_checkpoint(self, path: str, policy_version: int) -> None:
+        """Loads parameters and optimizer."""
+
+    @needs("model")
+    def load_weights(self, path: str, policy_version: int) -> None:
+        """Loads a checkpoint's parameters alone."""
+
+    @needs("model")
+    def save_hf_model(self, path: str, eos: int, pad: int) -> None:
+        """Writes a Hugging Face directory."""
+
+    @needs("model")
+    def save_adapter(self, path: str) -> None:
+        """Writes the LoRA adapters as a directory for PEFT."""
+
+    @needs("model")
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Whole parameters."""
+
+    @needs("model", "gradients")
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Whole accumulated gradients."""
+
+    # Several LoRA models over one base.
+
+    @needs(*TRAINER_PARTS)
+    def add_adapter(self, name: str, lora_rank: int, seed: int, parts: tuple[str, ...], policy_version: int) -> None:
+        """Adds a model, which is in use afterwards."""
+
+    @needs(*TRAINER_PARTS)
+    def use_adapter(self, name: str) -> None:
+        """Exchanges the model in use for another one that was added."""
+
+    def drop_adapter(self, name: str) -> None:
+        """Forgets a model."""
+
+    @needs("gradients")
+    def freeze_untrained(self) -> None:
+        """Drops the gradients of adapters that do not train."""
+
+    # The device, and what somebody sees of it.
+
+    def offload(self, parts: list[str]) -> None:
+        """Moves parts to host memory."""
+
+    def onload(self, parts: list[str]) -> None:
+        """Moves parts back to the device."""
+
+    def residency(self) -> dict[str, int]:
+        """Bytes of each part on the device."""
+
+    def profile(self, file: str) -> None:
+        """Begins to profile the rank's process; with `file`, ends and writes the trace there."""
+
+
+class GeneratorOperations(Protocol):
+    """One rank of a generator replica. `GeneratorRank` does the work; the actor `Generator` passes calls on."""
+
+    @needs(*GENERATOR_PARTS)
+    async def sample(self, ticket: int, requests: list[Request]) -> list[tuple[int, Any]]:
+        """Admits requests under a ticket. Returns the answers that are there, each with the index of its request."""
+
+    async def fetch(self, version: int, verify: bool) -> None:
+        """Stages a version from the store."""
+
+    async def fetch_hf(self, directory: str, version: int) -> None:
+        """Stages the weights of a Hugging Face directory."""
+
+    @needs("weights")
+    async def load(self, version: int) -> float:
+        """Copies the staged version into the model. Returns the seconds for which the engine stood still."""
+
+    async def probe(self) -> None:
+        """Returns once the engine's thread has answered."""
+
+    async def sleep(self) -> None:
+        """Frees weights and KV cache on the device."""
+
+    async def wake(self, part: str) -> None:
+        """Brings `"weights"` or `"kv_cache"` back."""
+
+    async def profile(self, file: str) -> None:
+        """Begins to profile the rank's process; with `file`, ends and writes the trace there."""
+
+    async def weights(self) -> dict[str, torch.Tensor]:
+        """The rank's parameters, in host memory."""
+
+    async def modules(self) -> list[str]:
+        """Class names of the model's modules."""
+
+    async def abort(self) -> None:
+        """Ends the rank's process at once."""
+
+
+class WorkerProcess(Protocol):
+    """A process of a mesh: the actors `PolicyTrainer` and `Generator`."""
+
+    async def where(self) -> int:
+        """The process id."""
+
+    async def setup(self) -> None:
+        """Builds the rank."""
 
 
 def parts_of(role: str) -> tuple[str, ...]:

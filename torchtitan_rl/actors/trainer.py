@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from datetime import timedelta
-from typing import Any
 
+import torch
 import torch.distributed as dist
 from monarch.actor import Actor, endpoint
 
@@ -14,6 +13,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 
 __all__ = ["PolicyTrainer"]
 
@@ -22,7 +22,7 @@ class PolicyTrainer(Actor):
     """One rank of the mesh of a role: policy, reference, critic or teacher.
 
     Calls run one at a time in the order sent, so a caller may submit `forward_backward` and `optim_step` before
-    awaiting either.
+    awaiting either. The endpoints are those of `operations.TrainerOperations`, which says what each does.
     """
 
     Config = TrainerConfig
@@ -56,15 +56,119 @@ class PolicyTrainer(Actor):
             self.config, self.model, self.role, self.seed, device, WeightStore(self.store_name), self.log_dir or ""
         )
 
-    @endpoint
-    async def run(self, operation: str, *args) -> Any:
-        """Runs an operation of `operations.TRAINER_NEEDS`."""
-        answer = self.rank.run(operation, *args)
-        return await answer if inspect.isawaitable(answer) else answer
+    # Training and scoring.
 
     @endpoint
-    async def profile(self, file: str) -> None:
-        self.rank.profile(file)
+    async def forward_backward(
+        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
+    ) -> Accumulated:
+        return self.rank.forward_backward(batches, loss_fn, temperature, loss_weight)
+
+    @endpoint
+    async def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
+        return self.rank.optim_step(params, grad_scale)
+
+    @endpoint
+    async def forward(self, batches: list[Microbatch], temperature: float, top_k: int, hidden: bool) -> Accumulated:
+        return self.rank.forward(batches, temperature, top_k, hidden)
+
+    @endpoint
+    async def reset_optimizer(self) -> None:
+        self.rank.reset_optimizer()
+
+    @endpoint
+    async def begin_model(self, policy_version: int) -> None:
+        self.rank.begin_model(policy_version)
+
+    # Weights, through the store.
+
+    @endpoint
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+        return await self.rank.push_weights(dtype, transport, verify)
+
+    @endpoint
+    async def discard_weights(self, version: int | str) -> None:
+        self.rank.discard_weights(version)
+
+    @endpoint
+    async def push_copy(self, transport: str) -> None:
+        await self.rank.push_copy(transport)
+
+    @endpoint
+    async def pull_copy(self) -> None:
+        await self.rank.pull_copy()
+
+    @endpoint
+    async def push_head(self, transport: str) -> None:
+        await self.rank.push_head(transport)
+
+    @endpoint
+    async def pull_head(self) -> None:
+        await self.rank.pull_head()
+
+    # Files.
+
+    @endpoint
+    async def init_model(self, path: str) -> None:
+        self.rank.init_model(path)
+
+    @endpoint
+    async def stage_checkpoint(self, path: str) -> None:
+        self.rank.stage_checkpoint(path)
+
+    @endpoint
+    async def checkpoint_written(self) -> dict[str, list] | None:
+        return self.rank.checkpoint_written()
+
+    @endpoint
+    async def remove_checkpoint(self, path: str) -> None:
+        self.rank.remove_checkpoint(path)
+
+    @endpoint
+    async def load_checkpoint(self, path: str, policy_version: int) -> None:
+        self.rank.load_checkpoint(path, policy_version)
+
+    @endpoint
+    async def load_weights(self, path: str, policy_version: int) -> None:
+        self.rank.load_weights(path, policy_version)
+
+    @endpoint
+    async def save_hf_model(self, path: str, eos: int, pad: int) -> None:
+        self.rank.save_hf_model(path, eos, pad)
+
+    @endpoint
+    async def save_adapter(self, path: str) -> None:
+        self.rank.save_adapter(path)
+
+    @endpoint
+    async def parameters(self) -> dict[str, torch.Tensor]:
+        return self.rank.parameters()
+
+    @endpoint
+    async def gradients(self) -> dict[str, torch.Tensor | None]:
+        return self.rank.gradients()
+
+    # Several LoRA models over one base.
+
+    @endpoint
+    async def add_adapter(
+        self, name: str, lora_rank: int, seed: int, parts: tuple[str, ...], policy_version: int
+    ) -> None:
+        self.rank.add_adapter(name, lora_rank, seed, parts, policy_version)
+
+    @endpoint
+    async def use_adapter(self, name: str) -> None:
+        self.rank.use_adapter(name)
+
+    @endpoint
+    async def drop_adapter(self, name: str) -> None:
+        self.rank.drop_adapter(name)
+
+    @endpoint
+    async def freeze_untrained(self) -> None:
+        self.rank.freeze_untrained()
+
+    # The device, and what somebody sees of it.
 
     @endpoint
     async def offload(self, parts: list[str]) -> None:
@@ -77,3 +181,7 @@ class PolicyTrainer(Actor):
     @endpoint
     async def residency(self) -> dict[str, int]:
         return self.rank.residency()
+
+    @endpoint
+    async def profile(self, file: str) -> None:
+        self.rank.profile(file)

@@ -42,7 +42,7 @@ class TrainerFiles:
         else:
             self.load_weights(path, 0)
         if rank.optimizers is not None:
-            rank.reset_optimizer()
+            rank.clear_moments()
 
     def stage_checkpoint(self, path: str) -> None:
         """Copies parameters (with LoRA the adapters only), optimizer and random states to host memory, from where a

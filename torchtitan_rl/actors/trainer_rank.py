@@ -1,40 +1,70 @@
-"""One trainer rank without actors: model, optimizer, and the parts on the device."""
+"""One trainer rank without actors: model, optimizer, and everything that a trainer's mesh can ask of the rank."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.utils import set_determinism
+from torchtitan.distributed.utils import set_determinism, set_pg_timeouts
 
 from torchtitan_rl.actors.adapter_slots import AdapterSlots
 from torchtitan_rl.actors.build import build_model, build_optimizers
-from torchtitan_rl.actors.operations import TRAINED_ROLES, TRAINER_NEEDS
+from torchtitan_rl.actors.operations import TRAINED_ROLES, Operation, TrainerOperations, needed_parts
 from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.actors.trainer_files import TrainerFiles
-from torchtitan_rl.actors.trainer_steps import TrainerSteps
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
 from torchtitan_rl.model.scoring import score
-from torchtitan_rl.types import Accumulated, Microbatch
+from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
+from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights.exchange import WeightExchange
 from torchtitan_rl.weights.role_copies import RoleCopies
 from torchtitan_rl.weights.versioned import VersionedStore
 
-__all__ = ["TrainerRank"]
+__all__ = ["TrainerRank", "implements", "require"]
 
 logger = logging.getLogger(__name__)
 
 
-class TrainerRank(TrainerSteps):
+def require(operation: Operation, role: str, parts: Mapping[str, Part]) -> None:
+    """Raises RuntimeError unless the device holds the parts that the operation needs, and ValueError for an operation
+    on gradients of a role that does not train."""
+    needed = needed_parts(operation)
+    if "gradients" in needed and role not in TRAINED_ROLES:
+        raise ValueError(f"role={role!r}: is only scored; {operation.__name__} needs one of {', '.join(TRAINED_ROLES)}")
+    if missing := [name for name in needed if not parts[name].on_device]:
+        raise RuntimeError(
+            f"{role}.{operation.__name__}: {' and '.join(missing)} offloaded; call it through a TrainingClient, "
+            "which brings back what an operation needs"
+        )
+
+
+def implements(operation: Operation) -> Callable[[Callable], Callable]:
+    """Marks the method of `TrainerRank` that does an operation: each call goes through `TrainerRank.run`."""
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def checked(rank: TrainerRank, *args: Any) -> Any:
+            return rank.run(operation, method, *args)
+
+        return checked
+
+    return decorate
+
+
+class TrainerRank:
     """A torchtitan model, sharded by torchtitan's canonical plan, and an optimizer. The process group must exist.
 
-    A `critic` has a value head; `reference` and `teacher` only score and have no optimizer. `run` executes an operation
-    of `operations.TRAINER_NEEDS`: a method of this class, of `WeightExchange`, `RoleCopies`,
-    `TrainerFiles` or `AdapterSlots`.
+    A `critic` has a value head; `reference` and `teacher` only score and have no optimizer. Every rank of a mesh gets
+    the same calls in the same order: most of them are collective.
     """
 
     def __init__(
@@ -65,12 +95,70 @@ class TrainerRank(TrainerSteps):
         self.exchange = WeightExchange(
             self.model, n_kv_heads=self.shape.n_kv_heads, config=config, device=device, store=store
         )
-        doers = (self, self.exchange, RoleCopies(self), TrainerFiles(self), AdapterSlots(self))
-        self._operations = {
-            name: next(getattr(doer, name) for doer in doers if hasattr(doer, name)) for name in TRAINER_NEEDS
-        }
+        self.copies, self.files, self.adapters = RoleCopies(self), TrainerFiles(self), AdapterSlots(self)
+        self.policy_version = 0
+        self._took_step = False
         logger.info("model: %s, %d parameters, degrees %s", self.shape, self.shape.num_parameters, self.parallel_dims)
 
+    def run(self, operation: Operation, method: Callable, *args: Any) -> Any:
+        """Calls the method that does an operation, once `require` has found the parts that it needs. Returns the
+        answer, or its awaitable where the operation uses the store."""
+        require(operation, self.role, self.parts)
+        return method(self, *args)
+
+    # Training and scoring.
+
+    @implements(TrainerOperations.forward_backward)
+    def forward_backward(
+        self, batches: list[Microbatch], loss_fn: LossFunction, temperature: float, loss_weight: float
+    ) -> Accumulated:
+        """Adds the gradient of this rank's microbatches, in order."""
+        return accumulate_gradients(
+            self.model,
+            batches,
+            loss_fn,
+            self.device,
+            temperature=temperature,
+            loss_weight=loss_weight,
+            multiple_of=self.parallel_dims.tp,  # sequence parallelism cuts the packed tokens into equal parts
+        )
+
+    @implements(TrainerOperations.optim_step)
+    def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
+        """Clips the gradient, takes a step and zeroes the gradient; a gradient that is not finite skips the step."""
+        params = self._with_defaults(params)
+        norm, stepped = clip_and_step(
+            list(self.model.parameters()),
+            self.optimizers,
+            params,
+            grad_scale,
+            expert_parallel=self.parallel_dims.ep_enabled,
+        )
+        self.policy_version += stepped
+        if self.device.type == "cuda" and not self._took_step:
+            self._tighten_timeouts()
+        return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=self.policy_version, skipped=not stepped)
+
+    def _with_defaults(self, params: OptimParams) -> OptimParams:
+        """The parameters with the trainer config's value for each that is None."""
+        optimizer = self.config.optimizer
+        defaults: dict[str, Any] = {
+            "lr": optimizer.lr,
+            "betas": optimizer.betas,
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+            "max_grad_norm": self.config.training.max_norm or float("inf"),
+        }
+        unset = [field.name for field in dataclasses.fields(params) if getattr(params, field.name) is None]
+        return dataclasses.replace(params, **{name: defaults[name] for name in unset})
+
+    def _tighten_timeouts(self) -> None:
+        """Gives later steps a tighter limit than the first, which compiles and allocates. gloo's limit cannot change:
+        on a CPU the controller's deadline bounds a step."""
+        set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
+        self._took_step = True
+
+    @implements(TrainerOperations.forward)
     def forward(
         self, batches: list[Microbatch], temperature: float, top_k: int = 0, hidden: bool = False
     ) -> Accumulated:
@@ -89,16 +177,109 @@ class TrainerRank(TrainerSteps):
             result.rows = {}
         return result
 
+    @implements(TrainerOperations.reset_optimizer)
     def reset_optimizer(self) -> None:
         """Clears moments and step count, for a new phase with another loss."""
+        self.clear_moments()
+
+    def clear_moments(self) -> None:
+        """What other operations use of `reset_optimizer`: needs no gradients on the device."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
-    def profile(self, file: str) -> None:
-        """Begins to profile this process; with `file`, ends and writes the trace there."""
-        profiled(file)
+    @implements(TrainerOperations.begin_model)
+    def begin_model(self, policy_version: int) -> None:
+        self.adapters.begin_model(policy_version)
 
-    # Residency: the parts on the device.
+    # Weights, through the store.
+
+    @implements(TrainerOperations.push_weights)
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+        """Publishes this policy version, parameters cast to `dtype`. Returns the version."""
+        await self.exchange.push(self.policy_version, dtype, transport, verify)
+        return self.policy_version
+
+    @implements(TrainerOperations.discard_weights)
+    def discard_weights(self, version: int | str) -> None:
+        self.exchange.discard_weights(version)
+
+    @implements(TrainerOperations.push_copy)
+    async def push_copy(self, transport: str) -> None:
+        await self.copies.push_copy(transport)
+
+    @implements(TrainerOperations.pull_copy)
+    async def pull_copy(self) -> None:
+        await self.copies.pull_copy()
+
+    @implements(TrainerOperations.push_head)
+    async def push_head(self, transport: str) -> None:
+        await self.copies.push_head(transport)
+
+    @implements(TrainerOperations.pull_head)
+    async def pull_head(self) -> None:
+        await self.copies.pull_head()
+
+    # Files.
+
+    @implements(TrainerOperations.init_model)
+    def init_model(self, path: str) -> None:
+        self.files.init_model(path)
+
+    @implements(TrainerOperations.stage_checkpoint)
+    def stage_checkpoint(self, path: str) -> None:
+        self.files.stage_checkpoint(path)
+
+    @implements(TrainerOperations.checkpoint_written)
+    def checkpoint_written(self) -> dict[str, list] | None:
+        return self.files.checkpoint_written()
+
+    @implements(TrainerOperations.remove_checkpoint)
+    def remove_checkpoint(self, path: str) -> None:
+        self.files.remove_checkpoint(path)
+
+    @implements(TrainerOperations.load_checkpoint)
+    def load_checkpoint(self, path: str, policy_version: int) -> None:
+        self.files.load_checkpoint(path, policy_version)
+
+    @implements(TrainerOperations.load_weights)
+    def load_weights(self, path: str, policy_version: int) -> None:
+        self.files.load_weights(path, policy_version)
+
+    @implements(TrainerOperations.save_hf_model)
+    def save_hf_model(self, path: str, eos: int, pad: int) -> None:
+        self.files.save_hf_model(path, eos, pad)
+
+    @implements(TrainerOperations.save_adapter)
+    def save_adapter(self, path: str) -> None:
+        self.files.save_adapter(path)
+
+    @implements(TrainerOperations.parameters)
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self.files.parameters()
+
+    @implements(TrainerOperations.gradients)
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        return self.files.gradients()
+
+    # Several LoRA models over one base.
+
+    @implements(TrainerOperations.add_adapter)
+    def add_adapter(self, name: str, lora_rank: int, seed: int, parts: tuple[str, ...], policy_version: int) -> None:
+        self.adapters.add_adapter(name, lora_rank, seed, parts, policy_version)
+
+    @implements(TrainerOperations.use_adapter)
+    def use_adapter(self, name: str) -> None:
+        self.adapters.use_adapter(name)
+
+    @implements(TrainerOperations.drop_adapter)
+    def drop_adapter(self, name: str) -> None:
+        self.adapters.drop_adapter(name)
+
+    @implements(TrainerOperations.freeze_untrained)
+    def freeze_untrained(self) -> None:
+        self.adapters.freeze_untrained()
+
+    # The device, and what somebody sees of it.
 
     def offload(self, parts: list[str]) -> None:
         """Moves parts (names of model, optimizer, gradients) to host memory; an offloaded part stays there."""
@@ -115,6 +296,10 @@ class TrainerRank(TrainerSteps):
     def residency(self) -> dict[str, int]:
         """Bytes of each part on the device."""
         return {name: device_bytes(self._tensors(name)) for name in self.parts}
+
+    def profile(self, file: str) -> None:
+        """Begins to profile this process; with `file`, ends and writes the trace there."""
+        profiled(file)
 
     def _tensors(self, part: str) -> list[torch.Tensor]:
         if part == "model":

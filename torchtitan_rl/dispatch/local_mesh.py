@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torchtitan_rl.actors.operations import ENTRIES
+from torchtitan_rl.actors.operations import Operation
 from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe, late
 
 __all__ = ["LocalMesh"]
@@ -18,7 +18,7 @@ _TICK_S = 1.0
 
 
 class LocalMesh:
-    """One rank without an actor. The methods of `worker` are the endpoints and run on the event loop's thread.
+    """One rank without an actor. The methods of `worker` do the operations, and run on the event loop's thread.
 
     `in_order`: calls run one at a time, in the order they were made, as a trainer's calls do. Calls of a generator
     overlap. Answers are copies, as answers of another process would be. A method that is no coroutine runs to its end:
@@ -32,41 +32,40 @@ class LocalMesh:
         self._worker = worker
         self._turn = asyncio.Lock() if in_order else nullcontext()
 
-    def call_split(self, endpoint: str, shards: Sequence[Any], *args) -> asyncio.Future:
+    def call_split(self, operation: Operation, shards: Sequence[Any], *args) -> asyncio.Future:
         """Calls the one data-parallel rank with the one shard; the answer in a list. Raises ValueError for another
         number of shards."""
         if len(shards) != 1:
-            raise ValueError(f"{self.role}.{endpoint}: {len(shards)} shards for 1 data-parallel ranks")
-        return self.call_each(endpoint, shards[0], *args)
+            raise ValueError(f"{self.role}.{operation.__name__}: {len(shards)} shards for 1 data-parallel ranks")
+        return self.call_each(operation, shards[0], *args)
 
-    def call_each(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
+    def call_each(self, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
         """Calls the one rank; the answer in a list."""
-        call = self.call_all(endpoint, *args, timeout_s=timeout_s)
+        call = self.call_all(operation, *args, timeout_s=timeout_s)
 
         async def listed() -> list:
             return [await call]
 
         return asyncio.ensure_future(listed())
 
-    def call_all(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
+    def call_all(self, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future:
         """Calls the one rank; the answer. The call takes its place in the order of calls before `call_all` returns."""
-        return asyncio.ensure_future(self._call(endpoint, args, timeout_s or self.timeout_s))
+        return asyncio.ensure_future(self._call(operation, args, timeout_s or self.timeout_s))
 
-    def call_rank(self, rank: int, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
+    def call_rank(self, rank: int, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future:
         """The same as `call_all`: rank 0 is the one rank."""
         assert rank == 0, f"a local mesh has one rank, not {rank}"
-        return self.call_all(endpoint, *args, timeout_s=timeout_s)
+        return self.call_all(operation, *args, timeout_s=timeout_s)
 
-    def call_leader(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
+    def call_leader(self, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future:
         """The same as `call_all`: the one rank leads."""
-        return self.call_all(endpoint, *args, timeout_s=timeout_s)
+        return self.call_all(operation, *args, timeout_s=timeout_s)
 
-    async def _call(self, endpoint: str, args: tuple, timeout_s: float) -> Any:
-        name = f"{self.role}-0.{endpoint}"
+    async def _call(self, operation: Operation, args: tuple, timeout_s: float) -> Any:
+        name = f"{self.role}-0.{operation.__name__}"
         try:
             async with self._turn:
-                method, first = ENTRIES.get(endpoint, (endpoint, ()))
-                answer = getattr(self._worker, method)(*first, *args)
+                answer = getattr(self._worker, operation.__name__)(*args)
                 if inspect.isawaitable(answer):
                     answer = await _within(answer, timeout_s, name)
                 return copy.deepcopy(answer)  # before the next call, which may change the worker's tensors

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
-from torchtitan_rl.actors.operations import NEEDS, parts_of
+from torchtitan_rl.actors.operations import GeneratorOperations, Operation, TrainerOperations, needed_parts, parts_of
 from torchtitan_rl.config.run import COLOCATION
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
@@ -21,8 +21,8 @@ __all__ = ["Placement"]
 
 logger = logging.getLogger(__name__)
 
-# While generators pull, the policy's model may stay on the devices: it leaves when the KV cache needs the memory.
-_MAY_STAY = {"pull": {"policy": ("model",)}}
+# While generators load weights, the policy's model may stay on the devices. It leaves when the KV cache needs memory.
+_MAY_STAY: dict[Operation, dict[str, tuple[str, ...]]] = {GeneratorOperations.load: {"policy": ("model",)}}
 
 
 class Placement:
@@ -58,7 +58,7 @@ class Placement:
         async with self._moving:
             await self._offload(role, self._parts[role])
 
-    def run(self, role: str, operation: str, call: Callable[[], asyncio.Future]) -> asyncio.Future:
+    def run(self, role: str, operation: Operation, call: Callable[[], asyncio.Future]) -> asyncio.Future:
         """Makes `call` when the role's turn comes; turns follow the order of calls to `run` and `turn`. A role that
         shares no device calls at once."""
         if not self.shares(role):
@@ -74,7 +74,7 @@ class Placement:
         return future
 
     @asynccontextmanager
-    async def turn(self, role: str, operation: str):
+    async def turn(self, role: str, operation: Operation):
         """Runs the block in the role's turn, with the parts that `operation` needs on the devices."""
         if not self.shares(role):
             yield
@@ -98,7 +98,7 @@ class Placement:
             self._changed.notify_all()
 
     @asynccontextmanager
-    async def _turn(self, ticket: object, role: str, operation: str):
+    async def _turn(self, ticket: object, role: str, operation: Operation):
         admitted = False
         try:
             async with self._changed:
@@ -120,24 +120,24 @@ class Placement:
     def _admits(self, role: str) -> bool:
         return not self._active or (role == "generator" and set(self._active) == {"generator"})
 
-    async def _prepare(self, role: str, operation: str) -> None:
+    async def _prepare(self, role: str, operation: Operation) -> None:
         for other in self._sharing:
             if other != role and other in self._meshes:
                 stay = _MAY_STAY.get(operation, {}).get(other, ())
                 await self._offload(other, [part for part in self._parts[other] if part not in stay])
-        if operation == "push_weights" and self.shares("generator"):
+        if operation is TrainerOperations.push_weights and self.shares("generator"):
             await self._offload(role, ["gradients", "optimizer"])  # the generators will wake beside this model
-        await self._load(role, [part for part in self._parts[role] if part in NEEDS[operation]])
+        await self._load(role, [part for part in self._parts[role] if part in needed_parts(operation)])
 
     async def _offload(self, role: str, parts) -> None:
         gone = [part for part in parts if part in self.on_device[role]]
         if not gone:
             return
         if role == "generator":
-            await self._on_generators("sleep")
+            await self._on_generators(GeneratorOperations.sleep)
         else:
             for mesh in self._meshes[role]:
-                await mesh.call_all("offload", gone)
+                await mesh.call_all(TrainerOperations.offload, gone)
         self._moved(role, "offload", gone)
         self.on_device[role] -= set(gone)
 
@@ -147,19 +147,19 @@ class Placement:
             return
         if role == "generator":
             for part in missing:
-                await self._on_generators("wake", part)
+                await self._on_generators(GeneratorOperations.wake, part)
         else:
             for mesh in self._meshes[role]:
-                await mesh.call_all("onload", missing)
+                await mesh.call_all(TrainerOperations.onload, missing)
         self._moved(role, "load", missing)
         self.on_device[role] |= set(missing)
 
-    async def _on_generators(self, endpoint: str, *args) -> None:
+    async def _on_generators(self, operation: Operation, *args) -> None:
         """Calls every replica. A replica whose process has died holds no memory and takes no more turns. Raises
         WorkerLost when no replica is left."""
         for mesh in list(self._meshes["generator"]):
             try:
-                await mesh.call_leader(endpoint, *args)
+                await mesh.call_leader(operation, *args)
             except WorkerLost as error:
                 self._meshes["generator"].remove(mesh)
                 told = {"event": "replica_out_of_turns", "who": mesh.role}

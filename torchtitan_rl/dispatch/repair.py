@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 
@@ -76,7 +77,7 @@ class Repair:
             if replica.lost is not None:
                 continue
             try:
-                await replica.mesh.call_leader("probe", timeout_s=self.hang_timeout_s)
+                await replica.mesh.call_leader(GeneratorOperations.probe, timeout_s=self.hang_timeout_s)
             except RuntimeError as error:
                 lose(replica, ReplicaLost(str(error)))
 
@@ -110,7 +111,7 @@ async def end(mesh: RoleMesh) -> None:
 
 async def _end_rank(mesh: RoleMesh, rank: int) -> None:
     try:
-        await asyncio.wait_for(mesh.call_rank(rank, "abort"), _END_WITHIN_S)
+        await asyncio.wait_for(mesh.call_rank(rank, GeneratorOperations.abort), _END_WITHIN_S)
     except TimeoutError:
         logger.warning("%s-%d does not end; it keeps its memory until the run ends", mesh.role, rank)
     except WorkerLost:

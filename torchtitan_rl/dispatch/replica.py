@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 from torchtitan_rl.dispatch.version_holders import VersionHolders
@@ -60,7 +61,9 @@ class Replica:
             left, self.unanswered = len(requests), self.unanswered + len(requests)
             while left:
                 with _at_fault(RuntimeError):  # a fault of the request would be an answer
-                    answers = await self.mesh.call_leader("sample", ticket, requests, timeout_s=timeout_s)
+                    answers = await self.mesh.call_leader(
+                        GeneratorOperations.sample, ticket, requests, timeout_s=timeout_s
+                    )
                 left, self.unanswered, requests = left - len(answers), self.unanswered - len(answers), []
                 yield answers
 
@@ -83,7 +86,7 @@ class Replica:
         """Loads the weights of a Hugging Face directory, after all pinned requests have ended. Raises ReplicaLost."""
         async with self._changed:
             await self._until(lambda: not self._flying[True])
-            await self._fetch("fetch_hf", directory, version)
+            await self._fetch(GeneratorOperations.fetch_hf, directory, version)
             await self._switch(version)
 
     async def release(self) -> None:
@@ -138,7 +141,7 @@ class Replica:
         """Pins and fetches a version, which the block loads; releases the version where that fails."""
         self.versions.pin(version, self.mesh.role)
         try:
-            await self._fetch("fetch", version, self.verify)
+            await self._fetch(GeneratorOperations.fetch, version, self.verify)
             yield
         except BaseException:
             await self.versions.release(version, self.mesh.role)
@@ -148,14 +151,14 @@ class Replica:
         if version is not None:
             await self.versions.release(version, self.mesh.role)
 
-    async def _fetch(self, endpoint: str, *args) -> None:
+    async def _fetch(self, operation: Operation, *args) -> None:
         with _at_fault(WorkerLost):  # no other error: damaged or misfit weights would fail on any replica
-            await self.mesh.call_all(endpoint, *args)
+            await self.mesh.call_all(operation, *args)
 
     async def _switch(self, version: int) -> int | None:
         """Loads a fetched version into the engine. Returns the version that was held before."""
         with _at_fault(RuntimeError):
-            self.stall_s = await self.mesh.call_leader("load", version)
+            self.stall_s = await self.mesh.call_leader(GeneratorOperations.load, version)
         if self.on_load is not None:
             self.on_load()
         self._changed.notify_all()  # requests that wait for a version look again once the lock is free

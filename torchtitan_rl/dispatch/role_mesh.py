@@ -8,7 +8,7 @@ from typing import Any
 
 from monarch.actor import ActorError
 
-from torchtitan_rl.actors.operations import ENTRIES
+from torchtitan_rl.actors.operations import Operation, WorkerProcess
 
 __all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe", "late"]
 
@@ -52,10 +52,9 @@ async def _awaited(call):
     return await call
 
 
-def _send(worker: Any, endpoint: str, *args):
-    """Sends a call to one actor. Returns the answer as an awaitable."""
-    name, first = ENTRIES.get(endpoint, (endpoint, ()))
-    return getattr(worker, name).call_one(*first, *args)
+def _send(worker: Any, operation: Operation, *args):
+    """Sends a call to the operation of one actor that has the operation's name. Returns the answer as an awaitable."""
+    return getattr(worker, operation.__name__).call_one(*args)
 
 
 def describe(error: BaseException) -> str:
@@ -96,7 +95,7 @@ class RoleMesh:
         self.data_parallel_size = num_ranks // tensor_parallel_size
         self._workers = [actors.flatten("rank").slice(rank=rank) for rank in range(num_ranks)]
 
-    def call_split(self, endpoint: str, shards: Sequence[Any], *args) -> asyncio.Future:
+    def call_split(self, operation: Operation, shards: Sequence[Any], *args) -> asyncio.Future:
         """Each data-parallel rank gets its shard, and so does every tensor-parallel rank in it. Answers are in shard
         order.
 
@@ -105,46 +104,47 @@ class RoleMesh:
         """
         if len(shards) != self.data_parallel_size:
             raise ValueError(
-                f"{self.role}.{endpoint}: {len(shards)} shards for {self.data_parallel_size} data-parallel ranks"
+                f"{self.role}.{operation.__name__}: {len(shards)} shards for {self.data_parallel_size} data-parallel "
+                "ranks"
             )
-        calls = [_send(worker, endpoint, shards[rank // self._tp], *args) for rank, worker in enumerate(self._workers)]
+        calls = [_send(worker, operation, shards[rank // self._tp], *args) for rank, worker in enumerate(self._workers)]
 
         async def gather() -> list:
-            answers = await self._all(endpoint, range(self.num_ranks), calls)
+            answers = await self._all(operation, range(self.num_ranks), calls)
             return answers[:: self._tp]
 
         return asyncio.ensure_future(gather())
 
-    def call_each(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
+    def call_each(self, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
         """Every rank gets the same arguments. Returns all answers, in rank order."""
-        calls = [_send(worker, endpoint, *args) for worker in self._workers]
-        return asyncio.ensure_future(self._all(endpoint, range(self.num_ranks), calls, timeout_s))
+        calls = [_send(worker, operation, *args) for worker in self._workers]
+        return asyncio.ensure_future(self._all(operation, range(self.num_ranks), calls, timeout_s))
 
-    def call_all(self, endpoint: str, *args, timeout_s: float | None = None) -> asyncio.Future:
+    def call_all(self, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future:
         """Every rank gets the same arguments. Returns the one answer; raises RuntimeError when ranks disagree."""
-        each = self.call_each(endpoint, *args, timeout_s=timeout_s)
+        each = self.call_each(operation, *args, timeout_s=timeout_s)
 
         async def gather():
             answers = await each
             if any(repr(answer) != repr(answers[0]) for answer in answers[1:]):
-                raise RuntimeError(f"{self.role}.{endpoint}: ranks disagree: {answers}")
+                raise RuntimeError(f"{self.role}.{operation.__name__}: ranks disagree: {answers}")
             return answers[0]
 
         return asyncio.ensure_future(gather())
 
-    def call_rank(self, rank: int, endpoint: str, *args, timeout_s: float | None = None):
+    def call_rank(self, rank: int, operation: Operation, *args, timeout_s: float | None = None):
         """Calls one rank. Returns its answer as an awaitable."""
-        call = _send(self._workers[rank], endpoint, *args)
+        call = _send(self._workers[rank], operation, *args)
 
         async def one():
-            return (await self._all(endpoint, [rank], [call], timeout_s))[0]
+            return (await self._all(operation, [rank], [call], timeout_s))[0]
 
         return one()
 
-    async def call_leader(self, endpoint: str, *args, timeout_s: float | None = None):
+    async def call_leader(self, operation: Operation, *args, timeout_s: float | None = None):
         """Calls rank 0, which answers for the mesh. Raises WorkerLost when any rank has died: rank 0 would wait forever
         for the dead rank."""
-        calls = [asyncio.ensure_future(self.call_rank(0, endpoint, *args, timeout_s=timeout_s))]
+        calls = [asyncio.ensure_future(self.call_rank(0, operation, *args, timeout_s=timeout_s))]
         calls += [asyncio.ensure_future(self._watch(rank)) for rank in range(1, self.num_ranks)]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
@@ -158,44 +158,45 @@ class RoleMesh:
         """Never returns. Raises WorkerLost soon after the rank's process has died."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
-            await self.call_rank(rank, "where")
+            await self.call_rank(rank, WorkerProcess.where)
 
-    async def _all(self, endpoint: str, ranks: Sequence[int], calls: list, timeout_s: float | None = None) -> list:
+    async def _all(
+        self, operation: Operation, ranks: Sequence[int], calls: list, timeout_s: float | None = None
+    ) -> list:
         waits = [
-            asyncio.ensure_future(deadline(call, timeout_s or self.timeout_s, self._name(rank, endpoint)))
+            asyncio.ensure_future(deadline(call, timeout_s or self.timeout_s, self._name(rank, operation)))
             for rank, call in zip(ranks, calls, strict=True)
         ]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
             errors = [wait.exception() for wait in done if wait.exception()]
             if errors:
-                raise await self._culprit(endpoint, errors[0])
+                raise await self._culprit(operation, errors[0])
             return [wait.result() for wait in waits]
         finally:
             for wait in waits:
                 if not wait.cancel() and not wait.cancelled():
                     wait.exception()  # read, so that asyncio does not warn
 
-    def _name(self, rank: int, endpoint: str) -> str:
-        return f"{self.role}-{rank}.{endpoint}" + (f" on {self.hosts[rank]}" if self.hosts else "")
+    def _name(self, rank: int, operation: Operation) -> str:
+        return f"{self.role}-{rank}.{operation.__name__}" + (f" on {self.hosts[rank]}" if self.hosts else "")
 
-    async def _culprit(self, endpoint: str, first: BaseException) -> BaseException:
+    async def _culprit(self, operation: Operation, first: BaseException) -> BaseException:
         """The error to raise for a failed call: names a lost host if there is one, else a stopped process, else a dead
         process; else `first`."""
+        name = f"{self.role}.{operation.__name__}"
         if self._lost_hosts is not None and (lost := await self._lost_hosts()):
-            return ProcessDied(
-                f"{self.role}.{endpoint}: host {', '.join(lost)} is gone: its worker does not answer ({first})"
-            )
+            return ProcessDied(f"{name}: host {', '.join(lost)} is gone: its worker does not answer ({first})")
         if stopped := self._stopped():  # Monarch takes a stopped process for a dead one
             kind = WorkerLost if isinstance(first, WorkerLost) else RuntimeError
-            return kind(f"{self.role}.{endpoint}: no answer, {', '.join(stopped)} is stopped (SIGSTOP): {first}")
+            return kind(f"{name}: no answer, {', '.join(stopped)} is stopped (SIGSTOP): {first}")
         if isinstance(first, ProcessDied):
             return first
         # The rank that died may have answered the call first, so ask every rank. A rank that is busy, or waits for the
         # dead rank, does not answer within _BLAME_S, which blames nobody.
         asked = await asyncio.gather(
             *(
-                deadline(worker.where.call_one(), _BLAME_S, self._name(rank, endpoint))
+                deadline(worker.where.call_one(), _BLAME_S, self._name(rank, operation))
                 for rank, worker in enumerate(self._workers)
             ),
             return_exceptions=True,

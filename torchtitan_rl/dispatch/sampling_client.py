@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, end
 from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.sampling_steps import SamplingSteps
@@ -50,7 +51,7 @@ class SamplingClient(SamplingSteps):
     async def profile(self, role: str, rank: int, file: str) -> None:
         """Begins to profile a rank of the replica `role`; with `file`, ends and writes the trace there."""
         replica = next(replica for replica in self._replicas if replica.mesh.role == role)
-        await replica.mesh.call_rank(rank, "profile", file)
+        await replica.mesh.call_rank(rank, GeneratorOperations.profile, file)
 
     def request_times(self) -> dict[str, tuple[float, int]]:
         """Role of each replica -> `TimedRouter.times`; {} with one replica."""
@@ -66,7 +67,7 @@ class SamplingClient(SamplingSteps):
     async def weights(self) -> dict[str, torch.Tensor]:
         """The parameters that the first healthy replica holds, by torchtitan's names (rank 0's part of each); for small
         models."""
-        return (await self._replicas[self._healthy()[0]].mesh.call_each("weights"))[0]
+        return (await self._replicas[self._healthy()[0]].mesh.call_each(GeneratorOperations.weights))[0]
 
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         """Every healthy replica loads the weights of a Hugging Face directory and calls them `version`. No trainer is

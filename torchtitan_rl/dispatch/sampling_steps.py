@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
+from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
@@ -70,7 +71,7 @@ class SamplingSteps(ABC):
         """Every healthy replica loads a published version. Raises RuntimeError when no replica is left."""
         if self._repair is not None and not self._probed:
             self._probe(self._repair)
-        async with self._turn("pull"):
+        async with self._turn(GeneratorOperations.load):
             self._versions.served = version
             await self._on_all(lambda replica: replica.pull(version))
 
@@ -109,7 +110,7 @@ class SamplingSteps(ABC):
         reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
         return f"no generator replica is left ({reasons}); look at their logs and start the run again"
 
-    def _turn(self, operation: str) -> AbstractAsyncContextManager:
+    def _turn(self, operation: Operation) -> AbstractAsyncContextManager:
         """The generators' turn on the devices for as long as the block runs; no wait where no role shares devices."""
         return nullcontext() if self._placement is None else self._placement.turn("generator", operation)
 
@@ -150,7 +151,7 @@ class SamplingSteps(ABC):
     async def _send(self, index: int, batch: list, version: int | None) -> None:
         replica, requests, unanswered = self._replicas[index], [request for request, _ in batch], len(batch)
         try:
-            async with self._turn("sample"):
+            async with self._turn(GeneratorOperations.sample):
                 async for answers in replica.sample(requests, version, self._timeout_s):
                     for position, answer in answers:
                         future = batch[position][1]

@@ -1,28 +1,86 @@
-"""Calls to a trainer role, whole: a step's, and those for scores, weights, checkpoints and exports."""
+"""A trainer role as everything above drives it. Layers above see no rank, no data-parallel size, no microbatch and no
+filler row."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from torchtitan_rl.dispatch.training_steps import TrainingSteps
-from torchtitan_rl.types import Datum, ForwardBackwardOutput
+from torchtitan_rl.actors.operations import Operation, TrainerOperations
+from torchtitan_rl.dispatch.microbatches import check_alike, filler, pack, plan_microbatches
+from torchtitan_rl.dispatch.placement import Placement
+from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.types import Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
+from torchtitan_rl.types.refusals import refuse_lengths, refuse_rows
 
 __all__ = ["TrainingClient"]
 
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.5  # pauses between questions whether a checkpoint is on disk
 
 
-class TrainingClient(TrainingSteps):
+class TrainingClient:
     """Scores and trains one model that lives on a mesh: the policy, or a reference, critic or teacher.
 
     `forward_backward`, `forward` and `optim_step` send their messages at once and return a future, so a caller may
     submit several before the first is awaited. Calls run in the order they were submitted.
     """
+
+    def __init__(
+        self,
+        mesh: RoleMesh,
+        *,
+        max_tokens_per_microbatch: int,
+        max_datum_tokens: int,
+        temperature: float,
+        vocab_size: int,
+        placement: Placement | None = None,
+    ):
+        """`placement` gives the role its turns on shared devices; None: no role shares devices."""
+        self._mesh, self._placement = mesh, placement
+        self._max_tokens, self._max_datum_tokens = max_tokens_per_microbatch, max_datum_tokens
+        self._temperature, self._vocab_size = temperature, vocab_size
+
+    def forward_backward(
+        self,
+        data: list[Datum],
+        loss_fn: LossFunction,
+        *,
+        loss_config: dict[str, float] | None = None,
+        loss_weight: float = 1.0,
+        temperature: float | None = None,
+    ) -> asyncio.Future[ForwardBackwardOutput]:
+        """Adds the gradient of `loss_weight` x the summed loss of the data. Gradients accumulate over calls.
+
+        `loss_config` holds keyword arguments of the loss. `temperature` divides the logits; its default is the run's
+        sampling temperature. Raises ValueError for an empty list, for a datum longer than the trainer's context, and
+        for datums that differ in their loss inputs or in their number of targets per token.
+        """
+        if loss_config:
+            loss_fn = partial(loss_fn, **loss_config)
+        temperature = self._temperature if temperature is None else temperature
+        return self._submit(TrainerOperations.forward_backward, data, data, loss_fn, temperature, loss_weight)
+
+    def optim_step(
+        self, params: OptimParams | None = None, *, grad_scale: float = 1.0
+    ) -> asyncio.Future[OptimStepOutput]:
+        """Clips `grad_scale` x the accumulated gradient, takes one optimizer step and zeroes the gradient."""
+        args = (params or OptimParams(), grad_scale)
+        answers = self._run(
+            TrainerOperations.optim_step, lambda: self._mesh.call_each(TrainerOperations.optim_step, *args)
+        )
+
+        async def agreed() -> OptimStepOutput:
+            return _agreed(await answers, who=f"{self._mesh.role}.optim_step")
+
+        return asyncio.ensure_future(agreed())
 
     def forward(
         self, data: list[Datum], *, temperature: float | None = None, top_k: int = 0, hidden: bool = False
@@ -46,59 +104,61 @@ class TrainingClient(TrainingSteps):
         sent = [
             dataclasses.replace(datum, loss_inputs={}) for datum in data
         ]  # none is read, and hidden states are large
-        return self._submit("forward", data, sent, temperature, top_k, hidden)
-
-    async def profile(self, role: str, rank: int, file: str) -> None:
-        """Begins to profile a rank of this role; with `file`, ends and writes the trace there."""
-        assert role == self._mesh.role
-        await self._mesh.call_rank(rank, "profile", file)
+        return self._submit(TrainerOperations.forward, data, sent, temperature, top_k, hidden)
 
     def reset_optimizer(self) -> asyncio.Future[None]:
         """Forgets the optimizer's moments and step count."""
-        return self._call("reset_optimizer")
+        return self._call(TrainerOperations.reset_optimizer)
 
     def begin_model(self, policy_version: int) -> asyncio.Future[None]:
         """Forgets gradients and moments, and counts policy versions from `policy_version`."""
-        return self._call("begin_model", policy_version)
+        return self._call(TrainerOperations.begin_model, policy_version)
 
     def add_adapter(
         self, name: str, *, lora_rank: int, seed: int, parts: tuple[str, ...], policy_version: int
     ) -> asyncio.Future[None]:
         """Adds a LoRA model over the same base, which later calls train and score; `parts` of "attention" and "mlp" get
         adapters that train. `policy_version` is the version of the fresh model."""
-        return self._call("add_adapter", name, lora_rank, seed, parts, policy_version)
+        return self._call(TrainerOperations.add_adapter, name, lora_rank, seed, parts, policy_version)
 
     def use_adapter(self, name: str) -> asyncio.Future[None]:
         """Makes a model that was added the one which later calls train and score."""
-        return self._call("use_adapter", name)
+        return self._call(TrainerOperations.use_adapter, name)
 
     def drop_adapter(self, name: str) -> asyncio.Future[None]:
         """Forgets a model that was added."""
-        return self._call("drop_adapter", name)
+        return self._call(TrainerOperations.drop_adapter, name)
 
     def freeze_untrained(self) -> asyncio.Future[None]:
         """Drops the gradients of the model's adapters that are not among its `parts`."""
-        return self._call("freeze_untrained")
+        return self._call(TrainerOperations.freeze_untrained)
+
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+        """Pushes the current policy version and returns it. `dispatch.versions.PolicyVersions.publish` calls this."""
+        return await self._call(TrainerOperations.push_weights, dtype, transport, verify)
+
+    async def discard_weights(self, version: int | str) -> None:
+        await self._mesh.call_all(TrainerOperations.discard_weights, version)
 
     async def push_copy(self, transport: str) -> None:
         """Pushes the weights in the trainer's own dtype, for another role's `pull_copy`."""
-        await self._call("push_copy", transport)
+        await self._call(TrainerOperations.push_copy, transport)
 
     async def pull_copy(self) -> None:
         """Replaces the weights by the ones that another role's `push_copy` has pushed."""
-        await self._call("pull_copy")
+        await self._call(TrainerOperations.pull_copy)
 
     async def push_head(self, transport: str) -> None:
         """Pushes the head alone, in the trainer's own dtype, for another role's `pull_head`."""
-        await self._call("push_head", transport)
+        await self._call(TrainerOperations.push_head, transport)
 
     async def pull_head(self) -> None:
         """Keeps the head that another role's `push_head` has pushed, as the head of the teacher."""
-        await self._call("pull_head")
+        await self._call(TrainerOperations.pull_head)
 
     async def init_model(self, path: Path) -> None:
         """Loads the weights of a Hugging Face directory or a complete checkpoint, and forgets the optimizer's state."""
-        await self._call("init_model", str(path))
+        await self._call(TrainerOperations.init_model, str(path))
 
     async def save_checkpoint(self, path: Path) -> None:
         """Writes the parameters that train (with LoRA: the adapters) and their optimizer state, one shard per rank, in
@@ -108,14 +168,14 @@ class TrainingClient(TrainingSteps):
 
     async def stage_checkpoint(self, path: Path) -> None:
         """Begins to write a checkpoint. Returns once its state is copied to host memory and training may go on."""
-        await self._call("stage_checkpoint", str(path))
+        await self._call(TrainerOperations.stage_checkpoint, str(path))
 
     async def checkpoint_written(self) -> dict[str, list]:
         """Waits until the staged checkpoint is on disk. Returns the path below the checkpoint of each file -> [bytes,
         xxh3]. Raises RuntimeError when a rank could not write, and after the deadline of a call."""
         end = time.monotonic() + self._mesh.timeout_s
         pause_s = _POLL_S
-        while None in (written := await self._run("checkpoint_written", self._ask_written)):
+        while None in (written := await self._on_each(TrainerOperations.checkpoint_written)):
             if time.monotonic() > end:
                 raise RuntimeError(
                     f"{self._mesh.role}.checkpoint_written: not on disk after {self._mesh.timeout_s:g} s; use a faster "
@@ -125,34 +185,116 @@ class TrainingClient(TrainingSteps):
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         return {name: entry for of_rank in written for name, entry in of_rank.items()}
 
-    def _ask_written(self) -> asyncio.Future[list]:
-        return self._mesh.call_each("checkpoint_written")
-
     async def remove_checkpoint(self, path: Path) -> None:
         """Deletes a checkpoint on every host that holds a part of it."""
-        await self._call("remove_checkpoint", str(path))
+        await self._call(TrainerOperations.remove_checkpoint, str(path))
 
     async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
         """Loads a checkpoint of any layout into the role's layout; with `optimizer=False` the weights alone. The
         controller owns the learning-rate schedule."""
-        await self._call("load_checkpoint" if optimizer else "load_weights", str(path), policy_version)
+        await self._call(
+            TrainerOperations.load_checkpoint if optimizer else TrainerOperations.load_weights,
+            str(path),
+            policy_version,
+        )
 
     async def save_hf_model(self, path: Path, *, eos: int, pad: int) -> None:
         """Writes a Hugging Face directory that transformers and vLLM can load, with LoRA's adapters merged in."""
-        await self._call("save_hf_model", str(path), eos, pad)
+        await self._call(TrainerOperations.save_hf_model, str(path), eos, pad)
 
     async def save_adapter(self, path: Path) -> None:
         """Writes LoRA's adapters alone, as a directory that PEFT can load. Raises RuntimeError without LoRA."""
-        await self._call("save_adapter", str(path))
+        await self._call(TrainerOperations.save_adapter, str(path))
 
     async def parameters(self) -> dict[str, torch.Tensor]:
         """Whole parameters by torchtitan's names; for small models."""
-        return (await self._run("parameters", lambda: self._mesh.call_each("parameters")))[0]
+        return (await self._on_each(TrainerOperations.parameters))[0]
 
     async def gradients(self) -> dict[str, torch.Tensor | None]:
         """Whole accumulated gradients by torchtitan's names; for small models."""
-        return (await self._run("gradients", lambda: self._mesh.call_each("gradients")))[0]
+        return (await self._on_each(TrainerOperations.gradients))[0]
 
     async def residency(self) -> list[dict[str, int]]:
         """Per rank, the bytes of model, optimizer and gradients on the device now. Moves nothing."""
-        return await self._mesh.call_each("residency")
+        return await self._mesh.call_each(TrainerOperations.residency)
+
+    async def profile(self, role: str, rank: int, file: str) -> None:
+        """Begins to profile a rank of this role; with `file`, ends and writes the trace there."""
+        assert role == self._mesh.role
+        await self._mesh.call_rank(rank, TrainerOperations.profile, file)
+
+    # How a call reaches the ranks.
+
+    def _submit(
+        self, operation: Operation, data: list[Datum], sent: list[Datum], *args
+    ) -> asyncio.Future[ForwardBackwardOutput]:
+        """Sends the datums of `sent`, which are those of `data` or parts of them, packed and split over the ranks."""
+        name = operation.__name__
+        if not data or max(len(datum) for datum in data) > self._max_datum_tokens:
+            refuse_lengths(name, [len(datum) for datum in data], self._max_datum_tokens)
+        check_alike(data, f"{name}.data")
+        plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
+        shards = [[pack([sent[i] for i in m]) if m else filler(sent[0]) for m in of_rank] for of_rank in plan]
+        answers = self._run(operation, lambda: self._mesh.call_split(operation, shards, *args))
+
+        async def collect() -> ForwardBackwardOutput:
+            return _merge(await answers, plan, data, who=f"{self._mesh.role}.{name}")
+
+        return asyncio.ensure_future(collect())
+
+    def _call(self, operation: Operation, *args) -> asyncio.Future:
+        """Calls every rank. Returns the one answer; raises RuntimeError when ranks disagree."""
+        return self._run(operation, lambda: self._mesh.call_all(operation, *args))
+
+    def _on_each(self, operation: Operation, *args) -> asyncio.Future[list]:
+        """Calls every rank. Returns all answers, in rank order."""
+        return self._run(operation, lambda: self._mesh.call_each(operation, *args))
+
+    def _run(self, operation: Operation, call: Callable[[], asyncio.Future]) -> asyncio.Future:
+        return call() if self._placement is None else self._placement.run(self._mesh.role, operation, call)
+
+
+def _agreed(answers: list[OptimStepOutput], *, who: str) -> OptimStepOutput:
+    """The first rank's answer. Raises RuntimeError when ranks no longer hold one model: norms differ by more than 1e-4,
+    relatively, or any other field differs."""
+    first = answers[0]
+    if not all(_alike(answer, first) for answer in answers[1:]):
+        raise RuntimeError(f"{who}: ranks disagree: {answers}")
+    return first
+
+
+def _alike(one: OptimStepOutput, other: OptimStepOutput) -> bool:
+    # Ranks sum the gradient norm in different orders, so its last bits may differ.
+    same_norm = math.isclose(one.grad_norm, other.grad_norm, rel_tol=1e-4) or not math.isfinite(other.grad_norm)
+    return same_norm and dataclasses.replace(one, grad_norm=0.0) == dataclasses.replace(other, grad_norm=0.0)
+
+
+def _merge(
+    answers: list[Accumulated], ranks: list[list[list[int]]], data: list[Datum], *, who: str
+) -> ForwardBackwardOutput:
+    """Puts the rows of all ranks back into input order; sums become means over the tokens that train.
+
+    Raises RuntimeError when a rank answers with another number of rows than its shard has.
+    """
+    rows: dict[str, dict[int | None, torch.Tensor]] = defaultdict(dict)  # by name, then by the datum's index
+    sums: dict[str, float] = {}
+    for rank, (answer, microbatches) in enumerate(zip(answers, ranks, strict=True)):
+        slots = [index for members in microbatches for index in members or [None]]  # a filler has one row
+        for name, of_rank in answer.rows.items():
+            if len(slots) != len(of_rank):
+                refuse_rows(who, rank, len(of_rank), len(slots))
+            rows[name] |= zip(slots, of_rank)
+        for name, value in answer.sums.items():
+            sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value
+    masks = [d.loss_inputs["loss_mask"] if "loss_mask" in d.loss_inputs else torch.ones(len(d)) for d in data]
+    num_tokens = int((torch.cat(masks) > 0).sum())
+    lists = {name: [of_data[index] for index in range(len(data))] for name, of_data in rows.items()}
+    return ForwardBackwardOutput(
+        policy_logprobs=lists.pop("policy_logprobs", []),
+        values=lists.pop("predicted_values", []),
+        **lists,
+        loss=sum(a.loss for a in answers),
+        num_tokens=num_tokens,
+        metrics={n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in sums.items()},
+        interval=(min(a.interval[0] for a in answers), max(a.interval[1] for a in answers)),
+    )

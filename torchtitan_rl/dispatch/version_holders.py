@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from torchtitan_rl.config.actors import WeightSyncConfig
-from torchtitan_rl.dispatch.training_steps import TrainingSteps
+from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["VersionHolders"]
@@ -23,7 +23,7 @@ class VersionHolders:
 
     def __init__(
         self,
-        trainer: TrainingSteps,
+        trainer: TrainingClient,
         store: VersionedStore,
         config: WeightSyncConfig,
         dtype: torch.dtype,

@@ -18,6 +18,7 @@ import psutil
 from monarch.spmd import SPMDActor, setup_torch_elastic_env_async
 
 from torchtitan_rl.actors.generator import Generator
+from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.actors.trainer import PolicyTrainer
 from torchtitan_rl.config.actors import GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
@@ -206,11 +207,11 @@ class Launcher:
             lost_hosts=self.hosts.lost,
             stopped=self.stopped,
         )
-        pids = await mesh.call_each("where", timeout_s=self.start_timeout_s)
+        pids = await mesh.call_each(WorkerProcess.where, timeout_s=self.start_timeout_s)
         if not self.hosts.attached:
             self.pids += [pid for pid in pids if pid not in self.pids]  # a spare is known already
             self._role_pids[role] = pids
-        await mesh.call_each("setup", timeout_s=self.start_timeout_s)
+        await mesh.call_each(WorkerProcess.setup, timeout_s=self.start_timeout_s)
         return mesh
 
     def stopped(self) -> list[str]:

@@ -70,14 +70,10 @@ class LocalLauncher:
                 with heavy_imports():
                     from torchtitan_rl.actors.generator_rank import GeneratorRank
 
-                class Replica(GeneratorRank):
-                    async def abort(self) -> None:
-                        """Does nothing: the engine's thread has ended, or hangs and cannot be ended."""
-
-                rank = Replica(config, str(model_dir), seed, 0, self.store, sleeps=share_with is not None)
+                rank = GeneratorRank(config, str(model_dir), seed, 0, self.store, sleeps=share_with is not None)
                 self._generators.append(rank)
                 mesh = LocalMesh(role, rank, timeout_s=self.call_timeout_s, in_order=False)
-                await mesh.call_all("start", threads, timeout_s=self.start_timeout_s)
+                await mesh.call_all(GeneratorRank.start, threads, timeout_s=self.start_timeout_s)
             platform.set_threads(self._num_threads)
         return mesh
 

@@ -40,7 +40,11 @@ def mesh(*, in_order=True, timeout_s=60.0):
 def test_calls_take_their_place_when_they_are_made_not_when_they_are_awaited():
     async def run():
         local = mesh()
-        calls = [local.call_all("wait", 0.02), local.call_each("wait", 0.0), local.call_split("add", [1.0])]
+        calls = [
+            local.call_all(Worker.wait, 0.02),
+            local.call_each(Worker.wait, 0.0),
+            local.call_split(Worker.add, [1.0]),
+        ]
         answers = [await call for call in reversed(calls)]
         return local._worker.log, answers
 
@@ -52,7 +56,7 @@ def test_calls_take_their_place_when_they_are_made_not_when_they_are_awaited():
 def test_a_generators_calls_overlap():
     async def run():
         local = mesh(in_order=False)
-        await asyncio.gather(local.call_leader("wait", 0.02), local.call_rank(0, "wait", 0.0))
+        await asyncio.gather(local.call_leader(Worker.wait, 0.02), local.call_rank(0, Worker.wait, 0.0))
         return local._worker.log
 
     assert asyncio.run(run()) == ["wait 0.02", "wait 0.0", "waited 0.0", "waited 0.02"]
@@ -61,8 +65,8 @@ def test_a_generators_calls_overlap():
 def test_an_answer_is_a_copy_of_what_the_worker_goes_on_changing():
     async def run():
         local = mesh()
-        first = local.call_all("add", 1.0)
-        second = local.call_all("add", 1.0)
+        first = local.call_all(Worker.add, 1.0)
+        second = local.call_all(Worker.add, 1.0)
         return (await first).tolist(), (await second).tolist()
 
     assert asyncio.run(run()) == ([1.0, 1.0], [2.0, 2.0])
@@ -72,8 +76,8 @@ def test_what_a_worker_raises_names_role_and_endpoint_and_does_not_hold_up_the_n
     async def run():
         local = mesh()
         with pytest.raises(RuntimeError) as caught:
-            await local.call_all("fail")
-        return caught.value, await local.call_all("add", 2.0)
+            await local.call_all(Worker.fail)
+        return caught.value, await local.call_all(Worker.add, 2.0)
 
     error, answer = asyncio.run(run())
     assert str(error) == "policy-0.fail: KeyError: 'no such thing\\nand more'"
@@ -82,7 +86,7 @@ def test_what_a_worker_raises_names_role_and_endpoint_and_does_not_hold_up_the_n
 
 def test_a_call_past_its_deadline_is_given_up_on_and_named():
     async def run():
-        await mesh(in_order=False, timeout_s=60).call_rank(0, "wait", 30, timeout_s=0.01)
+        await mesh(in_order=False, timeout_s=60).call_rank(0, Worker.wait, 30, timeout_s=0.01)
 
     with pytest.raises(WorkerLost, match=r"policy-0\.wait: no answer within 0.01 s"):
         asyncio.run(run())
@@ -92,7 +96,7 @@ def test_a_breakpoint_stops_the_clock(monkeypatch):
     monkeypatch.setattr(local_mesh, "_TICK_S", 0.1)
 
     async def run():
-        call = mesh(in_order=False).call_all("wait", 0.05, timeout_s=0.25)
+        call = mesh(in_order=False).call_all(Worker.wait, 0.05, timeout_s=0.25)
         await asyncio.sleep(0.01)
         time.sleep(0.4)  # someone looks at a variable
         return await call
@@ -102,4 +106,4 @@ def test_a_breakpoint_stops_the_clock(monkeypatch):
 
 def test_shards_must_match_the_one_rank():
     with pytest.raises(ValueError, match=r"policy\.forward: 2 shards for 1 data-parallel ranks"):
-        mesh().call_split("forward", [[], []])
+        mesh().call_split(Worker.add, [[], []])

@@ -5,6 +5,7 @@ import asyncio
 
 import pytest
 
+from torchtitan_rl.actors.operations import GeneratorOperations, TrainerOperations
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 
@@ -15,13 +16,17 @@ class Mesh:
     def __init__(self, role, log):
         self.role, self.log = role, log
 
-    async def call_all(self, endpoint, parts):
-        self.log.append((self.role, endpoint, *parts))
+    async def call_all(self, operation, parts):
+        self.log.append((self.role, operation.__name__, *parts))
 
-    async def call_leader(self, endpoint, *args):
+    async def call_leader(self, operation, *args):
         if self.role in self.dead:
             raise WorkerLost(f"{self.role} died")
-        self.log.append((self.role, endpoint, *args))
+        self.log.append((self.role, operation.__name__, *args))
+
+
+def operation_of(role, name):
+    return getattr(GeneratorOperations if role == "generator" else TrainerOperations, name)
 
 
 def placement(colocation, log):
@@ -42,7 +47,7 @@ def moves(colocation, operations):
                 await built.evict(role)
         log.clear()
         for role, operation in operations:
-            async with built.turn(role, operation):
+            async with built.turn(role, operation_of(role, operation)):
                 log.append(f"{role}.{operation}")
         return built
 
@@ -55,7 +60,7 @@ STEP = [
     ("policy", "forward_backward"),
     ("policy", "optim_step"),
     ("policy", "push_weights"),
-    ("generator", "pull"),
+    ("generator", "load"),
     ("generator", "sample"),
 ]
 
@@ -79,7 +84,7 @@ def test_policy_and_reference_take_turns_and_only_what_is_missing_is_loaded():
         ("policy", "onload", "optimizer"),
         "policy.optim_step",
         "policy.push_weights",
-        "generator.pull",
+        "generator.load",
         "generator.sample",
     ]
 
@@ -100,7 +105,7 @@ def test_a_push_in_a_fully_shared_run_wakes_weights_then_pulls_then_wakes_the_ca
         ("policy", "offload", "gradients", "optimizer"),
         "policy.push_weights",  # model on, optimizer off
         ("generator", "wake", "weights"),
-        "generator.pull",
+        "generator.load",
         ("policy", "offload", "model"),
         ("generator", "wake", "kv_cache"),
         "generator.sample",
@@ -151,9 +156,9 @@ def test_shared_operations_run_one_at_a_time_in_the_order_they_were_submitted():
             return lambda: asyncio.ensure_future(body())
 
         await asyncio.gather(
-            built.run("critic", "forward_backward", operation("critic", 0.02)),
-            built.run("policy", "forward_backward", operation("policy", 0.01)),
-            built.run("policy", "optim_step", operation("step", 0.0)),
+            built.run("critic", TrainerOperations.forward_backward, operation("critic", 0.02)),
+            built.run("policy", TrainerOperations.forward_backward, operation("policy", 0.01)),
+            built.run("policy", TrainerOperations.optim_step, operation("step", 0.0)),
         )
         return order
 
@@ -173,12 +178,12 @@ def test_generator_requests_share_the_device_with_each_other_and_keep_trainers_w
         both_in = asyncio.Barrier(2)
 
         async def sample():
-            async with built.turn("generator", "sample"):
+            async with built.turn("generator", GeneratorOperations.sample):
                 await asyncio.wait_for(both_in.wait(), 5)
                 order.append("sample")
 
         async def train():
-            async with built.turn("policy", "forward_backward"):
+            async with built.turn("policy", TrainerOperations.forward_backward):
                 order.append("train")
 
         await asyncio.gather(sample(), sample(), train())
@@ -195,11 +200,11 @@ def test_a_call_that_fails_or_is_cancelled_lets_the_next_one_in():
             raise RuntimeError("broken")
 
         with pytest.raises(RuntimeError, match="broken"):
-            await built.run("policy", "forward", lambda: asyncio.ensure_future(fail()))
-        cancelled = built.run("policy", "forward", lambda: asyncio.ensure_future(asyncio.sleep(60)))
+            await built.run("policy", TrainerOperations.forward, lambda: asyncio.ensure_future(fail()))
+        cancelled = built.run("policy", TrainerOperations.forward, lambda: asyncio.ensure_future(asyncio.sleep(60)))
         cancelled.cancel()  # before it has begun to wait
         async with asyncio.timeout(5):
-            async with built.turn("reference", "forward"):
+            async with built.turn("reference", TrainerOperations.forward):
                 pass
 
     asyncio.run(run())
@@ -217,7 +222,7 @@ def test_a_generator_that_died_takes_no_more_turns_and_the_last_one_is_an_error(
         assert log == [("generator-1", "sleep")]
         replicas[1].dead = ("generator-1",)
         with pytest.raises(WorkerLost, match="generator-1 died"):
-            async with built.turn("generator", "sample"):
+            async with built.turn("generator", GeneratorOperations.sample):
                 pass
 
     asyncio.run(run())
@@ -232,19 +237,19 @@ def test_a_call_cancelled_while_others_make_room_leaves_the_books_right():
     async def run():
         built, moving = placement("all", []), asyncio.Event()
 
-        async def slow(endpoint, parts):
+        async def slow(operation, parts):
             moving.set()
             await asyncio.sleep(60)
 
         built._meshes["critic"][0].call_all = slow
-        first = built.run("policy", "forward", lambda: asyncio.ensure_future(asyncio.sleep(0)))
-        second = built.run("policy", "optim_step", lambda: asyncio.ensure_future(asyncio.sleep(0)))
+        first = built.run("policy", TrainerOperations.forward, lambda: asyncio.ensure_future(asyncio.sleep(0)))
+        second = built.run("policy", TrainerOperations.optim_step, lambda: asyncio.ensure_future(asyncio.sleep(0)))
         await moving.wait()
         first.cancel()
         second.cancel()
         built._meshes["critic"][0].call_all = Mesh("critic", []).call_all
         async with asyncio.timeout(5):
-            async with built.turn("reference", "forward"):
+            async with built.turn("reference", TrainerOperations.forward):
                 assert built._active == ["reference"] and not built._queue
 
     asyncio.run(run())

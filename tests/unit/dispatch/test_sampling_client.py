@@ -23,12 +23,14 @@ class Mesh:
         self.loading = None  # holds up loads
         self.staged = set()  # versions that were fetched and not loaded yet
 
-    async def call_rank(self, rank, endpoint):
+    async def call_rank(self, rank, operation):
+        endpoint = operation.__name__
         assert endpoint == "abort"
         self.aborted.append(rank)
         raise died(self.role, endpoint)
 
-    async def call_leader(self, endpoint, argument, requests=(), timeout_s=None):
+    async def call_leader(self, operation, argument, requests=(), timeout_s=None):
+        endpoint = operation.__name__
         if endpoint in self.broken:
             raise self.broken[endpoint]
         if endpoint == "load":
@@ -60,7 +62,8 @@ class Mesh:
             return ValueError("prompt of 1 tokens: token id 13 is out of vocabulary")
         return Completion(tokens=request.tokens, logprobs=[], policy_versions=[self.loaded[-1]], finish_reason="stop")
 
-    async def call_all(self, endpoint, *args):
+    async def call_all(self, operation, *args):
+        endpoint = operation.__name__
         if endpoint in self.broken:
             raise self.broken[endpoint]
         if endpoint == "fetch" and self.fetching is not None:

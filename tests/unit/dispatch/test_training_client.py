@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
-from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.dispatch.training_steps import _agreed, _merge
+from torchtitan_rl.dispatch.training_client import TrainingClient, _agreed, _merge
 from torchtitan_rl.types import Accumulated, Datum, OptimStepOutput
 
 

@@ -62,7 +62,7 @@ class RemoteSteps(TrainingClient):
         loss_weight: float = 1.0,
         temperature: float | None = None,
     ) -> asyncio.Future[ForwardBackwardOutput]:
-        """As `TrainingSteps.forward_backward`. Raises ValueError for a temperature other than 1, too."""
+        """As `TrainingClient.forward_backward`. Raises ValueError for a temperature other than 1, too."""
         self._check("forward_backward", data, temperature)
         if loss_config:
             loss_fn = partial(loss_fn, **loss_config)

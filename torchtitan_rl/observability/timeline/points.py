@@ -28,6 +28,7 @@ class Point:
     the first argument.
 
     Names are formatted with the function's positional arguments: `{0}` is the first one, of a method that after `self`.
+    An argument that is a function, such as an operation, is formatted as its name.
     """
 
     where: str
@@ -68,8 +69,8 @@ _CONTROLLER = (
     Point(f"{_RUN}.training:to_datums", "make training data"),
     Point(f"{_RUN}.training:lines.of_batch", "count metrics"),
     Point(f"{_RUN}.training:policy_objective", "make training data"),
-    Point(f"{_DISPATCH}.training_steps:TrainingSteps._submit", "pack microbatches"),
-    Point(f"{_DISPATCH}.training_steps:_merge", "read the trainer's answer"),
+    Point(f"{_DISPATCH}.training_client:TrainingClient._submit", "pack microbatches"),
+    Point(f"{_DISPATCH}.training_client:_merge", "read the trainer's answer"),
     Point(f"{_RUN}.explain_mismatch:ExplainMismatch._chosen", "explain the mismatch", "running"),
     Point(f"{_RUN}.explain_mismatch:ExplainMismatch._score", "explain the mismatch", "running"),
     Point(f"{_RUN}.explain_mismatch:ExplainMismatch._explained", "explain the mismatch", "running"),
@@ -93,8 +94,8 @@ _CONTROLLER = (
 
 _STORE = "torchtitan_rl.weights"
 _RANKS = (
-    Point("torchtitan_rl.actors.trainer_steps:TrainerSteps.run", _ROLE, "served", "wait for a request"),
-    Point("torchtitan_rl.actors.trainer_steps:clip_and_step", "clip and step"),
+    Point("torchtitan_rl.actors.trainer_rank:TrainerRank.run", _ROLE, "served", "wait for a request"),
+    Point("torchtitan_rl.actors.trainer_rank:clip_and_step", "clip and step"),
     Point("torchtitan_rl.model.train_step:head_outputs", "forward"),
     Point("torch:Tensor.backward", "backward"),
     Point("torchtitan_rl.actors.generator_steps:GeneratorSteps.fetch", "fetch weights", attributes={"version": "{0}"}),

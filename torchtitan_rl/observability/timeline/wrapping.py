@@ -54,7 +54,9 @@ def _attributes(point: Point, args: tuple, named: dict[str, Any]) -> dict[str, i
 
 
 def _named(text: str, args: tuple) -> str:
-    return text.format(*args[1:], self=args[0]) if "{" in text else text
+    if "{" not in text:
+        return text
+    return text.format(*(getattr(argument, "__name__", argument) for argument in args[1:]), self=args[0])
 
 
 def _whole(spans: Spans, point: Point, function: Callable) -> Callable:
