@@ -177,7 +177,8 @@ class AlgorithmConfig:
     on_rollout_failure: Literal["fail", "retry", "drop_group"] = "fail"
     """What follows a workflow, environment, tool or reward that raises or is late. `fail`: the run ends. `retry`: the
     rollout is played again, in a fresh environment, and after `rollout_retries` its group is dropped whole.
-    `drop_group`: its group is dropped at once. `filters.max_resamples` rounds replace dropped groups."""
+    `drop_group`: its group is dropped at once. `filters.max_resamples` rounds replace dropped groups. In an evaluation
+    an attempt that fails to the last counts as wrong, and its siblings count as they are."""
     rollout_retries: int = 2
     """Further attempts at a failed rollout. Acts only with `on_rollout_failure="retry"`."""
     max_failed_frac: float = 0.2
