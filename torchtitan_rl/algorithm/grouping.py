@@ -77,5 +77,6 @@ def fill_rewards(group: RolloutGroup) -> None:
     if None in group.rewards:
         fill_from_turns(group)
     for rollout in (rollout for rollout in group.rollouts if not is_reward(rollout.reward)):
-        wrong = "is too large" if math.isfinite(rollout.reward) else "is not finite"
-        raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} {wrong}; give every rollout {A_REWARD}")
+        large = math.isfinite(rollout.reward)
+        wrong, needed = ("is too large", A_REWARD) if large else ("is not finite", "a finite reward")
+        raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} {wrong}; give every rollout {needed}")

@@ -100,9 +100,10 @@ class AlgorithmConfig:
     group_size: int = 8
     """Rollouts of each task, whose rewards are compared with each other."""
     tasks_per_step: int = 16
-    """Tasks, and so groups, in a batch."""
+    """Tasks in a batch. A task has one group, or one for each role that plays it."""
     tasks_per_minibatch: int = 0
-    """Groups in a minibatch, which is one optimizer step; the last minibatch may be smaller. 0: the whole batch."""
+    """Tasks in a minibatch, which is one optimizer step, with all groups of each task; the last minibatch may be
+    smaller. 0: the whole batch."""
     num_epochs: int = 1
     """Passes over a batch before its weights are published."""
     max_policy_lag: int = 0

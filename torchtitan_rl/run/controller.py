@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
@@ -132,6 +133,8 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         validate(config)
         config = settled_for(config, backend)
         hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
+        if hf_weights is not None:
+            Qwen3Shape.from_hf(hf_weights / "config.json")  # refuses weights of another model
         if hf_weights is None and backend != "tinker" and (missing := missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)

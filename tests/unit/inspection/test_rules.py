@@ -295,11 +295,7 @@ def test_a_fall_from_all_right_is_judged_by_intervals_that_have_a_width():
     def with_interval(step, right, tasks=30):
         low, high = score_interval([1] * right + [0] * (tasks - right))
         line = {"step": step, "phase": "evaluation", "eval/name": "sort", "eval/split": "validation"}
-        return line | {
-            "eval/accuracy": right / tasks,
-            "eval/accuracy_ci95_low": low,
-            "eval/accuracy_ci95_high": high,
-        }
+        return line | {"eval/accuracy": right / tasks, "eval/accuracy_ci95_low": low, "eval/accuracy_ci95_high": high}
 
     lines = steps(reward__mean=lambda step: 0.01 * step)
     assert found([*lines, with_interval(5, 30), with_interval(20, 24)]) == {}  # [.886, 1] and [.627, .905]
