@@ -20,7 +20,10 @@ _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 def is_reward(value: Any) -> bool:
     """Whether a value is a number, finite, and at most `MAX_REWARD` in size. Every reward and every part of a reward
     is asked here where it enters: from a reward function or a judge, an environment, a workflow, an agent."""
-    return isinstance(value, numbers.Real) and bool(abs(value) <= MAX_REWARD)  # NaN is in no order
+    if not isinstance(value, numbers.Real):
+        return False
+    size: Any = abs(value)  # a whole number may be too large for a float
+    return bool(size <= MAX_REWARD)  # NaN is in no order
 
 
 def is_float32(number: float) -> bool:
