@@ -222,11 +222,11 @@ async def evaluate(args: argparse.Namespace, config) -> int:
     async def body(controller: Controller) -> None:
         controller.state.step = source.step or 0
         result = await controller.evaluate(args.split, num_tasks=args.num_tasks, pass_at_k=config.controller.pass_at_k)
-        print(f"{of_step}{args.split} accuracy {result.accuracy:.4f}")
+        print(f"{of_step}{args.split} accuracy {result.accuracy:.4f}{result.failed_text()}")
         if args.pass_rates is not None:
             write_pass_rates(args.pass_rates, result.pass_rates)
         for name, result in (await controller.evaluate_sets()).items():
-            print(f"{of_step}{name} {result.split} accuracy {result.accuracy:.4f}")
+            print(f"{of_step}{name} {result.split} accuracy {result.accuracy:.4f}{result.failed_text()}")
 
     return await _guarded(
         args, partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights), body

@@ -10,6 +10,7 @@ from torchtitan_rl.config.algorithm import FilterConfig
 from torchtitan_rl.tasks.limited import Limited
 from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.workflows.policy import single_turn
 
 
 @contextlib.contextmanager
@@ -182,3 +183,22 @@ def test_a_batch_that_a_script_trains_on_has_the_line_of_a_step(loop, controller
     assert line["tokens/generated"] > line["tokens/trained"] > 0
     controller.run_dir.log_metrics(line)
     assert controller.run_dir.read_metrics()[-1] == line
+
+
+async def in_two_roles(task, policy, *, rollout_id, seed):
+    """A solver, and a checker who answers the same task."""
+    solver = await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
+    checker = await single_turn(task, policy, rollout_id=f"{rollout_id}.checker", seed=seed + 1)
+    solver.role, checker.role = "solver", "checker"
+    return [solver, checker]
+
+
+def test_with_two_roles_a_batch_takes_as_many_steps_as_the_schedule_counts(loop, controller):
+    changes = dict(workflow=in_two_roles, tasks_per_minibatch=2)
+    with algorithm(controller, **changes), rewards(controller, varied):
+        per_batch, first = controller.config.algorithm.steps_per_batch, controller.state.step
+        groups = loop.run_until_complete(controller.rollouts(controller.draws.next(4)))
+        assert len(groups) == 8 and per_batch == 2
+        line = loop.run_until_complete(controller.train_on(groups))
+        loop.run_until_complete(controller.publish())
+    assert line["optim/num_steps"] == controller.state.step - first == per_batch

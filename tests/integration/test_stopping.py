@@ -39,12 +39,14 @@ def test_patience_ends_a_run_well_and_its_resumption_too(loop, tmp_path):
         f"{accuracies[0]:.3f} after step 0"
     ]
     splits = [line["eval/split"] for line in lines if line["phase"] == "evaluation"]
-    assert splits == ["validation"] * 4 + ["test"] and attempts.reason_of_end(controller.run_dir) == ""
+    assert splits == ["validation"] * 3 + ["test"] and attempts.reason_of_end(controller.run_dir) == ""
     assert sorted(path.name for path in controller.run_dir.checkpoints.glob("step-*")) == ["step-0", "step-1", "step-2"]
     assert (controller.run_dir.checkpoint_path(2) / "hf").is_dir() and audit(controller.run_dir)[1] == []
     again, report = loop.run_until_complete(trained(patient, resume_from="auto"))
     assert again.state.step == 2 and again.ended_early == controller.ended_early  # nothing is left to do
     assert report["validation"].accuracy == accuracies[0]
+    lines = [line for line in again.run_dir.read_metrics() if line["phase"] == "evaluation"]
+    assert [line["step"] for line in lines if line["eval/split"] == "validation"] == [0, 1, 2]  # none is made twice
 
 
 def test_a_collapse_ends_a_run_for_good_with_a_checkpoint(loop, tmp_path):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from scipy.stats import binom, binomtest
 
 from tests.recorded import RECORDED
 from torchtitan_rl import metrics
@@ -79,27 +80,68 @@ def test_mean_std_of_nothing():
         lines.mean_std([])
 
 
-def test_mean_interval_is_of_the_mean_over_tasks():
-    # s^2 = 8 * 0.25 / 7, so 1.96 * sqrt(s^2 / 8) = 1.96 * 0.188982
-    assert intervals.mean_interval([0, 1] * 4) == pytest.approx((0.5 - 0.370405, 0.5 + 0.370405), abs=1e-6)
-    assert intervals.mean_interval([0.25, 0.75], z=1.0) == pytest.approx((0.25, 0.75))  # s = 0.3536, s / sqrt(2) = 0.25
+@pytest.mark.parametrize("right, tasks", [(0, 30), (1, 30), (15, 30), (30, 30), (0, 2), (3, 4), (612, 1319)])
+def test_the_interval_of_a_share_of_tasks_is_wilsons(right, tasks):
+    wilson = binomtest(right, tasks).proportion_ci(0.95, method="wilson")
+    interval = intervals.score_interval([1] * right + [0] * (tasks - right))
+    assert interval == pytest.approx((wilson.low, wilson.high), abs=1e-12)
+    at_80 = binomtest(right, tasks).proportion_ci(0.8, method="wilson")
+    interval = intervals.score_interval([1] * right + [0] * (tasks - right), confidence=0.8)
+    assert interval == pytest.approx((at_80.low, at_80.high), abs=1e-12)
 
 
-def test_mean_interval_is_cut_off_at_0_and_1_and_needs_two_tasks():
-    assert intervals.mean_interval([0, 1]) == (0.0, 1.0)
-    assert intervals.mean_interval([1, 1, 1]) == (1.0, 1.0)
-    assert intervals.mean_interval([0.5]) is None
-    with pytest.raises(ValueError, match=r"values=\[\]: have no mean"):
-        intervals.mean_interval([])
+def test_tasks_are_the_clusters_of_samples():
+    # z^2 = 3.841459. Four tasks with scores 0, 1/4, 1/2, 1: sum 1.75, sum of x (1 - x) 0.4375. With z^2 / 2 zeros and
+    # as many ones: mean q = 3.670729 / 7.841459 = 0.468118, d = 1 - (0.4375 / 7.841459) / (q (1 - q)) = 0.775916, and
+    # 4 / d = 5.155196 tasks: z^2 / M = 0.745162, center (0.4375 + 0.372581) / 1.745162, half
+    # sqrt(0.745162 (0.246094 + 0.186291)) / 1.745162.
+    interval = intervals.score_interval([0, 0.25, 0.5, 1], draws_per_task=4)
+    assert interval == pytest.approx((0.464187 - 0.325255, 0.464187 + 0.325255), abs=1e-5)
+    # All samples of a task equal: 16 samples say what 1 says.
+    assert intervals.score_interval([0, 1] * 8, draws_per_task=16) == intervals.score_interval([0, 1] * 8)
+    # Scores that happen to be equal: no narrower than all 64 samples drawn independently.
+    low, high = intervals.score_interval([0.5] * 4, draws_per_task=16)
+    independent = binomtest(32, 64).proportion_ci(0.95, method="wilson")
+    assert low < independent.low and independent.high < high
+    pairs = intervals.score_interval([0.5] * 100, draws_per_task=2)
+    independent = binomtest(100, 200).proportion_ci(0.95, method="wilson")
+    assert pairs == pytest.approx((independent.low, independent.high), abs=1e-12)
 
 
-def test_about_95_of_100_intervals_hold_the_true_mean():
+def test_an_interval_changes_little_with_one_sample_and_needs_two_tasks():
+    low, _ = intervals.score_interval([1.0] * 30, draws_per_task=16)
+    lower, _ = intervals.score_interval([1.0] * 29 + [15 / 16], draws_per_task=16)
+    assert low - 0.01 < lower < low < 0.89
+    assert intervals.score_interval([0.5]) is None
+    with pytest.raises(ValueError, match=r"scores=\[\]: have no mean"):
+        intervals.score_interval([])
+    with pytest.raises(ValueError, match=r"scores=1.5: lies outside \[0, 1\]"):
+        intervals.score_interval([0.5, 1.5])
+
+
+_TASKS = {
+    "equally hard": lambda rng, mean: mean,
+    "certain or hopeless": lambda rng, mean: float(rng.random() < mean),
+    "of every kind": lambda rng, mean: rng.betavariate(mean / 2, (1 - mean) / 2),
+}
+
+
+@pytest.mark.parametrize("kind", _TASKS)
+@pytest.mark.parametrize("num_samples", [1, 4, 16])
+@pytest.mark.parametrize("num_tasks", [10, 30, 100])
+def test_about_95_of_100_intervals_hold_the_true_mean(kind, num_samples, num_tasks):
     rng = random.Random(0)
-    held = 0
-    for _ in range(2000):
-        low, high = intervals.mean_interval([rng.random() < 0.6 for _ in range(200)])
-        held += low <= 0.6 <= high
-    assert 0.93 < held / 2000 < 0.97
+    for mean in (0.02, 0.3, 0.97):
+        contained = 0
+        for _ in range(400):
+            rates = [_TASKS[kind](rng, mean) for _ in range(num_tasks)]
+            scores = [sum(rng.random() < rate for _ in range(num_samples)) / num_samples for rate in rates]
+            low, high = intervals.score_interval(scores, draws_per_task=num_samples)
+            contained += low <= mean <= high
+        # Wilson's interval of a proportion contains .3 in 92.4% of the cases for 10 tasks, by exact sums.
+        wilson = [binomtest(right, num_tasks).proportion_ci(0.95, method="wilson") for right in range(num_tasks + 1)]
+        exact = sum(binom.pmf(i, num_tasks, mean) for i, ci in enumerate(wilson) if ci.low <= mean <= ci.high)
+        assert contained / 400 > min(0.95, exact) - 3 * math.sqrt(0.95 * 0.05 / 400), mean
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torchtitan_rl.algorithm.listed import from_list
 from torchtitan_rl.algorithm.refusals import refuse_advantages, refuse_number
 from torchtitan_rl.algorithm.role_estimators import estimator_for
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.types import RolloutGroup, is_float32
 
 __all__ = ["all_equal", "batch_estimator", "estimate_advantages", "group_centered", "grpo", "reinforce"]
 __all__ += ["reinforce_pp_baseline", "rloo"]
@@ -101,8 +101,8 @@ def _divided(centered_G: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
 def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> None:
     """Fills `group.advantages`, one per rollout, by the estimator of the group's role (its first rollout's role).
 
-    A batch estimator sees all groups of its role. Raises ValueError when an estimator gives anything but one finite
-    number per rollout.
+    A batch estimator sees all groups of its role. Raises ValueError when an estimator gives anything but one number per
+    rollout that is finite in float32, as the datums hold it.
     """
     by_role: dict[str, list[RolloutGroup]] = {}
     for group in groups:
@@ -124,7 +124,7 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
 
 def _one_per_rollout(advantages_G: Any, group: RolloutGroup) -> bool:
     right_shape = isinstance(advantages_G, torch.Tensor) and advantages_G.shape == (len(group.rollouts),)
-    return right_shape and all(map(math.isfinite, advantages_G.tolist()))
+    return right_shape and all(map(is_float32, advantages_G.tolist()))
 
 
 def _sees_batch(advantage_fn: Callable) -> bool:

@@ -10,7 +10,7 @@ from torchtitan_rl.algorithm.grouping_hook import hooked_groups
 from torchtitan_rl.algorithm.precomputed import drop_stale
 from torchtitan_rl.algorithm.turn_rewards import fill_from_turns
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.types import Rollout, RolloutGroup
+from torchtitan_rl.types import A_REWARD, Rollout, RolloutGroup, is_reward
 
 __all__ = ["form_groups", "by_task_and_role", "fill_rewards"]
 
@@ -72,11 +72,11 @@ def fill_rewards(group: RolloutGroup) -> None:
 
     One rule for the whole group, because the reward of a whole attempt and that of a last turn do not compare. In a
     group without any reward whose turns all carry advantages, every reward becomes 0.
-    Raises ValueError when a rollout has neither reward, or a reward is not finite.
+    Raises ValueError when a rollout has neither reward, or a reward is none (`types.is_reward`).
     """
     if None in group.rewards:
         fill_from_turns(group)
-    for rollout in (rollout for rollout in group.rollouts if not math.isfinite(rollout.reward)):
-        raise ValueError(
-            f"reward={rollout.reward}: of rollout {rollout.id} is not finite; give every rollout a finite reward"
-        )
+    for rollout in (rollout for rollout in group.rollouts if not is_reward(rollout.reward)):
+        large = math.isfinite(rollout.reward)
+        wrong, needed = ("is too large", A_REWARD) if large else ("is not finite", "a finite reward")
+        raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} {wrong}; give every rollout {needed}")

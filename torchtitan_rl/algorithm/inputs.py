@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.types import Datum
+from torchtitan_rl.types import Datum, RolloutGroup
 
-__all__ = ["with_inputs", "without_inputs", "minibatches"]
+__all__ = ["with_inputs", "without_inputs", "minibatches", "parts_of", "tasks_of"]
 
 
 def with_inputs(data: list[Datum], **columns: list[torch.Tensor]) -> list[Datum]:
@@ -30,13 +31,34 @@ def without_inputs(data: list[Datum], *names: str) -> list[Datum]:
     ]
 
 
-def minibatches(data: list[Datum], config: AlgorithmConfig) -> list[list[Datum]]:
-    """Cuts a batch into minibatches of `tasks_per_minibatch` whole groups, the last with what is left; 0 is the whole
-    batch. `reduction` computes the token weights of each minibatch anew."""
-    groups, parts = sorted({datum.group for datum in data}), []
-    size = config.tasks_per_minibatch or max(1, len(groups))
-    for start in range(0, len(groups), size):
-        chosen = set(groups[start : start + size])
+def tasks_of(groups: list[RolloutGroup]) -> list[str]:
+    """The task of each group, by its draw: the groups of several roles that played a task together have one task. A
+    group of several tasks, which a grouping hook made, has the task of its first rollout; a group whose rollouts name
+    no draw is a task of its own."""
+    return [group.rollouts[0].group or group.id if group.rollouts else group.id for group in groups]
+
+
+def parts_of(tasks: list[str], config: AlgorithmConfig) -> list[list[int]]:
+    """The groups of each minibatch, by index: those of `tasks_per_minibatch` tasks, the last with what is left; 0 is
+    all. `tasks` names the task of each group. Tasks are in the order of their first groups."""
+    of_task: dict[str, list[int]] = {}
+    for index, task in enumerate(tasks):
+        of_task.setdefault(task, []).append(index)
+    whole = list(of_task.values())
+    size = config.tasks_per_minibatch or max(1, len(whole))
+    return [sorted(itertools.chain(*whole[start : start + size])) for start in range(0, len(whole), size)]
+
+
+def minibatches(
+    data: list[Datum], config: AlgorithmConfig, groups: list[RolloutGroup] | None = None
+) -> list[list[Datum]]:
+    """Cuts a batch into minibatches of `tasks_per_minibatch` tasks, with all groups of each, the last with what is
+    left; 0 is the whole batch. `groups` are those that the data were made of; None: every group is a task of its own.
+    `reduction` computes the token weights of each minibatch anew."""
+    present, parts = sorted({datum.group for datum in data}), []
+    tasks = [str(index) for index in present] if groups is None else tasks_of([groups[index] for index in present])
+    for of_part in parts_of(tasks, config):
+        chosen = {present[i] for i in of_part}
         part = [datum for datum in data if datum.group in chosen]
         weights = config.reduction([d.loss_inputs["loss_mask"] for d in part], [d.group for d in part])
         parts.append(with_inputs(part, token_weights=weights))

@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torchtitan_rl.types import is_float32
+
 if TYPE_CHECKING:
     from torchtitan_rl.config.algorithm import AlgorithmConfig
     from torchtitan_rl.types import Rollout, RolloutGroup, Turn
@@ -37,7 +39,7 @@ class Verdict(enum.Enum):
     NONE = "no turn carries advantages"
     ALL = "every turn carries finite advantages of the right length"
     MIXED = "some turns carry advantages and others do not"
-    NOT_FINITE = "an advantage is NaN or infinite"
+    NOT_FINITE = "an advantage is NaN, infinite, or overflows float32"
     BAD_LENGTH = "there are neither one nor as many advantages as sampled tokens"
     EMPTY = "the group has no turns"
 
@@ -197,7 +199,7 @@ def _kind(turn: Turn, where: str) -> tuple[str, str]:
     if isinstance(numbers, list) and len(numbers) != count:
         return "bad length", f"{len(numbers)} advantages for {count} sampled tokens"
     for position, number in enumerate(numbers if isinstance(numbers, list) else [numbers]):
-        if not math.isfinite(number):
+        if not is_float32(number):
             return "not finite", f"advantage {position} is {number}"
     return "good", ""
 

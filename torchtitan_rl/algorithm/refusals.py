@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchtitan_rl.types import Rollout, RolloutGroup, Turn
+from torchtitan_rl.types import Rollout, RolloutGroup, Turn, is_float32
 
 __all__ = ["refuse_advantages", "refuse_clip", "refuse_number", "refuse_reward", "refuse_shape", "refuse_turn"]
 
@@ -51,10 +51,13 @@ def refuse_number(given: list, groups: list[RolloutGroup], advantage_fn: Callabl
 
 
 def refuse_advantages(given: Any, group: RolloutGroup, advantage_fn: Callable) -> NoReturn:
-    """For anything but one finite advantage per rollout."""
+    """For anything but one advantage per rollout that is finite in float32."""
+    numbers = given.tolist() if isinstance(given, torch.Tensor) else given
+    finite = isinstance(given, torch.Tensor) and bool(torch.isfinite(given).all())
+    too_large = finite and any(not is_float32(number) for number in given.flatten().tolist())
     raise ValueError(
-        f"{_called(advantage_fn)}: gave {given.tolist() if isinstance(given, torch.Tensor) else given} for rewards "
-        f"{group.rewards} of group {group.id}; return one finite number per rollout, as a tensor or a list"
+        f"{_called(advantage_fn)}: gave {numbers} for rewards {group.rewards} of group {group.id}; return one finite "
+        f"number per rollout, as a tensor or a list{'; these overflow float32' if too_large else ''}"
     )
 
 

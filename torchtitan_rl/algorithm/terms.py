@@ -67,15 +67,23 @@ def with_kept_weights(data: list[Datum], config: AlgorithmConfig) -> list[Datum]
     """Datums of one optimizer step whose weights are a mean over the tokens that `config.correction_fn` keeps.
 
     The correction rejects a token by a factor of 0. The reduction receives masks without rejected tokens, so a rejected
-    token has weight 0 in every term of the objective and is not in the mean's denominator. The denominator spans all
-    datums of the step, so the factors are computed here, before a split into microbatches; the data must hold
-    `old_logprobs`.
+    token has weight 0 in every term of the objective and is not in the mean's denominator. A sequence that loses all
+    its trained tokens is not shown to the reduction, so it is not in a mean over sequences or groups either. The
+    denominator spans all datums of the step, so the factors are computed here, before a split into microbatches; the
+    data must hold `old_logprobs`.
     """
     correction = partial(config.correction_fn, **config.correction_config)
-    kept = []
+    masks: list[torch.Tensor] = []
     for datum in data:
         alone = torch.zeros(len(datum), dtype=torch.long)
         tensors = dict(datum.loss_inputs)  # a correction that reads `position` adds a tensor
         factor_T, _ = correction(LossInputs(datum=alone, num_datums=1, tensors=tensors, turns=[datum.turns]))
-        kept.append(torch.where(factor_T > 0, datum.loss_inputs["loss_mask"], 0.0))
-    return with_inputs(data, token_weights=config.reduction(kept, [datum.group for datum in data]))
+        masks.append(torch.where(factor_T > 0, datum.loss_inputs["loss_mask"], 0.0))
+    weights = [torch.zeros_like(mask) for mask in masks]
+    # A sequence that had no trained token before the correction counts as it does without one.
+    left = [i for i, mask in enumerate(masks) if mask.any() or not data[i].loss_inputs["loss_mask"].any()]
+    if left:
+        reduced = config.reduction([masks[i] for i in left], [data[i].group for i in left])
+        for i, weights_T in zip(left, reduced, strict=True):
+            weights[i] = weights_T
+    return with_inputs(data, token_weights=weights)

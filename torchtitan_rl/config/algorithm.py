@@ -100,9 +100,10 @@ class AlgorithmConfig:
     group_size: int = 8
     """Rollouts of each task, whose rewards are compared with each other."""
     tasks_per_step: int = 16
-    """Tasks, and so groups, in a batch."""
+    """Tasks in a batch. A task has one group, or one for each role that plays it."""
     tasks_per_minibatch: int = 0
-    """Groups in a minibatch, which is one optimizer step; the last minibatch may be smaller. 0: the whole batch."""
+    """Tasks in a minibatch, which is one optimizer step, with all groups of each task; the last minibatch may be
+    smaller. 0: the whole batch."""
     num_epochs: int = 1
     """Passes over a batch before its weights are published."""
     max_policy_lag: int = 0
@@ -177,7 +178,8 @@ class AlgorithmConfig:
     on_rollout_failure: Literal["fail", "retry", "drop_group"] = "fail"
     """What follows a workflow, environment, tool or reward that raises or is late. `fail`: the run ends. `retry`: the
     rollout is played again, in a fresh environment, and after `rollout_retries` its group is dropped whole.
-    `drop_group`: its group is dropped at once. `filters.max_resamples` rounds replace dropped groups."""
+    `drop_group`: its group is dropped at once. `filters.max_resamples` rounds replace dropped groups. In an evaluation
+    an attempt that fails to the last counts as wrong, and its siblings count as they are."""
     rollout_retries: int = 2
     """Further attempts at a failed rollout. Acts only with `on_rollout_failure="retry"`."""
     max_failed_frac: float = 0.2

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.config.hf_keys import check_keys, rope_theta
+
 __all__ = ["Qwen3Shape", "ExpertsShape", "ModelConfig"]
 
 
@@ -74,7 +76,8 @@ class Qwen3Shape:
 
     @classmethod
     def from_hf_config(cls, hf: dict, where: str) -> Qwen3Shape:
-        """Sizes in the content of a Hugging Face `config.json`; the messages of ValueErrors begin with `where`."""
+        """Sizes in the content of a Hugging Face `config.json`. Raises ValueError for another model than Qwen3, and for
+        a Qwen3 that computes otherwise (`config.hf_keys`); the messages begin with `where`."""
         if hf.get("model_type") not in ("qwen3", "qwen3_moe"):
             raise ValueError(
                 f"{where}: its config.json says model_type={hf.get('model_type')!r}; "
@@ -82,6 +85,8 @@ class Qwen3Shape:
             )
         hf = {"num_experts": hf["num_local_experts"], **hf} if "num_local_experts" in hf else hf
         has_experts = hf["model_type"] == "qwen3_moe"
+        # To transformers a mixture without norm_topk_prob has False.
+        check_keys(hf | {"norm_topk_prob": bool(hf.get("norm_topk_prob"))} if has_experts else hf, where)
         inner = "moe_intermediate_size" if has_experts else "intermediate_size"
         sizes = (
             "vocab_size",
@@ -97,22 +102,11 @@ class Qwen3Shape:
             raise ValueError(f"{where}: its config.json has no {', '.join(missing)}; fetch the directory again")
         experts = None
         if has_experts:
-            for name, value, needed in (
-                ("mlp_only_layers", hf.get("mlp_only_layers") or [], []),
-                ("decoder_sparse_step", hf.get("decoder_sparse_step", 1), 1),
-                ("norm_topk_prob", hf.get("norm_topk_prob", False), True),
-            ):
-                if value != needed:
-                    raise ValueError(
-                        f"{where}: its config.json says {name}={value!r}; "
-                        f"only a Qwen3 with {name}={needed!r} is supported"
-                    )
             experts = ExpertsShape(
                 num_experts=hf["num_experts"],
                 top_k=hf["num_experts_per_tok"],
                 load_balance_coeff=hf.get("load_balance_coeff"),
             )
-        rope = hf.get("rope_parameters") or {}
         return cls(
             vocab_size=hf["vocab_size"],
             dim=hf["hidden_size"],
@@ -122,7 +116,7 @@ class Qwen3Shape:
             head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
             hidden_dim=hf[inner],
             experts=experts,
-            rope_theta=hf.get("rope_theta") or rope.get("rope_theta", 1e6),
+            rope_theta=rope_theta(hf, where),
             max_seq_len=hf["max_position_embeddings"],
             tie_embeddings=hf.get("tie_word_embeddings", False),
             norm_eps=hf.get("rms_norm_eps", 1e-6),

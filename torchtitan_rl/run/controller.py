@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.hosts.attach import Hosts
@@ -132,6 +133,8 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         validate(config)
         config = settled_for(config, backend)
         hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
+        if hf_weights is not None:
+            Qwen3Shape.from_hf(hf_weights / "config.json")  # refuses weights of another model
         if hf_weights is None and backend != "tinker" and (missing := missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)
@@ -215,8 +218,9 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         except EarlyEnd as end:
             self.ended_early = str(end)
         await self.checkpoints.save(last=True)
-        report = {"warm start": Evaluation(**state.warm_start), "validation": await self.evaluate("validation")}
-        report |= await self.evaluate_sets()
+        report = {"warm start": Evaluation(**state.warm_start)}
+        for name in ("validation", *config.eval_sets):
+            report[name] = await self._evaluation_now(name)
         report["test"] = await self.evaluate("test")
         await self.checkpoints.require_written()
         return report
@@ -261,18 +265,29 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         """Greedy accuracy on a split, and with `pass_at_k` the chance that one of k samples is correct. The result is
         recorded."""
         result = await self.evaluations.own(split, self.state.step, num_tasks=num_tasks, pass_at_k=pass_at_k)
-        self._note_accuracies({split: result})
+        self._note_evaluations({split: result})
         return result
+
+    async def _evaluation_now(self, name: str) -> Evaluation:
+        """The evaluation after the present step, on the validation split or of one of `controller.eval_sets`. It is
+        made unless it has been: before the first step, or before a rule of `controller.stop` ended the phase."""
+        if (result := self.state.evaluation_now(name)) is not None:
+            return Evaluation(**result)
+        if name == "validation":
+            return await self.evaluate("validation")
+        made = await self.evaluations.of_set(name, self.state.step)
+        self._note_evaluations({name: made})
+        return made
 
     async def evaluate_sets(self) -> dict[str, Evaluation]:
         """The evaluations of `controller.eval_sets`, by name. The results are recorded."""
         results = await self.evaluations.sets(self.state.step)
-        self._note_accuracies(results)
+        self._note_evaluations(results)
         return results
 
-    def _note_accuracies(self, results: dict[str, Evaluation]) -> None:
+    def _note_evaluations(self, results: dict[str, Evaluation]) -> None:
         for name, result in results.items():
-            self.state.note_accuracy(name, self.state.step, result.accuracy)
+            self.state.note_evaluation(name, self.state.step, result.summary_data())
 
     async def save_checkpoint(self) -> Path:
         """Writes a checkpoint, marker last, with the weights as a Hugging Face directory unless

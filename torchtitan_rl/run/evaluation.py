@@ -7,6 +7,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,14 @@ from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig,
 from torchtitan_rl.config.sampling import changes
 from torchtitan_rl.observability.recorder import Recorder
 from torchtitan_rl.run.failures import Failures
-from torchtitan_rl.run.intervals import mean_interval
 from torchtitan_rl.run.intervals import pass_at_k as chance_of_one
+from torchtitan_rl.run.intervals import score_interval
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
 from torchtitan_rl.tasks.reward_parts import part_means
-from torchtitan_rl.types import Rollout
+from torchtitan_rl.types import Rollout, RolloutGroup
 from torchtitan_rl.validation.data import unread_data, without_download
-from torchtitan_rl.workflows.group import GroupFailed, run_group
+from torchtitan_rl.workflows.group import GroupFailed, run_attempts
 from torchtitan_rl.workflows.policy import Policy, single_turn
 
 if TYPE_CHECKING:  # it imports Monarch, which a dry run does without
@@ -55,7 +56,8 @@ class Evaluation:
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
     """Name of a metric -> its 95% confidence interval over tasks; None with a single task."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Failed attempts by cause, and failed groups of attempts; see `run.failures`."""
+    """The attempts that failed to the last, each of which counts as wrong (`failure/attempts`), and the calls that
+    failed, by cause; see `run.failures`."""
     pass_rates: list[PassRate] = field(default_factory=list)
     """The pass rate of each task: over its samples if `num_samples` > 0, else of the greedy completion."""
 
@@ -90,7 +92,12 @@ class Evaluation:
         text = f"{self.split} accuracy {self.accuracy:.3f}"
         if self.num_samples > self.k:
             text += f", avg@{self.num_samples} {self.avg_at_n:.3f}"
-        return text + (f", pass@{self.k} {self.pass_at_k:.3f}" if self.k else "")
+        return text + (f", pass@{self.k} {self.pass_at_k:.3f}" if self.k else "") + self.failed_text()
+
+    def failed_text(self) -> str:
+        """The attempts that failed and count as wrong, as a text that follows a number; "" without one."""
+        failed = self.failures.get("failure/attempts", 0)
+        return f", {failed} of {self.num_tasks * (1 + self.num_samples)} attempts failed" if failed else ""
 
 
 def eval_families(config: RunConfig, family: TaskFamily) -> dict[str, TaskFamily]:
@@ -137,8 +144,8 @@ async def evaluate(
     """Attempts the tasks of a set greedily, and then `num_samples` times each. The tasks are of `family`.
 
     `policy(temperature)` returns the policy. `label` keeps the sampling streams of evaluations apart. `workflow` makes
-    an attempt; when an attempt is several rollouts, the first counts. With `failures` a task whose attempts fail counts
-    as wrong.
+    an attempt; when an attempt is several rollouts, the first counts. With `failures` an attempt that fails to the last
+    counts as wrong, and its siblings count as they are: no number of attempts shrinks.
     """
     split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
     altered = changes(eval_set.sampling or config.eval_sampling)
@@ -150,9 +157,10 @@ async def evaluate(
     correct_reward = config.correct_reward if eval_set.correct_reward is None else eval_set.correct_reward
 
     async def attempts(n: int, at: float) -> list[list[Rollout]]:
-        groups: list = await asyncio.gather(
+        """The rollouts of the attempts at each task that did not fail."""
+        played: list[list[Rollout | GroupFailed]] = await asyncio.gather(
             *(
-                run_group(
+                run_attempts(
                     workflow,
                     task,
                     dataclasses.replace(policy(at), altered=altered),
@@ -161,16 +169,16 @@ async def evaluate(
                     seed=seed,
                     reward=family,
                     reward_timeout_s=config.reward_timeout_s,
-                    first_only=True,
-                    tried=None if failures is None else failures.tried,
+                    tried=None if failures is None else partial(failures.tried, counts=failed),
                 )
                 for task in tasks
-            ),
-            return_exceptions=failures is not None,
+            )
         )
-        for group in groups if failures is None else failures.complete(groups, failed):
-            fill_rewards(group)  # a workflow of the user's own may have rewarded turns only
-        return [[] if isinstance(group, GroupFailed) else group.rollouts for group in groups]
+        rollouts = [[attempt for attempt in of_task if isinstance(attempt, Rollout)] for of_task in played]
+        for task, of_task in zip(tasks, rollouts, strict=True):
+            fill_rewards(RolloutGroup(id=f"{label}/{task.id}", rollouts=of_task))  # a workflow may have rewarded turns
+            failed["failure/attempts"] += n - len(of_task)
+        return rollouts
 
     def num_correct(played: list[list[Rollout]]) -> list[int]:
         return [sum(rollout.reward >= correct_reward for rollout in of_task) for of_task in played]
@@ -181,17 +189,17 @@ async def evaluate(
     if rollouts := [rollout for of_task in played for rollout in of_task]:
         result.rewards["eval/reward_mean"] = mean(rollout.reward for rollout in rollouts)
         result.rewards |= part_means(rollouts, "eval/reward_part_{}_mean")
-    result.intervals["accuracy"] = mean_interval(greedy)
+    result.intervals["accuracy"] = score_interval(greedy)
     counts, n = greedy, 1
     if num_samples:
         counts, n = num_correct(await attempts(num_samples, eval_set.temperature)), num_samples
         averages = [count / n for count in counts]
         result.num_samples, result.avg_at_n = n, mean(averages)
-        result.intervals[f"avg_at_{n}"] = mean_interval(averages)
+        result.intervals[f"avg_at_{n}"] = score_interval(averages, draws_per_task=n)
     if pass_at_k:
         chances = [chance_of_one(n, count, pass_at_k) for count in counts]
         result.k, result.pass_at_k = pass_at_k, mean(chances)
-        result.intervals[f"pass_at_{pass_at_k}"] = mean_interval(chances)
+        result.intervals[f"pass_at_{pass_at_k}"] = score_interval(chances, draws_per_task=n // pass_at_k)
     result.pass_rates = [
         PassRate(split=split, index=i, num_samples=n, num_correct=count, prompt_hash=prompt_hash(task))
         for i, (task, count) in enumerate(zip(tasks, counts, strict=True))

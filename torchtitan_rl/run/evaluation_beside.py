@@ -95,7 +95,7 @@ class EvaluationBeside:
                     else self._evaluations.of_set(name, step, version=version)
                 )
                 # No `await` between the line of the result and this: a checkpoint has both or neither.
-                self._state.note_accuracy(name, step, result.accuracy)
+                self._state.note_evaluation(name, step, result.summary_data())
                 self._state.evaluations_due.remove(name)
         finally:
             await self._versions.release(version, _HOLDER)

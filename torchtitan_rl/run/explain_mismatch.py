@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from torchtitan_rl.algorithm.inputs import parts_of, tasks_of
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.inspection import mismatch
 from torchtitan_rl.inspection.mismatch import Sample, joined
@@ -77,7 +78,7 @@ class ExplainMismatch(Listener):
         async def run_group_and_score(*args: Any, group_id: str, **named: Any) -> RolloutGroup:
             group = await run_group(*args, group_id=group_id, **named)
             batch, place = divmod(int(group_id.split("/")[0]), self._algorithm.tasks_per_step)
-            steps = self._steps_of(self._algorithm.tasks_per_step)
+            steps = self._algorithm.steps_per_batch
             if place < self._number and self._due(batch * steps, steps):
                 share = math.ceil(self._number / self._algorithm.tasks_per_step)
                 for rollout in group.rollouts[:share]:
@@ -90,7 +91,8 @@ class ExplainMismatch(Listener):
         """`train_on`, with the parts of the gap in the metrics of every batch in which an explanation is due."""
 
         async def train_and_explain(groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
-            due = self._due(self._state.step, self._steps_of(len(groups)))
+            parts = parts_of(tasks_of(groups), self._algorithm)
+            due = self._due(self._state.step, self._algorithm.num_epochs * len(parts))
             chosen = await self._chosen(groups) if due else {}
             if not chosen:
                 return await train_on(groups, sampled)
@@ -117,19 +119,15 @@ class ExplainMismatch(Listener):
 
     # Choosing rollouts, and scoring them.
 
-    def _steps_of(self, num_groups: int) -> int:
-        per_step = self._algorithm.tasks_per_minibatch or max(1, num_groups)
-        return self._algorithm.num_epochs * math.ceil(num_groups / per_step)
-
     def _due(self, step: int, steps: int) -> bool:
         return (step + steps) // self._every > step // self._every
 
     async def _chosen(self, groups: list[RolloutGroup]) -> dict[int, list[Sample]]:
         """Place of a rollout among all rollouts of the batch -> its samples. The rollouts are of the first minibatch,
         the first of each group before the second of any."""
-        per_step, found, start = self._algorithm.tasks_per_minibatch or len(groups), [], 0
+        first, found, start = parts_of(tasks_of(groups), self._algorithm)[0], [], 0
         for index, group in enumerate(groups):
-            found.append([(start + i, rollout) for i, rollout in enumerate(group.rollouts)] if index < per_step else [])
+            found.append([(start + i, rollout) for i, rollout in enumerate(group.rollouts)] if index in first else [])
             start += len(group.rollouts)
         turns = [pair for pairs in zip_longest(*found) for pair in pairs if pair is not None]
         if not self._lagging:

@@ -47,10 +47,11 @@ class Failures:
         """Failed calls so far, by cause."""
         return Counter({cause: number for cause, number in self.counted.items() if cause != "calls"})
 
-    async def tried(self, call: Callable[[int], Awaitable[Any]], stage: str) -> Any:
+    async def tried(self, call: Callable[[int], Awaitable[Any]], stage: str, counts: Counter[str] | None = None) -> Any:
         """The result of `call(retry)`, from retry 0 on. Raises GroupFailed after the last retry, and TooManyFailures.
 
-        `stage` is `workflow` or `reward`.
+        `stage` is `workflow` or `reward`. `counts`, an evaluation's, receives the calls that fail, by cause; the counts
+        of `complete` are then without them.
         """
         for retry in range(self.retries + 1):
             self.counted["calls"] = self.calls + 1
@@ -60,6 +61,9 @@ class Failures:
                 raise
             except Exception as error:
                 cause = "environment" if isinstance(error, EnvironmentFailed) else stage
+                if counts is not None:
+                    counts[f"failure/{cause}"] += 1
+                    self._told[cause] += 1
                 self._count(cause, error)
                 last = error
         raise GroupFailed(f"{last} ({self.retries} retries)") from last

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.launch.actors import Launcher
@@ -31,6 +32,7 @@ async def sample(
     """
     weights = hf_weights(checkpoint)
     source = origin(checkpoint)
+    Qwen3Shape.from_hf(weights / "config.json")  # refuses another model
     tokenizer = AutoTokenizer.from_pretrained(str(weights))
     tokens = tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.launch.actors import Launcher
@@ -37,8 +37,8 @@ async def serve(
     """
     weights, source = hf_weights(checkpoint), origin(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(str(weights))
-    model = json.loads((weights / "config.json").read_text())
-    longest = int(model["max_position_embeddings"])
+    shape = Qwen3Shape.from_hf(weights / "config.json")
+    longest = shape.max_seq_len
     generator.max_model_len = generator.max_model_len or min(longest, _MAX_CONTEXT)
     if generator.max_model_len > longest:
         raise ValueError(f"--max-model-len={generator.max_model_len}: the model reads {longest} tokens; lower it")
@@ -50,7 +50,7 @@ async def serve(
         client = SamplingClient([mesh], OneVersion(), max_model_len=generator.max_model_len, timeout_s=_TIMEOUT_S)
         await client.load_hf(str(weights), version=source.step or 0)
         served = Served(name="policy", policy=policy_of(client, tokenizer, generator.max_model_len), versions=list)
-        opened = address.gateway(served, context_tokens=generator.max_model_len, vocab_size=int(model["vocab_size"]))
+        opened = address.gateway(served, context_tokens=generator.max_model_len, vocab_size=shape.vocab_size)
         async with opened as gateway:
             told(gateway, f"{source.text or 'no known step'} of {source.name}; logs in {run_dir.path}", quiet)
             await _asked_to_end()

@@ -36,6 +36,8 @@ class RunState:
     """Calls of workflows and rewards, and failed calls by cause; see `run.failures`."""
     accuracies: dict[str, dict[str, float]] = field(default_factory=dict)
     """Name of an evaluation -> step of the reinforcement phase -> accuracy."""
+    newest_evaluations: dict[str, dict] = field(default_factory=dict)
+    """Name of an evaluation -> `step`, and `result`: the newest one of that name, see `Evaluation.summary_data`."""
     evaluations_due: list[str] = field(default_factory=list)
     """With a lag: the evaluations after step `step` that are not made yet, such as `validation`."""
     collapse: dict[str, int] = field(default_factory=dict)
@@ -43,9 +45,15 @@ class RunState:
     warm_start: dict | None = None
     """The evaluation before reinforcement; None before it was made."""
 
-    def note_accuracy(self, evaluation: str, step: int, accuracy: float) -> None:
-        """Adds to `accuracies`."""
-        self.accuracies.setdefault(evaluation, {})[str(step)] = accuracy
+    def note_evaluation(self, name: str, step: int, result: dict) -> None:
+        """Adds an evaluation after `step` to `accuracies`, and makes it the newest one of its name."""
+        self.accuracies.setdefault(name, {})[str(step)] = result["accuracy"]
+        self.newest_evaluations[name] = {"step": step, "result": result}
+
+    def evaluation_now(self, name: str) -> dict | None:
+        """The evaluation of a name after the present step, as plain data; None: it has not been made."""
+        newest = self.newest_evaluations.get(name)
+        return newest["result"] if newest is not None and newest["step"] == self.step else None
 
 
 def random_states() -> dict[str, Any]:

@@ -16,12 +16,15 @@ __all__ = ["next_command", "summary_rows"]
 def summary_rows(controller: Controller, report: dict[str, Evaluation], curve: Path) -> list[tuple[str, str]]:
     """(what, value) of a run that has trained; `report` is what `Controller.train` returned."""
     config, path, warm = controller.config.controller, controller.run_dir.path, report["warm start"]
-    rows = [("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}")]
+    rows = [("greedy accuracy before reinforcement (validation)", f"{warm.accuracy:.3f}{warm.failed_text()}")]
     if warm.pass_at_k is not None:
         rows.append((f"pass@{config.pass_at_k} before reinforcement (validation)", f"{warm.pass_at_k:.3f}"))
     for name in ("validation", *config.eval_sets):
-        rows.append((f"greedy accuracy after reinforcement ({name})", f"{report[name].accuracy:.3f}"))
-    rows.append(("greedy accuracy after reinforcement (test, looked at once)", f"{report['test'].accuracy:.3f}"))
+        result = report[name]
+        rows.append((f"greedy accuracy after reinforcement ({name})", f"{result.accuracy:.3f}{result.failed_text()}"))
+    test = report["test"]
+    looked_at = "greedy accuracy after reinforcement (test, looked at once)"
+    rows.append((looked_at, f"{test.accuracy:.3f}{test.failed_text()}"))
     if controller.ended_early:
         rows.append(("stopped early", controller.ended_early))
     rows.append(("curve", str(curve)))

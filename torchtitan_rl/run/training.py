@@ -182,7 +182,7 @@ class Reinforcement(ABC):
         of_batch = lines.of_batch(sampled or groups, self.generator.policy_version, self.generator.health())
         trained: list[Trained] = []
         for epoch in range(algorithm.num_epochs):
-            for minibatch in minibatches(data, algorithm) if algorithm.tasks_per_minibatch else [data]:
+            for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
                 steps, logprobs = await step_on(minibatch, self.roles, self.config, self.state.step, line)
                 self.state.step = self.state.phase_step = self.state.step + 1
                 if bad := count_bad(self.state, steps):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from torchtitan_rl.server.errors import invalid, refusal_of
+from torchtitan_rl.types import MAX_REWARD
 
 __all__ = ["ChatRequest", "CompletionRequest", "RewardRequest", "Sampled", "ToolCall", "ChatMessage", "parse"]
 
@@ -159,11 +160,14 @@ class CompletionRequest(Sampled):
     logprobs: int | None = None
 
 
+_Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+
+
 class RewardRequest(_Body):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
-    reward: float
-    parts: dict[str, float] = Field(default_factory=dict)
+    reward: _Reward
+    parts: dict[str, _Reward] = Field(default_factory=dict)
 
 
 def parse(kind: type[_Body], body: bytes) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_rl.observability.user_code import defined_at, described, raised_at
 from torchtitan_rl.tasks.reward_process import RewardProcessError
-from torchtitan_rl.types import Task
+from torchtitan_rl.types import MAX_REWARD, Task, is_reward
 
 __all__ = ["complaint", "failed", "late", "name_of", "placed"]
 
@@ -23,9 +23,11 @@ def complaint(value: Any, read: list[float | None], num_completions: int, task: 
     if len(value) != num_completions:
         counts = f"{len(value)} rewards for the {num_completions} completions"
         return f"returned {counts} of task {task.id!r}; {wanted}"
-    position, number = next((i, number) for i, number in enumerate(read) if number is None or not math.isfinite(number))
+    position, number = next((i, number) for i, number in enumerate(read) if not is_reward(number))
     reward = value[position]
     returned = f"{type(reward).__name__} {_short(reward)}" if number is None else str(number)
+    if number is not None and math.isfinite(number):
+        wanted += f", each between {-MAX_REWARD:g} and {MAX_REWARD:g}"
     return f"returned {returned} at position {position} for task {task.id!r}; {wanted}"
 
 

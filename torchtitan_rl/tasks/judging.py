@@ -1,4 +1,4 @@
-"""Judging completions: calls a reward function with a deadline, and accepts nothing but one finite number each."""
+"""Judging completions: calls a reward function with a deadline, and accepts nothing but one bounded number each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.outcomes import outcome, outcome_in_thread, until
 from torchtitan_rl.tasks.reward_parts import Parts, read_parts
 from torchtitan_rl.tasks.reward_process import outcome_in_process
-from torchtitan_rl.types import Task
+from torchtitan_rl.types import Task, is_reward
 
 __all__ = ["judge", "reward_function"]
 
@@ -31,7 +31,7 @@ async def judge(
     returns; a `cpu_bound` one in a process, which the deadline kills; an async one on this event loop. A reward with a
     method `judged`, such as `rewards.Rewards`, judges by it. `parts` receives the numbers of each part by name.
     Raises RuntimeError, in one line that names function and task, when the reward function raises, gives no answer
-    within `timeout_s`, or gives anything but one finite number per completion.
+    within `timeout_s`, or gives anything but one reward (`types.is_reward`) per completion.
     """
     function, deadline = reward_function(reward, task), time.monotonic() + timeout_s
     if hasattr(function, "judged"):
@@ -63,12 +63,13 @@ def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:
 
 
 def _checked(function: Callable, task: Task, num: int, value: Any, part: str = "") -> list[float]:
-    """The `num` finite numbers that an answer, or a part of an answer, must be."""
+    """The `num` rewards (`types.is_reward`) that an answer, or a part of an answer, must be."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a numpy array or a tensor
     rewards = [_number(reward) for reward in value] if isinstance(value, (list, tuple)) else []
-    if len(rewards) != num or any(number is None or not math.isfinite(number) for number in rewards):
+    checked = [number for number in rewards if is_reward(number)]
+    if not len(checked) == len(rewards) == num:
         raise RuntimeError(f"{placed(function)}{part}: {complaint(value, rewards, num, task)}")
-    return rewards
+    return checked
 
 
 def _number(value: Any) -> float | None:

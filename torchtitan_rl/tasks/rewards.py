@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_rl.tasks.complaints import name_of
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.reward_parts import Parts
-from torchtitan_rl.types import Task
+from torchtitan_rl.types import A_REWARD, Task, is_reward
 
 __all__ = ["Rewards"]
 
@@ -68,7 +69,7 @@ class Rewards:
         """The sum for each completion. Every function has `timeout_s` seconds. `parts` receives what each function
         gave, before its weight; parts of a function that has parts itself are named `function.part`.
 
-        Raises RuntimeError for the first function that fails, once all have ended.
+        Raises RuntimeError for the first function that fails, once all have ended, and for a sum that is no reward.
         """
         self._check_weights()
         inner: dict[str, Parts] = {name: {} for name in self.functions}
@@ -79,10 +80,17 @@ class Rewards:
         of_name: Parts = dict(zip(self.functions, answers, strict=True))
         if parts is not None:
             parts |= of_name | {f"{name}.{part}": of[part] for name, of in inner.items() for part in of}
-        return [
+        sums = [
             math.fsum(self.weights[name] * numbers[i] for name, numbers in of_name.items())
             for i in range(len(completions))
         ]
+        for i, total in enumerate(sums):
+            if not is_reward(total):
+                raise RuntimeError(
+                    f"{name_of(self)}: the weighted sum of {', '.join(self.functions)} is {total:g} at position {i} "
+                    f"for task {task.id!r}; a reward is {A_REWARD}, lower rewards.weights"
+                )
+        return sums
 
     def _check_weights(self) -> None:
         for name, weight in self.weights.items():

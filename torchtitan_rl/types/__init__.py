@@ -1,10 +1,15 @@
 """The data that flows through a run, from a task to an optimizer step, under one name."""
 
+from torchtitan_rl.types.bounds import A_REWARD, MAX_REWARD, is_float32, is_reward
 from torchtitan_rl.types.calls import Accumulated, ForwardBackwardOutput, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.types.data import Completion, Datum, LossFunction, LossInputs, Rollout, RolloutGroup, Task, Turn
 from torchtitan_rl.types.sampling import NEUTRAL, Request, SamplingParams, Scores
 
 __all__ = [
+    "A_REWARD",
+    "MAX_REWARD",
+    "is_float32",
+    "is_reward",
     "Task",
     "SamplingParams",
     "NEUTRAL",

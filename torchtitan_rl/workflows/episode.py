@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
-import numbers
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from torchtitan_rl.tasks.env import Env, Observation, Step
-from torchtitan_rl.types import Task
+from torchtitan_rl.types import A_REWARD, Task, is_reward
 
 __all__ = ["Episode", "EnvironmentFailed"]
 
@@ -59,20 +57,28 @@ class Episode:
             raise EnvironmentFailed(
                 f"{self.name}: step returned {type(step).__name__} for task {self.task.id!r}; return a Step"
             )
-        if not isinstance(step.reward, numbers.Real) or not math.isfinite(step.reward):
+        if not is_reward(step.reward):
             raise EnvironmentFailed(
-                f"{self.name}: step gave reward {step.reward!r} for task {self.task.id!r}; give a finite number"
+                f"{self.name}: step gave reward {step.reward!r} for task {self.task.id!r}; give {A_REWARD}"
             )
         for name, number in step.reward_parts.items():
-            if not isinstance(number, numbers.Real) or not math.isfinite(number):
+            if not is_reward(number):
                 raise EnvironmentFailed(
-                    f"{self.name}: step gave reward part {name!r} {number!r} for task {self.task.id!r}; give a finite "
-                    "number"
+                    f"{self.name}: step gave reward part {name!r} {number!r} for task {self.task.id!r}; give {A_REWARD}"
                 )
         if not step.done:
             self._checked(step.observation, "step")
         self._steppable = not step.done
         return step
+
+    def check_sums(self, reward: float, parts: dict[str, float]) -> None:
+        """Refuses sums over all steps that are no rewards."""
+        for name, total in {"rewards": reward, **{f"parts {name!r}": total for name, total in parts.items()}}.items():
+            if not is_reward(total):
+                raise EnvironmentFailed(
+                    f"{self.name}: the {name} of its steps add up to {total:g} for task {self.task.id!r}; keep the sum "
+                    f"{A_REWARD}"
+                )
 
     async def _call(self, method: str, *args: Any) -> Any:
         function = getattr(self.env, method)

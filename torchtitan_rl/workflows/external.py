@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torchtitan_rl.tasks.outcomes import outcome_in_thread
-from torchtitan_rl.types import Rollout, Task, Turn
+from torchtitan_rl.types import A_REWARD, Rollout, Task, Turn, is_reward
 from torchtitan_rl.workflows.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
 from torchtitan_rl.workflows.agent_process import run_command
 from torchtitan_rl.workflows.policy import Policy, SamplingFailed
@@ -87,8 +85,8 @@ class External:
         self._gateway, self._places = gateway, asyncio.Semaphore(self.command.num_parallel)
 
     async def __call__(self, task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
-        """Plays a task once. Raises AgentFailed when the agent raises, is late, samples nothing or gives a reward that
-        is not finite, SamplingFailed when the generators are at fault."""
+        """Plays a task once. Raises AgentFailed when the agent raises, is late, samples nothing or gives what is no
+        reward (`types.is_reward`), SamplingFailed when the generators are at fault."""
         if self._gateway is None:
             raise RuntimeError("external: has no gateway; a controller opens one, elsewhere call attach(gateway)")
         session = self._gateway.open_session(
@@ -210,16 +208,9 @@ def _reward(given: Any, task: Task) -> tuple[float, dict[str, float]] | None:
         return None
     number, parts = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
     number = number.item() if hasattr(number, "item") else number
-    if not isinstance(parts, dict) or not all(map(_finite, [number, *parts.values()])):
+    if not isinstance(parts, dict) or not all(map(is_reward, [number, *parts.values()])):
         raise AgentFailed(
-            f"agent: gave reward {repr(given)[:80]} for task {task.id!r}; give a finite number, or "
+            f"agent: gave reward {repr(given)[:80]} for task {task.id!r}; give {A_REWARD}, or "
             "(number, {'part': number})"
         )
     return float(number), {str(name): float(value) for name, value in parts.items()}
-
-
-def _finite(value: Any) -> bool:
-    try:
-        return isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:
-        return False

@@ -14,15 +14,16 @@ from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 from torchtitan_rl.workflows.policy import Policy, single_turn
-from torchtitan_rl.workflows.refusals import refuse_attempt, refuse_id
+from torchtitan_rl.workflows.refusals import check_rewards, refuse_attempt, refuse_id
 
-__all__ = ["run_group", "rollouts_of", "workflow_of", "GroupFailed"]
+__all__ = ["run_attempts", "run_group", "rollouts_of", "workflow_of", "GroupFailed"]
 
 Tried = Callable[[Callable[[int], Awaitable[Any]], str], Awaitable[Any]]
 
 
 class GroupFailed(RuntimeError):
-    """A group that has to be dropped whole: without the attempts that failed it would be biased."""
+    """An attempt, or the judging of attempts, that failed after its last retry. A group that trains is dropped whole,
+    because without the attempts that failed it would be biased; in an evaluation the attempt counts as wrong."""
 
 
 async def _once(call: Callable[[int], Awaitable[Any]], stage: str) -> Any:
@@ -52,41 +53,112 @@ async def run_group(
     seed: int,
     reward,
     reward_timeout_s: float,
-    first_only: bool = False,
     tried: Tried | None = None,
 ) -> RolloutGroup:
     """The rollouts of `n` attempts at one task, with rewards. `reward` is a family or a function, see
     `tasks.judging.judge`; it judges the rollouts that neither the workflow nor an environment has rewarded.
 
-    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. With `first_only`, as
-    in evaluations, only the first rollout of an attempt counts. `tried(call, stage)` returns what `call(retry)`
-    returns, and decides what follows a failure in the stage `workflow` or `reward`; None raises the failure. Raises
-    RuntimeError for what `rollouts_of` refuses, and when two rollouts have one id.
+    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. `tried(call, stage)`
+    returns what `call(retry)` returns, and decides what follows a failure in the stage `workflow` or `reward`; None
+    raises the failure. Raises RuntimeError for what `rollouts_of` refuses, and when two rollouts have one id.
     """
-    patient, tried = tried is not None, tried or _once  # a group that may be dropped first plays to its end
+    attempts = await _played(workflow, task, policy, n, group_id, seed, tried)
+    if failed := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
+        raise failed
+    rollouts = [rollout for attempt in attempts if isinstance(attempt, list) for rollout in attempt]
+    _check_ids(rollouts, task)
+    if unjudged := [rollout for rollout in rollouts if _is_unjudged(rollout)]:
+        await _judged(unjudged, task, reward, reward_timeout_s, tried)
+    return RolloutGroup(id=group_id, rollouts=rollouts)
+
+
+async def run_attempts(
+    workflow: Callable,
+    task: Task,
+    policy: Policy,
+    n: int,
+    *,
+    group_id: str,
+    seed: int,
+    reward,
+    reward_timeout_s: float,
+    tried: Tried | None = None,
+) -> list[Rollout | GroupFailed]:
+    """`n` attempts at one task, each for itself, as evaluations count them: entry i is the first rollout of attempt i,
+    with its reward, or why attempt i failed. Arguments and streams are those of `run_group`.
+
+    The rollouts are judged in one call, as those of a group are. Where that call fails each of them is judged alone,
+    and fails alone. Raises what `tried` raises but for GroupFailed, and what `run_group` refuses.
+    """
+    results: list[Rollout | GroupFailed] = []
+    for attempt in await _played(workflow, task, policy, n, group_id, seed, tried):
+        if isinstance(attempt, BaseException) and not isinstance(attempt, GroupFailed):
+            raise attempt
+        results.append(attempt[0] if isinstance(attempt, list) else attempt)
+    rollouts = [result for result in results if isinstance(result, Rollout)]
+    _check_ids(rollouts, task)
+    unjudged = [rollout for rollout in rollouts if _is_unjudged(rollout)]
+    if not unjudged:
+        return results
+    try:
+        await _judged(unjudged, task, reward, reward_timeout_s, tried)
+        return results
+    except GroupFailed as error:
+        failures: list[GroupFailed | None] = [error]
+    if len(unjudged) > 1:
+        failures = await asyncio.gather(
+            *(_judged_alone(rollout, task, reward, reward_timeout_s, tried) for rollout in unjudged)
+        )
+    failed = {rollout.id: failure for rollout, failure in zip(unjudged, failures, strict=True) if failure is not None}
+    return [failed.get(result.id, result) if isinstance(result, Rollout) else result for result in results]
+
+
+async def _played(
+    workflow: Callable, task: Task, policy: Policy, n: int, group_id: str, seed: int, tried: Tried | None
+) -> list[list[Rollout] | BaseException]:
+    """The rollouts of each attempt, or with `tried` the attempt's failure, in the order of attempts."""
 
     async def played(i: int, retry: int) -> list[Rollout]:
         began = time.perf_counter()
         attempt = await workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
         for rollout in (rollouts := rollouts_of(attempt, task)):
             rollout.seconds["play"], rollout.group = time.perf_counter() - began, group_id
+            check_rewards(rollout)
         return rollouts
 
-    calls = (tried(partial(played, i), "workflow") for i in range(n))
-    attempts: list = await asyncio.gather(*calls, return_exceptions=patient)
-    if failed := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
-        raise failed
-    rollouts = [rollout for attempt in attempts for rollout in (attempt[:1] if first_only else attempt)]
+    patient = tried is not None  # attempts whose siblings may fail are first played to their end
+    calls = ((tried or _once)(partial(played, i), "workflow") for i in range(n))
+    return await asyncio.gather(*calls, return_exceptions=patient)
+
+
+def _is_unjudged(rollout: Rollout) -> bool:
+    """Whether neither the workflow nor an environment has rewarded a rollout."""
+    return rollout.reward is None and bool(rollout.turns) and all(turn.reward is None for turn in rollout.turns)
+
+
+async def _judged(rollouts: list[Rollout], task: Task, reward, timeout_s: float, tried: Tried | None) -> None:
+    """Sets the rewards of rollouts, in one call of the reward."""
+    texts, parts, began = [rollout.text for rollout in rollouts], {}, time.perf_counter()
+    rewards = await (tried or _once)(lambda retry: judge(reward, task, texts, timeout_s, parts), "reward")
+    for i, (rollout, value) in enumerate(zip(rollouts, rewards, strict=True)):
+        rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began
+        rollout.reward_parts |= {name: values[i] for name, values in parts.items()}
+
+
+async def _judged_alone(
+    rollout: Rollout, task: Task, reward, timeout_s: float, tried: Tried | None
+) -> GroupFailed | None:
+    """Sets the reward of one rollout. Returns why that failed; None: it did not."""
+    try:
+        await _judged([rollout], task, reward, timeout_s, tried)
+    except GroupFailed as error:
+        return error
+    return None
+
+
+def _check_ids(rollouts: list[Rollout], task: Task) -> None:
     if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
         refuse_id(twice[0], task)
-    unjudged = [r for r in rollouts if r.reward is None and r.turns and all(turn.reward is None for turn in r.turns)]
-    texts, parts, began = [rollout.text for rollout in unjudged], {}, time.perf_counter()
-    if unjudged:
-        rewards = await tried(lambda retry: judge(reward, task, texts, reward_timeout_s, parts), "reward")
-        for i, (rollout, value) in enumerate(zip(unjudged, rewards, strict=True)):
-            rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began
-            rollout.reward_parts |= {name: values[i] for name, values in parts.items()}
-    return RolloutGroup(id=group_id, rollouts=rollouts)
 
 
 def rollouts_of(attempt: Rollout | list[Rollout], task: Task) -> list[Rollout]:

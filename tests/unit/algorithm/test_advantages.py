@@ -195,6 +195,13 @@ def test_a_reward_that_is_not_a_number_is_refused(estimator):
         of_batch(estimator, [0.0, math.nan], [0.0, 1.0])
 
 
+@pytest.mark.parametrize("estimator", [lambda rewards_G: rewards_G * 1e39, lambda rewards_G: [1e39, -3.5e38]])
+def test_an_advantage_that_overflows_float32_is_refused_before_a_datum_holds_it(estimator):
+    with pytest.raises(ValueError, match="as a tensor or a list; these overflow float32$"):
+        of_batch(estimator, [1.0, 0.5])
+    assert of_batch(lambda rewards_G: rewards_G * 3e38, [1.0, -1.0]) == [[3e38, -3e38]]
+
+
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=1, max_size=8)
 
 

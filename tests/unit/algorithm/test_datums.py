@@ -278,6 +278,24 @@ def test_minibatches_hold_whole_groups_and_the_last_one_what_is_left():
     )
 
 
+def test_a_minibatch_counts_tasks_and_holds_the_groups_of_every_role():
+    groups = []
+    for slot in range(5):
+        for role in ("solver", "judge")[: 1 if slot == 3 else 2]:  # a filter left the judge of slot 3 out
+            rollouts = [rollout(float(i), turn([3], [5], [-1.0])) for i in range(2)]
+            for each in rollouts:
+                each.group, each.role = f"{slot}/0", role
+            groups.append(RolloutGroup(id=f"{slot}/0/{role}", rollouts=rollouts))
+    config = AlgorithmConfig(tasks_per_step=5, tasks_per_minibatch=2, num_epochs=1, reduction=sequence_mean)
+    data = to_datums(groups, config)
+    parts = minibatches(data, config, groups)
+    assert [sorted({datum.group for datum in part}) for part in parts] == [[0, 1, 2, 3], [4, 5, 6], [7, 8]]
+    assert len(parts) == config.steps_per_batch == 3
+    rest = [datum for datum in data if datum.group > 1]  # nothing of the first task is left to train on
+    parts = minibatches(rest, config, groups)
+    assert [sorted({datum.group for datum in part}) for part in parts] == [[2, 3, 4, 5], [6, 7, 8]]
+
+
 def test_the_ragged_minibatch_is_the_mean_of_its_own_tokens():
     (*_, last) = minibatches(four_groups(), AlgorithmConfig(tasks_per_minibatch=3, reduction=prompt_mean))
     assert last[0].loss_inputs["token_weights"].tolist() == pytest.approx([1 / 6] * 6)

@@ -96,6 +96,15 @@ def test_a_reward_that_is_not_finite_is_refused_wherever_it_comes_from(bad):
         )
 
 
+@pytest.mark.parametrize("large", [1.7e308, -1e7])
+def test_a_reward_beyond_a_million_is_refused_wherever_it_comes_from(large):
+    for pairs in ([(large, 5.0), (0.0, 5.0)], [(None, large), (None, 5.0)]):
+        assert refusal(rewarded(*pairs)) == (
+            f"reward={large}: of rollout 0/0/0 is too large; give every rollout a finite number between -1e+06 and "
+            "1e+06"
+        )
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])
 def test_nor_does_it_pass_where_groups_were_built_by_hand(bad):
     with pytest.raises(ValueError, match=f"^reward={bad}: of rollout 0/0/1 is not a finite number"):

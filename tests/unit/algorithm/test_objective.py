@@ -1,6 +1,7 @@
 """The loss with the terms a config adds, and the KL as a reward, by hand."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import cloudpickle
@@ -13,7 +14,7 @@ from torchtitan_rl.algorithm.corrections import masked_sequence, masked_token, t
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import gspo, importance_sampling, ppo
 from torchtitan_rl.algorithm.objective import policy_objective
-from torchtitan_rl.algorithm.reductions import sequence_mean, token_mean
+from torchtitan_rl.algorithm.reductions import constant_length, prompt_mean, sequence_mean, token_mean
 from torchtitan_rl.algorithm.terms import with_kept_weights, with_kl_reward
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
@@ -317,6 +318,88 @@ def test_a_kept_denominator_does_not_depend_on_the_split_into_microbatches(reduc
         parts = [loss_and_gradient(data[i : i + size], config) for i in range(0, len(data), size)]
         assert sum(loss for loss, _ in parts) == pytest.approx(whole, rel=1e-12)
         assert [g for _, of_part in parts for g in of_part] == pytest.approx(gradient, rel=1e-12)
+
+
+def kept_by_hand(data, low, high, per):
+    """(loss, gradient) of the surrogate with masked factors in float64: the mean over what the correction keeps.
+
+    The mean is over tokens within sequences and then over sequences, over tokens within groups and then over groups,
+    or a sum over sequences times a length. A sequence or a group that loses its last token is in no mean; a sequence
+    that never had one is.
+    """
+    sequences = []
+    for datum in data:
+        column = {name: tensor.double().numpy() for name, tensor in datum.loss_inputs.items()}
+        trained = column["loss_mask"] > 0
+        rho = np.exp((column["old_logprobs"] - column["sampling_logprobs"]) * trained)
+        if per["correction"] is masked_sequence:
+            rho = np.full(len(rho), np.prod(rho))
+        tokens = trained & (low <= rho) & (rho <= high)
+        surrogate = rho * np.exp(column["policy"] - column["old_logprobs"]) * column["advantages"]
+        counts = tokens.any() or not trained.any()
+        sequences.append((datum.group, tokens, surrogate, counts))
+    num_sequences = sum(counts for *_, counts in sequences)
+    of_group = {}
+    for group, tokens, *_ in sequences:
+        of_group[group] = of_group.get(group, 0) + tokens.sum()
+    num_groups = len({group for group, *_, counts in sequences if counts})
+    loss, gradient = 0.0, []
+    for group, tokens, surrogate, _ in sequences:
+        denominator = {
+            "sequence_mean": max(tokens.sum(), 1) * num_sequences,
+            "prompt_mean": max(of_group[group], 1) * num_groups,
+            "constant_length": 12.0 * num_sequences,
+        }[per["mean"]]
+        of_sequence = -np.where(tokens, surrogate, 0.0) / denominator
+        loss += of_sequence.sum()
+        gradient += of_sequence.tolist()  # the derivative of exp(policy - old) is itself
+    return loss, gradient, len(data) - num_sequences, len(of_group) - num_groups
+
+
+REDUCTIONS = {
+    "sequence_mean": sequence_mean,
+    "prompt_mean": prompt_mean,
+    "constant_length": partial(constant_length, length=12.0),
+}
+
+
+@pytest.mark.parametrize("correction_fn", [masked_sequence, masked_token])
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_correction_empties_leaves_the_denominator_of_every_reduction(seed, name, correction_fn):
+    data = mismatched(seed)
+    for datum in data:
+        datum.loss_inputs["loss_mask"][0] = 1.0
+    for datum in data[:4]:  # one group without a token that is kept
+        datum.loss_inputs["sampling_logprobs"] = datum.loss_inputs["old_logprobs"] - 3.0
+    low, high = 0.8, 1.25
+    config = rejecting(correction_config={"low": low, "high": high}, reduction=REDUCTIONS[name])
+    config.correction_fn = correction_fn
+    expected, by_hand, emptied, groups = kept_by_hand(data, low, high, {"mean": name, "correction": correction_fn})
+    assert emptied >= 4 and groups >= 1
+    loss, gradient = loss_and_gradient(with_kept_weights(data, config), config)
+    assert loss == pytest.approx(expected, rel=1e-6) and np.array(gradient) == pytest.approx(
+        np.array(by_hand), rel=1e-5
+    )
+    of_all = config.reduction([d.loss_inputs["loss_mask"] for d in data], [d.group for d in data])
+    assert loss_and_gradient(with_inputs(data, token_weights=of_all), config)[0] != pytest.approx(loss, rel=1e-3)
+
+
+def test_a_correction_that_keeps_nothing_leaves_no_weight():
+    data = mismatched(0)
+    for datum in data:
+        datum.loss_inputs["sampling_logprobs"] = datum.loss_inputs["old_logprobs"] - 3.0
+    for reduction in (token_mean, *REDUCTIONS.values()):
+        config = rejecting(correction_config={"low": 0.8, "high": 1.25}, reduction=reduction)
+        assert not any(datum.loss_inputs["token_weights"].any() for datum in with_kept_weights(data, config))
+
+
+def test_a_sequence_that_never_trained_counts_as_without_a_correction():
+    data = mismatched(0)[:3]
+    data[0].loss_inputs["loss_mask"] = torch.zeros(len(data[0]))
+    config = rejecting(correction_config={"low": 1e-6, "high": 1e6}, reduction=sequence_mean)
+    sums = [float(datum.loss_inputs["token_weights"].sum()) for datum in with_kept_weights(data, config)]
+    assert sums == pytest.approx([0.0, 1 / 3, 1 / 3])
 
 
 def test_rejected_tokens_have_no_weight_and_the_others_their_mean():

@@ -91,6 +91,12 @@ def test_none_is_the_ordinary_case_and_says_nothing(caplog):
             "advantage 1 is nan",
         ),
         (
+            pair(0.5, 1e39),
+            Verdict.NOT_FINITE,
+            "NOT_FINITE: of 2 turns 2 carry advantages, 1 are not finite; the first is turn 0 of rollout 0/0/1: "
+            "advantage 0 is 1e+39",
+        ),
+        (
             pair(None, -math.inf),
             Verdict.NOT_FINITE,
             "NOT_FINITE: of 2 turns 1 carry advantages, 1 are not finite; the first is turn 0 of rollout 0/0/1: "
@@ -200,8 +206,10 @@ def test_a_token_that_cannot_train_has_no_advantage_either():
 
 
 def test_a_number_too_large_for_float32_is_refused():
-    with pytest.raises(ValueError, match="datum.advantages=inf: is not finite"):
-        to_datums([pair(1e300, 1e300)], AlgorithmConfig())
+    with pytest.raises(ValueError, match="NOT_FINITE: of 2 turns 2 carry .* the first is turn 0 of .* is 1e.300"):
+        to_datums([pair(1e300, 1e300)], AlgorithmConfig(precomputed_advantages="require"))
+    data = to_datums([pair(1e300, 1e300)], AlgorithmConfig())  # as for NaN, the estimator takes the group
+    assert all(datum.loss_inputs["advantages"].isfinite().all() for datum in data)
 
 
 def test_a_critic_does_not_overwrite_them():

@@ -12,6 +12,7 @@ from torchtitan_rl.inspection.diagnose import RULES, check_thresholds, look
 from torchtitan_rl.inspection.facts import Facts
 from torchtitan_rl.inspection.siblings import compares_siblings, recorded_compares_siblings
 from torchtitan_rl.inspection.whereabouts import Whereabouts
+from torchtitan_rl.run.intervals import score_interval
 
 ROOT = Path(__file__).parents[3]
 FLOAT32 = {"generator": {"dtype": "float32"}, "trainer": {"training": {"mixed_precision_param": "float32"}}}
@@ -288,6 +289,20 @@ def test_evaluation_falls_while_reward_rises():
     assert "0.600 (step 5) to 0.490 (step 20)" in finding.what
     assert found([*steps(reward__mean=lambda step: -0.01 * step), *above]) == {}
     assert found([*lines, evaluated(5, 0.6, around=0.2), evaluated(20, 0.3, around=0.2)]) == {}  # eight tasks
+
+
+def test_a_fall_from_all_right_is_judged_by_intervals_that_have_a_width():
+    def with_interval(step, right, tasks=30):
+        low, high = score_interval([1] * right + [0] * (tasks - right))
+        line = {"step": step, "phase": "evaluation", "eval/name": "sort", "eval/split": "validation"}
+        return line | {"eval/accuracy": right / tasks, "eval/accuracy_ci95_low": low, "eval/accuracy_ci95_high": high}
+
+    lines = steps(reward__mean=lambda step: 0.01 * step)
+    assert found([*lines, with_interval(5, 30), with_interval(20, 24)]) == {}  # [.886, 1] and [.627, .905]
+    assert found([*lines, with_interval(5, 30), with_interval(20, 21)]).keys() == {"eval_falls"}  # [.521, .833]
+    alone = [{"step": step, "phase": "evaluation", "eval/name": "sort", "eval/split": "validation"} for step in (5, 20)]
+    one_task = [line | {"eval/accuracy": right} for line, right in zip(alone, (1.0, 0.0))]
+    assert found([*lines, *one_task]) == {}  # one task has no interval, and says nothing of others
 
 
 def test_other_evaluations_do_not_count():

@@ -76,7 +76,8 @@ def test_every_set_has_a_line_of_its_own(config, tmp_path):
         ("seen", "train", 5, 0.0),
     ]
     assert all(line["phase"] == "evaluation" and line["step"] == 0 for line in lines)
-    assert [lines[1][f"eval/{name}"] for name in ("avg_at_2", "pass_at_1", "pass_at_1_ci95_low")] == [1.0, 1.0, 1.0]
+    assert [lines[1][f"eval/{name}"] for name in ("avg_at_2", "pass_at_1", "pass_at_1_ci95_high")] == [1.0, 1.0, 1.0]
+    assert lines[1]["eval/pass_at_1_ci95_low"] == pytest.approx(3 / (3 + 1.959964**2))  # Wilson's, of 3 right of 3
 
 
 def test_without_sets_nothing_more_is_evaluated(config, tmp_path):

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import random
 from collections import Counter
 
 import pytest
+from scipy.stats import binomtest
 from transformers import AutoTokenizer
 
 from tests.unit.config.test_load import refusal, run_config
@@ -18,7 +20,7 @@ from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.pass_rate_filter import prompt_hash
 from torchtitan_rl.types import Completion, Task
 from torchtitan_rl.validation.run import validate
-from torchtitan_rl.workflows.policy import Policy
+from torchtitan_rl.workflows.policy import Policy, single_turn
 
 TOKENIZER = AutoTokenizer.from_pretrained(str(assets_dir(ModelConfig(assets="chars"))))
 NUM_RIGHT = {"a": 0, "b": 1, "c": 2, "d": 4}  # of four samples; greedily c and d
@@ -53,8 +55,8 @@ class CountedOut:
         return Completion(tokens=tokens, logprobs=[0.0], policy_versions=[0], finish_reason="stop")
 
 
-def evaluation(family=None, failures=None, **fields):
-    sampler = CountedOut()
+def evaluation(family=None, failures=None, sampler=None, workflow=single_turn, **fields):
+    sampler = sampler or CountedOut()
 
     def policy(temperature):
         return Policy(
@@ -70,6 +72,7 @@ def evaluation(family=None, failures=None, **fields):
             label="eval/0",
             seed=0,
             config=ControllerConfig(),
+            workflow=workflow,
             failures=failures,
         )
     )
@@ -87,13 +90,14 @@ def test_avg_and_pass_and_their_intervals():
     assert line["eval/avg_at_4"] == (0 + 1 + 2 + 4) / 16
     # Two of four are both wrong with chances 1, C(3,2)/C(4,2) = 1/2, C(2,2)/C(4,2) = 1/6 and 0.
     assert line["eval/pass_at_2"] == pytest.approx((0 + 1 / 2 + 5 / 6 + 1) / 4)
-    # avg: squared deviations .19140625 + .03515625 + .00390625 + .31640625, over 3; 1.96 * .426956 / 2 = .418417
+    # tests/unit/test_metrics.py has the sums for 0, 1/4, 1/2, 1; those for 0, 1/2, 5/6, 1 go alike, with d = 0.800180
+    # and 4 / d = 4.998876 tasks.
     low, high = line["eval/avg_at_4_ci95_low"], line["eval/avg_at_4_ci95_high"]
-    assert (low, high) == pytest.approx((0.019083, 0.855917), abs=1e-6)
-    # pass: .340278 + .006944 + .0625 + .173611 over 3; 1.96 * .440959 / 2 = .432140... and the upper end is cut off
-    assert line["eval/pass_at_2_ci95_low"] == pytest.approx(0.583333 - 1.96 * (0.583333 / 3) ** 0.5 / 2, abs=1e-6)
-    assert line["eval/pass_at_2_ci95_high"] == 1.0
-    assert line["eval/accuracy_ci95_low"] == 0.0  # .5 - 1.96 * sqrt(1/3) / 2 = -.066
+    assert (low, high) == pytest.approx((0.138931, 0.789442), abs=1e-6)
+    low, high = line["eval/pass_at_2_ci95_low"], line["eval/pass_at_2_ci95_high"]
+    assert (low, high) == pytest.approx((0.220123, 0.874120), abs=1e-6)
+    wilson = binomtest(2, 4).proportion_ci(0.95, method="wilson")
+    assert line["eval/accuracy_ci95_low"] == pytest.approx(wilson.low, abs=1e-12)
     assert result.summary() == "validation accuracy 0.500, avg@4 0.438, pass@2 0.583"
 
 
@@ -122,13 +126,102 @@ def test_a_task_whose_reward_fails_to_the_last_counts_as_wrong_where_failures_do
     line = evaluation(Flaky(), failures).metrics()
     assert line["eval/accuracy"] == 0.25  # c alone; d is right, and nobody judged it
     assert line["eval/reward_mean"] == (0.5 + 0.5 + 1.0) / 3  # of those that were judged
-    assert (line["failure/reward"], line["failure/dropped_groups"]) == (2, 1)
+    assert (line["failure/reward"], line["failure/attempts"]) == (2, 1) and "failure/dropped_groups" not in line
+
+
+def test_one_attempt_that_fails_is_one_wrong_attempt():
+    class Confused(Letters):
+        """Fails for siblings of which one is wrong, and for a wrong answer to c alone."""
+
+        def reward(self, task, completions):
+            if "n" in completions and len(completions) != 1:
+                raise OSError("the judge is confused by n")
+            if completions == ["n"] and task.prompt == "c":
+                raise OSError("the judge does not like c")
+            return super().reward(task, completions)
+
+    failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
+    result = evaluation(Confused(), failures, num_samples=4, pass_at_k=2)
+    line, whole = result.metrics(), evaluation(num_samples=4, pass_at_k=2).metrics()
+    for name in ("accuracy", "avg_at_4", "pass_at_2"):  # what failed was wrong
+        assert line[f"eval/{name}"] == whole[f"eval/{name}"]
+    assert line["failure/attempts"] == 2  # the two wrong samples of c
+    assert line["failure/reward"] == 3 + 2  # the calls for all samples of a, b and c, and two single ones
+    assert result.summary() == "validation accuracy 0.500, avg@4 0.438, pass@2 0.583, 2 of 20 attempts failed"
+
+
+class Half:
+    """Right in the half of all requests whose seed is even."""
+
+    async def sample(self, tokens, params, *, policy_version=None):
+        tokens = TOKENIZER.encode("ny"[params.seed % 2 == 0], add_special_tokens=False)
+        return Completion(tokens=tokens, logprobs=[0.0], policy_versions=[0], finish_reason="stop")
+
+
+@pytest.mark.parametrize("where", ["workflow", "reward"])
+def test_failed_attempts_take_no_more_than_themselves_from_avg_and_pass(where):
+    rng, failed = random.Random(0), []
+
+    class Many(Letters):
+        def num_tasks(self, split):
+            return 200
+
+        def task(self, split, index):
+            return Task(id=f"many/{split}/{index}", prompt="b")
+
+        def reward(self, task, completions):
+            if any(completion.startswith("lost") for completion in completions):
+                raise OSError("judge is away")
+            return super().reward(task, completions)
+
+    async def flaky(task, policy, *, rollout_id, seed):
+        rollout = await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
+        if rng.random() < 0.01:
+            failed.append(rollout.text)
+            if where == "workflow":
+                raise OSError("agent is away")
+            rollout.text = f"lost {rollout.text}"
+        return rollout
+
+    asked = dict(sampler=Half(), num_tasks=200, num_samples=16, pass_at_k=8)
+    failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {})
+    line = evaluation(Many(), failures, workflow=flaky, **asked).metrics()
+    whole = evaluation(Many(), **asked).metrics()
+    assert 20 < len(failed) == line["failure/attempts"] < 60  # of 3,400
+    lost = {name: whole[f"eval/{name}"] - line[f"eval/{name}"] for name in ("accuracy", "avg_at_16", "pass_at_8")}
+    right = failed.count("y")  # greedy or sampled
+    assert lost["accuracy"] * 200 + lost["avg_at_16"] * 3200 == pytest.approx(right)
+    assert lost["pass_at_8"] < 0.003 < 0.98 < whole["eval/pass_at_8"]
+
+
+def test_a_workflow_that_fails_takes_its_attempt_alone():
+    async def fails_at_two(task, policy, *, rollout_id, seed):
+        if rollout_id.endswith("/2"):
+            raise OSError("the agent is away")
+        return await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
+
+    failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
+    line = evaluation(failures=failures, workflow=fails_at_two, num_samples=4).metrics()
+    # b, c and d are right in the first samples, and the sampler does not count what was not asked.
+    assert line["eval/avg_at_4"] == (0 + 1 + 2 + 3) / 16 and line["failure/workflow"] == line["failure/attempts"] == 4
+
+
+def test_failures_of_an_evaluation_are_not_those_of_the_next_batch():
+    class Away(Letters):
+        def reward(self, task, completions):
+            raise OSError("judge is away")
+
+    failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
+    result = evaluation(Away(), failures)
+    assert result.failures == {"failure/reward": 4, "failure/attempts": 4} and result.accuracy == 0.0
+    assert failures.complete([], batch := Counter()) == [] and not +batch
+    assert failures.failed == {"reward": 4}  # and the limit of failures counts them
 
 
 def test_an_evaluation_with_failures_comes_back_from_a_checkpoint():
     result = evaluation(failures=Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {}))
     again = Evaluation(**json.loads(json.dumps(result.summary_data())))
-    assert again.failures == {"failure/dropped_groups": 0} and again.metrics() == result.metrics()
+    assert again.failures == {"failure/attempts": 0} and again.metrics() == result.metrics()
 
 
 def test_greedy_alone_and_a_single_task():

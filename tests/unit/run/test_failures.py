@@ -68,6 +68,27 @@ def test_drop_group_plays_nothing_twice():
     assert len(log) == 2  # the sibling was played to its end
 
 
+@pytest.mark.parametrize("huge", [1e200, 1.7e308, -1.1e6])
+@pytest.mark.parametrize("place", ["reward", "reward_parts", "turn"])
+def test_a_workflow_that_gives_a_huge_reward_has_failed(place, huge):
+    async def workflow(task, policy, *, rollout_id, seed):
+        rollout = await attempts()(task, policy, rollout_id=rollout_id, seed=seed)
+        if place == "turn":
+            rollout.turns[0].reward = huge
+        else:
+            setattr(rollout, place, huge if place == "reward" else {"size": huge})
+        return rollout
+
+    counted = failures("drop_group")
+    with pytest.raises(
+        GroupFailed, match="algorithm.workflow: gave reward.* for task 't'; give a finite number between"
+    ):
+        asyncio.run(group(workflow, counted.tried))
+    assert counted.failed == {"workflow": 2}
+    with pytest.raises(RuntimeError, match="algorithm.workflow: gave reward"):
+        asyncio.run(group(workflow, None))
+
+
 def test_a_reward_that_fails_is_asked_again():
     counted, calls = failures("retry", rollout_retries=2), []
 

@@ -11,6 +11,7 @@ import torch
 
 from torchtitan_rl.tasks.family import SPLITS, TaskSource, check_index, stable_hash
 from torchtitan_rl.tasks.judging import judge
+from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import Task
 
 TASK = Task(id="t/7", prompt="1+1=", answer="2")
@@ -264,6 +265,25 @@ def test_anything_but_one_finite_number_per_completion_is_refused(returned, comp
     message = refusal(lambda task, completions: returned)
     assert complaint in message
     assert message.endswith("; return a list of 2 finite numbers, one per completion")
+
+
+@pytest.mark.parametrize("returned", [1.7e308, -1e200, 1e6 + 1, 10**7, torch.tensor(1e30)])
+def test_a_reward_beyond_a_million_is_refused_with_its_name_and_the_task(returned):
+    message = refusal(lambda task, completions: [1.0, returned])
+    assert message.startswith("reward=tests.unit.tasks.test_family:") and f"for task {TASK.id!r}" in message
+    assert message.endswith("one per completion, each between -1e+06 and 1e+06")
+    part = refusal(lambda task, completions: ([1.0, 0.0], {"size": [0.0, returned]}))
+    assert ": part 'size': returned" in part and part.endswith("each between -1e+06 and 1e+06")
+    assert asyncio.run(judge(lambda task, completions: [1e6, -1e6], TASK, ["a", "b"], 5.0)) == [1e6, -1e6]
+
+
+def test_a_weighted_sum_beyond_a_million_is_refused():
+    def large(task, completions):
+        return [9e5 for _ in completions]
+
+    with pytest.raises(RuntimeError, match="reward=.*Rewards: the weighted sum of a, b is 1.8e.06 at position 0 for"):
+        asyncio.run(judge(Rewards({"a": large, "b": large}), TASK, ["x"], 5.0))
+    assert asyncio.run(judge(Rewards({"a": large, "b": (large, -1.0)}), TASK, ["x"], 5.0)) == [0.0]
 
 
 def test_a_reward_cannot_change_the_completions():

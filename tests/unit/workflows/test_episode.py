@@ -78,6 +78,8 @@ def test_something_that_is_no_environment_is_refused():
         (None, "step returned NoneType .*return a Step"),
         (Step(reward=float("nan"), done=True), "step gave reward nan .*finite number"),
         (Step(reward="1", done=True), "step gave reward '1'"),
+        (Step(reward=1.7e308, done=True), "step gave reward 1.7e.308 .*between -1e.06 and 1e.06"),
+        (Step(reward_parts={"size": -1e7}), "step gave reward part 'size' -10000000.0 .*between -1e.06 and 1e.06"),
         (Step(observation=None), "step gave NoneType None .*give text, a list of messages or a list of tokens"),
         (Step(observation=[]), r"step gave list \[\]"),
         (Step(observation=[{"content": "no role"}]), "step gave list"),

@@ -14,6 +14,7 @@ from torchtitan_rl.tasks.family import stable_hash
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import Task
+from torchtitan_rl.workflows.episode import EnvironmentFailed
 from torchtitan_rl.workflows.group import run_group, workflow_of
 from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 from torchtitan_rl.workflows.policy import single_turn
@@ -218,6 +219,21 @@ def test_a_family_may_have_environments_for_some_tasks_only():
 
     assert asyncio.run(run("several", "a", "b")).rewards == [1.0]
     assert asyncio.run(run("one", "a")).rewards == [9.0]
+
+
+def test_rewards_of_steps_that_add_up_to_more_than_a_million_are_a_failure_of_the_environment():
+    class Generous(Echo):
+        async def step(self, said):
+            return Step(observation=self.observation, reward=6e5)
+
+    class Large(Echo):
+        async def step(self, said):
+            return Step(observation=self.observation, reward_parts={"size": 6e5})
+
+    with pytest.raises(EnvironmentFailed, match="environment=Generous: the rewards of its steps add up to 1.2e.06 for"):
+        play(Generous(), policy("a", "b"), limits(max_turns=2))
+    with pytest.raises(EnvironmentFailed, match="environment=Large: the parts 'size' of its steps add up to 1.2e.06"):
+        play(Large(), policy("a", "b"), limits(max_turns=2))
 
 
 def test_a_workflow_that_returns_something_else_is_told_so():

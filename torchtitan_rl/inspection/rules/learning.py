@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torchtitan_rl.inspection.facts import Facts, Reading, Series
 from torchtitan_rl.inspection.rules.rule import Rule, Said, first, last, middle
 
@@ -117,7 +115,8 @@ def eval_falls(facts: Facts, threshold: float) -> Said | None:
         return None
     best, now = max(lines[:-1], key=lambda line: line["eval/accuracy"]), lines[-1]
     fall = best["eval/accuracy"] - now["eval/accuracy"]
-    if fall <= threshold or _ends(best, "low") <= _ends(now, "high"):  # within what the number of tasks allows
+    low, high = best.get("eval/accuracy_ci95_low"), now.get("eval/accuracy_ci95_high")
+    if fall <= threshold or low is None or high is None or low <= high:  # within what the number of tasks allows
         return None
     then, late = _reward_at(facts, best["step"]), last(facts.series("reward/mean"))
     if not then or not late or middle(late) <= middle(then):
@@ -127,10 +126,6 @@ def eval_falls(facts: Facts, threshold: float) -> Said | None:
     what = f"validation accuracy fell from {before:.3f} (step {best['step']}) to {after:.3f} (step {now['step']})"
     rise = f"while the reward rose from {middle(then):.3f} to {middle(late):.3f}"
     return Said(f"{what}, {rise}: the reward pays for something else", [*evidence, *then, *late])
-
-
-def _ends(line: dict[str, Any], which: str) -> float:
-    return float(line.get(f"eval/accuracy_ci95_{which}", line["eval/accuracy"]))
 
 
 def _reward_at(facts: Facts, step: int) -> Series:

@@ -86,7 +86,7 @@ _CONTROLLER = (
     # Between steps.
     Point("torchtitan_rl.observability.run_log:RunDirWriter.fact", "write records"),
     Point(f"{_RUN}.evaluation:evaluate", "evaluate", "phase"),
-    Point(f"{_RUN}.evaluation:run_group", "play rollouts", "running"),
+    Point(f"{_RUN}.evaluation:run_attempts", "play rollouts", "running"),
     Point(f"{_RUN}.checkpoints:Checkpoints.save", "begin a checkpoint", "phase"),
     Point(f"{_RUN}.checkpoints:Checkpoints.finish", "", "running", "wait for a checkpoint on disk"),
 )

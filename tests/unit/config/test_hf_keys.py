@@ -1,0 +1,117 @@
+"""Every key of a Hugging Face config.json is read, has the one value that is supported, or changes nothing."""
+
+import json
+
+import pytest
+from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
+
+from tests.unit.config.test_load import refusal
+from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
+from torchtitan_rl.model.shape import resolve_shape
+
+DENSE = Qwen3Shape(vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24)
+MIXTURE = Qwen3Shape(
+    vocab_size=64,
+    dim=16,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    hidden_dim=24,
+    experts=ExpertsShape(num_experts=4, top_k=2),
+)
+
+CHANGES = {
+    "hidden_act": "gelu",
+    "attention_bias": True,
+    "attention_dropout": 0.1,
+    "use_sliding_window": True,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "quantization_config": {"quant_method": "fp8"},
+    "compression_config": {"format": "pack-quantized"},
+    "partial_rotary_factor": 0.5,
+    "is_encoder_decoder": True,
+    "pruned_heads": {"0": [1]},
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6},
+    "clip_qkv": 8.0,  # of another model, and on no list
+}
+
+
+def read(content):
+    return Qwen3Shape.from_hf_config(content, "model='m'")
+
+
+def complaint(content):
+    return refusal(read, content)
+
+
+@pytest.mark.parametrize("shape", [DENSE, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_key_that_changes_the_computation_is_refused_by_name(key, shape):
+    content = shape.to_hf(1, 0)
+    assert read(content) == shape
+    message = complaint(content | {key: CHANGES[key]})
+    assert message.startswith(f"model='m': its config.json says {key}=")
+    assert read(content | {key: None} if key != "rope_parameters" else content) == shape  # null is as good as none
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("norm_topk_prob", False), ("norm_topk_prob", None), ("mlp_only_layers", [1]), ("decoder_sparse_step", 2)],
+)
+def test_a_mixture_of_another_kind_is_refused(key, value):
+    assert f"says {key}={value or False!r}; only a Qwen3 with {key}=" in complaint(MIXTURE.to_hf(1, 0) | {key: value})
+    assert read(DENSE.to_hf(1, 0) | {key: value}) == DENSE  # where it means nothing
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+    ],
+    ids=str,
+)
+def test_a_scaled_rotary_embedding_is_refused_in_both_spellings(rope):
+    message = complaint(DENSE.to_hf(1, 0) | rope)
+    assert "only a Qwen3 whose rotary embedding is not scaled is supported" in message
+
+
+def test_the_base_of_the_rotary_embedding_in_both_spellings():
+    bare = {name: value for name, value in DENSE.to_hf(1, 0).items() if not name.startswith("rope")}
+    assert read(bare | {"rope_theta": 5e5}).rope_theta == 5e5
+    assert read(bare | {"rope_theta": 5e5, "rope_scaling": None}).rope_theta == 5e5
+    assert read(bare | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}).rope_theta == 5e5
+    assert read(bare | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "default"}}).rope_theta == 5e5
+    assert read(bare).rope_theta == Qwen3Config(**bare).rope_parameters["rope_theta"] == 1e4
+    two = bare | {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert complaint(two).endswith(
+        "two bases of the rotary embedding, 10000 in rope_theta and 1e+06 in rope_parameters; keep the right one"
+    )
+
+
+@pytest.mark.parametrize("kind", [Qwen3Config, Qwen3MoeConfig])
+def test_every_key_that_transformers_writes_is_on_a_list(kind):
+    content = kind(norm_topk_prob=True).to_dict()
+    assert read(content).n_layers == content["num_hidden_layers"]
+    older = {
+        "max_length": 20,
+        "do_sample": False,
+        "temperature": 1.0,
+        "torch_dtype": "bfloat16",
+        "tie_encoder_decoder": False,
+    }
+    assert read(content | older | {"unsloth_version": "2025.9"}) == read(content)
+
+
+def test_sliding_windows_as_transformers_reads_them(tmp_path):
+    published = DENSE.to_hf(1, 0) | {"sliding_window": 4096, "max_window_layers": 1, "use_sliding_window": False}
+    assert read(published) == DENSE
+    (tmp_path / "config.json").write_text(json.dumps(published | {"use_sliding_window": True}))
+    assert "sliding_attention" in AutoConfig.from_pretrained(str(tmp_path)).layer_types
+    message = refusal(resolve_shape, ModelConfig(assets=str(tmp_path)))
+    assert "says use_sliding_window=True; only a Qwen3 with use_sliding_window=False is supported" in message
