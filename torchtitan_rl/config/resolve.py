@@ -101,8 +101,8 @@ _PACKAGES = ("torchtitan_rl.config.", "torchtitan.")
 def _imported(name: Any, trusted: bool, kind: type) -> Any:
     module, _, qualname = str(name).partition(":")
     refusal = (
-        f"config: {name!r} is no class of a config in torchtitan_rl or torchtitan, and nothing of it was run; where you "
-        "know who wrote the file, add --trust-code"
+        f"config: {name!r} is no class of a config in torchtitan_rl or torchtitan, and nothing of it was run; where "
+        "you know who wrote the file, add --trust-code"
     )
     if not trusted and not f"{module}.".startswith(_PACKAGES):
         raise ValueError(refusal)

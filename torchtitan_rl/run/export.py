@@ -27,10 +27,10 @@ async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[
     """Writes the policy of a checkpoint as a Hugging Face directory, and with LoRA its adapters alone, for PEFT, in
     `directory/adapter`. Returns the directories. One process, one device; the layout of the run does not matter.
 
-    Nothing that the checkpoint's files name is run but classes of this package and of torchtitan; `trusted`: also others
-    that its config names, such as model converters of the run's own.
-    Raises ValueError for a checkpoint that is incomplete or damaged or names other code, and for a directory that is not
-    empty.
+    Nothing that the checkpoint's files name is run but config classes of this package and of torchtitan; `trusted`:
+    also others that its config names, such as model converters of the run's own.
+    Raises ValueError for a checkpoint that is incomplete or damaged or names other code, and for a directory that is
+    not empty.
     """
     if problem := checkpoint.problem(checkpoint.require_complete(path)):
         raise ValueError(f"checkpoint={str(path)!r}: cannot be used: {problem}; use another checkpoints/step-N")

@@ -1,7 +1,7 @@
 """A program and every process that it starts, ended together; on request in Linux namespaces of its own.
 
 A supervisor stands between the controller and the program: `supervised` makes one of the calling process, and
-`python process_tree.py ...` (see `command_line`) starts a command below one. Linux gives the supervisor each process
+`command_line` starts a command below one. Linux gives the supervisor each process
 whose parent has ended (PR_SET_CHILD_SUBREAPER), so a process that left its session and its parent is still below it.
 The supervisor ends with the program, on the signal STOP, and with the thread that started it, and kills first what is
 left below it.
@@ -24,9 +24,12 @@ import resource
 import signal
 import sys
 import time
-from typing import NoReturn
 
-__all__ = ["FAILED", "STOP", "command_line", "descendants", "parents", "supervised"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the module takes longer to import than all others here
+    from typing import NoReturn
+
+__all__ = ["FAILED", "STOP", "command_line", "descendants", "main", "parents", "supervised"]
 
 STOP = signal.SIGUSR2
 """Tells a supervisor to kill everything below it and to end. A scheduler sends SIGTERM to every process of a run and
@@ -34,8 +37,8 @@ means the controller, so a supervisor ignores SIGTERM."""
 FAILED = 125
 """Exit status of a supervisor that cannot start its command."""
 
-_KILL_S = 5.0
-"""Seconds for the processes of a tree to end once they are killed."""
+_KILL_S = 30.0
+"""Seconds for the processes of a tree to end once they are killed: a hundred take long on a busy machine."""
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER = 1, 24, 36  # linux/prctl.h
 _CAP_SYS_PTRACE, _CAP_SYS_ADMIN = 19, 21  # linux/capability.h
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x00020000, 0x10000000, 0x20000000  # linux/sched.h
@@ -55,7 +58,9 @@ def command_line(
     limit. The supervisor exits as the command does, and with FAILED and a sentence where the command cannot be started.
     """
     settings = (str(os.getpid()), directory, str(int(isolated)), str(memory_bytes), str(file_bytes))
-    return [sys.executable, "-I", "-S", __file__, *settings, *command]
+    # By an import, because Python compiles a script anew each time that it runs.
+    start = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import process_tree as p; p.main(sys.argv)"
+    return [sys.executable, "-I", "-S", "-c", start, *settings, *command]
 
 
 def supervised(parent: int) -> None:
@@ -167,12 +172,16 @@ def _kill_below(child: int) -> int | None:
             except ProcessLookupError:
                 pass
         time.sleep(0.001)
-    print(f"process_tree: processes below {os.getpid()} did not end within {_KILL_S:g} s", file=sys.stderr, flush=True)
+    try:
+        os.write(2, f"process_tree: processes below {os.getpid()} did not end within {_KILL_S:g} s\n".encode())
+    except OSError:  # nobody reads it any more
+        pass
     return status
 
 
-def _main(settings: list[str], command: list[str]) -> NoReturn:
-    parent, directory, isolated, memory_bytes, file_bytes = settings
+def main(arguments: list[str]) -> NoReturn:
+    """A supervisor's process, with the arguments that `command_line` makes."""
+    _, parent, directory, isolated, memory_bytes, file_bytes, *command = arguments
     mask = _begin(int(parent))
     if int(isolated):
         _own_namespaces()
@@ -192,6 +201,7 @@ def _main(settings: list[str], command: list[str]) -> NoReturn:
             os.execvp(command[0], command)
         except BaseException as error:
             print(f"{command[0]!r} cannot be started: {error}", file=sys.stderr, flush=True)
+            os._exit(127 if isinstance(error, FileNotFoundError) else FAILED)
         finally:
             os._exit(FAILED)
     _supervise(child)
@@ -293,7 +303,3 @@ def _call(name: str, *arguments) -> None:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:6], sys.argv[6:])
