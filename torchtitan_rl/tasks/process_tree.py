@@ -98,7 +98,7 @@ def descendants(pid: int, parents: dict[int, int]) -> list[int]:
     return below
 
 
-def _begin(parent: int) -> set[signal.Signals]:
+def _begin(parent: int) -> set[int | signal.Signals]:
     """Makes this process a supervisor. Returns the signals that it blocked before."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED | _IGNORED)
     _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -113,7 +113,7 @@ def _end_with(parent: int) -> None:
         os._exit(FAILED)
 
 
-def _leave(mask: set[signal.Signals]) -> None:
+def _leave(mask: set[int | signal.Signals]) -> None:
     """In a supervisor's child: back to the signals of before, a session of its own, and an end with the supervisor."""
     supervisor = os.getppid()
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -234,7 +234,8 @@ def _own_namespaces() -> None:
         print(f"namespaces: the kernel refuses them ({error})", file=sys.stderr, flush=True)
         os._exit(FAILED)
     os.write(opened, b"1")
-    os.close(opened), os.close(gate)
+    os.close(opened)
+    os.close(gate)
     if os.waitpid(helper, 0)[1]:
         os._exit(FAILED)
 
