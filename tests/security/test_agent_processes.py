@@ -103,7 +103,8 @@ def test_an_agent_finds_neither_the_key_nor_the_files_of_another(tmp_path):
 def test_without_isolation_the_same_agent_finds_both(tmp_path):
     """The attack of the test above is one: it succeeds where nothing is done against it."""
     honest, thief = play(named(tmp_path, HONEST), named(tmp_path, THIEF), command=CommandLimits(isolate="off"))
-    assert json.loads((tmp_path / "seen").read_text()) == {"keys": 1, "directories": 1}
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen["keys"] >= 1 and seen["directories"] >= 1  # other runs on this machine may have agents too
     assert (honest.reward, thief.reward) == (-9.0, 1.0)
 
 
