@@ -158,6 +158,9 @@ def _parser(chosen: str = "") -> argparse.ArgumentParser:
         if verb == "export":
             sub.add_argument("checkpoint", help="a run's checkpoints/step-N")
             sub.add_argument("directory", help="a new directory")
+            sub.add_argument(
+                "--trust-code", action="store_true", help="import classes of the run's own that its config names"
+            )
         if verb == "sample":
             _add_sampling(sub)
         if verb == "serve":

@@ -253,7 +253,8 @@ async def export(args: argparse.Namespace) -> int:
     from torchtitan_rl.run import export as exporting
 
     try:
-        for directory in await exporting.export(Path(args.checkpoint), Path(args.directory)):
+        paths = Path(args.checkpoint), Path(args.directory)
+        for directory in await exporting.export(*paths, trusted=args.trust_code):
             print(directory)
         return 0
     except Exception as error:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from torchtitan_rl.actors.checkpoint_writer import CheckpointWriter, load_random_states
@@ -17,6 +16,7 @@ from torchtitan_rl.model.files import assets_dir, has_weights, write_model_dir
 from torchtitan_rl.model.held_state import held_state
 from torchtitan_rl.model.sharding import plain_name
 from torchtitan_rl.weights import checkpoint, hf, peft
+from torchtitan_rl.weights.saved_state import load_state, saved_names
 
 __all__ = ["TrainerFiles"]
 
@@ -72,7 +72,7 @@ class TrainerFiles:
     def load_checkpoint(self, path: str, policy_version: int) -> None:
         """Loads parameters and optimizer of a checkpoint, which another layout may have saved.
 
-        Raises ValueError for adapters of another LoRA config or of another base model.
+        Raises ValueError for adapters of another LoRA config or of another base model, and for a file that names code.
         """
         self._load(path, policy_version, optimizers=self.rank.optimizers)
 
@@ -83,12 +83,13 @@ class TrainerFiles:
     def _load(self, path: str, policy_version: int, *, optimizers) -> None:
         checkpoint.require_lora(Path(path), self._lora_record())
         directory, model = checkpoint.model_dir(Path(path)), self.rank.model
-        saved = dcp.FileSystemReader(str(directory)).read_metadata().state_dict_metadata
-        split = any(name.endswith(".wq.weight") for name in saved)  # format 1, or a model without fused weights
+        split = any(
+            name.endswith(".wq.weight") for name in saved_names(directory)
+        )  # format 1, or a model without fused weights
         state = {"model": self._trained(model.state_dict() if split else held_state(model))}
         if optimizers is not None:
             state["optimizer"] = optimizers.state_dict()
-        dcp.load(state, checkpoint_id=str(directory))
+        load_state(state, directory)
         model.load_state_dict(state["model"], strict=self.rank.config.lora is None)
         if optimizers is not None:
             optimizers.load_state_dict(state["optimizer"])

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
@@ -75,25 +76,44 @@ def _source_sha256(function: Callable) -> str:
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
-def rebuilt(value: Any) -> Any:
+def rebuilt(value: Any, *, trusted: bool = True) -> Any:
     """The object that `resolved` made plain: sections become dataclasses again, importable functions themselves. A
-    tuple stays a list. Raises ValueError for a class or function that cannot be imported."""
+    tuple stays a list.
+
+    `trusted=False` reads what somebody else may have written: it imports data classes and functions of
+    `torchtitan_rl.config` and of torchtitan, and nothing else. Raises ValueError for a class or function that cannot be
+    imported.
+    """
     if isinstance(value, dict) and "class" in value:
-        fields = {name: rebuilt(item) for name, item in value.items() if name != "class"}
-        return _imported(value["class"])(**fields)
+        fields = {name: rebuilt(item, trusted=trusted) for name, item in value.items() if name != "class"}
+        return _imported(value["class"], trusted, kind=type)(**fields)
     if isinstance(value, dict) and value.keys() == {"function", "source_sha256"}:
-        return _imported(value["function"])
+        return _imported(value["function"], trusted, kind=FunctionType)
     if isinstance(value, dict):
-        return {name: rebuilt(item) for name, item in value.items()}
-    return [rebuilt(item) for item in value] if isinstance(value, list) else value
+        return {name: rebuilt(item, trusted=trusted) for name, item in value.items()}
+    return [rebuilt(item, trusted=trusted) for item in value] if isinstance(value, list) else value
 
 
-def _imported(name: str) -> Any:
-    module, _, qualname = name.partition(":")
+_PACKAGES = ("torchtitan_rl.config.", "torchtitan.")
+"""Where the data classes and functions of a config come from that nobody vouches for."""
+
+
+def _imported(name: Any, trusted: bool, kind: type) -> Any:
+    module, _, qualname = str(name).partition(":")
+    refusal = (
+        f"config: {name!r} is no class of a config in torchtitan_rl or torchtitan, and nothing of it was run; where "
+        "you know who wrote the file, add --trust-code"
+    )
+    if not trusted and not f"{module}.".startswith(_PACKAGES):
+        raise ValueError(refusal)
     try:
         found: Any = importlib.import_module(module)
         for part in qualname.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"config: {name!r} cannot be imported ({error}); put its module on the path") from error
+    # Not what a module of ours has imported itself, such as `config.resolve:importlib.import_module`.
+    ours = isinstance(found, kind) and (kind is not type or dataclasses.is_dataclass(found))
+    if not trusted and not (ours and f"{found.__module__}.".startswith(_PACKAGES)):
+        raise ValueError(refusal)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -13,6 +12,7 @@ from torchtitan_rl.inspection.newest import newest_rollouts
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.inspection.siblings import recorded_compares_siblings
 from torchtitan_rl.inspection.whereabouts import Whereabouts, whereabouts
+from torchtitan_rl.observability.json_lines import parsed
 
 __all__ = ["Facts", "Reading", "Series"]
 
@@ -156,7 +156,7 @@ def _lines(file: Path, missing: list[str]) -> list[dict[str, Any]]:
     lines, broken = [], []
     for number, text in enumerate(texts[:-1], 1):
         try:
-            line = json.loads(text)
+            line = parsed(text)
             assert isinstance(line, dict) and isinstance(line["step"], int)
             lines.append({name: float(value) if value in _NOT_FINITE else value for name, value in line.items()})
         except (ValueError, AssertionError, KeyError, TypeError):
@@ -174,7 +174,7 @@ def _object(file: Path, without: str, missing: list[str]) -> dict[str, Any]:
     """What a JSON file holds. {} where the file is missing or cut off; `missing` then gets a sentence that ends in
     `without`."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parsed(file.read_text(encoding="utf-8"))
     except OSError:
         missing.append(f"{file.name}: is not there; {without}")
     except ValueError:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from torchtitan_rl.observability.json_lines import parsed
 from torchtitan_rl.observability.run_dir import RunDir
 
 __all__ = ["COLUMNS", "newest_rollouts"]
@@ -47,7 +47,7 @@ def _tail(file: Path) -> list[dict[str, Any]]:
     records = []
     for line in lines if size <= _TAIL_BYTES else lines[1:]:
         try:
-            record = json.loads(line)
+            record = parsed(line)
             records.append({name: record.get(name) for name in COLUMNS})
         except ValueError:
             continue

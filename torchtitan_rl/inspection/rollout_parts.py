@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from torchtitan_rl.observability.json_lines import parsed
 
 __all__ = ["COLUMNS", "SCAN", "Parts", "literal"]
 
@@ -190,11 +191,11 @@ def _head(line: bytes) -> dict[str, Any]:
     """A record as far as its turns, which are long and come last; whole where that is not so."""
     if turns := _TURNS.search(line):
         try:
-            if (record := json.loads(line[: turns.start()] + b"}")).keys() >= _BEFORE_TURNS:
+            if (record := parsed(line[: turns.start()] + b"}")).keys() >= _BEFORE_TURNS:
                 return record
         except ValueError:
             pass
-    return json.loads(line)
+    return parsed(line)
 
 
 def _light(record: dict[str, Any]) -> tuple:

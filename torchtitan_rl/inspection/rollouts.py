@@ -6,7 +6,6 @@ is per token is read for one rollout only. The run may be going on: each questio
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import duckdb
 
 from torchtitan_rl.inspection.rollout_parts import SCAN, Parts, literal
 from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.json_lines import parsed
 from torchtitan_rl.observability.run_dir import RunDir
 
 __all__ = ["SORTS", "Found", "Query", "Rollouts"]
@@ -158,7 +158,7 @@ class Rollouts:
             return self._rows(wanted, [literal(self._parts.path(part)), line])[0]
         with open(self._parts.path(part), "rb") as stream:
             stream.seek(start)
-            return json.loads(stream.read(size))
+            return parsed(stream.read(size))
 
     def _rows(self, sql: str, values: list[Any] | None = None) -> list[dict[str, Any]]:
         answer = self._connection.execute(sql, values or [])

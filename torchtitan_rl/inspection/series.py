@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from array import array
 from pathlib import Path
 from typing import Any
+
+from torchtitan_rl.observability.json_lines import parsed
 
 __all__ = ["Series"]
 
@@ -77,7 +78,7 @@ class Series:
 
     def _add(self, line: bytes) -> None:
         try:
-            metrics = json.loads(line)
+            metrics = parsed(line)
             step, phase = int(metrics["step"]), str(metrics["phase"])
         except (ValueError, TypeError, KeyError, OverflowError):
             self.num_bad += bool(line.strip())

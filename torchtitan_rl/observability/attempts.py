@@ -63,8 +63,9 @@ def locked(run_dir: RunDir) -> Iterator[None]:
 
 
 def unlock(run_dir: RunDir) -> None:
-    """Gives a run directory free; a second call does nothing."""
+    """Gives a run directory free, with checksums of what the attempt wrote; a second call does nothing."""
     if (file := _held.pop(run_dir.path.absolute(), None)) is not None:
+        run_dir.note_checksums()
         file.close()
 
 
@@ -106,7 +107,10 @@ def cut_metrics(run_dir: RunDir, size: int, attempt: int) -> int:
             "back as it was, or start a new run from the checkpoint's weights"
         )
     if tail := content[size:]:
-        (run_dir.path / f"metrics.before-attempt-{attempt}.jsonl").write_bytes(tail)
+        aside = run_dir.path / f"metrics.before-attempt-{attempt}.jsonl"
+        aside.write_bytes(tail)
+        run_dir.checksums.replace(aside)
+        run_dir.checksums.cut(run_dir.metrics_file, size)
         os.truncate(run_dir.metrics_file, size)
     return tail.count(b"\n")
 

@@ -1,12 +1,13 @@
-"""Checks a run's records: every draw ends once, and ledger, metrics, rollouts and checkpoints agree."""
+"""Checks a run's records: no finished file is damaged, every draw ends once, and ledger, metrics, rollouts and
+checkpoints agree."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from typing import Any
 
 from torchtitan_rl.observability.attempts import attempts, read_ledger, read_rollouts
+from torchtitan_rl.observability.json_lines import parsed
 from torchtitan_rl.observability.run_dir import RunDir
 
 __all__ = ["audit"]
@@ -28,7 +29,8 @@ def audit(run_dir: RunDir) -> tuple[dict[str, int], list[str]]:
             ended[record["draw"]].append(record)
     steps = [line["step"] for line in run_dir.read_metrics() if line["phase"] == "reinforcement"]
     last = max(steps, default=0)
-    problems = [f"draw {draw}: was admitted {count} times" for draw, count in admitted.items() if count > 1]
+    problems = run_dir.checksums.problems()
+    problems += [f"draw {draw}: was admitted {count} times" for draw, count in admitted.items() if count > 1]
     problems += [f"draw {draw}: ended {len(ends)} times" for draw, ends in ended.items() if len(ends) > 1]
     problems += [f"draw {draw}: ended without having been admitted" for draw in ended if draw not in admitted]
     open_draws = [r for r in records if r["event"] == "admitted" and r["draw"] not in ended]
@@ -75,7 +77,7 @@ def _of_checkpoints(run_dir: RunDir, records: list[dict[str, Any]]) -> list[str]
     for path in sorted(run_dir.checkpoints.glob("step-*")):
         if not (path / "COMPLETE").exists():
             continue
-        state = json.loads((path / "state.json").read_text())
+        state = parsed((path / "state.json").read_text())
         admitted = {r["draw"]: r["step"] for r in records if r["event"] == "admitted"}
         before = [draw for draw, step in admitted.items() if ended.get(draw, step + 1) <= state["step"]]
         slots = sum(draw.endswith("/0") for draw in before)

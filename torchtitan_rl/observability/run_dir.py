@@ -9,6 +9,7 @@ versions/              a table with one record per publication of the policy's w
 attempts/              a table with one record per start of the run; see `observability.attempts`
 events/                a table with one record per warning of the controller; see `observability.status`
 samples/               a table with one record per process and replica every few seconds; see `inspection.samples`
+checksums.jsonl        checksums of finished files; see `observability.checksums`
 status.json            what the run is doing now; see `observability.status`
 checkpoints/step-N     resumable state after N steps; see `weights.checkpoint`
 """
@@ -21,6 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.observability.checksums import Checksums
+from torchtitan_rl.observability.json_lines import parsed
 from torchtitan_rl.observability.run_log import RunLog, encode
 from torchtitan_rl.observability.schemas import SCHEMAS
 from torchtitan_rl.observability.tables import SharedTable, Table
@@ -42,6 +45,7 @@ class RunDir(RunLog):
         self.config_file = self.path / "config.json"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
+        self.checksums = Checksums(self.path)
 
     @classmethod
     def create(cls, path: str | Path) -> RunDir:
@@ -75,6 +79,15 @@ class RunDir(RunLog):
     def write_config(self, config: dict[str, Any]) -> None:
         """Writes config.json. `config` is plain data, such as `config.resolve.resolved` returns."""
         self.config_file.write_text(json.dumps(encode(config), indent=2) + "\n", encoding="utf-8")
+        self.checksums.replace(self.config_file)
+
+    def note_checksums(self, metrics_bytes: int | None = None) -> None:
+        """Notes the checksums of what is on disk now of metrics and tables, of metrics.jsonl the first `metrics_bytes`
+        (None: all)."""
+        if self.metrics_file.exists():
+            self.checksums.note(self.metrics_file, size=metrics_bytes)
+        for table in self.tables.values():
+            self.checksums.note(*table.files())
 
     def metrics_size(self) -> int:
         """Bytes of metrics.jsonl, all of them on disk."""
@@ -90,12 +103,16 @@ class RunDir(RunLog):
         if not self.metrics_file.exists():
             return []
         lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]
-        try:
-            return [_decode(json.loads(line)) for line in lines if line]
-        except json.JSONDecodeError as error:
-            raise RuntimeError(
-                f"{self.metrics_file}: holds a line that is not JSON ({error}): {error.doc[:80]!r}; remove that line"
-            ) from error
+        metrics = []
+        for number, line in enumerate(lines, 1):
+            try:
+                metrics += [_decode(parsed(line))] if line else []
+            except json.JSONDecodeError as error:
+                raise RuntimeError(
+                    f"{self.metrics_file}, line {number}: holds a line that is not JSON ({error}): {error.doc[:80]!r}; "
+                    "remove that line"
+                ) from error
+        return metrics
 
 
 def _decode(metrics: dict[str, Any]) -> dict[str, Any]:

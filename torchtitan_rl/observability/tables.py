@@ -15,7 +15,6 @@ readers leave the cut line out.
 from __future__ import annotations
 
 import glob
-import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +24,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchtitan_rl.observability.checksums import Checksums
+from torchtitan_rl.observability.json_lines import parsed
 from torchtitan_rl.observability.run_log import Tail
 
 __all__ = ["ROW_GROUP", "SharedTable", "Table"]
@@ -44,17 +45,22 @@ class Table(Tail):
         super().__init__(directory, schema.names)
         self.schema = schema
 
-    def seal(self) -> None:
-        """Turns the parts before the newest one into Parquet. May run in a thread while records are appended."""
+    def seal(self, checksums: Checksums | None = None) -> None:
+        """Turns the parts before the newest one into Parquet, which `checksums` notes. May run in a thread while
+        records are appended."""
         for number in self._parts():
             if number != self._number and (lines := self._lines(number)).exists():
                 columnar, beside = self._columnar(number), self._columnar(number).with_suffix(".writing")
+                if checksums is not None:
+                    checksums.note(lines)  # a damage is told of before it becomes Parquet
                 if not columnar.exists():
                     table = self._columns_of(lines)
                     pq.write_table(table, beside, compression="zstd", row_group_size=ROW_GROUP)
                     with open(beside, "rb") as file:
                         os.fsync(file.fileno())
                     beside.rename(columnar)
+                if checksums is not None:
+                    checksums.note(columnar)
                 lines.unlink()
 
     def read(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -70,6 +76,11 @@ class Table(Tail):
                 pass
             part = pq.read_table(self._columnar(number), schema=self.schema, columns=columns and list(columns))
             yield from part.to_pylist(maps_as_pydicts="strict")
+
+    def files(self) -> list[Path]:
+        """The file of each part, in order."""
+        parts = ((self._columnar(number), self._lines(number)) for number in sorted(self._parts()))
+        return [columnar if columnar.exists() else lines for columnar, lines in parts]
 
     def __bool__(self) -> bool:
         """Whether anything was ever written."""
@@ -95,8 +106,11 @@ class Table(Tail):
                 return pa.Table.from_pylist(list(self._read_lines(lines)), schema=self.schema)
 
     def _read_lines(self, file: Path) -> Iterator[dict[str, Any]]:
-        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
-            record = json.loads(line)
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
+            try:
+                record = parsed(line)
+            except ValueError as error:
+                raise RuntimeError(f"{file}, line {number}: is not JSON ({error}); remove that line") from error
             yield {field.name: _decode(record.get(field.name), field.type) for field in self.schema}
 
 

@@ -147,13 +147,14 @@ class Checkpoints:
                 logger.warning("checkpoint=%s: could not be deleted: %s", name, error)
 
     async def _seal_records(self) -> None:
-        """Turns the records so far into Parquet."""
+        """Turns the records so far into Parquet, and notes checksums of the run's files."""
         for name, table in self.run_dir.tables.items():
             table.rotate()
             try:
-                await asyncio.to_thread(table.seal)
+                await asyncio.to_thread(table.seal, self.run_dir.checksums)
             except OSError as error:
                 logger.warning("table=%s: stays as JSON lines until the next checkpoint: %s", name, error)
+        await asyncio.to_thread(self.run_dir.checksums.note, self.run_dir.metrics_file)
 
     def _failed(self, path: Path, step: int, error: BaseException) -> dict[str, Any]:
         """Reports that a checkpoint could not be written. Returns the line of metrics that says so."""

@@ -55,11 +55,11 @@ class Explanation:
     causes: list[Cause] = field(default_factory=list)
 
 
-async def explain(path: Path, *, step: int | None = None, num_rollouts: int = 8) -> Explanation:
+async def explain(path: Path, *, step: int | None = None, num_rollouts: int = 8, trusted: bool = False) -> Explanation:
     """Explains the batch of `step`; None: the newest that a checkpoint's version has sampled. Raises ValueError for a
     run without the records or checkpoints that this needs."""
     run = Run.open(path)
-    config = _config(run)
+    config = _config(run, trusted)
     held = _checkpoints(run)
     records = _records(run, held, step, num_rollouts)
     samples = [sample for record in records for sample in samples_of_record(record)]
@@ -125,7 +125,7 @@ def samples_of_record(record: dict[str, Any]) -> list[Sample]:
     return found
 
 
-def _config(run: Run) -> RunConfig:
+def _config(run: Run, trusted: bool) -> RunConfig:
     """What of the run's config says how its tokens were scored, for one process."""
     if not (saved := run.config()):
         raise ValueError(
@@ -136,18 +136,18 @@ def _config(run: Run) -> RunConfig:
             f"run={str(run.path)!r}: was recorded with controller.record_tokens=False, without its tokens; set "
             "record.explain_mismatch_every to have the gap explained while the run goes on"
         )
-    trainer = rebuilt(saved["trainer"] | {"post_optimizer_build_fn": None})
+    trainer = rebuilt(saved["trainer"] | {"post_optimizer_build_fn": None}, trusted=trusted)
     alone = TrainerConfig(lora=trainer.lora, converters=trainer.converters, attention=trainer.attention)
     alone = dataclasses.replace(
         alone, training=trainer.training, max_tokens_per_microbatch=trainer.max_tokens_per_microbatch
     )
     generator = dataclasses.replace(
-        rebuilt(saved["generator"]), num_replicas=1, tensor_parallel_degree=1, num_threads=0
+        rebuilt(saved["generator"], trusted=trusted), num_replicas=1, tensor_parallel_degree=1, num_threads=0
     )
     return RunConfig(
         name=saved["name"],
         task=None,
-        model=rebuilt(saved["model"]),
+        model=rebuilt(saved["model"], trusted=trusted),
         trainer=alone,
         generator=generator,
         algorithm=AlgorithmConfig(temperature=saved["algorithm"]["temperature"]),

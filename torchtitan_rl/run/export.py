@@ -23,18 +23,22 @@ __all__ = ["export"]
 _TIMEOUT_S = 3600.0
 
 
-async def export(path: Path, directory: Path) -> list[Path]:
+async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[Path]:
     """Writes the policy of a checkpoint as a Hugging Face directory, and with LoRA its adapters alone, for PEFT, in
     `directory/adapter`. Returns the directories. One process, one device; the layout of the run does not matter.
 
-    Raises ValueError for a checkpoint that is incomplete or damaged, and for a directory that is not empty.
+    Nothing that the checkpoint's files name is run but config classes of this package and of torchtitan; `trusted`:
+    also others that its config names, such as model converters of the run's own.
+    Raises ValueError for a checkpoint that is incomplete or damaged or names other code, and for a directory that is
+    not empty.
     """
     if problem := checkpoint.problem(checkpoint.require_complete(path)):
         raise ValueError(f"checkpoint={str(path)!r}: cannot be used: {problem}; use another checkpoints/step-N")
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"directory={str(directory)!r}: is not empty; give a new one")
     config = json.loads((path / checkpoint.RUN_CONFIG).read_text())
-    model, saved = rebuilt(config["model"]), rebuilt(config["trainer"] | {"post_optimizer_build_fn": None})
+    model = rebuilt(config["model"], trusted=trusted)
+    saved = rebuilt(config["trainer"] | {"post_optimizer_build_fn": None}, trusted=trusted)
     trainer = TrainerConfig(lora=saved.lora, converters=saved.converters)
     trainer = dataclasses.replace(trainer, training=saved.training, attention=saved.attention)
     tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(model)))

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.observability.json_lines import parsed
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 
 __all__ = ["Finished", "Kept", "read", "write"]
@@ -79,8 +80,14 @@ def write(file: Path, lines: Iterable[Kept]) -> None:
 
 
 def read(file: Path) -> list[Kept]:
-    """The lines of a file that `write` wrote; none where the file is missing."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """The lines of a file that `write` wrote; none where the file is missing. Raises ValueError for another file."""
+    lines = []
+    for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
+        try:
+            lines.append(parsed(line))
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: is not JSON ({error}); use another checkpoint") from error
+    return lines
 
 
 def _slot(draw: str) -> int:

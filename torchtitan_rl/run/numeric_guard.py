@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import torch
@@ -30,12 +31,13 @@ def note_bad_step(
     *,
     max_skipped: int,
 ) -> None:
-    """Writes the datums of a step that was bad for `roles`, for `torch.load(file, weights_only=False)`. Raises Diverged
-    when a role has had `max_skipped` bad steps in a row."""
+    """Writes the datums of a step that was bad for `roles`, as dicts of their fields, for `torch.load(file)`. Raises
+    Diverged when a role has had `max_skipped` bad steps in a row."""
     file = run_dir.path / "bad_steps" / f"{state.phase}-{state.phase_step:06d}.pt"
     file.parent.mkdir(exist_ok=True)
     said = {role: {"grad_norm": steps[role][0].grad_norm, "loss": steps[role][1]} for role in roles}
-    torch.save({"phase": state.phase, "step": state.phase_step, "roles": said, "data": data}, file)
+    plain = [dataclasses.asdict(datum) for datum in data]
+    torch.save({"phase": state.phase, "step": state.phase_step, "roles": said, "data": plain}, file)
     for role in roles:
         in_a_row, (optim, loss) = state.skipped_in_a_row[role], steps[role]
         what = "step_skipped" if optim.skipped else "loss_not_finite"

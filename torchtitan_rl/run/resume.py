@@ -144,6 +144,7 @@ def _take_over(run_dir: RunDir, resumption: Resumption) -> None:
     for half in run_dir.checkpoints.glob("*.writing"):
         checkpoint.remove(half)
     attempts.forget_end(run_dir)
+    run_dir.note_checksums()  # of what an attempt wrote that was killed
     name = resumption.checkpoint.name if resumption.checkpoint else None
     number = attempts.begin(run_dir, name, state.get("phase", ""), state.get("phase_step", 0))
     cut = attempts.cut_metrics(run_dir, state.get("metrics_bytes", 0), number)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.observability.json_lines import parsed
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
 from torchtitan_rl.tasks.judging import Reward, reward_function
 from torchtitan_rl.types import Task
@@ -136,7 +137,7 @@ def read_pass_rates(path: str | Path) -> list[PassRate]:
     rates, seen = [], set()
     for number, line in enumerate(lines, start=1):
         try:
-            rate = PassRate(**json.loads(line))
+            rate = PassRate(**parsed(line))
             good = 0 <= rate.num_correct <= rate.num_samples and rate.num_samples > 0 and rate.index >= 0
         except (TypeError, ValueError):  # no JSON, no object, or other fields
             good = False

@@ -2,15 +2,21 @@
 
 A process, not a thread: a regular expression that never returns holds Python's lock, so its thread stops every other
 thread and cannot be killed.
+
+Requests are pickles. Answers are JSON, because a reward function or a program that it starts may write what it likes,
+and the controller must not run it. Requests are numbered and an answer names its request, so an answer too many ends
+the process and is never taken for the answer of the next request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import pickle
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +28,7 @@ import cloudpickle
 
 from torchtitan_rl import platform
 from torchtitan_rl.tasks.outcomes import Outcome, outcome_in_thread, until
+from torchtitan_rl.tasks.process_tree import STOP
 
 __all__ = ["Pool", "RewardProcess", "RewardProcessError", "cpu_bound", "outcome_in_process"]
 
@@ -29,13 +36,20 @@ MAX_PROCESSES = 16
 """Largest pool; a machine with fewer cores has one process per core. A process starts when a call needs it."""
 START_S = 120.0
 """Seconds for a process to start and to import a reward function's modules, before the function's deadline begins."""
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Largest answer: two million rewards."""
+
+_LENGTH = struct.Struct("!Q")
+"""Bytes of an answer, before the answer."""
 
 
 def cpu_bound(function: Callable) -> Callable:
     """Marks a reward function that computes rather than waits: it runs in a process that is killed at the deadline.
 
-    The function, its arguments and its result travel as pickles, functions of a config file and lambdas included. The
-    function sees no other state of this process, and this process sees no change that the function makes.
+    The function and its arguments travel as pickles, functions of a config file and lambdas included, and its result as
+    JSON: numbers, text, None, and lists, tuples, arrays and tensors of them. The function sees no other state of this
+    process, and this process sees no change that the function makes. Processes that it starts, of whatever session, end
+    with its process: when a call is late or cancelled, and when the run ends.
     Raises ValueError for an async function.
 
     Example::
@@ -80,7 +94,8 @@ class RewardProcessError(Exception):
 
 
 class RewardProcess:
-    """One process. Methods block and raise RewardProcessError; call them from one thread at a time."""
+    """One process, below a supervisor (see process_tree.py). Methods block and raise RewardProcessError; call them from
+    one thread at a time."""
 
     def __init__(self) -> None:
         # PYTHONPATH: the process finds the modules of this one. OMP_NUM_THREADS: there is a process per core. A session
@@ -94,10 +109,13 @@ class RewardProcess:
             start_new_session=True,
         )
         self._loaded: bytes | None = None
+        self._asked = 0
+        """The number of the last request."""
+        self._killed = False
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return not self._killed and self.process.poll() is None
 
     def load(self, function: Callable) -> None:
         """Sends the function unless the process holds it; returns when the process runs and the imports are done."""
@@ -107,26 +125,57 @@ class RewardProcess:
             self._loaded = pickled
 
     def call(self, *args: Any) -> Any:
-        return self._ask("call", _pickled(args))
+        """What the function returns: numbers, text, None, lists of them; `(rewards, parts)` as a tuple and a dict."""
+        answer = self._ask("call", _pickled(args))
+        if "parts" in answer:
+            return answer["value"], dict(answer["parts"])
+        return answer["value"]
 
     def kill(self) -> None:
-        """Kills the process and its children; a thread that waits for an answer gets a RewardProcessError."""
+        """Has the process and everything below it killed; a thread that waits for an answer gets a RewardProcessError.
+        Returns at once."""
         if self.alive:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self._killed = True
+            self.process.send_signal(STOP)
 
-    def _ask(self, verb: str, pickled: bytes) -> Any:
+    def _ask(self, verb: str, pickled: bytes) -> dict[str, Any]:
+        self._asked += 1
         try:
-            pickle.dump((verb, pickled), self.process.stdin)
+            pickle.dump((self._asked, verb, pickled), self.process.stdin)
             self.process.stdin.flush()
-            problem, answer = pickle.load(self.process.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError):
+            answer = self._answer()
+        except (EOFError, OSError):
             self.kill()
             raise RewardProcessError(f"ended its process ({_ending(self.process.wait())})") from None
-        if problem:
-            error = RewardProcessError(problem)
-            error.add_note(answer.decode())  # the traceback in the process
+        if answer is None or answer.get("number") != self._asked:
+            self.kill()
+            answered = "something else" if answer is None else f"request {answer.get('number')!r}"
+            raise RewardProcessError(
+                f"answered {answered} when request {self._asked} was asked, and its process was killed (a child that "
+                "it forks must end by os._exit and must not write to the descriptors that it inherits)"
+            )
+        if answer["problem"]:
+            error = RewardProcessError(answer["problem"])
+            error.add_note(answer["traceback"])  # of the process
             raise error
-        return pickle.loads(answer)
+        return answer
+
+    def _answer(self) -> dict[str, Any] | None:
+        """The next answer; None for what is none. Raises EOFError when the process has ended."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > MAX_ANSWER_BYTES:
+            return None
+        try:
+            answer = json.loads(self._read(length))
+        except (ValueError, RecursionError):
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    def _read(self, size: int) -> bytes:
+        content = self.process.stdout.read(size)
+        if len(content) < size:
+            raise EOFError
+        return content
 
 
 class Pool(threading.local):

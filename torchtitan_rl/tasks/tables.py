@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from torchtitan_rl.observability.json_lines import parsed
 
 __all__ = ["KINDS", "InMemory", "check_column", "near", "one_line", "read_file", "value_at"]
 
@@ -107,7 +108,7 @@ def _broken_line(path: str) -> str:
     with Path(path).open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                if line.strip() and not isinstance(json.loads(line), dict):
+                if line.strip() and not isinstance(parsed(line), dict):
                     return f"line {number} is no JSON object"
             except ValueError as error:
                 return f"line {number} is no JSON: {error}"

@@ -72,3 +72,7 @@ class CommandLimits:
     """Processes at once."""
     num_parallel: int = 16
     """Commands of a run at once; others wait, and their time does not run."""
+    isolate: str = "auto"
+    """Whether a command has Linux namespaces of its own, in which it sees neither processes nor files of other
+    attempts: `auto`, where the machine allows them, with a warning where it does not; `require`, or the run does not
+    start; `off`, for a command that needs sudo or starts containers without root."""

@@ -1,31 +1,54 @@
-"""A command that plays one attempt: a process group with a directory of its own, limits, and nothing left behind.
+"""A command that plays one attempt: a tree of processes with a directory of its own, limits, and nothing left behind.
 
-This is no sandbox: the command runs as the user who runs the controller, and reads what that user may read.
+In namespaces of its own (see tasks/process_tree.py) a command sees neither processes nor files of other attempts, so it
+reads no other key and writes no other reward. This is no sandbox all the same: the command runs as the user who runs
+the controller, and reads what else that user may read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.tasks import process_tree
 from torchtitan_rl.workflows.agent import AgentFailed, CommandLimits, Endpoint
 
-__all__ = ["run_command"]
+__all__ = ["no_isolation", "run_command"]
 
 _LOOK_EVERY_S = 0.25
+_END_S = 40.0
+"""Seconds for a supervisor to kill what is below it."""
 _TAIL = 2000
 _MAX_REWARD_BYTES = 65536
-# A limit that is lower already stays. POSIX counts -f in blocks of 512 bytes, -v is in KiB in every common shell.
-_LIMITED = 'ulimit -v {kib} 2>/dev/null; ulimit -f {blocks} 2>/dev/null; ulimit -c 0 2>/dev/null; exec "$@"'
+
+
+@functools.cache
+def no_isolation() -> str:
+    """Why commands cannot have namespaces of their own on this machine; empty where they can. Takes 0.1 s once."""
+    if sys.platform != "linux":
+        return f"{sys.platform} has no namespaces"
+    directory = _directory()
+    try:
+        (directory / "home").mkdir()
+        line = process_tree.command_line(str(directory), ["sh", "-c", ":"], isolated=True)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=30)
+        return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        _remove(directory)
 
 
 async def run_command(
@@ -33,15 +56,22 @@ async def run_command(
 ) -> Any:
     """Runs a command to its end. Returns the reward that it wrote to `REWARD_FILE`, as `external` takes one, or None.
     Raises AgentFailed for an exit status other than 0, a limit that is passed, and a reward file without a number."""
-    directory = Path(tempfile.mkdtemp(prefix="agent-"))
+    isolated = limits.isolate != "off" and not await asyncio.to_thread(no_isolation)
+    directory = _directory()
     try:
         (directory / "task.json").write_text(task_json)
         home = directory / "home"
         home.mkdir()
-        script = _LIMITED.format(kib=int(limits.memory_gib * 2**20), blocks=int(limits.max_disk_mib * 2**11))
+        line = process_tree.command_line(
+            str(directory),
+            command,
+            isolated=isolated,
+            memory_bytes=int(limits.memory_gib * 2**30),
+            file_bytes=int(limits.max_disk_mib * 2**20),
+        )
         try:
             process = await asyncio.create_subprocess_exec(
-                *("/bin/sh", "-c", script, "agent", *command),
+                *line,
                 cwd=home,
                 env=_environment(endpoint, directory) | env,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -60,7 +90,29 @@ async def run_command(
             raise AgentFailed(f"agent: {command[0]!r} ended with status {process.returncode}: {output.tail()}")
         return _reward(directory / "reward")
     finally:
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        await asyncio.to_thread(_remove, directory)
+
+
+def _directory() -> Path:
+    """A new directory, below one for the commands of all of this user's runs: a command in namespaces of its own sees
+    no other directory below that. Raises RuntimeError where another user has taken the name."""
+    parent = Path(tempfile.gettempdir()).resolve() / f"torchtitan-rl-agents-{os.geteuid()}"
+    while True:
+        with suppress(FileExistsError):
+            parent.mkdir(mode=0o700)
+        try:
+            status = parent.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise RuntimeError(f"directory={str(parent)!r}: belongs to another user; set TMPDIR to one of your own")
+            return Path(tempfile.mkdtemp(prefix="agent-", dir=parent))
+        except FileNotFoundError:  # another run has removed the empty parent
+            continue
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):  # another attempt has its directory there
+        directory.parent.rmdir()
 
 
 def _environment(endpoint: Endpoint, directory: Path) -> dict[str, str]:
@@ -133,7 +185,7 @@ async def _within(process, home: Path, limits: CommandLimits) -> None:
     pipe open. Raises AgentFailed for too many."""
     while process.returncode is None:
         await asyncio.sleep(_LOOK_EVERY_S)
-        if (number := _sessions().get(process.pid, 0)) > limits.max_processes:
+        if (number := len(process_tree.descendants(process.pid, _parents()))) > limits.max_processes:
             raise AgentFailed(f"agent: has {number} processes; {limits.max_processes} are allowed", breach=True)
         if (mib := await asyncio.to_thread(_size_mib, home)) > limits.max_disk_mib:
             raise AgentFailed(f"agent: has {mib:.0f} MiB of files; {limits.max_disk_mib:g} are allowed", breach=True)
@@ -142,20 +194,12 @@ async def _within(process, home: Path, limits: CommandLimits) -> None:
 _seen: tuple[float, dict[int, int]] = (0.0, {})
 
 
-def _sessions() -> dict[int, int]:
-    """The number of processes of each session of this machine (of `setsid`), at most a fraction of a second old."""
+def _parents() -> dict[int, int]:
+    """The parent of each process of this machine, at most a fraction of a second old."""
     global _seen
-    if time.monotonic() - _seen[0] < _LOOK_EVERY_S / 2:
-        return _seen[1]
-    counts: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError, IndexError, ValueError):
-                fields = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()
-                session = int(fields[3])
-                counts[session] = counts.get(session, 0) + 1
-    _seen = time.monotonic(), counts
-    return counts
+    if time.monotonic() - _seen[0] >= _LOOK_EVERY_S / 2:
+        _seen = time.monotonic(), process_tree.parents()
+    return _seen[1]
 
 
 def _size_mib(directory: Path) -> float:
@@ -168,9 +212,16 @@ def _size_mib(directory: Path) -> float:
 
 
 async def _ended(process, session_id: str) -> None:
-    """Kills what is left of a command: its process group, and processes that left the group, by their environment."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Has the supervisor kill what is left of a command. Where the command has killed its supervisor, whatever has the
+    session's environment is killed."""
+    if process.returncode is None:
+        process.send_signal(process_tree.STOP)
+        # The pipe first: asyncio says that a process has ended once its pipes have, and nobody reads this one any more.
+        process._transport.get_pipe_transport(1).close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _END_S)
+    if process.returncode is not None and process.returncode >= 0:
+        return
     for _ in range(20):
         if not (left := await asyncio.to_thread(_with_session, session_id)):
             break
@@ -178,8 +229,6 @@ async def _ended(process, session_id: str) -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.01)
-    # The pipe first: asyncio says that a process has ended once its pipes have, and nobody reads this one any more.
-    process._transport.get_pipe_transport(1).close()
     await process.wait()
 
 

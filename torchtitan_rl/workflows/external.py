@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,10 +17,12 @@ from typing import Any, Protocol
 from torchtitan_rl.tasks.outcomes import outcome_in_thread
 from torchtitan_rl.types import A_REWARD, Rollout, Task, Turn, is_reward
 from torchtitan_rl.workflows.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
-from torchtitan_rl.workflows.agent_process import run_command
+from torchtitan_rl.workflows.agent_process import no_isolation, run_command
 from torchtitan_rl.workflows.policy import Policy, SamplingFailed
 
 __all__ = ["external", "External", "Endpoint", "SessionLimits", "CommandLimits", "AgentFailed", "Gateway", "Session"]
+
+logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 """Seconds that a cancelled agent has to end; then it is left behind, and its session is closed."""
@@ -75,13 +78,30 @@ class External:
     """Further environment variables of a command. The run's directory records them: no secrets."""
     imitated: Callable | None = None
     """The workflow that plays demonstrations in the supervised phase; None: the agent does, by way of the gateway."""
+    with_answer: bool = False
+    """Whether a command reads the task's answer too, for an agent that judges itself."""
     task_data: Callable | None = None
-    """What a command reads of a task: `task -> data for JSON`. None: id, prompt and answer."""
+    """What a command reads of a task: `task -> data for JSON`. None: id and prompt, and as `with_answer` says."""
     _gateway: Gateway | None = field(default=None, init=False, repr=False, compare=False)
     _places: asyncio.Semaphore | None = field(default=None, init=False, repr=False, compare=False)
 
     def attach(self, gateway: Gateway) -> None:
-        """The gateway on which sessions are opened from now on. A controller attaches its own."""
+        """The gateway on which sessions are opened from now on. A controller attaches its own. Raises RuntimeError for
+        a command whose isolation is required and cannot be had."""
+        if isinstance(self.agent, list) and self.command.isolate != "off" and (problem := no_isolation()):
+            exposed = (
+                f"commands cannot have namespaces of their own here ({problem}), so an agent may read the keys and "
+                "answers of other attempts and write their rewards"
+            )
+            if self.command.isolate == "require":
+                raise RuntimeError(
+                    f"external(command=CommandLimits(isolate='require')): {exposed}; allow unprivileged user "
+                    "namespaces on this machine, or set isolate='auto'"
+                )
+            logger.warning(
+                "external(agent=%r): %s; allow unprivileged user namespaces, or set "
+                "external(command=CommandLimits(isolate='off')) to accept it", self.agent[0], exposed,
+            )  # fmt: skip
         self._gateway, self._places = gateway, asyncio.Semaphore(self.command.num_parallel)
 
     async def __call__(self, task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
@@ -101,12 +121,12 @@ class External:
             self._gateway.end_session(session)
         if failed is not None and not (session.ended_by and not failed.breach):
             raise session.failure or failed
-        return _rollout(task, policy, session, given, rollout_id)
+        return _rollout(task, policy, session, given, rollout_id, self.agent)
 
     async def _played(self, task: Task, endpoint: Endpoint) -> Any:
         """What the agent gives as its reward; None: nothing."""
         if isinstance(self.agent, list):
-            data = _data(task) if self.task_data is None else self.task_data(task)
+            data = self._data(task) if self.task_data is None else self.task_data(task)
             async with self._places:
                 return await run_command(
                     self.agent, endpoint, _json(task, data), self.env, self.command, self.timeout_s
@@ -128,6 +148,9 @@ class External:
             raise AgentFailed(f"agent: raised {message[:500]} for task {task.id!r}; mend it") from error
         return work.result()
 
+    def _data(self, task: Task) -> dict[str, Any]:
+        return {"id": task.id, "prompt": task.prompt} | ({"answer": task.answer} if self.with_answer else {})
+
 
 def external(agent: Callable | list[str], **settings: Any) -> External:
     """A workflow that plays tasks with an agent; `settings` are the fields of `External`.
@@ -147,6 +170,10 @@ def external(agent: Callable | list[str], **settings: Any) -> External:
     made = External(agent=agent, **settings)
     if not made.timeout_s > 0:
         raise ValueError(f"external: timeout_s={made.timeout_s}: must be above 0")
+    if made.command.isolate not in ("auto", "require", "off"):
+        raise ValueError(
+            f"external: command.isolate={made.command.isolate!r}: there is no such way; use auto, require or off"
+        )
     if not made.model:
         raise ValueError("external: model='': agents ask for a name; give one")
     return made
@@ -167,10 +194,6 @@ def _forget(work: asyncio.Future) -> None:
         work.exception()
 
 
-def _data(task: Task) -> dict[str, Any]:
-    return {"id": task.id, "prompt": task.prompt, "answer": task.answer}
-
-
 def _json(task: Task, data: Any) -> str:
     try:
         return json.dumps(data)
@@ -181,13 +204,18 @@ def _json(task: Task, data: Any) -> str:
         ) from error
 
 
-def _rollout(task: Task, policy: Policy, session: Session, given: Any, rollout_id: str) -> Rollout:
+def _rollout(
+    task: Task, policy: Policy, session: Session, given: Any, rollout_id: str, agent: Callable | list[str]
+) -> Rollout:
     turns = session.turns()
     if session.fault:
         raise AgentFailed(f"{session.fault}, for task {task.id!r}")
     if not turns:
         raise session.failure or AgentFailed(f"agent: took no completion for task {task.id!r}; ask for one")
-    reward, parts = _reward(given, task) or session.reward or (0.0 if session.ended_by else None, {})
+    by_function = not isinstance(agent, list)  # a command gives what its file holds, which counts after what was posted
+    written = _reward(given, task)
+    first_reward, then = (written, session.reward) if by_function else (session.reward, written)
+    reward, parts = first_reward or then or (0.0 if session.ended_by else None, {})
     first, last = turns[0].prompt_tokens, [*turns[-1].prompt_tokens, *turns[-1].completion.tokens]
     said = last[len(first) :] if last[: len(first)] == first else turns[-1].completion.tokens
     return Rollout(

@@ -28,6 +28,8 @@ async def ask(endpoint, text="1+2"):
 
 
 def play(agent, *texts, sampler=None, task=TASK, **settings):
+    settings = {"with_answer": True} | settings  # the commands here judge themselves
+
     async def scene():
         made = policy(*(texts or ("3" + END,)), tokenizer=BYTES, for_training=True)
         made.generator = sampler or made.generator

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.observability.json_lines import parsed
+
 __all__ = ["Piece", "Process", "Timeline", "CONTROLLER"]
 
 CONTROLLER = "controller"
@@ -145,11 +147,11 @@ def _process(file: Path, kept: _Kept) -> Process | None:
             first = stream.readline()
             if not first.endswith("\n"):
                 return None
-            header = json.loads(first)
+            header = parsed(first)
             process = Process(header["process"], header["pid"], header["boot"], header["clock"])
             if process.name == CONTROLLER:
                 kept.boot = process.boot
-            spans = [json.loads(line) for line in stream if line.endswith("\n") and kept(line, process.boot)]
+            spans = [parsed(line) for line in stream if line.endswith("\n") and kept(line, process.boot)]
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: is no timeline of a process ({error}); delete it to see the others") from error
     for span in spans:
