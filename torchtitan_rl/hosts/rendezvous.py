@@ -14,6 +14,8 @@ import torch.distributed as dist
 from monarch.actor import endpoint
 from monarch.spmd import SPMDActor
 
+from torchtitan_rl.hosts.addresses import is_number, loopback
+
 __all__ = ["Rendezvous"]
 
 _STORE_S = 300.0
@@ -26,8 +28,10 @@ class Rendezvous(SPMDActor):
     @endpoint
     def listen(self, address: str) -> int:
         """Opens the store on `address`, a name or number of this host, in the process of rank 0. Returns the port.
-        Raises OSError for an address that is not of this host."""
-        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        Raises OSError for an address that is not of this host. A name that is the loopback here, and another address on
+        other hosts, opens the store on all addresses."""
+        own = "" if loopback(address) and not is_number(address) else address
+        family, _, _, _, place = socket.getaddrinfo(own or "0.0.0.0", 0, type=socket.SOCK_STREAM)[0]
         with socket.create_server(place[:2], family=family) as server:
             port = server.getsockname()[1]
             self.store = dist.TCPStore(
