@@ -87,7 +87,7 @@ def _add_serve_tinker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--max-restarts", type=int, default=3, metavar="N", help="begin again when the server is killed or fails"
     )
-    sub.add_argument("--outcome", default="", help=argparse.SUPPRESS)
+    sub.add_argument("--outcome", type=int, help=argparse.SUPPRESS)
 
 
 def _parser(chosen: str = "") -> argparse.ArgumentParser:
@@ -125,7 +125,7 @@ def _parser(chosen: str = "") -> argparse.ArgumentParser:
             sub.add_argument("--profile", metavar="STEPS", help="torch.profiler's traces, such as 3,5-6")
             sub.add_argument("--serve", type=int, metavar="PORT", help="serve the run's newest version meanwhile")
             _add_address(sub, "serve-")
-            sub.add_argument("--outcome", default="", help=argparse.SUPPRESS)  # of a run under --max-restarts
+            sub.add_argument("--outcome", type=int, help=argparse.SUPPRESS)  # of a run under --max-restarts
         if verb in ("train", "eval"):
             sub.add_argument(
                 "--backend",
@@ -191,10 +191,10 @@ def main(argv: list[str] | None = None) -> int:
             f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help"
         )
     use_json(getattr(args, "json_logs", False))
-    if getattr(args, "outcome", ""):
+    if getattr(args, "outcome", None) is not None:
         from torchtitan_rl.launch.restarts import attempt
 
-        restarts = attempt()
+        restarts = attempt(args.outcome)
         if args.verb == "train":
             args.resume = "auto" if restarts else args.resume
     # Show deprecated settings of the user's config: by default Python shows deprecations of __main__ only.
@@ -268,7 +268,7 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
         return verbs.dry_run(args, config)
     if args.max_restarts:
         return verbs.train_with_restarts(args, config, argv)
-    if not args.outcome:
+    if args.outcome is None:
         return verbs.ended(verbs.train(args, config))
     from torchtitan_rl.launch.restarts import leave_outcome
 

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 from torchtitan_rl import verbs
+from torchtitan_rl.observability.disk import disk_problem
 from torchtitan_rl.observability.user_code import told
 
 __all__ = ["serve", "serve_tinker"]
@@ -42,23 +43,26 @@ def serve_tinker(args: argparse.Namespace, config, argv: list[str]) -> int:
     options = TinkerOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TinkerOptions)})
     config = settled(adapted(config, options))
     validate(config)
-    if args.max_restarts and not args.outcome:
+    if args.max_restarts and args.outcome is None:
         arguments = verbs.without_restarts(argv[argv.index("serve-tinker") + 1 :]) + ["--max-restarts", "0"]
-        if not config.output_dir:  # the same one for every attempt
-            arguments += ["--output-dir", dated(f"tinker-{config.name}")]
-        return run_with_restarts("serve-tinker", arguments, args.max_restarts)
+        directory = config.output_dir
+        if not directory:  # the same one for every attempt
+            directory = dated(f"tinker-{config.name}")
+            arguments += ["--output-dir", directory]
+        return run_with_restarts("serve-tinker", arguments, args.max_restarts, directory)
 
     async def serving() -> int:
         try:
             await serve_tinker(config, options, quiet=args.quiet)
             return 0
         except Exception as error:
-            args.final = isinstance(error, ValueError)
+            problem = disk_problem(error, config.output_dir or ".")
+            args.final = isinstance(error, ValueError) or bool(problem)
             if args.debug:
                 traceback.print_exc()
-            return verbs.fail(told(error))
+            return verbs.fail(problem or told(error))
 
     args.final = True
-    if not args.outcome:
+    if args.outcome is None:
         return verbs.ended(serving())
     return verbs.ended(serving(), lambda code: leave_outcome(args.outcome, code, final=args.final))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torchtitan_rl.environment import let_garbage_wait
 from torchtitan_rl.observability.console import is_json, say
+from torchtitan_rl.observability.disk import disk_problem
 from torchtitan_rl.observability.json_filter import filter_stderr
 from torchtitan_rl.observability.status import note_end
 from torchtitan_rl.observability.user_code import told
@@ -90,11 +91,11 @@ def train_with_restarts(args: argparse.Namespace, config, argv: list[str]) -> in
 
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
-    arguments = without_restarts(argv[argv.index("train") + 1 :])
-    if not config.output_dir:  # the same one for every attempt
-        directory = place(config, args.resume)[0] if args.resume else output_path(config, absolute=False)
-        arguments += ["--output-dir", str(directory)]
-    return run_with_restarts("train", arguments, args.max_restarts)
+    arguments, directory = without_restarts(argv[argv.index("train") + 1 :]), config.output_dir
+    if not directory:  # the same one for every attempt
+        directory = str(place(config, args.resume)[0] if args.resume else output_path(config, absolute=False))
+        arguments += ["--output-dir", directory]
+    return run_with_restarts("train", arguments, args.max_restarts, directory)
 
 
 def without_restarts(arguments: list[str]) -> list[str]:
@@ -103,9 +104,9 @@ def without_restarts(arguments: list[str]) -> list[str]:
     return arguments[:at] + arguments[at + (1 if "=" in "".join(arguments[at : at + 1]) else 2) :]
 
 
-async def _guarded(args, start, body) -> int:
+async def _guarded(args, start, body, directory: str) -> int:
     """Starts a controller on `args.hosts`, runs `body(controller)`, and leaves no process behind. Returns an exit
-    status.
+    status. `directory` is the run's, "" for one that the controller chooses.
 
     `start` is `Controller.launch` with all arguments bound but `hosts` and `backend`.
     """
@@ -136,11 +137,14 @@ async def _guarded(args, start, body) -> int:
         say(f"stopped {_where(controller)} with a checkpoint: {end}; {go_on}", event="stopped", level="warning")
         return PREEMPTED_STATUS
     except Exception as error:
-        args.final = isinstance(error, (Ended, ValueError))
+        run_dir = controller.run_dir.path if controller else Path(directory or ".")
+        problem = disk_problem(error, run_dir, run_dir / "checkpoints")
+        args.final = isinstance(error, (Ended, ValueError)) or bool(problem)
         if args.debug:
             traceback.print_exc()
-        _note_end(controller, "run_failed", told(error))
-        status = fail(told(error))
+        text = f"{problem}\n{told(error)}" if problem else told(error)
+        _note_end(controller, "run_failed", text)
+        status = fail(text)
         if controller and args.verb == "train":
             say(f"see why: {next_command('diagnose', controller.run_dir.path)}", event="next")
         return status
@@ -200,7 +204,10 @@ async def train(args: argparse.Namespace, config) -> int:
 
     with alive(config.controller.hang_timeout_s):
         return await _guarded(
-            args, partial(Controller.launch, config, progress=progress, resume_from=args.resume), body
+            args,
+            partial(Controller.launch, config, progress=progress, resume_from=args.resume),
+            body,
+            config.output_dir,
         )
 
 
@@ -229,7 +236,10 @@ async def evaluate(args: argparse.Namespace, config) -> int:
             print(f"{of_step}{name} {result.split} accuracy {result.accuracy:.4f}{result.failed_text()}")
 
     return await _guarded(
-        args, partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights), body
+        args,
+        partial(Controller.launch, config, progress=Progress(quiet=args.quiet), hf_weights=weights),
+        body,
+        config.output_dir,
     )
 
 

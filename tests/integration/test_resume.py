@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -216,6 +217,28 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(undisturbed, loop, tmp_p
         assert [p.name for p in full.glob("*-*")] == ["supervised-1"]
         assert checkpoint.problem(full / "supervised-1") == ""
         assert "the run goes on without it (the newest complete one: supervised-1)" in caplog.text
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+
+
+def test_a_disk_that_fills_up_ends_the_run_once_with_its_path_and_bytes(tmp_path):
+    """The records of a step have no room: no restart can mend that."""
+    full, path = tmp_path / "full", tmp_path / "full" / "run"
+    full.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(full)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        process = start(path, "--controller.num-steps", "400", "--max-restarts", "4")
+        wait_for(lambda: checkpoint.latest(path / "checkpoints") is not None, process)
+        with pytest.raises(OSError), open(full / "filling", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 1, stderr
+        sentence = f"error: {path}[^ ]*: its file system is full ([0-9]+ bytes are free); make room there, then go on"
+        assert re.search(sentence.replace("(", r"\(").replace(")", r"\)"), stderr), stderr
+        assert "restart" not in stderr and len(attempts.attempts(RunDir(path))) == 1
     finally:
         subprocess.run(["umount", str(full)], check=True)
 

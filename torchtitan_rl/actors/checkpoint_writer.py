@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,7 +60,8 @@ class CheckpointWriter:
         # With several ranks no rank may leave the others waiting: torch gathers what failed.
         alone, free, needed = self._group is None, shutil.disk_usage(directory).free, _nbytes(staged)
         if alone and free < needed:
-            raise OSError(f"{directory}: needs {needed} bytes, {free} are free on its file system")
+            problem = os.strerror(errno.ENOSPC)
+            raise OSError(f"{directory}: {problem}: needs {needed} bytes, {free} are free on its file system")
         try:
             dcp.save(staged, checkpoint_id=str(directory), process_group=self._group, no_dist=alone)
         except CheckpointException as error:

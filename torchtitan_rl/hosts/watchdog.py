@@ -1,6 +1,6 @@
 """Signs of life of a controller: a supervisor kills a controller that gives none, and begins another attempt.
 
-The controller's event loop writes, every few seconds, until when it promises the next sign of life. Torch's own
+The controller's event loop writes every few seconds, and promises the next sign within so many seconds. Torch's own
 watchdog for elastic workers (`FileTimerServer`) ends the supervisor together with the worker: nobody would begin again.
 """
 
@@ -31,8 +31,12 @@ def sign_of_life(within_s: float) -> None:
     """Promises another sign of life within `within_s` seconds. Does nothing without a supervisor."""
     if name := os.environ.get(SIGNS_OF_LIFE):
         beside = Path(f"{name}.new")
-        beside.write_text(json.dumps({"pid": os.getpid(), "until": time.time() + within_s, "within_s": within_s}))
-        beside.rename(name)
+        try:
+            beside.write_text(json.dumps({"pid": os.getpid(), "within_s": within_s}))
+            beside.rename(name)
+        except OSError:  # a full disk takes no file, but another date of the last one
+            if os.path.exists(name):
+                os.utime(name)
 
 
 @contextmanager
@@ -56,9 +60,10 @@ def end_if_overdue(file: Path) -> None:
     """Kills the process that has promised a sign of life in `file` and given none, and says so on stderr."""
     try:
         promise = json.loads(file.read_text())
+        until = file.stat().st_mtime + promise["within_s"]
     except FileNotFoundError:
         return
-    if time.time() > promise["until"]:
+    if time.time() > until:
         file.unlink()  # the next attempt has not promised anything yet
         say(
             f"error: the controller (pid {promise['pid']}) gave no sign of life for {promise['within_s']:g} s "

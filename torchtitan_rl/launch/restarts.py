@@ -1,8 +1,7 @@
-"""Starting a run again when it was killed or failed: torchrun's own restarts around a verb of the command.
+"""Starting a run again when it was killed or failed: a loop around one process, which runs a verb of the command.
 
-torchrun (`torch.distributed.elastic`) starts the command as its one worker and starts it again when it ends with
-another status than 0. `hosts.watchdog` kills a command that gives no sign of life. The command writes its real status
-to a file, and ends with 0 where a restart would not help.
+The supervisor opens no socket and reads nothing but a status that its own child writes into a pipe. It passes signals
+on, `hosts.watchdog` kills a command that gives no sign of life, and the command ends with its supervisor.
 """
 
 from __future__ import annotations
@@ -10,68 +9,111 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_rl.environment import end_with_parent, without_torchrun
+from torchtitan_rl.environment import end_with_parent
 from torchtitan_rl.hosts import watchdog
 from torchtitan_rl.observability.console import say
+from torchtitan_rl.observability.disk import full_disk
 
 __all__ = ["run_with_restarts", "attempt", "leave_outcome"]
 
+_RESTARTS = "TORCHTITAN_RL_RESTARTS"
+"""The environment variable with the number of restarts so far and the supervisor's process id."""
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PIPE_BYTES = 65536
 
-def run_with_restarts(verb: str, arguments: list[str], max_restarts: int) -> int:
-    """Runs `torchtitan-rl VERB ARGUMENTS`, again (`train` with `--resume auto`) when it was killed or failed, at most
-    `max_restarts` times. Returns the exit status of the last attempt."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
-        outcome = Path(directory) / "outcome.json"
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=1,
-            max_restarts=max_restarts,
-            run_id=f"torchtitan-rl-{uuid.uuid4().hex[:8]}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-        )
-        command = ("-m", "torchtitan_rl.cli", verb, *arguments, "--outcome", str(outcome))
+class _Supervisor:
+    """The process that runs now, and the signal that asked the supervisor to end."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen | None = None
+        self.asked_by = 0
+        """Number of the first signal; 0: none has come."""
+
+    def start(self, command: list[str], restarts: int, outcome: int) -> None:
+        """Starts the command in a session of its own, which a terminal's Ctrl-C reaches through `pass_on` alone."""
+        environment = os.environ | {_RESTARTS: f"{restarts} {os.getpid()}"}
+        self.process = subprocess.Popen(command, env=environment, pass_fds=[outcome], start_new_session=True)
+        if self.asked_by:  # the signal came while there was no process
+            self.process.send_signal(self.asked_by)
+
+    def pass_on(self, number: int, _frame) -> None:
+        self.asked_by = self.asked_by or number
+        if self.process is not None:
+            self.process.send_signal(number)
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Passes signals on while the block runs. One that is ignored, as under nohup, stays ignored."""
+        heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self.pass_on) for number in heard}
         try:
-            with watchdog.watch(Path(directory) / "signs_of_life.json"):
-                elastic_launch(config, sys.executable)(*command)
-        except ChildFailedError as error:
-            _, failure = error.get_first_failure()
-            ended = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else "failed"
-            say(f"error: the last attempt {ended}; {max_restarts} restarts are used up", event="error", level="error")
-            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        except SignalException as error:  # the worker has had SIGTERM too
-            return _status(outcome, otherwise=128 + int(error.sigval))
-        return _status(outcome, otherwise=0)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
-def _status(outcome: Path, *, otherwise: int) -> int:
-    return json.loads(outcome.read_text())["status"] if outcome.exists() else otherwise
+def run_with_restarts(verb: str, arguments: list[str], max_restarts: int, directory: str | Path) -> int:
+    """Runs `torchtitan-rl VERB ARGUMENTS`, again (`train` with `--resume auto`) when it was killed or failed, at most
+    `max_restarts` times. Returns the exit status of the last attempt. `directory` is the run's: while the file system
+    of the run, of shared memory or of temporary files is full, nothing is started again."""
+    supervisor = _Supervisor()
+    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as signs, supervisor.signals():
+        for restarts in range(max_restarts + 1):
+            signs_of_life = Path(signs) / f"signs_of_life-{restarts}.json"
+            status, final = _run_once(supervisor, verb, arguments, restarts, signs_of_life)
+            ended = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
+            status = 128 - status if status < 0 else status
+            if final or status == 0 or supervisor.asked_by:
+                return status
+            if problem := full_disk([directory, "/dev/shm", tempfile.gettempdir()]):
+                say(f"error: an attempt {ended}, and {problem}", event="error", level="error")
+                return status
+            if restarts < max_restarts:
+                line = f"warning: an attempt {ended}; restart {restarts + 1} of {max_restarts} begins"
+                say(line, event="restart", level="warning")
+    say(f"error: the last attempt {ended}; {max_restarts} restarts are used up", event="error", level="error")
+    return status
 
 
-def attempt() -> int:
-    """Makes this process, a worker of `run_with_restarts`, an ordinary one: it forgets torchrun's settings, which a
-    trainer mesh would take for its own, and ends when torchrun ends. Returns the number of restarts so far."""
-    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    kept = without_torchrun(os.environ)
-    os.environ.clear()
-    os.environ.update(kept)
+def _run_once(
+    supervisor: _Supervisor, verb: str, arguments: Sequence[str], restarts: int, signs_of_life: Path
+) -> tuple[int, bool]:
+    """(the process's exit status, the negative number of a signal that ended it; whether a restart would not help)."""
+    read, write = os.pipe()
+    with os.fdopen(read, "rb", buffering=0) as outcome, watchdog.watch(signs_of_life):
+        try:
+            command = [sys.executable, "-m", "torchtitan_rl.cli", verb, *arguments, "--outcome", str(write)]
+            supervisor.start(command, restarts, write)
+        finally:
+            os.close(write)
+        status = supervisor.process.wait()
+        os.set_blocking(read, False)  # a process that outlives the command may hold the other end
+        report = outcome.read(_PIPE_BYTES)
+    return status, bool(report and json.loads(report)["final"])
+
+
+def attempt(outcome: int) -> int:
+    """Makes this process, a child of `run_with_restarts`, end when the supervisor ends, and keeps the pipe `outcome`
+    from processes that it starts. Returns the number of restarts so far."""
+    restarts, supervisor = map(int, os.environ.pop(_RESTARTS).split())
     end_with_parent(signal.SIGKILL)
+    if os.getppid() != supervisor:  # it ended before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.set_inheritable(outcome, False)
     watchdog.sign_of_life(watchdog.START_S)
     return restarts
 
 
-def leave_outcome(file: str, status: int, *, final: bool) -> int:
-    """Tells `run_with_restarts` the command's status. Returns the status for torchrun: 0 where a restart would not
-    help."""
-    Path(file).write_text(json.dumps({"status": status}))
-    return 0 if final else status
+def leave_outcome(outcome: int, status: int, *, final: bool) -> int:
+    """Tells `run_with_restarts` how the command ends; `final`: a restart would not help. Returns the status."""
+    os.write(outcome, json.dumps({"status": status, "final": final}).encode())
+    return status
