@@ -53,6 +53,7 @@ def _add_sampling(sub: argparse.ArgumentParser) -> None:
 
 def _add_address(sub: argparse.ArgumentParser, prefix: str) -> None:
     sub.add_argument(f"--{prefix}host", default="127.0.0.1", help="any other address needs a key")
+    _add_allow_host(sub, prefix)
     sub.add_argument(
         "--api-key-file",
         default="",
@@ -60,6 +61,18 @@ def _add_address(sub: argparse.ArgumentParser, prefix: str) -> None:
         help="the key of clients; default: $TORCHTITAN_RL_API_KEY, or none",
     )
     sub.add_argument("--tool-parser", default="", metavar="NAME", help="vLLM's parser of tool calls, such as hermes")
+
+
+def _add_allow_host(sub: argparse.ArgumentParser, prefix: str) -> None:
+    sub.add_argument(
+        f"--{prefix}allow-host",
+        dest="allow_host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of this machine, as a proxy sends it in Host; without a key only localhost and 127.0.0.1 "
+        "are taken; may be repeated",
+    )
 
 
 def _add_serve(sub: argparse.ArgumentParser) -> None:
@@ -74,6 +87,7 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
 
 def _add_serve_tinker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--host", default="127.0.0.1", help="any other address needs a key")
+    _add_allow_host(sub, "")
     sub.add_argument("--port", type=int, default=8000, help="0: one that is free")
     sub.add_argument(
         "--api-key-file",

@@ -299,7 +299,14 @@ async def sample(args: argparse.Namespace) -> int:
 def address(args: argparse.Namespace, port: int | None, host: str):
     """Where clients come in; None: nothing is served."""
     from torchtitan_rl.run.gateway import Address
+    from torchtitan_rl.server.guard import host_names
 
     if port is None:
         return None
-    return Address(host=host, port=port, api_key_file=args.api_key_file, tool_parser=args.tool_parser)
+    return Address(
+        host=host,
+        port=port,
+        api_key_file=args.api_key_file,
+        tool_parser=args.tool_parser,
+        allow_hosts=host_names(args.allow_host),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +58,8 @@ class Address:
     """A file with the key; empty: the variable TORCHTITAN_RL_API_KEY, or none on a loopback address."""
     tool_parser: str = ""
     """vLLM's parser of tool calls; empty: the policy's text is not read for calls."""
+    allow_hosts: Collection[str] = ()
+    """Names in `Host` headers besides this machine's loopback's, where no key is asked for."""
 
     def gateway(self, served: Served, *, context_tokens: int, vocab_size: int) -> Gateway:
         """The gateway, not yet open. Raises ValueError for a key that is missing."""
@@ -72,6 +74,7 @@ class Address:
             port=self.port,
             api_key=read_key(self.api_key_file, self.host),
             served=served,
+            allow_hosts=self.allow_hosts,
         )
         gateway.tool_reader(self.tool_parser, served.policy.tokenizer)  # refuses a wrong name now
         return gateway

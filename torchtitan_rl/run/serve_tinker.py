@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -21,9 +21,10 @@ from torchtitan_rl.model.files import assets_dir, has_weights, pad_token_id, wri
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.run.start import dated
+from torchtitan_rl.server.guard import allowed_hosts
 from torchtitan_rl.server.keys import read_key
 from torchtitan_rl.server.listening import Listening
-from torchtitan_rl.server.tinker.app import make_app
+from torchtitan_rl.server.tinker.app import guarded, make_app
 from torchtitan_rl.server.tinker.service import Limits, Served, Service
 from torchtitan_rl.validation.run import missing_weights
 
@@ -46,6 +47,8 @@ class TinkerOptions:
     lora_rank: int = 32
     """The largest rank of adapters where the config has no `trainer.lora`; 0: one model trains all parameters."""
     max_models: int = 8
+    allow_host: list[str] = field(default_factory=list)
+    """Names in `Host` headers besides this machine's loopback's, where no key is asked for."""
 
 
 def adapted(config: RunConfig, options: TinkerOptions) -> RunConfig:
@@ -104,6 +107,7 @@ async def serve_tinker(config: RunConfig, options: TinkerOptions, *, quiet: bool
     key = read_key(options.api_key_file, options.host)
     if key and not key.startswith("tml-"):
         raise ValueError("API key: does not begin with 'tml-', as the SDK asks; choose one that does")
+    names = allowed_hosts(options.host, key, options.allow_host)
     if missing := missing_weights(config):
         raise ValueError(missing)
     run_dir = RunDir.create(config.output_dir or dated(f"tinker-{config.name}"))
@@ -112,7 +116,7 @@ async def serve_tinker(config: RunConfig, options: TinkerOptions, *, quiet: bool
     try:
         service = await open_service(config, options, run_dir, launcher)
         ended, lost = _ends(service)
-        listening = Listening(make_app(service, key), options.host, options.port)
+        listening = Listening(guarded(make_app(service, key), names), options.host, options.port)
         async with listening:
             if not quiet:
                 print(

@@ -17,7 +17,7 @@ from torchtitan_rl.server import answers
 from torchtitan_rl.server.doors import Doors, unknown_model
 from torchtitan_rl.server.errors import Refused, answer, invalid
 from torchtitan_rl.server.keys import bearer
-from torchtitan_rl.server.limits import read_body
+from torchtitan_rl.server.limits import ServerLimits, read_body
 from torchtitan_rl.server.requests import ChatRequest, CompletionRequest, RewardRequest, Sampled, parse
 from torchtitan_rl.server.sessions import Answer, Prompt, Session
 
@@ -129,8 +129,7 @@ class _Routes:
                 session = self.doors.stateless(key, asked.model)
             elif asked.model not in (None, session.model):
                 raise unknown_model(asked.model, [session.model])
-            if (asked.n or 1) > self.doors.limits.max_choices:
-                raise invalid(f"n={asked.n}: is more than {self.doors.limits.max_choices}; ask for fewer", "n")
+            _check_size(asked, self.doors.limits)
             return session, asked
         except Refused:
             if session is not None:
@@ -138,7 +137,13 @@ class _Routes:
             raise
 
     async def _body(self, request: Request) -> bytes:
-        limits = self.doors.limits
+        limits, encoding = self.doors.limits, request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise Refused(
+                415,
+                f"Content-Encoding={encoding[:40]!r}: bodies are not expanded here; send the body as it is",
+                code="unsupported_encoding",
+            )
         with self.doors.spans.away():
             return await read_body(request, limits.body_bytes(self.doors.context_tokens), limits.body_timeout_s)
 
@@ -156,6 +161,16 @@ class _Routes:
         else:
             session.keep(said)
         return said
+
+
+def _check_size(asked: Sampled, limits: ServerLimits) -> None:
+    """Raises Refused for a request that asks for more than one may, before anything is rendered."""
+    if (asked.n or 1) > limits.max_choices:
+        raise invalid(f"n={asked.n}: is more than {limits.max_choices}; ask for fewer", "n")
+    for name, most in (("messages", limits.max_messages), ("tools", limits.max_tools), ("prompt", limits.max_parallel)):
+        given = getattr(asked, name, None)
+        if isinstance(given, list) and len(given) > most and not isinstance(given[0], int):
+            raise invalid(f"{name}: has {len(given)} entries, and {most} may be; send fewer", name)
 
 
 def _has_gone(request: Request) -> bool:

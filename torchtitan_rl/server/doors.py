@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_rl.server.errors import Refused
 from torchtitan_rl.server.keys import check_key
-from torchtitan_rl.server.limits import Places, Rate, ServerLimits
+from torchtitan_rl.server.limits import Rate, ServerLimits
 from torchtitan_rl.server.rendering import Renderings
 from torchtitan_rl.server.sessions import Session
 from torchtitan_rl.server.spans import Spans
@@ -63,7 +63,7 @@ class Doors:
         self.context_tokens, self.vocab_size, self.api_key, self.served = context_tokens, vocab_size, api_key, served
         self.limits = limits or ServerLimits()
         self.spans, self.renderings, self.sessions = Spans(), Renderings(), dict[str, Session]()
-        self._rate, self._places = Rate(self.limits.requests_per_s), Places(self.limits.max_parallel)
+        self._rate, self._places = Rate(self.limits.requests_per_s), self.limits.places()
         self._readers: dict[tuple[str, int], ToolReader] = {}
 
     def open_session(

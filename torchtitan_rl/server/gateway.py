@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 
 from torchtitan_rl.server.app import make_app
 from torchtitan_rl.server.doors import Doors, Served
+from torchtitan_rl.server.guard import Guard, allowed_hosts
 from torchtitan_rl.server.keys import is_loopback
 from torchtitan_rl.server.limits import ServerLimits
 from torchtitan_rl.server.listening import Listening
@@ -17,8 +19,9 @@ class Gateway(Doors, AbstractAsyncContextManager):
     """Endpoints as of OpenAI, for sessions and, with `served`, for clients without one. Open with `async with`.
 
     `context_tokens` bounds a prompt with its completion, `vocab_size` (0: the tokenizer's) the ids of tokens. Clients
-    without a session need `api_key` unless it is empty; a session has a key of its own. Raises ValueError for an empty
-    key on an address that other machines reach.
+    without a session need `api_key` unless it is empty; a session has a key of its own. `allow_hosts` are names of
+    this machine besides its loopback's, see `guard.allowed_hosts`. Raises ValueError for an empty key on an address
+    that other machines reach.
     """
 
     def __init__(
@@ -31,13 +34,15 @@ class Gateway(Doors, AbstractAsyncContextManager):
         api_key: str = "",
         served: Served | None = None,
         limits: ServerLimits | None = None,
+        allow_hosts: Collection[str] = (),
     ) -> None:
         if not api_key and served is not None and not is_loopback(host):
             raise ValueError(f"host={host!r}: other machines reach it, and api_key is empty; give a key")
         super().__init__(
             context_tokens=context_tokens, vocab_size=vocab_size, api_key=api_key, served=served, limits=limits
         )
-        self.app = make_app(self)
+        needs_key = api_key or ("every session's" if served is None else "")
+        self.app = Guard(make_app(self), hosts=allowed_hosts(host, needs_key, allow_hosts))
         self._listening = Listening(self.app, host, port)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -34,32 +35,54 @@ class ServerLimits:
     limit."""
     max_parallel: int = 1024
     """Completions that clients without a session may wait for at once."""
+    max_waiting_tokens: int = 2**23
+    """Tokens of the completions that clients without a session wait for at once: of each its prompt and the most that
+    it may have."""
     max_choices: int = 128
     """Largest `n`."""
+    max_messages: int = 4096
+    """Messages of a conversation."""
+    max_tools: int = 128
+    """Tools of a request, as many as OpenAI takes."""
 
     def body_bytes(self, context_tokens: int) -> int:
         return self.max_body_bytes or 65536 + 16 * context_tokens
 
+    def places(self) -> Places:
+        """Of the clients without a session."""
+        return Places(self.max_parallel, self.max_waiting_tokens)
+
 
 class Places:
-    """How many completions are awaited, of how many that may be; 0: no limit."""
+    """How many completions are awaited, of how many that may be, and how many tokens they may have; 0: no limit."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.taken = number, 0
+    def __init__(self, number: int, num_tokens: int = 0) -> None:
+        self.number, self.num_tokens, self.taken, self.taken_tokens = number, num_tokens, 0, 0
 
-    def take(self, n: int) -> None:
-        """Raises Refused (429) when fewer than `n` are left."""
-        if self.number and self.taken + n > self.number:
+    def take(self, n: int, tokens: int = 0) -> None:
+        """Raises Refused when fewer than `n` are left or fewer than `tokens`: 429, or 400 for more tokens than are ever
+        free."""
+        if self.num_tokens and tokens > self.num_tokens:
             raise Refused(
-                429,
-                f"{self.taken} completions are awaited, and {self.number} may be; wait for one",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": "1"},
+                400,
+                f"n, max_tokens: {n} completions and their prompts may come to {tokens} tokens, and {self.num_tokens} "
+                "may be awaited; ask for fewer or shorter ones",
+                param="max_tokens",
+                code="invalid_value",
             )
+        if self.number and self.taken + n > self.number:
+            self._refuse(f"{self.taken} completions are awaited, and {self.number} may be")
+        if self.num_tokens and self.taken_tokens + tokens > self.num_tokens:
+            self._refuse(f"completions of {self.taken_tokens} tokens are awaited, and {self.num_tokens} may be")
         self.taken += n
+        self.taken_tokens += tokens
 
-    def give(self, n: int) -> None:
+    def give(self, n: int, tokens: int = 0) -> None:
         self.taken -= n
+        self.taken_tokens -= tokens
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise Refused(429, f"{why}; wait for one", code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
 
 class Rate:

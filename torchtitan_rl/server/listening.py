@@ -6,21 +6,24 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
 
+from torchtitan_rl.server.connections import Connection, ConnectionLimits
+
 __all__ = ["Listening"]
 
 _START_S = 10.0
-_KEEP_ALIVE_S = 75
 
 
 class Listening(AbstractAsyncContextManager):
     """Serves an application. Open with `async with`; `port` 0 takes one that is free."""
 
-    def __init__(self, app: Any, host: str, port: int) -> None:
+    def __init__(self, app: Any, host: str, port: int, limits: ConnectionLimits | None = None) -> None:
         self.app, self.host, self.port, self.url = app, host, port, ""
+        self.limits = limits or ConnectionLimits()
         self._server: _Server | None = None
         self._serving: asyncio.Task | None = None
 
@@ -38,13 +41,15 @@ class Listening(AbstractAsyncContextManager):
         self.url = f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
         config = uvicorn.Config(
             self.app,
+            http=partial(Connection, limits=self.limits),  # type: ignore[arg-type]  # makes one, as a class does
+            limit_concurrency=self.limits.num_connections() + 1,
             log_config=None,
             access_log=False,
             lifespan="off",
             ws="none",
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=self.limits.idle_timeout_s,
             timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
@@ -58,6 +63,11 @@ class Listening(AbstractAsyncContextManager):
 
     async def __aexit__(self, *exc_info) -> None:
         await self.close()
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return 0 if self._server is None else len(self._server.server_state.connections)
 
     async def close(self) -> None:
         """Ends every connection and the server."""

@@ -12,26 +12,21 @@ from torchtitan_rl.workflows.chat import Chat
 __all__ = ["Renderings"]
 
 _MAX_TOKENS = 2**20
-_MAX_TEMPLATES = 64
 
 
 class Renderings:
-    """The templates of a gateway's tokenizers with the tools of its clients, and what they rendered last."""
+    """What the templates of a gateway's tokenizers rendered last. The tools of a request live as long as the request:
+    descriptions of tools are many times as large as their tokens."""
 
     def __init__(self) -> None:
         self.kept: OrderedDict[bytes, list[int]] = OrderedDict()
         """Digest of what was rendered -> its tokens, the least recently used first; at most `_MAX_TOKENS` in all."""
         self.num_tokens = 0
-        self._chats: dict[tuple[int, str], Chat] = {}
 
     def chat(self, tokenizer: Any, tools: list[dict]) -> Chat:
         """The template of a tokenizer with these tools. Raises ValueError for a tokenizer without a template."""
-        key = id(tokenizer), json.dumps(tools)
-        if key not in self._chats:
-            if len(self._chats) >= _MAX_TEMPLATES:
-                self._chats.clear()
-            self._chats[key] = _Chat(tokenizer, tools, self, repr(key))
-        return self._chats[key]
+        name = hashlib.blake2b(json.dumps(tools).encode(), digest_size=16).hexdigest()
+        return _Chat(tokenizer, tools, self, f"{id(tokenizer)} {name}")
 
     def keep(self, key: bytes, tokens: list[int]) -> None:
         self.kept[key] = tokens

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from torchtitan_rl.server.errors import invalid, refusal_of
+from torchtitan_rl.tasks.reward_parts import MAX_PARTS
 from torchtitan_rl.types import MAX_REWARD
 
 __all__ = ["ChatRequest", "CompletionRequest", "RewardRequest", "Sampled", "ToolCall", "ChatMessage", "parse"]
@@ -167,7 +168,7 @@ class RewardRequest(_Body):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     reward: _Reward
-    parts: dict[str, _Reward] = Field(default_factory=dict)
+    parts: dict[str, _Reward] = Field(default_factory=dict, max_length=MAX_PARTS)
 
 
 def parse(kind: type[_Body], body: bytes) -> Any:

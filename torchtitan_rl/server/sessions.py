@@ -213,7 +213,8 @@ class Session:
                 asked, self.policy, prompt.stop_token_ids, room, self.ignored, own=self.seed is None
             )
             params += [(prompt, drawn)] * (asked.n or 1)
-        self._places.take(n)
+        num_tokens = sum(len(prompt.tokens) + drawn.max_tokens for prompt, drawn in params)
+        self._places.take(n, num_tokens)
         first, self._asked = self._asked, self._asked + n
         try:
             calls = [self._complete(*drawn, first + i, asked.stops) for i, drawn in enumerate(params)]
@@ -227,7 +228,7 @@ class Session:
         except ValueError as error:
             raise invalid(str(error)) from error
         finally:
-            self._places.give(n)
+            self._places.give(n, num_tokens)
 
     def _admit(self, n: int) -> None:
         """Raises Refused for a session that is closed or has reached a limit."""

@@ -12,6 +12,7 @@ from torchtitan_rl.workflows.policy import Policy
 __all__ = ["sampling_params"]
 
 _MAX_STOPS = 64
+_MAX_STOP_TOKENS = 256
 
 
 def sampling_params(
@@ -25,6 +26,8 @@ def sampling_params(
     """
     if len(asked.stops) > _MAX_STOPS or not all(asked.stops):
         raise invalid(f"stop: has an empty text, or more than {_MAX_STOPS}; give texts that end a completion", "stop")
+    if len(asked.stop_token_ids or ()) > _MAX_STOP_TOKENS:
+        raise invalid(f"stop_token_ids: has more than {_MAX_STOP_TOKENS}; give fewer", "stop_token_ids")
     altered = dict(policy.altered)
     for name, off in NEUTRAL.items():
         value = getattr(asked, name)

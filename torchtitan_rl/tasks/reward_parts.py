@@ -8,10 +8,38 @@ from typing import Any
 
 from torchtitan_rl.types import Rollout
 
-__all__ = ["Parts", "read_parts", "part_means"]
+__all__ = ["MAX_PARTS", "PartNames", "Parts", "read_parts", "part_means"]
 
 Parts = dict[str, list[float]]
 """Name of a part -> one number per completion."""
+
+MAX_PARTS = 64
+"""Parts of one reward. Each name becomes a metric, with a curve of its own."""
+_MAX_NAMES = 256
+_MAX_LETTERS = 128
+
+
+class PartNames:
+    """The names that the parts of a run's rewards have had. Agents choose them, so there is a bound on how many."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def admit(self, names: Iterable[str]) -> None:
+        """Remembers the names of a reward's parts. Raises ValueError, and remembers none, for more than 64 of them, for
+        a name without letters or with more than 128, and beyond 256 names in the run."""
+        names = set(names)
+        if len(names) > MAX_PARTS:
+            raise ValueError(f"parts: has {len(names)} names, and a reward may have {MAX_PARTS} parts; give fewer")
+        if long := [name for name in names if not 0 < len(name) <= _MAX_LETTERS]:
+            raise ValueError(f"parts: a name has {len(long[0])} letters; give it 1 to {_MAX_LETTERS}")
+        if len(self.names | names) > _MAX_NAMES:
+            new = sorted(names - self.names)
+            raise ValueError(
+                f"parts: {', '.join(map(repr, new[:3]))} would be more than the {_MAX_NAMES} names that the parts of a "
+                "run's rewards may have; give parts the same names in every attempt"
+            )
+        self.names |= names
 
 
 def read_parts(
@@ -20,9 +48,13 @@ def read_parts(
     """The rewards of an answer `(rewards, parts)`; `parts`, unless None, becomes the numbers of each part by name.
 
     `checked(numbers, part)` refuses anything but one finite number per completion, `part` being the part's name in the
-    message. Raises RuntimeError, which begins with `who`, for a part whose name is no text.
+    message. Raises RuntimeError, which begins with `who`, for a part whose name is no text and for more than 64 parts.
     """
     rewards = checked(value[0])
+    if len(value[1]) > MAX_PARTS:
+        raise RuntimeError(
+            f"{who}: returned {len(value[1])} parts, and {MAX_PARTS} may be; each is a curve; give fewer"
+        )
     read = {}
     for name, numbers in value[1].items():
         if not isinstance(name, str) or not name:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
+from torchtitan_rl.server.errors import Refused
+from torchtitan_rl.server.guard import Guard, allowed_hosts
 from torchtitan_rl.view import pages, rollout_pages, text
-from torchtitan_rl.view.guard import Guard
+from torchtitan_rl.view.guard import ReadOnly
 from torchtitan_rl.view.parameters import Parameters
 from torchtitan_rl.view.runs import ShownRun
 
@@ -40,8 +42,9 @@ _TABS = {"/": "Health", "/curves": "Curves", "/evaluations": "Evaluations", "/ro
 _TABS |= {"/groups": "Groups", "/configs": "Configs"}
 
 
-def application(runs: Sequence[ShownRun]) -> Guard:
-    """The page over some runs, an ASGI application that only reads."""
+def application(runs: Sequence[ShownRun], allow_hosts: Collection[str] = ()) -> ReadOnly:
+    """The page over some runs, an ASGI application that only reads. `allow_hosts` are names of this machine besides
+    its loopback's, see `guard.allowed_hosts`."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     templates = Environment(
         loader=FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -84,7 +87,11 @@ def application(runs: Sequence[ShownRun]) -> Guard:
     app.exception_handler(ValueError)(failed)
     app.exception_handler(Exception)(broken)
     app.mount("/static", StaticFiles(directory=_HERE / "static"))
-    return Guard(app)
+    return ReadOnly(Guard(app, hosts=allowed_hosts("127.0.0.1", "", allow_hosts), answer=_refusal))
+
+
+def _refusal(refused: Refused) -> Response:
+    return PlainTextResponse(f"{refused.message}\n", refused.status)
 
 
 def address(path: str, **parameters: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import accumulate
 from typing import Any
 
 from torchtitan_rl.inspection.series import Series
@@ -25,6 +26,8 @@ _SHOWN = (
 )
 """Curves that are shown unless an address asks for others."""
 _SMOOTH = ("1", "5", "20", "100")
+_MAX_CURVES = 64
+"""Metrics of one answer; the page's script asks for the curves that are in sight."""
 _NUMBERS = ("reward/mean", "policy/entropy", "completion/length_mean", "time/step_s")
 
 
@@ -65,12 +68,13 @@ def _count(value: Any) -> int:
 def curves(parameters: Parameters) -> dict[str, Any]:
     chosen = parameters.chosen()
     names = sorted({name for shown in chosen for name in _names(shown.series)})
-    asked = parameters.all("metric") or [name for name in _SHOWN if name in names]
+    known = frozenset(names)
+    asked = parameters.all("metric") or [name for name in _SHOWN if name in known]
     return {
         "chosen": chosen,
         "names": names,
-        "asked": [name for name in asked if name in names],
-        "unknown": [name for name in asked if name not in names],
+        "asked": dict.fromkeys(name for name in asked if name in known),
+        "unknown": [name for name in asked if name not in known],
         "smooth": parameters.choice("smooth", _SMOOTH),
         "smooths": _SMOOTH,
         "live": True,
@@ -86,6 +90,8 @@ def curve_data(parameters: Parameters) -> dict[str, Any]:
     if parameters.text("have") == state:
         return {"state": state}
     asked, width = parameters.all("metric"), int(parameters.choice("smooth", _SMOOTH))
+    if len(asked) > _MAX_CURVES:
+        raise ValueError(f"metric: {len(asked)} are asked for, and {_MAX_CURVES} may be; ask for some at a time")
     charts = []
     for name in asked:
         lines = []
@@ -125,13 +131,17 @@ def _columns(series: Series, name: str) -> list[tuple[str, list[int], list[float
 
 
 def _smoothed(values: list[float], width: int) -> list[float]:
-    """Means over the last `width` values."""
+    """Means over the last `width` values, without those that are not finite; NaN where none of them is."""
     if width == 1:
         return values
+    finite = [math.isfinite(value) for value in values]
+    sums = list(accumulate((value if is_finite else 0.0 for value, is_finite in zip(values, finite)), initial=0.0))
+    counts = list(accumulate(finite, initial=0))
     smooth = []
-    for i in range(len(values)):
-        window = [value for value in values[max(0, i - width + 1) : i + 1] if math.isfinite(value)]
-        smooth.append(sum(window) / len(window) if window else math.nan)
+    for end in range(1, len(values) + 1):
+        begin = max(0, end - width)
+        num = counts[end] - counts[begin]
+        smooth.append((sums[end] - sums[begin]) / num if num else math.nan)
     return smooth
 
 

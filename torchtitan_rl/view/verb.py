@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchtitan_rl.server.listening import Listening
-    from torchtitan_rl.view.guard import Guard
+    from torchtitan_rl.view.guard import ReadOnly
     from torchtitan_rl.view.runs import ShownRun
 
 __all__ = ["add_arguments", "run"]
@@ -20,6 +20,14 @@ _TRIED = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory, finished or going on")
     parser.add_argument("--port", type=int, default=8765, help="the next one where it is in use")
+    parser.add_argument(
+        "--allow-host",
+        dest="allow_host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of this machine, as a proxy sends it in Host; may be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
             "fastapi",
             "starlette",
             "uvicorn",
+            "httptools",
             "duckdb",
             "jinja2",
             "markupsafe",
@@ -41,12 +50,13 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise ValueError(f"view: needs the package {error.name}; pip install it, or run scripts/setup.sh") from error
     runs = open_runs(args.runs)
+    app = application(runs, args.allow_host)
     runs[0].rollouts.find(Query())  # reads what lists need, so that the first list is quick
-    asyncio.run(_serve(application(runs), args.port, runs))
+    asyncio.run(_serve(app, args.port, runs))
     return 0
 
 
-async def _serve(app: Guard, port: int, runs: list[ShownRun]) -> None:
+async def _serve(app: ReadOnly, port: int, runs: list[ShownRun]) -> None:
     listening = await _listening(app, port)
     names = [shown.name for shown in runs]
     taken = f" (port {port} is in use)" if port and listening.port != port else ""
@@ -57,7 +67,7 @@ async def _serve(app: Guard, port: int, runs: list[ShownRun]) -> None:
         await listening.close()
 
 
-async def _listening(app: Guard, port: int) -> Listening:
+async def _listening(app: ReadOnly, port: int) -> Listening:
     """A server on the first free port from `port` on. Raises ValueError when none of some is free."""
     from torchtitan_rl.server.listening import Listening
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torchtitan_rl.tasks.outcomes import outcome_in_thread
+from torchtitan_rl.tasks.reward_parts import PartNames
 from torchtitan_rl.types import A_REWARD, Rollout, Task, Turn, is_reward
 from torchtitan_rl.workflows.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
 from torchtitan_rl.workflows.agent_process import no_isolation, run_command
@@ -84,6 +85,7 @@ class External:
     """What a command reads of a task: `task -> data for JSON`. None: id and prompt, and as `with_answer` says."""
     _gateway: Gateway | None = field(default=None, init=False, repr=False, compare=False)
     _places: asyncio.Semaphore | None = field(default=None, init=False, repr=False, compare=False)
+    _part_names: PartNames = field(default_factory=PartNames, init=False, repr=False, compare=False)
 
     def attach(self, gateway: Gateway) -> None:
         """The gateway on which sessions are opened from now on. A controller attaches its own. Raises RuntimeError for
@@ -103,6 +105,7 @@ class External:
                 "external(command=CommandLimits(isolate='off')) to accept it", self.agent[0], exposed,
             )  # fmt: skip
         self._gateway, self._places = gateway, asyncio.Semaphore(self.command.num_parallel)
+        self._part_names = PartNames()
 
     async def __call__(self, task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
         """Plays a task once. Raises AgentFailed when the agent raises, is late, samples nothing or gives what is no
@@ -121,7 +124,12 @@ class External:
             self._gateway.end_session(session)
         if failed is not None and not (session.ended_by and not failed.breach):
             raise session.failure or failed
-        return _rollout(task, policy, session, given, rollout_id, self.agent)
+        rollout = _rollout(task, policy, session, given, rollout_id, self.agent)
+        try:
+            self._part_names.admit(rollout.reward_parts)
+        except ValueError as error:
+            raise AgentFailed(f"agent: gave a reward for task {task.id!r} that is refused ({error})") from error
+        return rollout
 
     async def _played(self, task: Task, endpoint: Endpoint) -> Any:
         """What the agent gives as its reward; None: nothing."""

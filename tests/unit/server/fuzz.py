@@ -149,7 +149,8 @@ def fuzz(seconds, max_examples=10**9, same=False):
         def one(body, path, method, who):
             if time.monotonic() > end:
                 return
-            headers = {"Authorization": f"Bearer {session.secret if who != 'wrong' else 'x'}"}
+            headers = {"Content-Type": "application/json"}
+            headers |= {"Authorization": f"Bearer {session.secret if who != 'wrong' else 'x'}"}
             headers |= {"X-Session-ID": session.id} if who == "header" else {}
             path = "/reward" if who == "reward" else f"/v1{path}"
             inside = who in ("session", "wrong", "reward")

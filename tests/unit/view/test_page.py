@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import math
 import re
 import socket
+import time
 from html.parser import HTMLParser
 
 import pytest
@@ -16,7 +18,7 @@ from torchtitan_rl.observability.run_dir import RunDir
 pytest.importorskip("duckdb")
 from fastapi.testclient import TestClient  # noqa: E402
 
-from torchtitan_rl.view import text, verb  # noqa: E402
+from torchtitan_rl.view import pages, text, verb  # noqa: E402
 from torchtitan_rl.view.app import application  # noqa: E402
 from torchtitan_rl.view.runs import open_runs  # noqa: E402
 
@@ -138,6 +140,35 @@ def test_curves_move_while_a_run_goes_on(tmp_path):
     after = page.get(f"/api/curves?metric=reward/mean&have={before['state']}").json()
     assert after["charts"][0]["lines"][0]["steps"] == [1, 2, 3, 4]
     assert "8/0/0" in page.get("/rollouts").text
+
+
+def test_curves_of_two_thousand_metrics_take_less_than_a_second(tmp_path):
+    run_dir = made_run(tmp_path / "run", steps=1)
+    names = [f"reward/part_{i}_mean" for i in range(2001)]
+    with open(run_dir.metrics_file, "a") as file:
+        for step in range(2, 202):
+            line = {"step": step, "phase": "reinforcement"} | dict.fromkeys(names, step / 2)
+            file.write(json.dumps(line) + "\n")
+    page, query = client(run_dir.path), "&".join(f"metric={name}" for name in names)
+    page.get("/curves")  # reads the file, once
+    began = time.process_time()
+    assert page.get(f"/curves?{query}").text.count("<figure") == 2001
+    in_sight = page.get(f"/api/curves?smooth=100&{'&'.join(f'metric={name}' for name in names[:64])}").json()
+    seconds = time.process_time() - began
+    assert len(in_sight["charts"]) == 64 and seconds < 1, seconds
+    refused = page.get(f"/api/curves?{query}")
+    assert refused.status_code == 400 and "metric: 2001 are asked for, and 64 may be" in refused.text
+
+
+def test_a_mean_over_many_steps_takes_as_long_as_one_over_few():
+    values = [float(i % 7) for i in range(100_000)] + [math.inf, math.nan, 3.0]
+    began = time.process_time()
+    smooth = pages._smoothed(values, 100)
+    assert time.process_time() - began < 0.5
+    assert smooth[0] == 0.0 and smooth[6] == 3.0
+    assert smooth[5000] == pytest.approx(sum(values[4901:5001]) / 100)
+    assert smooth[-1] == pytest.approx((sum(values[-100:-3]) + 3.0) / 98)
+    assert math.isnan(pages._smoothed([math.nan, 1.0], 5)[0]) and pages._smoothed([math.nan, 1.0], 5)[1] == 1.0
 
 
 @pytest.mark.parametrize(

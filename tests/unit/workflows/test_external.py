@@ -8,6 +8,7 @@ import time
 import uuid
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -86,6 +87,50 @@ reward = float(answer["choices"][0]["message"]["content"] == task["answer"])
 
 def command(tail):
     return [sys.executable, "-c", COMMAND + tail]
+
+
+def test_parts_are_bounded_for_each_reward_and_for_a_run():
+    async def scene():
+        made = policy(*(["3" + END] * 8), tokenizer=BYTES, for_training=True)
+        given = {}
+
+        async def agent(task, endpoint):
+            await ask(endpoint)
+            return 1.0, given
+
+        async with Gateway(context_tokens=256) as gateway:
+            workflow = external(agent)
+            workflow.attach(gateway)
+
+            async def attempt(names):
+                given.clear()
+                given.update(dict.fromkeys(names, 0.5))
+                return (await workflow(TASK, made, rollout_id="0", seed=1)).reward_parts
+
+            for i in range(4):
+                assert len(await attempt(f"part {i} {j}" for j in range(64))) == 64
+            with pytest.raises(AgentFailed, match="'new' would be more than the 256 names .* the same names in every"):
+                await attempt(["part 0 0", "new"])
+            assert len(await attempt(["part 0 0", "part 3 1"])) == 2  # known ones go on
+            workflow.attach(gateway)
+            with pytest.raises(AgentFailed, match="2000 names, and a reward may have 64 parts"):
+                await attempt(f"part {j}" for j in range(2000))
+            with pytest.raises(AgentFailed, match="a name has 1000 letters"):
+                await attempt(["a" * 1000])
+
+    asyncio.run(scene())
+
+
+def test_a_posted_reward_of_too_many_parts_is_refused_and_fails_the_attempt():
+    async def agent(task, endpoint):
+        await ask(endpoint)
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as http:
+            parts = {f"part {i}": 1.0 for i in range(2000)}
+            answer = await http.post(f"{endpoint.session_url}/reward", json={"reward": 1.0, "parts": parts})
+            assert answer.status_code == 400 and "at most 64" in answer.json()["error"]["message"]
+
+    with pytest.raises(AgentFailed, match="posted a reward that was refused .*at most 64"):
+        play(agent)
 
 
 @pytest.mark.parametrize(

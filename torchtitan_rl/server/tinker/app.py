@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from torchtitan_rl.server.errors import Refused
+from torchtitan_rl.server.guard import Guard
 from torchtitan_rl.server.keys import bearer
 from torchtitan_rl.server.limits import read_body
 from torchtitan_rl.server.spans import Spans
@@ -24,11 +25,14 @@ from torchtitan_rl.server.tinker.faults import Fault, answer, fault_of, server, 
 from torchtitan_rl.server.tinker.json_answers import as_json
 from torchtitan_rl.server.tinker.service import Service
 
-__all__ = ["make_app"]
+__all__ = ["guarded", "make_app"]
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+_MAX_WAITING_BYTES = 2**29
+"""Of the bodies of all requests that are being read."""
 
 
 def make_app(service: Service, api_key: str) -> FastAPI:
@@ -67,6 +71,17 @@ def make_app(service: Service, api_key: str) -> FastAPI:
     app.add_exception_handler(HTTPException, _no_route)
     app.state.spans = routes.spans
     return app
+
+
+def guarded(app: FastAPI, hosts: Collection[str] | None) -> Guard:
+    """The application behind a guard that refuses in the protocol's form; `hosts`: see `guard.allowed_hosts`."""
+    return Guard(
+        app,
+        hosts=hosts,
+        types=("application/json", "application/x-protobuf"),
+        max_waiting_bytes=_MAX_WAITING_BYTES,
+        answer=lambda refused: answer(Fault(refused.message, "user", status=refused.status)),
+    )
 
 
 class _Routes:

@@ -1,21 +1,26 @@
 // Draws curves with uPlot, several runs over each other, and looks for new points.
-const EVERY_MS = 1500, DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
+const EVERY_MS = 1500, MAX_CURVES = 64, DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 const charts = document.getElementById("charts"), said = document.getElementById("live");
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const plots = new Map();
-let state = "", newest = null;
+const inSight = new Set(); // figures: only their curves are asked for and drawn
+let state = "", newest = [];
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 async function look() {
   if (document.hidden && state) return;
+  const figures = [...inSight].slice(0, MAX_CURVES);
+  const asked = figures.map((figure) => `&metric=${encodeURIComponent(figure.dataset.metric)}`).join("");
+  const have = figures.every((figure) => figure.dataset.state === state) ? state : "";
   try {
-    const answer = await fetch(`/api/curves${charts.dataset.query}&have=${state}`);
+    const answer = await fetch(`/api/curves${charts.dataset.query}${asked}&have=${have}`);
     if (!answer.ok) throw new Error(answer.status);
     const now = await answer.json();
     if (now.charts) {
       newest = now.charts;
       draw();
+      for (const figure of figures) figure.dataset.state = now.state;
     }
     state = now.state;
     tell("live", false);
@@ -93,7 +98,10 @@ function short(value) {
   return String(+value.toPrecision(3)).replace("-", "−");
 }
 
-dark.addEventListener("change", () => newest && draw());
+dark.addEventListener("change", () => {
+  for (const figure of charts.children) figure.dataset.state = "";
+  look();
+});
 addEventListener("resize", () => {
   for (const [figure, { plot }] of plots) {
     const place = figure.querySelector(".plot");
@@ -101,6 +109,10 @@ addEventListener("resize", () => {
   }
 });
 if (charts.children.length) {
-  look();
+  const sight = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) isIntersecting ? inSight.add(target) : inSight.delete(target);
+    look();
+  }, { rootMargin: "100%" });
+  for (const figure of charts.children) sight.observe(figure);
   setInterval(look, EVERY_MS);
 } else setTimeout(() => location.reload(), 2 * EVERY_MS); // there are no metrics yet
