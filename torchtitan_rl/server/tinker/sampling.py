@@ -16,6 +16,7 @@ from torchtitan_rl.server.tinker.checkpoints import Checkpoints
 from torchtitan_rl.server.tinker.faults import user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
 from torchtitan_rl.server.tinker.samplers import Turns, Versions
+from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, SamplingParams
 
 __all__ = ["BASE_VERSION", "Sampler", "Sampling"]
@@ -193,7 +194,7 @@ class Sampling:
     def _params(self, asked: SamplingBody, prompt_tokens: int, index: int) -> SamplingParams:
         """How sample `index` of a request is drawn: samples of a request have streams of their own."""
         room = self._context_tokens - prompt_tokens
-        seed = secrets.randbits(62) if asked.seed is None else (asked.seed + index * 0x9E3779B97F4A7C15) % 2**63
+        seed = secrets.randbits(62) if asked.seed is None else stream(asked.seed, index)
         stops = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop or [])
         if len(stops) > _MAX_STOPS or "" in stops:
             raise user(f"stop: has an empty text, or more than {_MAX_STOPS}; give what ends a completion")
