@@ -7,22 +7,38 @@ are described by `model.json`. Everything is found again after a restart.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from torchtitan_rl.server.tinker.faults import Fault, user
 
 __all__ = ["Checkpoint", "Checkpoints", "ModelRecord", "KINDS"]
+
+logger = logging.getLogger(__name__)
 
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """The part of a path -> the protocol's word."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}")
 _SCHEME = "tinker://"
+
+
+def _moment(text: str) -> str:
+    """Raises ValueError unless the text is a moment with a time zone: one without cannot be compared."""
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("has no time zone")
+    return text
+
+
+_Moment = Annotated[str, AfterValidator(_moment)]
+"""A moment in ISO 8601, with a time zone."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,9 +68,9 @@ class Checkpoint:
     kind: str
     """A key of `KINDS`."""
     name: str
-    time: str
+    time: _Moment
     size_bytes: int = 0
-    expires_at: str | None = None
+    expires_at: _Moment | None = None
     user_metadata: dict[str, Any] | None = None
 
     @property
@@ -73,6 +89,9 @@ class Checkpoint:
             "user_metadata": self.user_metadata,
             "expires_at": self.expires_at,
         }
+
+
+_RECORD, _MODEL_RECORD = TypeAdapter(Checkpoint), TypeAdapter(ModelRecord)
 
 
 class Checkpoints:
@@ -172,31 +191,46 @@ class Checkpoints:
         """The models that have been, the last used first."""
         found = []
         for file in self.root.glob("*/model.json"):
-            try:
-                found.append(ModelRecord(**json.loads(file.read_text())))
-            except (OSError, ValueError, TypeError):
-                continue  # is being written, or was cut off
+            if (record := self._record(file)) is not None:
+                found.append(record)
         return sorted(found, key=lambda record: record.last_request, reverse=True)
 
     def model(self, model_id: str) -> ModelRecord | None:
         if not _MODEL_ID.fullmatch(model_id):
             return None
+        return self._record(self.root / model_id / "model.json")
+
+    def _record(self, file: Path) -> ModelRecord | None:
+        """The model that a file describes; None where there is none, and for a damaged one, with a log line."""
         try:
-            return ModelRecord(**json.loads((self.root / model_id / "model.json").read_text()))
-        except (OSError, ValueError, TypeError):
+            return _MODEL_RECORD.validate_json(file.read_bytes())
+        except OSError:
+            return None
+        except ValidationError as error:
+            logger.warning("%s: is damaged, and its model is left out: %s", file, _first(error))
             return None
 
     def _read(self, directory: Path) -> Checkpoint | None:
-        """The checkpoint in a directory; None where there is none, or it has expired, which deletes it."""
+        """The checkpoint in a directory; None where there is none, or it has expired, which deletes it. One whose
+        record is damaged is none, and a log line says so."""
+        file = directory / "checkpoint.json"
         try:
-            content = json.loads((directory / "checkpoint.json").read_text())
-            checkpoint = Checkpoint(**content | {"model": ModelRecord(**content["model"])})
-        except (OSError, ValueError, TypeError, KeyError):
+            checkpoint = _RECORD.validate_json(file.read_bytes())
+        except OSError:
+            return None
+        except ValidationError as error:
+            logger.warning("%s: is damaged, and its checkpoint is left out: %s", file, _first(error))
             return None
         if checkpoint.expires_at is not None and datetime.fromisoformat(checkpoint.expires_at) <= datetime.now(UTC):
             shutil.rmtree(directory, ignore_errors=True)
             return None
         return checkpoint
+
+
+def _first(error: ValidationError) -> str:
+    """What a damaged record has wrong first."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or 'JSON'}: {first['msg']}"
 
 
 def _write_json(file: Path, content: dict) -> None:
