@@ -11,7 +11,7 @@ import torch
 from torchtitan_rl.server.tinker import losses, wire
 from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, OptimStepBody, SaveWeightsBody
 from torchtitan_rl.server.tinker.checkpoints import Checkpoint, ModelRecord
-from torchtitan_rl.server.tinker.faults import user
+from torchtitan_rl.server.tinker.faults import fault_of, user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
 from torchtitan_rl.server.tinker.models import Model, Models, json_answer, quietly, ready
 from torchtitan_rl.server.tinker.samplers import Versions
@@ -32,10 +32,9 @@ class ModelRequests:
     def create_from(self, body: LoadWeightsBody) -> str:
         """A new model with the weights of a checkpoint. Returns the id of the future."""
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
-        request_id = f"{model_id}:0"
+        request_id = f"create/{model_id}"
         if request_id in self._futures:
             return request_id
-        self._futures.reserve(request_id)
         try:
             checkpoint, directory = self._checkpoints.find(body.path, "weights")
             saved = checkpoint.model
@@ -51,10 +50,9 @@ class ModelRequests:
                 record = self._models.accepted(record)
             added = self._models.add(record, str(body.session_id), 0)
         except Exception as error:
-            self._futures.fail(request_id, error)
-        else:
-            loading = self._added_and_loaded(added, self._models.live[model_id], directory, body.optimizer)
-            self._futures.start(request_id, loading)
+            return self._futures.refuse(fault_of(error))
+        loading = self._added_and_loaded(added, self._models.live[model_id], directory, body.optimizer)
+        self._futures.start(request_id, loading)
         return request_id
 
     async def _added_and_loaded(self, added: Awaitable, model: Model, directory: Path, optimizer: bool) -> Answer:
@@ -75,7 +73,7 @@ class ModelRequests:
             output = self._trainer.forward_backward(data, loss.function, loss_config=arguments, temperature=1.0)
             return _outputs(output, given, None)
 
-        return self._models.submit(asked.model_id, asked.seq_id, start)
+        return self._models.submit(asked.model_id, asked.seq_id, start, nbytes=asked.nbytes)
 
     def step(self, body: OptimStepBody) -> str:
         """An optimizer step."""

@@ -18,9 +18,7 @@ SEEDS, SAMPLES, TOKENS, VOCABULARY = 20, 16, 24, 64
 
 def sampling():
     """No request is made: the streams are a function of seed and index."""
-    return Sampling(
-        None, None, None, None, base_model="tiny", context_tokens=64, vocab_size=VOCABULARY, max_parallel=0
-    )
+    return Sampling(None, None, None, None, base_model="tiny", context_tokens=64, vocab_size=VOCABULARY, max_parallel=0)
 
 
 def drawn(seed):
