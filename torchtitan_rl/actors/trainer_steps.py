@@ -17,6 +17,7 @@ from torchtitan_rl.model.residency import Part
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights.exchange import WeightExchange
+from torchtitan_rl.weights.finite import NotFinite
 
 __all__ = ["TrainerSteps", "require"]
 
@@ -72,10 +73,11 @@ class TrainerSteps:
         set_pg_timeouts(timedelta(seconds=self.config.comm.train_timeout_seconds), self.parallel_dims)
         self._took_step = True
 
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
-        """Publishes this policy version to the store, parameters cast to `dtype`. Returns the version."""
-        await self.exchange.push(self.policy_version, dtype, transport, verify)
-        return self.policy_version
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int | NotFinite:
+        """Publishes this policy version to the store, parameters cast to `dtype`. Returns the version, or which tensor
+        is not finite; then nothing is published."""
+        first = await self.exchange.push(self.policy_version, dtype, transport, verify)
+        return NotFinite(version=self.policy_version, tensor=first) if first else self.policy_version
 
 
 def require(operation: str, role: str, parts: Mapping[str, Any]) -> None:
