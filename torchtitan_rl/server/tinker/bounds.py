@@ -10,7 +10,7 @@ from typing import Any
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
-from torchtitan_rl.server.tinker.faults import user
+from torchtitan_rl.server.tinker.faults import Fault, user
 
 __all__ = [
     "MAX_ENTRIES",
@@ -49,14 +49,20 @@ def decompressed(body: bytes, encoding: str | None, max_bytes: int) -> bytes:
         raise user(f"Content-Encoding={encoding[:40]!r}: is not known; use zstd, or none", status=415)
     parts, size = [], 0
     try:
+        if zstandard.frame_content_size(body) > max_bytes:  # -1 where the frame does not say
+            raise _too_long(max_bytes)
         reader = zstandard.ZstdDecompressor(max_window_size=max(max_bytes, 2**10)).stream_reader(body)
         while part := reader.read(_CHUNK):
             parts.append(part)
             if (size := size + len(part)) > max_bytes:
-                raise user(f"body: is longer than {max_bytes} bytes without zstd; send fewer datums", status=413)
+                raise _too_long(max_bytes)
     except zstandard.ZstdError as error:
         raise user(f"body: is not what zstd writes in windows of {max_bytes} bytes ({error}); send it again") from error
     return b"".join(parts)
+
+
+def _too_long(max_bytes: int) -> Fault:
+    return user(f"body: is longer than {max_bytes} bytes without zstd; send fewer datums", status=413)
 
 
 def check_json(body: bytes) -> None:

@@ -1,11 +1,13 @@
 """What models have saved, on disk: `ROOT/MODEL/weights/NAME`, to train on, and `ROOT/MODEL/sampler_weights/NAME`.
 
-A checkpoint is a directory with `checkpoint.json`, which is written last: a directory without it was cut off. Models
-are described by `model.json`. Everything is found again after a restart.
+A checkpoint is a directory with `checkpoint.json`, which is written last: a directory without it was cut off.
+`files.json` has a checksum of every other file, which is compared before the checkpoint is loaded. Models are described
+by `model.json`. Everything is found again after a restart.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -18,6 +20,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from torchtitan_rl.server.tinker.faults import Fault, user
+from torchtitan_rl.weights.checkpoint import checksums, damage, has_checksums, write_checksums
 
 __all__ = ["Checkpoint", "Checkpoints", "ModelRecord", "KINDS"]
 
@@ -120,8 +123,18 @@ class Checkpoints:
         writing.mkdir(parents=True)
         return writing
 
-    def commit(self, record: ModelRecord, kind: str, name: str, *, ttl_s: int | None, metadata: Any) -> Checkpoint:
-        """Makes a checkpoint of what `begin` gave and was written into."""
+    def commit(
+        self,
+        record: ModelRecord,
+        kind: str,
+        name: str,
+        *,
+        ttl_s: int | None,
+        metadata: Any,
+        files: dict[str, list] | None = None,
+    ) -> Checkpoint:
+        """Makes a checkpoint of what `begin` gave and was written into. `files`: checksums that are known already, see
+        `weights.checkpoint.checksums`; `commit` computes the others."""
         final = self.directory(record.model_id, kind, name)
         writing, now = final.with_name(f".{name}.writing"), datetime.now(UTC)
         checkpoint = Checkpoint(
@@ -133,6 +146,9 @@ class Checkpoints:
             expires_at=None if ttl_s is None else (now + timedelta(seconds=ttl_s)).isoformat(),
             user_metadata=metadata,
         )
+        known = files or {}
+        others = [f for f in sorted(writing.rglob("*")) if f.is_file() and str(f.relative_to(writing)) not in known]
+        write_checksums(writing, known | checksums(writing, others))
         self.describe(record)
         _write_json(writing / "checkpoint.json", asdict(checkpoint))
         shutil.rmtree(final, ignore_errors=True)
@@ -159,6 +175,14 @@ class Checkpoints:
         if (found := self._read(directory)) is None:
             raise user(f"path={path[:160]!r}: there is no such checkpoint; list_user_checkpoints names those there are")
         return found, directory
+
+    async def require_intact(self, directory: Path) -> None:
+        """Raises Fault for a checkpoint whose files are not what was written. One of an older server has no checksums:
+        it is used, and a log line says so."""
+        if not has_checksums(directory):
+            return logger.warning("%s: was saved without checksums by an older server; it is used unchecked", directory)
+        if found := await asyncio.to_thread(damage, directory):
+            raise user(f"checkpoint is damaged: {found}; use another one")
 
     def remove(self, model_id: str, checkpoint_id: str) -> None:
         """Deletes a checkpoint. Raises Fault (404) for one that is not there."""

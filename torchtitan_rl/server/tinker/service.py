@@ -86,7 +86,11 @@ class Service:
         self.served, self.limits = served, limits
         self.futures, self.checkpoints = Futures(), Checkpoints(directory / "models")
         self._versions = Versions(
-            versions, max_published=limits.max_published, max_spooled=limits.max_spooled, spool=directory / "spool"
+            versions,
+            self.checkpoints,
+            max_published=limits.max_published,
+            max_spooled=limits.max_spooled,
+            spool=directory / "spool",
         )
         self.policy_versions, self._generator = versions, generator
         self.models = Models(
