@@ -118,11 +118,11 @@ def zeroed_blocks() -> Iterator[None]:
     Attention reads whole blocks and masks what a request has not written: 0 times a NaN or an infinity that a request
     before left there is NaN. Other numbers change nothing, so what is computed from finite caches stays the same."""
     original = KVCacheConfig.needs_kv_cache_zeroing
-    KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)  # type: ignore[misc]
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)
     try:
         yield
     finally:
-        KVCacheConfig.needs_kv_cache_zeroing = original  # type: ignore[misc]
+        KVCacheConfig.needs_kv_cache_zeroing = original
 
 
 @contextmanager
