@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import torch
 
 from torchtitan_rl.weights import layout, piece_server
+from torchtitan_rl.weights.finite import FiniteCheck
 from torchtitan_rl.weights.pieces import Box, HeadRows, PieceManifest
 from torchtitan_rl.weights.sharded_pull import pull
 from torchtitan_rl.weights.sharded_push import Publisher, write_pieces
@@ -69,7 +70,7 @@ def publish(directory: Path, rank: int, ranks: int, mebibytes: int) -> None:
         rows = -(-shape[0] // ranks)
         box = Box((0,) * len(shape), shape).rows(min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0]))
         held[name] = Held(shape, box, values(name, box, shape), _HEADS if "wqkv" in name else None)
-    source = write_pieces(exchange, rank, 7, held, dict.fromkeys(held, torch.bfloat16), {})
+    source = write_pieces(exchange, rank, 7, held, dict.fromkeys(held, torch.bfloat16), {}, FiniteCheck())
     (directory / f"writing-{rank}").write_bytes(pickle.dumps(source))
     (directory / f"writing-{rank}").rename(directory / f"source-{rank}")
     signal.pause()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput, Request
+from torchtitan_rl.weights.finite import NotFinite
 
 __all__ = [
     "GENERATOR_PARTS",
@@ -80,8 +81,8 @@ class TrainerOperations(Protocol):
     # Weights, through the store.
 
     @needs("model")
-    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
-        """Publishes the policy version for generators. Returns the version."""
+    def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int | NotFinite:
+        """Publishes the policy version for generators. Returns the version, or which tensor is not finite."""
 
     def discard_weights(self, version: int | str) -> None:
         """Frees the memory of a published version."""

@@ -14,6 +14,7 @@ from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
+from torchtitan_rl.weights.finite import NotFinite
 
 __all__ = ["PolicyTrainer"]
 
@@ -83,7 +84,7 @@ class PolicyTrainer(Actor):
     # Weights, through the store.
 
     @endpoint
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int | NotFinite:
         return await self.rank.push_weights(dtype, transport, verify)
 
     @endpoint

@@ -26,6 +26,7 @@ from torchtitan_rl.model.scoring import score
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights.exchange import WeightExchange
+from torchtitan_rl.weights.finite import NotFinite
 from torchtitan_rl.weights.role_copies import RoleCopies
 from torchtitan_rl.weights.versioned import VersionedStore
 
@@ -194,10 +195,11 @@ class TrainerRank:
     # Weights, through the store.
 
     @implements(TrainerOperations.push_weights)
-    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
-        """Publishes this policy version, parameters cast to `dtype`. Returns the version."""
-        await self.exchange.push(self.policy_version, dtype, transport, verify)
-        return self.policy_version
+    async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int | NotFinite:
+        """Publishes this policy version to the store, parameters cast to `dtype`. Returns the version, or which tensor
+        is not finite; then nothing is published."""
+        first = await self.exchange.push(self.policy_version, dtype, transport, verify)
+        return NotFinite(version=self.policy_version, tensor=first) if first else self.policy_version
 
     @implements(TrainerOperations.discard_weights)
     def discard_weights(self, version: int | str) -> None:

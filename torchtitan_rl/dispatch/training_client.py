@@ -20,6 +20,7 @@ from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.types import Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
 from torchtitan_rl.types.refusals import refuse_lengths, refuse_rows
+from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
 __all__ = ["TrainingClient"]
 
@@ -134,8 +135,16 @@ class TrainingClient:
         return self._call(TrainerOperations.freeze_untrained)
 
     async def push_weights(self, dtype: torch.dtype, transport: str, verify: bool) -> int:
-        """Pushes the current policy version and returns it. `dispatch.versions.PolicyVersions.publish` calls this."""
-        return await self._call(TrainerOperations.push_weights, dtype, transport, verify)
+        """Pushes the current policy version and returns it. `dispatch.versions.PolicyVersions.publish` calls this.
+        Raises WeightsNotFinite, and publishes nothing, for weights with a NaN or an infinity."""
+        answers = await self._on_each(TrainerOperations.push_weights, dtype, transport, verify)
+        for answer in answers:  # the rank that publishes has looked
+            if isinstance(answer, NotFinite):
+                await self.discard_weights(answer.version)
+                raise WeightsNotFinite(answer)
+        if len(set(answers)) > 1:
+            raise RuntimeError(f"{self._mesh.role}.push_weights: ranks disagree: {answers}")
+        return answers[0]
 
     async def discard_weights(self, version: int | str) -> None:
         await self._mesh.call_all(TrainerOperations.discard_weights, version)

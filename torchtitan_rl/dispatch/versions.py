@@ -6,11 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.weights import layout
+from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite, is_finite
 
 __all__ = ["PolicyVersions"]
 
@@ -62,9 +64,15 @@ class PolicyVersions(VersionHolders):
 
     async def publish_file(self, version: int, file: Path, holder: str) -> None:
         """Publishes, as `version`, parameters that `save` wrote, and pins the version for `holder`. A version that is
-        published already is only pinned."""
+        published already is only pinned. Raises ValueError for a file that is none of these, and WeightsNotFinite."""
         if version not in self._holders:
-            tensors = load_file(str(file))
+            try:
+                tensors = load_file(str(file))
+            except SafetensorError as error:
+                raise ValueError(f"{file}: is no safetensors file ({error}); use another one") from error
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point() and not is_finite(tensor):
+                    raise WeightsNotFinite(NotFinite(version=version, tensor=name))
             entries = ((name, tensor.shape, tensor.dtype, True) for name, tensor in tensors.items())
             manifest = layout.plan(version, entries, None)
             payload = torch.zeros(manifest.nbytes, dtype=torch.uint8)

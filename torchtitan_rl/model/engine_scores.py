@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from torchtitan_rl.types import Request, Scores
 
-__all__ = ["scoring_params", "scores"]
+__all__ = ["scoring_params", "scores", "has_nan"]
 
 
 def scoring_params(request: Request) -> EngineSamplingParams:
@@ -44,6 +45,16 @@ def scores(output: Any, request: Any) -> Scores | tuple[torch.Tensor, torch.Tens
         torch.tensor([[token for token, _ in row] for row in rows]),
         torch.tensor([[logprob for _, logprob in row] for row in rows]),
     )
+
+
+def has_nan(output: Any) -> bool:
+    """Whether a finished `RequestOutput` has a NaN for a token that it sampled or scored."""
+    if output.prompt_logprobs is None:
+        sampled = output.outputs[0]
+        return any(math.isnan(e[token].logprob) for token, e in zip(sampled.token_ids, sampled.logprobs, strict=True))
+    scored = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    cached = output.num_cached_tokens or 0
+    return any(math.isnan(entry[token].logprob) for token, entry in islice(scored, cached, None))
 
 
 def _likeliest(entry: dict, top_k: int) -> list[tuple[int, float]]:

@@ -26,7 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model import vllm_internals
-from torchtitan_rl.model.engine_scores import scores, scoring_params
+from torchtitan_rl.model.engine_scores import has_nan, scores, scoring_params
 from torchtitan_rl.model.generator_plan import whole_parameters
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
@@ -74,6 +74,8 @@ class EngineSteps(ABC):
         self._in_flight: dict[str, _InFlight] = {}
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
         self._asleep: set[str] = set()
+        self._spoiled = False
+        """Whether a request had a NaN since the prefix cache was emptied."""
         self._current: list[Future] = []
         """Futures of the command being executed."""
         self._do: dict[str, Callable[[Any, list[Future]], None]] = {"add": self._add_all, "load": self._load_staged}
@@ -139,6 +141,8 @@ class EngineSteps(ABC):
         for output in self._engine.step() if self._engine.has_unfinished_requests() else ():
             if output.finished:
                 self._finish(output)
+        if self._spoiled and not self._engine.has_unfinished_requests():
+            self._spoiled = not self._engine.reset_prefix_cache()  # no later request reads what a NaN was computed from
 
     def _next(self) -> tuple[Command, list[Future]]:
         command, futures = Command(), []
@@ -191,8 +195,18 @@ class EngineSteps(ABC):
 
     def _finish(self, output) -> None:
         request = self._in_flight.pop(output.request_id)
+        undefined = has_nan(output)
+        self._spoiled = self._spoiled or undefined  # on every rank: their caches stay alike
         if request.future is None:
             return
+        if undefined:
+            version = request.version_starts[-1][1]
+            return request.future.set_exception(
+                ValueError(
+                    f"policy_version={version}: its weights give NaN as a log-probability after a prompt of "
+                    f"{len(output.prompt_token_ids)} tokens; sample from another version"
+                )
+            )
         scored = output.prompt_logprobs is not None
         answer = scores(output, request) if scored else completion(output, request.version_starts)
         request.future.set_result(answer)

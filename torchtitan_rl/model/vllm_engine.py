@@ -117,6 +117,7 @@ class Engine(EngineSteps):
         with (
             vllm_internals.private_shared_memory(),
             vllm_internals.nameless_semaphores(),
+            vllm_internals.zeroed_blocks(),
             vllm_internals.chosen_model_runner(self._config.model_runner),
         ):
             engine = LLMEngine.from_engine_args(args)

@@ -15,6 +15,7 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `_CPUSHMDistributed.make_group_name` | CPU ranks | not used on a GPU |
 | `runner.sampler.topk_topp_sampler.forward` | replaced in `sampling_noise.py` | draws by seed and position itself |
 | `runner.input_batch`: `logitsprocs`, `num_tokens_no_spec`, `num_prompt_tokens` | read in `sampling_noise.py` | no |
+| `KVCacheConfig.needs_kv_cache_zeroing` | replaced while an engine is built | as V1 |
 | `torch.ops._C.fused_gumbel_argmax` | called in `sampling_noise.py`, on a CPU | no |
 
 `vllm_model`'s `load_weights` and vLLM's `reload_weights` copy into the existing parameters. A captured CUDA graph holds
@@ -34,6 +35,7 @@ from typing import Any
 import torch
 from torchtitan.protocols.model_spec import ModelSpec
 from vllm import LLMEngine, envs
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from torchtitan_rl import platform
 
@@ -46,6 +48,7 @@ __all__ = [
     "num_sampled",
     "from_leader",
     "shut_down",
+    "zeroed_blocks",
     "private_shared_memory",
     "nameless_semaphores",
 ]
@@ -123,6 +126,21 @@ def nameless_semaphores() -> Iterator[None]:
         yield
     finally:
         multiprocessing.set_start_method(method, force=True)
+
+
+@contextmanager
+def zeroed_blocks() -> Iterator[None]:
+    """Makes an engine that is built in this context zero a block of the attention cache before a request gets it, as
+    vLLM does for models with a state.
+
+    Attention reads whole blocks and masks what a request has not written: 0 times a NaN or an infinity that a request
+    before left there is NaN. Other numbers change nothing, so what is computed from finite caches stays the same."""
+    original = KVCacheConfig.needs_kv_cache_zeroing
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)
+    try:
+        yield
+    finally:
+        KVCacheConfig.needs_kv_cache_zeroing = original
 
 
 @contextmanager

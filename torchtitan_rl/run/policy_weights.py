@@ -8,6 +8,7 @@ from pathlib import Path
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.run.numeric_guard import pull_newest
 
 __all__ = ["PolicyWeights"]
 
@@ -27,7 +28,7 @@ class PolicyWeights:
 
     async def publish(self) -> int:
         """Sends the policy's weights to every generator. Returns their version."""
-        return await self._generator.pull_newest()
+        return await pull_newest(self._generator)
 
     async def copy_to(self, role: str) -> None:
         """`role` takes over the policy's weights, bit for bit, through the store."""

@@ -36,6 +36,9 @@ __all__ = [
     "write_json",
     "read_state",
     "checksums",
+    "has_checksums",
+    "write_checksums",
+    "damage",
     "commit",
     "mark",
     "problem",
@@ -163,7 +166,7 @@ def commit(written: Path, checkpoint: Path, state: dict, files: dict[str, list])
     others = [f for f in sorted(written.rglob("*")) if f.is_file() and str(f.relative_to(written)) not in files]
     for file in others:
         _sync(file)
-    write_json(written / _FILES, files | checksums(written, others))
+    write_checksums(written, files | checksums(written, others))
     for directory in (written, *(d for d in written.rglob("*") if d.is_dir())):
         _sync(directory)
     remove(checkpoint)
@@ -182,13 +185,35 @@ def problem(checkpoint: Path) -> str:
     """Why a checkpoint cannot be used: the first file that is missing, or whose content is not what was written; empty
     when all is well. A missing marker is no problem: `commit` writes the marker when all files are on disk."""
     try:
-        files = json.loads((checkpoint / _FILES).read_text())
         json.loads((checkpoint / _STATE).read_text())
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except ValueError as error:
         return f"{checkpoint}: {_FILES} or {_STATE} is not JSON ({error})"
-    for name, (size, xxh3) in files.items():
+    return damage(checkpoint)
+
+
+def has_checksums(directory: Path) -> bool:
+    """Whether `write_checksums` has written into a directory."""
+    return (directory / _FILES).exists()
+
+
+def write_checksums(directory: Path, files: dict[str, list]) -> None:
+    """Writes down what `checksums` gave of a directory's files, for `damage`."""
+    write_json(directory / _FILES, files)
+
+
+def damage(checkpoint: Path) -> str:
+    """The first file of a directory that is missing, or whose content is not what `write_checksums` wrote down; empty
+    when all is well."""
+    try:
+        files = json.loads((checkpoint / _FILES).read_text())
+        entries = [(name, int(size), str(xxh3)) for name, (size, xxh3) in files.items()]
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, TypeError, AttributeError) as error:
+        return f"{checkpoint}: {_FILES} is not what was written ({error})"
+    for name, size, xxh3 in entries:
         file = checkpoint / name
         if not file.is_file():
             return f"{file}: is missing"

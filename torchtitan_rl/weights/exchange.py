@@ -10,6 +10,7 @@ from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.sharding import plain_name
 from torchtitan_rl.weights import layout, sharded_push
+from torchtitan_rl.weights.finite import FiniteCheck
 from torchtitan_rl.weights.versioned import VersionedStore
 
 __all__ = ["WeightExchange"]
@@ -39,9 +40,12 @@ class WeightExchange:
 
     async def push(
         self, version: int | str, dtype: torch.dtype | None, transport: str, verify: bool, *, only: str | None = None
-    ) -> None:
+    ) -> str:
         """Publishes the weights as `version`, adapters merged in: a policy version, or a name for another trainer role.
-        Parameters are cast to `dtype`; None keeps the trainer's. `only` names the one tensor to publish."""
+        Parameters are cast to `dtype`; None keeps the trainer's. `only` names the one tensor to publish.
+
+        Weights that are not finite are not published: the answer of the rank that would publish is the name of the
+        first such tensor. Empty: all is well, or another rank looks."""
         if transport == "store":
             return await sharded_push.push(self, version, dtype, only)
         state, adapters = self.base_and_adapters()
@@ -50,18 +54,23 @@ class WeightExchange:
         tensors = ((name, t.shape, t.dtype, name not in self.buffer_names) for name, t in state.items())
         manifest = layout.plan(version, tensors, dtype)
         publisher = dist.get_rank() == 0
-        handle, payload = "", None
+        handle, payload, check = "", None, FiniteCheck()
         if publisher:
             handle, payload = self.buffers.take(version, manifest.nbytes)
         for name, tensor in state.items():
             # Collective: every rank takes part, rank 0 uses the result.
             weight = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if publisher:
-                layout.write(payload, manifest, name, lora.merge(name, weight, adapters) if adapters else weight)
+                merged = lora.merge(name, weight, adapters) if adapters else weight
+                layout.write(payload, manifest, name, merged)
+                check.add(name, merged, manifest.entries[name].view(payload))
         if publisher:
             if self.device.type == "cuda":  # one wait for all asynchronous copies
                 torch.cuda.current_stream().synchronize()
+            if first := check.first():
+                return first
             await self.store.publish(manifest, payload, handle=handle, verify=verify)
+        return ""
 
     def discard_weights(self, version: int | str) -> None:
         """Frees a published version's segment for the next publication."""

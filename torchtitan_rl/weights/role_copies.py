@@ -25,7 +25,7 @@ class RoleCopies:
 
     async def push_copy(self, transport: str) -> None:
         """Publishes the weights in the trainer's dtype, adapters merged in, for another trainer role to pull."""
-        await self.exchange.push(_COPY, None, transport, True)
+        self._require_finite(await self.exchange.push(_COPY, None, transport, True))
 
     async def pull_copy(self) -> None:
         """Loads the weights that another role published by `push_copy`; the roles' layouts may differ. A critic keeps
@@ -43,7 +43,14 @@ class RoleCopies:
         """Publishes the head's weight in the trainer's dtype, for another trainer role to hold as a teacher's head."""
         if self.rank.role == "critic":
             raise ValueError("role='critic': has a value head, which no policy can learn from; copy another role's")
-        await self.exchange.push(_HEAD, None, transport, True, only=_HEAD_WEIGHT)
+        self._require_finite(await self.exchange.push(_HEAD, None, transport, True, only=_HEAD_WEIGHT))
+
+    def _require_finite(self, not_finite: str) -> None:
+        if not_finite:
+            raise RuntimeError(
+                f"{self.rank.role}: {not_finite} has a NaN or an infinity, so no other role gets these weights; go on "
+                "from an earlier checkpoint"
+            )
 
     async def pull_head(self) -> None:
         """Holds the head that another role published by `push_head`: each tensor-parallel rank a vocabulary slice."""

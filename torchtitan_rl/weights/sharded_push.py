@@ -11,6 +11,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.held_state import held_state
 from torchtitan_rl.weights import layout
+from torchtitan_rl.weights.finite import FiniteCheck
 from torchtitan_rl.weights.piece_server import PieceServer, own_host
 from torchtitan_rl.weights.pieces import Box, Piece, PieceManifest, Source, check_complete, owners
 from torchtitan_rl.weights.trainer_shards import Held, aliases_of, entries_of, held_tensors, pieces_of
@@ -37,10 +38,11 @@ class Publisher:
             self.server.close()
 
 
-async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, only: str | None) -> None:
+async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, only: str | None) -> str:
     """Publishes `version` of a `WeightExchange` in pieces; see its `push`. Every rank of the mesh makes the same call.
 
     Adapters are merged box by box: a rank gathers whole adapters, and no whole weight. Each piece has a checksum.
+    Weights that are not finite are not published; rank 0's answer is then the name of such a tensor, else empty.
     Raises RuntimeError when the ranks' shards do not make up the model.
     """
     state = held_state(exchange.model)
@@ -54,15 +56,20 @@ async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, onl
         for name, tensor in held.items()
     }
     owned = {name: held[name] for name in held if name in _owned(exchange.pieces, held, dtypes)}
-    source = write_pieces(exchange, dist.get_rank(), version, owned, dtypes, adapters)
-    sources: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(source, sources)  # every rank's pieces are there before the version exists
-    if sources is not None:
+    check = FiniteCheck()
+    source = write_pieces(exchange, dist.get_rank(), version, owned, dtypes, adapters, check)
+    of_ranks: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((source, check.first()), of_ranks)  # every rank's pieces are there before the version exists
+    if of_ranks is not None:
+        sources = [source for source, _ in of_ranks]
+        if first := next((first for _, first in of_ranks if first), ""):
+            return first
         entries = {part: entry for name in held for part, entry in entries_of(name, held[name], dtypes[name]).items()}
         entries |= {name: entries[kept] for name, kept in aliases.items()}
         entries = entries if only is None else {only: entries[only]}
         manifest = PieceManifest(version=version, entries=entries, aliases=aliases, sources=sources)
         await exchange.store.publish(manifest, None, handle="", verify=False)
+    return ""
 
 
 def _owned(publisher: Publisher, held: dict[str, Held], dtypes: dict[str, torch.dtype]) -> set[str]:
@@ -85,8 +92,9 @@ def write_pieces(
     owned: dict[str, Held],
     dtypes: dict[str, torch.dtype],
     adapters: lora.Adapters,
+    check: FiniteCheck,
 ) -> Source:
-    """Writes a trainer rank's pieces into a segment of a `WeightExchange` and serves them."""
+    """Writes a trainer rank's pieces into a segment of a `WeightExchange` and serves them. `check` looks at each."""
     cuts: list[tuple[str, Box, Piece]] = []
     end = 0
     for name, tensor in owned.items():
@@ -101,6 +109,7 @@ def write_pieces(
         place = buffer[piece.start : piece.start + piece.nbytes].view(dtypes[name]).view(box.shape)
         # Cast on the CUDA device: that may halve the bytes copied.
         place.copy_(values.to(place.dtype) if values.is_cuda else values, non_blocking=True)
+        check.add(name, values, place)
     platform.wait_for_copies()
     pieces = [
         piece._replace(checksum=layout.checksum(buffer[piece.start : piece.start + piece.nbytes]))

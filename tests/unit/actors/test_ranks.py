@@ -64,3 +64,26 @@ def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkey
     asyncio.run(exchange.push(3, torch.bfloat16, "shared_memory", True))
     assert happened == ["waited", ("published", [1.0, 2.0], True)]
     exchange.close()
+
+
+def test_weights_that_are_not_finite_are_named_and_never_published(monkeypatch):
+    """Finite in the trainer's float32, infinite in the generators' bfloat16."""
+    published = []
+
+    class Store:
+        async def publish(self, manifest, payload, *, handle, verify):
+            published.append(manifest.version)
+
+    state = {"a": torch.ones(2), "b": torch.tensor([1.0, 3.4e38])}
+    exchange = WeightExchange(
+        SimpleNamespace(named_buffers=lambda: [], state_dict=lambda: state),
+        n_kv_heads=1,
+        config=TrainerConfig(),
+        device=SimpleNamespace(type="cpu"),
+        store=Store(),
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    assert asyncio.run(exchange.push(3, torch.float32, "shared_memory", True)) == ""
+    assert asyncio.run(exchange.push(4, torch.bfloat16, "shared_memory", True)) == "b"
+    assert published == [3]
+    exchange.close()

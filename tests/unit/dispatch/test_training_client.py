@@ -1,5 +1,7 @@
 """What comes back from ranks, in the order of the data, and the calls refused before any rank hears of them."""
 
+import asyncio
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.dispatch.microbatches import plan_microbatches
 from torchtitan_rl.dispatch.training_client import TrainingClient, _agreed, _merge
 from torchtitan_rl.types import Accumulated, Datum, OptimStepOutput
+from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
 
 def datum(length, loss_mask=None):
@@ -184,3 +187,34 @@ def test_a_rank_that_answers_with_too_few_rows_is_named():
             [datum(1), datum(1)],
             who="policy.forward",
         )
+
+
+class _Mesh:
+    """What `push_weights` and `discard_weights` of the ranks answer."""
+
+    role, data_parallel_size = "policy", 2
+
+    def __init__(self, *answers):
+        self.answers, self.discarded = list(answers), []
+
+    async def call_each(self, endpoint, *args):
+        return self.answers
+
+    async def call_all(self, endpoint, version):
+        self.discarded.append(version)
+
+
+def test_a_version_that_one_rank_found_not_finite_is_discarded_and_named():
+    def push(*answers):
+        mesh = _Mesh(*answers)
+        client = TrainingClient(mesh, max_tokens_per_microbatch=8, max_datum_tokens=8, temperature=1.0, vocab_size=64)
+        return mesh, asyncio.run(client.push_weights(torch.float32, "store", True))
+
+    assert push(7, 7)[1] == 7
+    with pytest.raises(RuntimeError, match="ranks disagree: \\[7, 8\\]"):
+        push(7, 8)
+    mesh = _Mesh(NotFinite(version=7, tensor="norm.weight"), 7)
+    client = TrainingClient(mesh, max_tokens_per_microbatch=8, max_datum_tokens=8, temperature=1.0, vocab_size=64)
+    with pytest.raises(WeightsNotFinite, match="policy_version=7: norm.weight has a NaN or an infinity"):
+        asyncio.run(client.push_weights(torch.float32, "store", True))
+    assert mesh.discarded == [7]

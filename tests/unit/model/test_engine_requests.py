@@ -12,7 +12,7 @@ from torchtitan_rl.types import Request, SamplingParams
 
 adapters.prepare_vllm(eager=True)
 
-from torchtitan_rl.model.engine_scores import scores  # noqa: E402
+from torchtitan_rl.model.engine_scores import has_nan, scores  # noqa: E402
 from torchtitan_rl.model.engine_steps import EngineSteps, completion, engine_params  # noqa: E402
 from torchtitan_rl.model.spec import build_spec  # noqa: E402
 
@@ -119,3 +119,23 @@ def test_requests_of_all_calls_that_wait_are_admitted_before_the_next_step():
     assert engine.seen == [6]
     engine._iterate()
     assert engine.seen == [6, 6]
+
+
+def test_a_nan_is_seen_in_what_was_sampled_or_scored_and_not_in_what_the_cache_covers():
+    nan = float("nan")
+
+    def sampled(*logprobs):
+        entries = [{i: scored(logprob, 1), 99: scored(nan, 2)} for i, logprob in enumerate(logprobs)]
+        output = SimpleNamespace(token_ids=list(range(len(logprobs))), logprobs=entries)
+        return SimpleNamespace(prompt_logprobs=None, outputs=[output])
+
+    def prompt(cached, *logprobs):
+        entries = [None, *({7: scored(logprob, 1)} for logprob in logprobs)]
+        return SimpleNamespace(
+            prompt_token_ids=[7] * len(entries), prompt_logprobs=entries, num_cached_tokens=cached, outputs=[]
+        )
+
+    assert has_nan(sampled(-1.0, nan)) and has_nan(sampled(nan, -1.0)) and not has_nan(sampled(-1.0, -2.0))
+    assert not has_nan(sampled()) and not has_nan(sampled(float("-inf")))
+    assert has_nan(prompt(None, -1.0, nan)) and not has_nan(prompt(0, -1.0, -2.0))
+    assert not has_nan(prompt(1, nan, -1.0)) and has_nan(prompt(1, nan, nan))

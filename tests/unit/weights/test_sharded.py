@@ -22,6 +22,7 @@ from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.weights import layout, peers, piece_server, pieces, sharded_pull
 from torchtitan_rl.weights import staging as staging_module
 from torchtitan_rl.weights.elsewhere import Elsewhere
+from torchtitan_rl.weights.finite import FiniteCheck
 from torchtitan_rl.weights.layout import Entry
 from torchtitan_rl.weights.peers import Peers
 from torchtitan_rl.weights.pieces import Box, HeadRows, PieceManifest
@@ -61,7 +62,9 @@ def trainers(monkeypatch):
                 box = Box((first, *[0] * (whole.dim() - 1)), tuple(values.shape))
                 held[name] = Held(tuple(whole.shape), box, values, HEADS if "wqkv" in name else None)
                 entries |= entries_of(name, held[name], torch.bfloat16)
-            sources.append(write_pieces(exchange, rank, version, held, dict.fromkeys(held, torch.bfloat16), {}))
+            sources.append(
+                write_pieces(exchange, rank, version, held, dict.fromkeys(held, torch.bfloat16), {}, FiniteCheck())
+            )
         entries |= {name: entries[kept] for name, kept in ALIASES.items()}
         return PieceManifest(version=version, entries=entries, aliases=ALIASES, sources=sources)
 
@@ -296,7 +299,9 @@ def test_adapters_are_merged_box_by_box(trainers, monkeypatch):
             first, end = [(0, middle), (middle, tensor.shape[0])][rank]
             owned[name] = tensor._replace(box=tensor.box.rows(first, end), values=tensor.values[first:end])
             entries |= entries_of(name, tensor, torch.float32)
-        sources.append(write_pieces(exchange, rank, 1, owned, dict.fromkeys(owned, torch.float32), of_layers))
+        sources.append(
+            write_pieces(exchange, rank, 1, owned, dict.fromkeys(owned, torch.float32), of_layers, FiniteCheck())
+        )
     aliases = aliases_of(model)
     manifest = PieceManifest(version=1, entries=entries, aliases={}, sources=sources)
     plan, payload = pull(manifest, 0, 1, Staging(), verify=True)

@@ -19,7 +19,7 @@ from torchtitan_rl.server.guard import Guard
 from torchtitan_rl.server.keys import bearer
 from torchtitan_rl.server.limits import read_body
 from torchtitan_rl.server.spans import Spans
-from torchtitan_rl.server.tinker import bodies, wire
+from torchtitan_rl.server.tinker import bodies, bounds, wire
 from torchtitan_rl.server.tinker.catalogue import Catalogue
 from torchtitan_rl.server.tinker.faults import Fault, answer, fault_of, server, user
 from torchtitan_rl.server.tinker.json_answers import as_json
@@ -66,8 +66,8 @@ def make_app(service: Service, api_key: str) -> FastAPI:
         app.add_route(f"/api/v1/{path}", routes.guarded(_shown(answering)), [method])
     app.add_route("/api/v1/healthz", routes.guarded(routes.health, open_to_all=True), ["GET"])
     for path in ("create_custom_loss", "copy_weights", "save_weights_external", "join_sampling_session",
-                 "retrieve_futures", "cancel_future", "auth/token"):  # fmt: skip
-        app.add_route(f"/api/v1/{path}", routes.guarded(_not_offered(path)), ["POST"])
+                 "retrieve_futures", "cancel_future", "auth/token", "{path:path}"):  # fmt: skip
+        app.add_route(f"/api/v1/{path}", routes.guarded(routes.not_offered), ["POST"])
     app.add_exception_handler(HTTPException, _no_route)
     app.state.spans = routes.spans
     return app
@@ -116,11 +116,14 @@ class _Routes:
         if self._api_key and not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._api_key.encode()):
             raise user("X-API-Key: is not the key of this server; set TINKER_API_KEY to it", status=401)
 
-    async def _body(self, request: Request) -> bytes:
-        limits = self.service.limits
+    async def _raw(self, request: Request, max_bytes: int) -> bytes:
         with self.spans.away():
-            body = await read_body(request, limits.max_body_bytes, limits.body_timeout_s)
-        return wire.decompressed(body, request.headers.get("content-encoding"))
+            return await read_body(request, max_bytes, self.service.limits.body_timeout_s)
+
+    async def _body(self, request: Request) -> bytes:
+        max_bytes = self.service.limits.max_small_bytes
+        body = await self._raw(request, max_bytes)
+        return bounds.decompressed(body, request.headers.get("content-encoding"), max_bytes)
 
     async def _parsed(self, request: Request, kind: type) -> Any:
         return bodies.parse(kind, await self._body(request))
@@ -133,7 +136,7 @@ class _Routes:
             {
                 "pjwt_auth_enabled": False,
                 "credential_default_source": "api_key",
-                "parallel_fwdbwd_chunks": True,
+                "parallel_fwdbwd_chunks": False,  # in parallel the first chunk is sent last, and the others wait for it
                 "proto_compress_fwdbwd": False,  # loopback is faster than compression
                 "use_pyqwest_transport": False,
                 "sample_use_retrieve_futures": False,
@@ -221,14 +224,26 @@ class _Routes:
 
     async def _in_order(self, request: Request, read: Callable[[bytes], Any], submit: Callable[[Any], str]) -> Response:
         """A request that has a place in the order of its model, also where it cannot be read."""
-        body = await self._body(request)
+        max_bytes, encoding = self.service.limits.max_body_bytes, request.headers.get("content-encoding")
+        raw = await self._raw(request, max_bytes)
         try:
-            asked = read(body)
+            asked = read(bounds.decompressed(raw, encoding, max_bytes))
         except Fault as fault:
-            if (numbers := wire.numbers(body, request.headers.get("content-type", ""))) is None:
-                raise
-            return _future(self.service.models.refuse(*numbers, fault), numbers[0])
+            return self._refused_in_order(request, bounds.beginning(raw, encoding), fault)
         return _future(submit(asked), asked.model_id)
+
+    def _refused_in_order(self, request: Request, body: bytes, fault: Fault) -> Response:
+        """The fault at the place of the request in the order of its model. Raises the fault where `body` has no
+        number."""
+        if (numbers := wire.numbers(body, request.headers.get("content-type", ""))) is None:
+            raise fault
+        return _future(self.service.models.refuse(*numbers, fault), numbers[0])
+
+    async def not_offered(self, request: Request) -> Response:
+        """A kind of request that this server lacks; where it has a number of a model, it fails at its place."""
+        path = request.url.path.removeprefix("/api/v1/")[:120]
+        fault = user(f"{path}: is not offered by this server; docs/tinker_server.md lists what is")
+        return self._refused_in_order(request, await self._body(request), fault)
 
     async def weights_info(self, request: Request) -> Response:
         body = await self._parsed(request, bodies.WeightsInfoBody)
@@ -287,13 +302,6 @@ def _shown(answering: Callable[[Request], Awaitable[dict | None]]) -> Handler:
     async def handler(request: Request) -> Response:
         content = await answering(request)
         return Response(status_code=204) if content is None else _json(content)
-
-    return handler
-
-
-def _not_offered(path: str) -> Handler:
-    async def handler(request: Request) -> Response:
-        raise user(f"{path}: is not offered by this server; docs/tinker_server.md lists what is")
 
     return handler
 

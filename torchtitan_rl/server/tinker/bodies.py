@@ -3,9 +3,10 @@ that older and newer SDKs come in alike."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from torchtitan_rl.server.tinker.faults import fault_of
 
@@ -34,7 +35,16 @@ _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Text = Annotated[str, Field(max_length=512)]
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
-_Metadata = dict[str, Any] | None
+_MAX_METADATA = 2**16  # bytes in JSON: the server keeps them in memory
+
+
+def _short(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    if metadata is not None and (nbytes := len(json.dumps(metadata))) > _MAX_METADATA:
+        raise ValueError(f"has {nbytes} bytes in JSON, and {_MAX_METADATA} may be")
+    return metadata
+
+
+_Metadata = Annotated[dict[str, Any] | None, AfterValidator(_short)]
 _Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)] | None
 
 

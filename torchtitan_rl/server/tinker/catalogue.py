@@ -69,7 +69,7 @@ class Catalogue:
 
     async def set_ttl(self, request: Request) -> None:
         limits = self._service.limits
-        body = parse(TtlBody, await read_body(request, limits.max_body_bytes, limits.body_timeout_s))
+        body = parse(TtlBody, await read_body(request, limits.max_small_bytes, limits.body_timeout_s))
         found = request.path_params["model_id"], request.path_params["checkpoint_id"]
         self._service.checkpoints.set_ttl(*found, body.ttl_seconds)
 

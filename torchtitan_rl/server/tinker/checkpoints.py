@@ -1,28 +1,47 @@
 """What models have saved, on disk: `ROOT/MODEL/weights/NAME`, to train on, and `ROOT/MODEL/sampler_weights/NAME`.
 
-A checkpoint is a directory with `checkpoint.json`, which is written last: a directory without it was cut off. Models
-are described by `model.json`. Everything is found again after a restart.
+A checkpoint is a directory with `checkpoint.json`, which is written last: a directory without it was cut off.
+`files.json` has a checksum of every other file, which is compared before the checkpoint is loaded. Models are described
+by `model.json`. Everything is found again after a restart.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import re
 import shutil
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from torchtitan_rl.server.tinker.faults import Fault, user
+from torchtitan_rl.weights.checkpoint import checksums, damage, has_checksums, write_checksums
 
 __all__ = ["Checkpoint", "Checkpoints", "ModelRecord", "KINDS"]
+
+logger = logging.getLogger(__name__)
 
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """The part of a path -> the protocol's word."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}")
 _SCHEME = "tinker://"
+
+
+def _moment(text: str) -> str:
+    """Raises ValueError unless the text is a moment with a time zone: one without cannot be compared."""
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("has no time zone")
+    return text
+
+
+_Moment = Annotated[str, AfterValidator(_moment)]
+"""A moment in ISO 8601, with a time zone."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,9 +71,9 @@ class Checkpoint:
     kind: str
     """A key of `KINDS`."""
     name: str
-    time: str
+    time: _Moment
     size_bytes: int = 0
-    expires_at: str | None = None
+    expires_at: _Moment | None = None
     user_metadata: dict[str, Any] | None = None
 
     @property
@@ -73,6 +92,9 @@ class Checkpoint:
             "user_metadata": self.user_metadata,
             "expires_at": self.expires_at,
         }
+
+
+_RECORD, _MODEL_RECORD = TypeAdapter(Checkpoint), TypeAdapter(ModelRecord)
 
 
 class Checkpoints:
@@ -101,8 +123,18 @@ class Checkpoints:
         writing.mkdir(parents=True)
         return writing
 
-    def commit(self, record: ModelRecord, kind: str, name: str, *, ttl_s: int | None, metadata: Any) -> Checkpoint:
-        """Makes a checkpoint of what `begin` gave and was written into."""
+    def commit(
+        self,
+        record: ModelRecord,
+        kind: str,
+        name: str,
+        *,
+        ttl_s: int | None,
+        metadata: Any,
+        files: dict[str, list] | None = None,
+    ) -> Checkpoint:
+        """Makes a checkpoint of what `begin` gave and was written into. `files`: checksums that are known already, see
+        `weights.checkpoint.checksums`; `commit` computes the others."""
         final = self.directory(record.model_id, kind, name)
         writing, now = final.with_name(f".{name}.writing"), datetime.now(UTC)
         checkpoint = Checkpoint(
@@ -114,6 +146,9 @@ class Checkpoints:
             expires_at=None if ttl_s is None else (now + timedelta(seconds=ttl_s)).isoformat(),
             user_metadata=metadata,
         )
+        known = files or {}
+        others = [f for f in sorted(writing.rglob("*")) if f.is_file() and str(f.relative_to(writing)) not in known]
+        write_checksums(writing, known | checksums(writing, others))
         self.describe(record)
         _write_json(writing / "checkpoint.json", asdict(checkpoint))
         shutil.rmtree(final, ignore_errors=True)
@@ -140,6 +175,14 @@ class Checkpoints:
         if (found := self._read(directory)) is None:
             raise user(f"path={path[:160]!r}: there is no such checkpoint; list_user_checkpoints names those there are")
         return found, directory
+
+    async def require_intact(self, directory: Path) -> None:
+        """Raises Fault for a checkpoint whose files are not what was written. One of an older server has no checksums:
+        it is used, and a log line says so."""
+        if not has_checksums(directory):
+            return logger.warning("%s: was saved without checksums by an older server; it is used unchecked", directory)
+        if found := await asyncio.to_thread(damage, directory):
+            raise user(f"checkpoint is damaged: {found}; use another one")
 
     def remove(self, model_id: str, checkpoint_id: str) -> None:
         """Deletes a checkpoint. Raises Fault (404) for one that is not there."""
@@ -172,31 +215,46 @@ class Checkpoints:
         """The models that have been, the last used first."""
         found = []
         for file in self.root.glob("*/model.json"):
-            try:
-                found.append(ModelRecord(**json.loads(file.read_text())))
-            except (OSError, ValueError, TypeError):
-                continue  # is being written, or was cut off
+            if (record := self._record(file)) is not None:
+                found.append(record)
         return sorted(found, key=lambda record: record.last_request, reverse=True)
 
     def model(self, model_id: str) -> ModelRecord | None:
         if not _MODEL_ID.fullmatch(model_id):
             return None
+        return self._record(self.root / model_id / "model.json")
+
+    def _record(self, file: Path) -> ModelRecord | None:
+        """The model that a file describes; None where there is none, and for a damaged one, with a log line."""
         try:
-            return ModelRecord(**json.loads((self.root / model_id / "model.json").read_text()))
-        except (OSError, ValueError, TypeError):
+            return _MODEL_RECORD.validate_json(file.read_bytes())
+        except OSError:
+            return None
+        except ValidationError as error:
+            logger.warning("%s: is damaged, and its model is left out: %s", file, _first(error))
             return None
 
     def _read(self, directory: Path) -> Checkpoint | None:
-        """The checkpoint in a directory; None where there is none, or it has expired, which deletes it."""
+        """The checkpoint in a directory; None where there is none, or it has expired, which deletes it. One whose
+        record is damaged is none, and a log line says so."""
+        file = directory / "checkpoint.json"
         try:
-            content = json.loads((directory / "checkpoint.json").read_text())
-            checkpoint = Checkpoint(**content | {"model": ModelRecord(**content["model"])})
-        except (OSError, ValueError, TypeError, KeyError):
+            checkpoint = _RECORD.validate_json(file.read_bytes())
+        except OSError:
+            return None
+        except ValidationError as error:
+            logger.warning("%s: is damaged, and its checkpoint is left out: %s", file, _first(error))
             return None
         if checkpoint.expires_at is not None and datetime.fromisoformat(checkpoint.expires_at) <= datetime.now(UTC):
             shutil.rmtree(directory, ignore_errors=True)
             return None
         return checkpoint
+
+
+def _first(error: ValidationError) -> str:
+    """What a damaged record has wrong first."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or 'JSON'}: {first['msg']}"
 
 
 def _write_json(file: Path, content: dict) -> None:

@@ -1,11 +1,13 @@
 """Answers that are fetched later: a request gets an id at once, its answer is asked for until it is there.
 
-An id is made from who asks and the request's number, so a request that is sent again is the same future: it runs once.
+An id is made from the kind of the request, who asks and the request's number, so a request that is sent again is the
+same future: it runs once. A request that is refused gets an id that no other request has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from torchtitan_rl.server.tinker.faults import Fault, fault_of, server, user
 __all__ = ["Answer", "Futures"]
 
 _LOOK_S = 1.0  # between two looks for answers that have expired
+_MAX_KEPT, _MAX_KEPT_BYTES = 2**16, 2**30  # answers of a server; beyond them the oldest are dropped
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,6 +46,9 @@ class Futures:
         self._kept_s, self._kept_fetched_s, self._clock = kept_s, kept_fetched_s, clock
         self._futures: dict[str, _Future] = {}
         self._looked = clock()
+        self._ended: dict[str, int] = {}
+        """Bytes of the answers that are kept, oldest first."""
+        self._ended_bytes = 0
         self._tasks: set[asyncio.Task] = set()
         self.on_server_fault: Callable[[Exception], None] = lambda error: None
         """Told of every failure that is not a request's."""
@@ -56,6 +62,13 @@ class Futures:
     def reserve(self, request_id: str) -> None:
         """Makes a future that `start` or `fail` ends."""
         self._futures[request_id] = _Future(asyncio.get_running_loop().create_future())
+
+    def refuse(self, fault: Fault) -> str:
+        """The id of a future of its own, which has ended with a fault."""
+        request_id = f"refused/{secrets.token_hex(8)}"
+        self.reserve(request_id)
+        self.fail(request_id, fault)
+        return request_id
 
     def start(self, request_id: str, answering: Awaitable[Answer]) -> None:
         """Ends a future, which may be reserved already, with what an awaitable gives or raises."""
@@ -86,6 +99,18 @@ class Futures:
         if future is not None and not future.answer.done():
             future.answer.set_result(answer)
             future.expires = self._clock() + self._kept_s
+            self._keep(request_id, len(answer.content) if isinstance(answer, Answer) else len(answer.message))
+
+    def _keep(self, request_id: str, nbytes: int) -> None:
+        """Counts an answer, and drops the oldest ones where there are too many."""
+        self._ended[request_id] = nbytes
+        self._ended_bytes += nbytes
+        while len(self._ended) > _MAX_KEPT or (self._ended_bytes > _MAX_KEPT_BYTES and len(self._ended) > 1):
+            self._drop(next(iter(self._ended)))
+
+    def _drop(self, request_id: str) -> None:
+        del self._futures[request_id]
+        self._ended_bytes -= self._ended.pop(request_id)
 
     async def fetch(self, request_id: str, timeout_s: float) -> Answer | Fault | None:
         """The answer; None: it was not there within `timeout_s`. Raises Fault (user) for an id without a future."""
@@ -107,7 +132,7 @@ class Futures:
             return
         self._looked = now
         for request_id in [name for name, future in self._futures.items() if future.expires <= now]:
-            del self._futures[request_id]
+            self._drop(request_id)
 
     async def close(self) -> None:
         """Cancels what is not done; its futures fail as the server's."""

@@ -91,7 +91,7 @@ def _datum(sequence: Sequence, where: str, name: str, loss: Loss, vocab_size: in
         raise user(f"{where}.loss_fn_inputs: lacks {', '.join(missing)}, which {name} reads; add it")
     if unknown := [key for key in inputs if key not in loss.needed + loss.optional]:
         raise user(f"{where}.loss_fn_inputs[{unknown[0][:80]!r}]: is not read by {name}; leave it out")
-    tokens, targets = torch.tensor(sequence.tokens, dtype=torch.int64), inputs["target_tokens"]
+    tokens, targets = sequence.tokens, inputs["target_tokens"]
     for key, ids in (("model_input", tokens), ("loss_fn_inputs['target_tokens']", targets)):
         if ids.is_floating_point() or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size):
             raise user(f"{where}.{key}: has an id that is not in the vocabulary of {vocab_size}; check the tokenizer")

@@ -7,6 +7,7 @@ another model the trainer exchanges the adapters (`actors.adapter_slots`).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import secrets
 from collections.abc import Awaitable, Callable
@@ -18,9 +19,9 @@ from torchtitan_rl.config.actors import LoRAConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.server.tinker.bodies import CreateModelBody
 from torchtitan_rl.server.tinker.checkpoints import Checkpoints, ModelRecord
-from torchtitan_rl.server.tinker.faults import Fault, user
+from torchtitan_rl.server.tinker.faults import Fault, fault_of, user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
-from torchtitan_rl.server.tinker.order import InOrder, Start
+from torchtitan_rl.server.tinker.order import InOrder, Room, Start
 
 __all__ = ["Model", "Models", "json_answer", "quietly", "ready", "then"]
 
@@ -64,6 +65,11 @@ class Models:
         self.live: dict[str, Model] = {}
         self._used: Model | None = None
         self._num_bases = 0
+        self.rooms = (
+            Room(max_requests=256, max_bytes=2**26, whole=Room(max_requests=4096, max_bytes=2**28)),
+            Room(max_requests=4096, max_bytes=2**29, whole=Room(max_requests=2**14, max_bytes=2**30)),
+        )
+        """Of one model, the room for requests that came before their turn, and for those that are not answered yet."""
         self.stale: Callable[[str], bool] = lambda session_id: False
         """Whether a session's client has gone."""
 
@@ -72,10 +78,9 @@ class Models:
     def create(self, body: CreateModelBody) -> str:
         """A new model. Returns the id of the future."""
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
-        request_id = f"{model_id}:create"
+        request_id = f"create/{model_id}"
         if request_id in self._futures:
             return request_id
-        self._futures.reserve(request_id)
         try:
             if body.optimizer_config.type != "adamw":
                 raise user(f"optimizer_config.type={body.optimizer_config.type[:40]!r}: is not offered; use 'adamw'")
@@ -93,9 +98,8 @@ class Models:
             seed = secrets.randbits(31) if lora is None or lora.seed is None else lora.seed % 2**63
             added = self.add(record, body.session_id, seed)
         except Exception as error:
-            self._futures.fail(request_id, error)
-        else:
-            self._futures.start(request_id, then(added, {"model_id": model_id, "type": "create_model"}))
+            return self._futures.refuse(fault_of(error))
+        self._futures.start(request_id, then(added, {"model_id": model_id, "type": "create_model"}))
         return request_id
 
     def accepted(self, record: ModelRecord) -> ModelRecord:
@@ -114,7 +118,9 @@ class Models:
         return record
 
     def add(self, record: ModelRecord, session_id: str, seed: int) -> Awaitable[None]:
-        """Puts a model into the trainer. Raises Fault when there are too many."""
+        """Puts a model into the trainer. Raises Fault when there are too many, and for an id that a model has."""
+        if record.model_id in self.live:
+            raise user(f"model_id={record.model_id!r}: is in this server already; count model_seq_id on")
         for model in [model for model in self.live.values() if self.stale(model.session_id)]:
             self.remove(model, "its session gave no sign of life, and another model needed its place")
         if len(self.live) >= self._max_models:
@@ -130,7 +136,8 @@ class Models:
             )
         else:
             added = asyncio.ensure_future(self._start_over(version))
-        model = Model(record, session_id, InOrder(self._futures))
+        ahead, started = (dataclasses.replace(room) for room in self.rooms)
+        model = Model(record, session_id, InOrder(self._futures, ahead=ahead, started=started))
         self.live[record.model_id] = self._used = model
         self.checkpoints.describe(record)
         return added
@@ -169,23 +176,27 @@ class Models:
 
     # Requests of a model, in order.
 
-    def submit(self, model_id: str, seq_id: int | None, start: Callable[[Model], Awaitable[Awaitable[Answer]]]) -> str:
-        """Queues a request. Returns the id of its future; a model that is not there fails the future."""
+    def submit(
+        self,
+        model_id: str,
+        seq_id: int | None,
+        start: Callable[[Model], Awaitable[Awaitable[Answer]]],
+        *,
+        nbytes: int = 0,
+    ) -> str:
+        """Queues a request of `nbytes` in memory. Returns the id of its future; for a model that is not there the
+        future has failed. Raises Refused (429) where there is no room for the request."""
         try:
             model = self.model(model_id)
         except Fault as fault:
-            request_id = f"{model_id[:128]}:{seq_id}:{secrets.token_hex(4)}"
-            self._futures.reserve(request_id)
-            self._futures.fail(request_id, fault)
-            return request_id
+            return self._futures.refuse(fault)
         model.record.last_request = datetime.now(UTC).isoformat()
-        request_id = f"{model_id}:{seq_id or secrets.token_hex(8)}"
+        request_id = f"model/{model_id}/{seq_id or secrets.token_hex(8)}"
         run: Start = lambda: start(model)  # noqa: E731
-        model.order.submit(seq_id or 0, request_id, run)
-        return request_id
+        return model.order.submit(seq_id or 0, request_id, run, nbytes=nbytes)
 
     def refuse(self, model_id: str, seq_id: int, fault: Fault) -> str:
-        """A request that could not be read fails at its place: the SDK gives its number to no other request."""
+        """A request that is not carried out fails at its place: the SDK gives its number to no other request."""
 
         async def start(model: Model) -> Awaitable[Answer]:
             raise fault

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import torch
 from torchtitan_rl.server.tinker import losses, wire
 from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, OptimStepBody, SaveWeightsBody
 from torchtitan_rl.server.tinker.checkpoints import Checkpoint, ModelRecord
-from torchtitan_rl.server.tinker.faults import user
+from torchtitan_rl.server.tinker.faults import fault_of, user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
 from torchtitan_rl.server.tinker.models import Model, Models, json_answer, quietly, ready
 from torchtitan_rl.server.tinker.samplers import Versions
 from torchtitan_rl.types import Datum, OptimParams
+from torchtitan_rl.weights.checkpoint import checksums
 
 __all__ = ["ModelRequests"]
 
@@ -32,10 +34,9 @@ class ModelRequests:
     def create_from(self, body: LoadWeightsBody) -> str:
         """A new model with the weights of a checkpoint. Returns the id of the future."""
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
-        request_id = f"{model_id}:0"
+        request_id = f"create/{model_id}"
         if request_id in self._futures:
             return request_id
-        self._futures.reserve(request_id)
         try:
             checkpoint, directory = self._checkpoints.find(body.path, "weights")
             saved = checkpoint.model
@@ -51,15 +52,19 @@ class ModelRequests:
                 record = self._models.accepted(record)
             added = self._models.add(record, str(body.session_id), 0)
         except Exception as error:
-            self._futures.fail(request_id, error)
-        else:
-            loading = self._added_and_loaded(added, self._models.live[model_id], directory, body.optimizer)
-            self._futures.start(request_id, loading)
+            return self._futures.refuse(fault_of(error))
+        loading = self._added_and_loaded(added, self._models.live[model_id], directory, body.optimizer)
+        self._futures.start(request_id, loading)
         return request_id
 
     async def _added_and_loaded(self, added: Awaitable, model: Model, directory: Path, optimizer: bool) -> Answer:
-        await added
-        return await self._load(model, directory, optimizer)
+        try:
+            await added
+            await self._checkpoints.require_intact(directory)
+            return await self._load(model, directory, optimizer)
+        except Exception:
+            self._models.remove(model, "its checkpoint could not be loaded")
+            raise
 
     def train(self, asked: wire.Training) -> str:
         """A forward pass, with a backward pass unless `forward_only`."""
@@ -75,7 +80,7 @@ class ModelRequests:
             output = self._trainer.forward_backward(data, loss.function, loss_config=arguments, temperature=1.0)
             return _outputs(output, given, None)
 
-        return self._models.submit(asked.model_id, asked.seq_id, start)
+        return self._models.submit(asked.model_id, asked.seq_id, start, nbytes=asked.nbytes)
 
     def step(self, body: OptimStepBody) -> str:
         """An optimizer step."""
@@ -117,9 +122,9 @@ class ModelRequests:
 
     async def _written(self, model: Model, name: str, body: SaveWeightsBody) -> Answer:
         try:
-            await self._trainer.checkpoint_written()
+            files = await self._trainer.checkpoint_written()
             saved = self._checkpoints.commit(
-                model.record, "weights", name, ttl_s=body.ttl_seconds, metadata=body.user_metadata
+                model.record, "weights", name, ttl_s=body.ttl_seconds, metadata=body.user_metadata, files=files
             )
         finally:
             self._saving.release()
@@ -141,9 +146,15 @@ class ModelRequests:
             async def kept() -> Answer:
                 saved = None
                 if writing is not None:
-                    await self._versions.save(version, writing / "weights.safetensors")
+                    file = writing / "weights.safetensors"
+                    await self._versions.save(version, file)
                     saved = self._checkpoints.commit(
-                        model.record, "sampler_weights", body.path, ttl_s=body.ttl_seconds, metadata=body.user_metadata
+                        model.record,
+                        "sampler_weights",
+                        body.path,
+                        ttl_s=body.ttl_seconds,
+                        metadata=body.user_metadata,
+                        files=await asyncio.to_thread(checksums, writing, [file]),
                     )
                 return json_answer(session_of(model, version, saved) | {"type": "save_weights_for_sampler"})
 
@@ -161,6 +172,7 @@ class ModelRequests:
                     f"path={body.path[:120]!r}: has adapters of rank {checkpoint.model.lora_rank}, the model of rank "
                     f"{model.record.lora_rank}; create a training client from the checkpoint"
                 )
+            await self._checkpoints.require_intact(directory)
             return ready(await self._load(model, directory, body.optimizer))
 
         return self._models.submit(str(body.model_id), body.seq_id, start)
@@ -195,9 +207,6 @@ async def _stepped(answering: Awaitable) -> Answer:
         "learning_rate:mean": output.lr,
         "skipped:sum": float(output.skipped),
     }
-    return json_answer({"metrics": {name: _number(value) for name, value in metrics.items()}, "type": "optim_step"})
-
-
-def _number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if abs(value) < float("inf") else None
+    # JSON has no NaN, and the SDK takes numbers alone: a metric that is none is left out.
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return json_answer({"metrics": finite, "type": "optim_step"})

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.server.tinker.checkpoints import Checkpoints
 from torchtitan_rl.server.tinker.faults import user
+from torchtitan_rl.weights.checkpoint import checksums
 
 __all__ = ["Turns", "Versions"]
 
@@ -83,6 +85,8 @@ class _Entry:
     """Where the version's weights are on disk; None: in the store alone."""
     spilled: bool = False
     """Whether the file is the server's own, not a checkpoint's."""
+    checksum: list | None = None
+    """Of the server's own file: bytes and xxh3."""
     users: int = 0
 
 
@@ -91,8 +95,11 @@ class Versions:
     is pushed out is written to `spool` first, and published again when a request needs it. Beyond `max_spooled` files
     those used least recently are dropped."""
 
-    def __init__(self, versions: PolicyVersions, *, max_published: int, max_spooled: int, spool: Path) -> None:
+    def __init__(
+        self, versions: PolicyVersions, checkpoints: Checkpoints, *, max_published: int, max_spooled: int, spool: Path
+    ) -> None:
         self._versions, self._max_published, self._spool = versions, max_published, spool
+        self._checkpoints = checkpoints
         self._max_spooled = max_spooled
         self._entries: dict[int, _Entry] = {}
         self._published: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -141,6 +148,7 @@ class Versions:
                     if version not in self._published:
                         if entry.file is None or not entry.file.exists():
                             raise user(f"version={version}: its checkpoint was deleted; sample from another one")
+                        await self._require_intact(version, entry)
                         await self._versions.publish_file(version, entry.file, _HOLDER)
                         self._published[version] = None
                 await self._make_room()
@@ -149,6 +157,13 @@ class Versions:
             yield
         finally:
             entry.users -= 1
+
+    async def _require_intact(self, version: int, entry: _Entry) -> None:
+        """Raises Fault where a version's file is not what was written."""
+        if not entry.spilled:
+            await self._checkpoints.require_intact(entry.file.parent)
+        elif await asyncio.to_thread(_checksum, entry.file) != entry.checksum:
+            raise user(f"version={version}: its file is damaged; save the weights again")
 
     async def forget(self, version: int) -> None:
         """Drops a version that no sampler names any more."""
@@ -171,9 +186,15 @@ class Versions:
                 if entry.file is None:
                     entry.file, entry.spilled = self._spool / f"{version}.safetensors", True
                     await self._versions.save(version, entry.file)
+                    entry.checksum = await asyncio.to_thread(_checksum, entry.file)
                 if entry.users == 0 and version in self._published:
                     del self._published[version]
                     await self._versions.release(version, _HOLDER)
             spooled = [v for v, e in self._entries.items() if e.spilled and not e.users and v not in self._published]
             for version in spooled[: max(0, len(spooled) - self._max_spooled)]:
                 self._entries.pop(version).file.unlink(missing_ok=True)
+
+
+def _checksum(file: Path) -> list:
+    """Bytes and xxh3 of a file."""
+    return checksums(file.parent, [file])[file.name]

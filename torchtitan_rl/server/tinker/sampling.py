@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from dataclasses import dataclass
 
@@ -13,9 +14,10 @@ from torchtitan_rl.server.limits import Places
 from torchtitan_rl.server.tinker import wire
 from torchtitan_rl.server.tinker.bodies import SampleBody, SamplingBody
 from torchtitan_rl.server.tinker.checkpoints import Checkpoints
-from torchtitan_rl.server.tinker.faults import user
+from torchtitan_rl.server.tinker.faults import Fault, user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
 from torchtitan_rl.server.tinker.samplers import Turns, Versions
+from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, SamplingParams
 
 __all__ = ["BASE_VERSION", "Sampler", "Sampling"]
@@ -101,25 +103,30 @@ class Sampling:
         awaited as may be, and Fault for too many samples at once."""
         if body.num_samples > _MAX_SAMPLES:
             raise user(f"num_samples={body.num_samples}: is more than {_MAX_SAMPLES}; ask several times")
-        sampler = body.sampling_session_id or "once"
-        request_id = f"{sampler}:{secrets.token_hex(8) if body.seq_id is None else body.seq_id}"
+        try:
+            version, tokens = self._asked_version(body), wire.tokens_of(body.prompt)
+            self._check(body, tokens)
+            params = [self._params(body.sampling_params, len(tokens), i) for i in range(body.num_samples)]
+        except Fault as fault:
+            request_id = self._futures.refuse(fault)
+            return request_id, [f"{request_id}:{i}" for i in range(body.num_samples)]
+        # The content is part of the id: a number that another client used before does not answer this request.
+        content = hashlib.blake2b(body.model_dump_json().encode(), digest_size=8).hexdigest()
+        number = secrets.token_hex(8) if body.seq_id is None else body.seq_id
+        request_id = f"sample/{body.sampling_session_id or 'once'}/{number}/{content}"
         if request_id not in self._futures:
             self._places.take(body.num_samples)
-            self._futures.start(request_id, self._answered(body))
+            self._futures.start(request_id, self._answered(body, version, tokens, params))
         return request_id, [f"{request_id}:{i}" for i in range(body.num_samples)]
 
-    async def _answered(self, body: SampleBody) -> Answer:
+    async def _answered(
+        self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]
+    ) -> Answer:
         try:
-            return await self._sampled(body)
+            async with self._versions.published(version), self.turns.of(version):
+                return await self._answer(body, version, tokens, params)
         finally:
             self._places.give(body.num_samples)
-
-    async def _sampled(self, body: SampleBody) -> Answer:
-        version, tokens = self._asked_version(body), wire.tokens_of(body.prompt)
-        self._check(body, tokens)
-        params = [self._params(body.sampling_params, len(tokens), i) for i in range(body.num_samples)]
-        async with self._versions.published(version), self.turns.of(version):
-            return await self._answer(body, version, tokens, params)
 
     async def _answer(self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]) -> Answer:
         asked = [self.generator.sample(tokens, of_one, policy_version=version) for of_one in params]
@@ -193,7 +200,7 @@ class Sampling:
     def _params(self, asked: SamplingBody, prompt_tokens: int, index: int) -> SamplingParams:
         """How sample `index` of a request is drawn: samples of a request have streams of their own."""
         room = self._context_tokens - prompt_tokens
-        seed = secrets.randbits(62) if asked.seed is None else (asked.seed + index * 0x9E3779B97F4A7C15) % 2**63
+        seed = secrets.randbits(62) if asked.seed is None else stream(asked.seed, index)
         stops = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop or [])
         if len(stops) > _MAX_STOPS or "" in stops:
             raise user(f"stop: has an empty text, or more than {_MAX_STOPS}; give what ends a completion")

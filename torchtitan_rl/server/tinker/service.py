@@ -37,10 +37,15 @@ class Limits:
     max_parallel: int = 4096
     """Completions that are awaited at once; more are answered with 429, on which the SDK waits."""
     max_body_bytes: int = 2**26
+    """Bytes of a body with data to train on, as it is sent and without zstd."""
+    max_small_bytes: int = 2**22
+    """Bytes of any other body."""
     body_timeout_s: float = 30.0
     """Seconds in which a body has to arrive."""
     poll_s: float = 20.0
     """Seconds for which a question for an answer waits; the SDK waits 45."""
+    max_finished: int = 256
+    """Sessions that were finished and can be looked up still; older ones are forgotten."""
     stale_s: float = 300.0
     """Seconds without a sign of life after which a session's models may make place for others."""
 
@@ -81,7 +86,11 @@ class Service:
         self.served, self.limits = served, limits
         self.futures, self.checkpoints = Futures(), Checkpoints(directory / "models")
         self._versions = Versions(
-            versions, max_published=limits.max_published, max_spooled=limits.max_spooled, spool=directory / "spool"
+            versions,
+            self.checkpoints,
+            max_published=limits.max_published,
+            max_spooled=limits.max_spooled,
+            spool=directory / "spool",
         )
         self.policy_versions, self._generator = versions, generator
         self.models = Models(
@@ -150,6 +159,9 @@ class Service:
         for model in [model for model in self.models.live.values() if model.session_id == session_id]:
             self.models.remove(model, "its session was finished")
         await self.sampling.end(session_id)
+        finished = [name for name, known in self.sessions.items() if known.finished]
+        for name in finished[: -self.limits.max_finished]:
+            del self.sessions[name]
 
     def load(self, body: LoadWeightsBody) -> str:
         """Weights of a checkpoint, into a model that is named or into a new one of a session."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import zstandard
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
+from torchtitan_rl.server.tinker import bounds
 from torchtitan_rl.server.tinker.bodies import ForwardBackwardBody, ModelInputBody, NumbersBody, TensorBody, parse
 from torchtitan_rl.server.tinker.faults import Fault, user
 from torchtitan_rl.types import Completion
@@ -22,14 +22,14 @@ __all__ = [
     "NO_LOGPROB",
     "Sequence",
     "Training",
-    "decompressed",
+    "numbers",
     "outputs_message",
     "read_training",
     "sample_message",
     "tokens_of",
 ]
 
-_MAX_EXPANDED = 2**28
+_OVERHEAD = 512  # bytes of an object around a tensor, roughly
 _DTYPES: dict[int, np.dtype] = {
     pb.DTYPE_FLOAT32: np.dtype(np.float32),
     pb.DTYPE_INT64: np.dtype(np.int64),
@@ -43,8 +43,14 @@ NO_LOGPROB = -99999.0
 class Sequence:
     """A datum of the protocol: what the model reads, and tensors by name."""
 
-    tokens: list[int]
+    tokens: torch.Tensor
+    """int64 (N,)."""
     inputs: dict[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return _OVERHEAD + sum(_OVERHEAD + tensor.nbytes for tensor in (self.tokens, *self.inputs.values()))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,28 +64,20 @@ class Training:
     data: list[Sequence]
     forward_only: bool
 
-
-def decompressed(body: bytes, encoding: str | None) -> bytes:
-    """A body as it was before its `Content-Encoding`. Raises Fault for what is damaged, too long or unknown."""
-    if encoding in (None, "", "identity"):
-        return body
-    if encoding != "zstd":
-        raise user(f"Content-Encoding={encoding[:40]!r}: is not known; use zstd, or none", status=415)
-    try:
-        reader = zstandard.ZstdDecompressor().stream_reader(body)
-        expanded = reader.read(_MAX_EXPANDED + 1)
-    except zstandard.ZstdError as error:
-        raise user(f"body: is not what zstd writes ({error}); send it again") from error
-    if len(expanded) > _MAX_EXPANDED:
-        raise user(f"body: is longer than {_MAX_EXPANDED} bytes without zstd; send fewer datums", status=413)
-    return expanded
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(sequence.nbytes for sequence in self.data)
 
 
 def read_training(body: bytes, content_type: str, *, forward_only: bool) -> Training:
     """The request in a body, in protobuf or in JSON. Raises Fault for one that cannot be read."""
     if "protobuf" not in content_type:
+        bounds.check_json(body)
         return _training_of(parse(ForwardBackwardBody, body), forward_only)
+    bounds.check_parts(body)
     message = _message(body)
+    bounds.check_entries([_shape(tensor) for tensor in datum.loss_fn_inputs.values()] for datum in message.data)
     if message.seq_id < 1:
         raise user(f"seq_id={message.seq_id}: the requests of a model are counted from 1; number the request")
     config: dict[str, float | str] = dict(message.loss_fn_config)
@@ -92,7 +90,7 @@ def read_training(body: bytes, content_type: str, *, forward_only: bool) -> Trai
         loss_config=config,
         data=[
             Sequence(
-                tokens=[token for chunk in datum.model_input for token in _chunk_tokens(chunk, f"data[{i}]")],
+                tokens=_tokens([_chunk_tokens(chunk, f"data[{i}]") for chunk in datum.model_input]),
                 inputs={name: _tensor(t, f"data[{i}].{name}") for name, t in datum.loss_fn_inputs.items()},
             )
             for i, datum in enumerate(message.data)
@@ -103,11 +101,14 @@ def read_training(body: bytes, content_type: str, *, forward_only: bool) -> Trai
 
 def numbers(body: bytes, content_type: str) -> tuple[str, int] | None:
     """The model and the number of a request that is wrong in itself; None where they cannot be told."""
+    if "protobuf" in content_type:
+        return bounds.model_and_number(body)
     try:
-        message = _message(body) if "protobuf" in content_type else parse(NumbersBody, body)
+        bounds.check_json(body)
+        message = parse(NumbersBody, body)
     except Fault:
         return None
-    return (message.model_id, message.seq_id) if message.seq_id > 0 else None
+    return message.model_id, message.seq_id
 
 
 def _message(body: bytes) -> Any:
@@ -123,6 +124,9 @@ def _training_of(body: ForwardBackwardBody, forward_only: bool) -> Training:
     asked = body.forward_backward_input or body.forward_input
     if asked is None:
         raise user("forward_backward_input: is missing; send data and loss_fn in it")
+    bounds.check_entries(
+        [tensor.shape or [len(tensor.data)] for tensor in datum.loss_fn_inputs.values()] for datum in asked.data
+    )
     return Training(
         model_id=body.model_id,
         seq_id=body.seq_id or 0,
@@ -130,7 +134,7 @@ def _training_of(body: ForwardBackwardBody, forward_only: bool) -> Training:
         loss_config=asked.loss_fn_config or {},
         data=[
             Sequence(
-                tokens=tokens_of(datum.model_input),
+                tokens=torch.tensor(tokens_of(datum.model_input), dtype=torch.int64),
                 inputs={name: _json_tensor(t, f"data[{i}].{name}") for name, t in datum.loss_fn_inputs.items()},
             )
             for i, datum in enumerate(asked.data)
@@ -147,16 +151,26 @@ def tokens_of(prompt: ModelInputBody) -> list[int]:
     return [token for chunk in prompt.chunks for token in chunk.tokens or ()]
 
 
-def _chunk_tokens(chunk: Any, where: str) -> list[int]:
+def _tokens(chunks: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(chunks, dtype=np.int64)) if chunks else torch.zeros(0, dtype=torch.int64)
+
+
+def _chunk_tokens(chunk: Any, where: str) -> np.ndarray:
     if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
         raise user(f"{where}.model_input: has a chunk of {kind or 'nothing'}; the model reads text alone")
-    return _from_bytes(chunk.encoded_text.tokens, np.dtype(np.int32), where).tolist()
+    return _from_bytes(chunk.encoded_text.tokens, np.dtype(np.int32), where)
 
 
 def _from_bytes(content: bytes, dtype: np.dtype, where: str) -> np.ndarray:
     if len(content) % dtype.itemsize:
         raise user(f"{where}: {len(content)} bytes are no whole number of {dtype.name}; send the tensor again")
     return np.frombuffer(content, dtype=dtype)
+
+
+def _shape(message: Any) -> list[int]:
+    """The shape of a tensor once it is dense, before it is read."""
+    itemsize = _DTYPES[message.dtype].itemsize if message.dtype in _DTYPES else 4
+    return list(message.shape) or [len(message.dense) // itemsize]
 
 
 def _tensor(message: Any, where: str) -> torch.Tensor:
@@ -196,7 +210,7 @@ def _dense(values: np.ndarray, shape: list[int], rows: np.ndarray, columns: np.n
     counts = np.diff(rows)
     if not wrong:
         stored = len(values) == len(columns) == rows[-1] and rows[0] == 0 and (counts >= 0).all()
-        wrong = not stored or shape[0] * shape[1] * 8 > _MAX_EXPANDED
+        wrong = not stored
         wrong = wrong or (len(columns) > 0 and not 0 <= columns.min() <= columns.max() < shape[1])
     if wrong:
         raise user(f"{where}: is no compressed sparse matrix of shape {shape[:4]}; send it dense, or mend its indices")

@@ -94,3 +94,41 @@ def test_checkpoints_expire_are_deleted_and_listed_newest_first(tmp_path):
         with pytest.raises(Fault) as fault:
             act(MODEL.model_id, "weights/b")
         assert fault.value.status == 404
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"expires_at": "garbage"},
+        {"expires_at": 7},
+        {"expires_at": "2030-01-01T00:00:00"},  # without a time zone it cannot be compared
+        {"expires_at": ["x"]},
+        {"time": None},
+        {"time": 5},
+        {"size_bytes": "x"},
+        {"model": {"model_id": 3, "base_model": "tiny"}},
+        {"model": None},
+    ],
+)
+def test_a_damaged_record_takes_its_own_checkpoint_away_and_no_other(tmp_path, caplog, damage):
+    store = Checkpoints(tmp_path)
+    for name in ("a", "b"):
+        saved(store, name, ttl_s=3600)
+    file = tmp_path / MODEL.model_id / "weights" / "a" / "checkpoint.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    assert [checkpoint.name for checkpoint in store.of(MODEL.model_id)] == ["b"]
+    with pytest.raises(Fault, match="there is no such checkpoint"):
+        store.find("tinker://ab12:train:0/weights/a")
+    assert file.exists() and "is damaged" in caplog.text and str(file) in caplog.text
+
+
+@pytest.mark.parametrize("damage", [{"last_request": 5}, {"last_request": None}, {"lora_rank": "x"}, {"model_id": []}])
+def test_a_damaged_model_is_left_out_of_the_list(tmp_path, caplog, damage):
+    store = Checkpoints(tmp_path)
+    saved(store)
+    other = ModelRecord(model_id="cd34:train:0", base_model="tiny", last_request="2026-01-01T00:00:00+00:00")
+    store.describe(other)
+    file = tmp_path / MODEL.model_id / "model.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    assert store.models() == [other] and store.model(MODEL.model_id) is None
+    assert "is damaged" in caplog.text

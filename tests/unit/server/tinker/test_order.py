@@ -4,9 +4,16 @@ import asyncio
 
 import pytest
 
-from torchtitan_rl.server.tinker.faults import Fault, server
+from torchtitan_rl.server.errors import Refused
+from torchtitan_rl.server.tinker.faults import Fault, server, user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
-from torchtitan_rl.server.tinker.order import InOrder
+from torchtitan_rl.server.tinker.order import InOrder, Room
+
+
+def in_order(futures, **more):
+    ahead = more.pop("ahead", Room(max_requests=100, max_bytes=1000))
+    started = more.pop("started", Room(max_requests=100, max_bytes=1000))
+    return InOrder(futures, ahead=ahead, started=started, **more)
 
 
 def answering(log, name, wait=None):
@@ -31,7 +38,7 @@ async def content(futures, request_id):
 def test_requests_run_in_the_order_of_their_numbers_whatever_order_they_arrive_in():
     async def run():
         futures, log = Futures(), []
-        order = InOrder(futures)
+        order = in_order(futures)
         for seq_id in (3, 4, 2, 6, 5, 1):
             order.submit(seq_id, f"m:{seq_id}", answering(log, str(seq_id)))
         return [await content(futures, f"m:{seq_id}") for seq_id in range(1, 7)], log
@@ -43,7 +50,7 @@ def test_requests_run_in_the_order_of_their_numbers_whatever_order_they_arrive_i
 def test_a_request_that_is_sent_again_runs_once_and_is_the_same_future():
     async def run():
         futures, log = Futures(), []
-        order = InOrder(futures)
+        order = in_order(futures)
         for _ in range(3):
             order.submit(1, "m:1", answering(log, "1"))
         first = await content(futures, "m:1")
@@ -56,7 +63,7 @@ def test_a_request_that_is_sent_again_runs_once_and_is_the_same_future():
 def test_the_next_request_is_submitted_before_the_answer_of_the_one_before():
     async def run():
         futures, log, held = Futures(), [], asyncio.Event()
-        order = InOrder(futures)
+        order = in_order(futures)
         order.submit(1, "m:1", answering(log, "1", held))
         order.submit(2, "m:2", answering(log, "2"))
         assert await content(futures, "m:2") == "2"
@@ -81,7 +88,7 @@ def test_a_failure_ends_its_own_future_alone():
 
             return answer()
 
-        order = InOrder(futures)
+        order = in_order(futures)
         order.submit(1, "m:1", wrong)
         order.submit(2, "m:2", breaks)
         order.submit(3, "m:3", answering(log, "3"))
@@ -96,13 +103,13 @@ def test_a_failure_ends_its_own_future_alone():
 def test_a_number_that_never_comes_fails_those_behind_it_and_holds_nothing_up_for_ever():
     async def run():
         futures, log = Futures(), []
-        order = InOrder(futures, gap_s=0.05)
+        order = in_order(futures, gap_s=0.05)
         order.submit(2, "m:2", answering(log, "2"))
         order.submit(4, "m:4", answering(log, "4"))
         faults = [await content(futures, name) for name in ("m:2", "m:4")]
         order.submit(5, "m:5", answering(log, "5"))
-        order.submit(3, "m:3", answering(log, "3"))
-        return faults, await content(futures, "m:5"), await content(futures, "m:3"), log
+        late = order.submit(3, "m:3", answering(log, "3"))
+        return faults, await content(futures, "m:5"), await content(futures, late), log
 
     faults, fifth, late, log = asyncio.run(run())
     assert all(fault.category == "user" and "seq_id=1, which never came" in fault.message for fault in faults)
@@ -112,20 +119,140 @@ def test_a_number_that_never_comes_fails_those_behind_it_and_holds_nothing_up_fo
 def test_a_request_far_ahead_is_refused_at_once():
     async def run():
         futures = Futures()
-        InOrder(futures).submit(10**9, "m", answering([], "x"))
-        return await content(futures, "m")
+        return await content(futures, in_order(futures).submit(10**9, "m", answering([], "x")))
 
     assert "far ahead" in asyncio.run(run()).message
+
+
+def test_a_refused_request_takes_no_number():
+    """Its future is its own: the request that the number belongs to runs."""
+
+    async def run():
+        futures, log = Futures(), []
+        order = in_order(futures)
+        refused = order.submit(200_000, "m:200000", answering(log, "far"))
+        assert refused != "m:200000" and "far ahead" in (await content(futures, refused)).message
+        assert "m:200000" not in futures
+        assert order.submit(1, "m:1", answering(log, "1")) == "m:1"
+        return await content(futures, "m:1")
+
+    assert asyncio.run(run()) == "1"
+
+
+def test_a_request_that_is_refused_at_its_place_lets_the_next_go_on_at_once():
+    async def run():
+        futures, log = Futures(), []
+        order = in_order(futures)
+
+        async def refuse():
+            raise user("save_weights_external: is not offered by this server")
+
+        order.submit(2, "m:2", answering(log, "2"))
+        order.submit(1, "m:1", refuse)
+        async with asyncio.timeout(5):
+            return await content(futures, "m:1"), await content(futures, "m:2")
+
+    refused, second = asyncio.run(run())
+    assert "not offered" in refused.message and second == "2"
+
+
+def test_a_number_that_an_unnumbered_request_took_is_refused_and_nothing_hangs():
+    async def run():
+        futures, log = Futures(), []
+        order = in_order(futures)
+        order.submit(3, "m:3", answering(log, "3"))
+        order.submit(0, "m:x", answering(log, "x"))
+        twice = order.submit(1, "m:1", answering(log, "1"))
+        return await content(futures, "m:x"), (await content(futures, twice)).message
+
+    unnumbered, message = asyncio.run(run())
+    assert unnumbered == "x" and "without a number has taken it" in message
+
+
+def test_requests_ahead_of_their_turn_are_bounded_and_the_next_one_is_always_taken():
+    async def run():
+        futures, log = Futures(), []
+        whole = Room(max_requests=100, max_bytes=250)
+        orders = [in_order(futures, ahead=Room(max_requests=3, max_bytes=200, whole=whole)) for _ in range(2)]
+        for seq_id in (2, 3):
+            orders[0].submit(seq_id, f"a:{seq_id}", answering(log, str(seq_id)), nbytes=90)
+        with pytest.raises(Refused, match="2 requests of 180 bytes are held.*send seq_id=1 first") as refused:
+            orders[0].submit(4, "a:4", answering(log, "4"), nbytes=90)
+        assert refused.value.status == 429 and "a:4" not in futures
+        with pytest.raises(Refused, match="180 bytes are held"):  # the room of all models
+            orders[1].submit(2, "b:2", answering(log, "b"), nbytes=90)
+        orders[0].submit(5, "a:5", answering(log, "5"))
+        with pytest.raises(Refused, match="3 requests"):
+            orders[0].submit(6, "a:6", answering(log, "6"))
+        orders[0].submit(1, "a:1", answering(log, "1"), nbytes=10**6)
+        assert [await content(futures, f"a:{i}") for i in (1, 2, 3)] == ["1", "2", "3"]
+        orders[0].submit(4, "a:4", answering(log, "4"), nbytes=90)
+        assert [await content(futures, f"a:{i}") for i in (4, 5)] == ["4", "5"]
+        return whole.requests, whole.nbytes
+
+    assert asyncio.run(run()) == (0, 0)
+
+
+def test_requests_that_are_not_answered_are_bounded_and_one_alone_always_fits():
+    async def run():
+        futures, log, held = Futures(), [], asyncio.Event()
+        order = in_order(futures, started=Room(max_requests=9, max_bytes=100))
+        order.submit(1, "m:1", answering(log, "1", held), nbytes=10**6)
+        await asyncio.sleep(0.01)
+        with pytest.raises(Refused, match="seq_id=2: 1 requests of 1000000 bytes.*wait for answers") as refused:
+            order.submit(2, "m:2", answering(log, "2"), nbytes=90)
+        assert refused.value.status == 429
+        held.set()
+        assert await content(futures, "m:1") == "1"
+        order.submit(2, "m:2", answering(log, "2"), nbytes=90)
+        return await content(futures, "m:2")
+
+    assert asyncio.run(run()) == "2"
+
+
+def test_a_request_that_was_being_submitted_when_its_model_was_closed_is_told_so():
+    async def run():
+        futures = Futures()
+        order = in_order(futures)
+
+        async def never():
+            await asyncio.Event().wait()
+
+        order.submit(1, "m:1", never)
+        await asyncio.sleep(0.01)
+        order.close("its session was finished")
+        return await content(futures, "m:1")
+
+    assert asyncio.run(run()).message == "its session was finished"
+
+
+def test_answers_are_bounded_in_number_and_bytes(monkeypatch):
+    monkeypatch.setattr("torchtitan_rl.server.tinker.futures._MAX_KEPT", 5)
+    monkeypatch.setattr("torchtitan_rl.server.tinker.futures._MAX_KEPT_BYTES", 100)
+
+    async def run():
+        futures = Futures()
+        refused = [futures.refuse(user("x")) for _ in range(8)]
+        assert len(futures) == 5 and refused[2] not in futures and refused[3] in futures
+        futures.start("large", _large())
+        assert len((await futures.fetch("large", 5)).content) == 99
+        assert len(futures) == 2
+        return await content(futures, refused[-1])
+
+    async def _large():
+        return Answer(content=b"x" * 99)
+
+    assert asyncio.run(run()).message == "x"
 
 
 def test_what_waits_for_a_model_that_is_unloaded_is_told_so():
     async def run():
         futures = Futures()
-        order = InOrder(futures)
+        order = in_order(futures)
         order.submit(2, "m:2", answering([], "2"))
         order.close("the model is unloaded")
-        order.submit(3, "m:3", answering([], "3"))
-        return [(await content(futures, name)).message for name in ("m:2", "m:3")]
+        late = order.submit(3, "m:3", answering([], "3"))
+        return [(await content(futures, name)).message for name in ("m:2", late)]
 
     assert asyncio.run(run()) == ["the model is unloaded"] * 2
 

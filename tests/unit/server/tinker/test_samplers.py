@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from torchtitan_rl.server.tinker.checkpoints import Checkpoints, ModelRecord
 from torchtitan_rl.server.tinker.faults import Fault
 from torchtitan_rl.server.tinker.samplers import Turns, Versions
 
@@ -86,7 +87,9 @@ class Store:
 def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
     async def run():
         store = Store()
-        versions = Versions(store, max_published=2, max_spooled=9, spool=tmp_path)
+        versions = Versions(
+            store, Checkpoints(tmp_path / "models"), max_published=2, max_spooled=9, spool=tmp_path / "spool"
+        )
         for store.next in (1, 2, 3, 4):
             assert await versions.publish() == store.next
         pushed_out = sorted(store.holders)
@@ -95,7 +98,13 @@ def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
         await versions.publish()  # the same version again
         again = dict(store.holders)
         await versions.forget(1)
-        return pushed_out, back, again, sorted(store.holders), sorted(file.name for file in tmp_path.iterdir())
+        return (
+            pushed_out,
+            back,
+            again,
+            sorted(store.holders),
+            sorted(file.name for file in (tmp_path / "spool").iterdir()),
+        )
 
     pushed_out, back, again, left, files = asyncio.run(run())
     assert pushed_out == [3, 4] and back == [1, 3, 4] and again == {1: 1, 4: 1}
@@ -105,7 +114,9 @@ def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
 def test_a_version_in_use_is_never_pushed_out(tmp_path):
     async def run():
         store = Store()
-        versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path)
+        versions = Versions(
+            store, Checkpoints(tmp_path / "models"), max_published=1, max_spooled=9, spool=tmp_path / "spool"
+        )
         await versions.publish()
         async with versions.published(1):
             for store.next in (2, 3):
@@ -120,7 +131,9 @@ def test_a_version_in_use_is_never_pushed_out(tmp_path):
 
 def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
     async def run():
-        versions = Versions(Store(), max_published=1, max_spooled=9, spool=tmp_path)
+        versions = Versions(
+            Store(), Checkpoints(tmp_path / "models"), max_published=1, max_spooled=9, spool=tmp_path / "spool"
+        )
         versions.register(-1, tmp_path / "gone.safetensors")
         async with versions.published(-1):
             pass
@@ -132,7 +145,9 @@ def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
 def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used_least_recently_go(tmp_path):
     async def run():
         store = Store()
-        versions = Versions(store, max_published=1, max_spooled=2, spool=tmp_path)
+        versions = Versions(
+            store, Checkpoints(tmp_path / "models"), max_published=1, max_spooled=2, spool=tmp_path / "spool"
+        )
         for store.next in (1, 2, 3):
             await versions.publish()
         async with versions.published(1):  # used again
@@ -143,7 +158,42 @@ def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used_least
         with pytest.raises(Fault, match="was dropped: many newer ones have no name"):
             async with versions.published(2):
                 pass
-        return left, sorted(file.name for file in tmp_path.iterdir())
+        return left, sorted(file.name for file in (tmp_path / "spool").iterdir())
 
     left, files = asyncio.run(run())
     assert left == [1, 4, 5] and files == ["1.safetensors", "4.safetensors"]
+
+
+def test_a_damaged_file_is_a_fault_of_the_request_and_is_never_published(tmp_path, caplog):
+    """Of a checkpoint, and of weights without a name that the server wrote; one without checksums is used."""
+
+    async def run():
+        store, checkpoints = Store(), Checkpoints(tmp_path / "models")
+        versions = Versions(store, checkpoints, max_published=1, max_spooled=9, spool=tmp_path / "spool")
+        record = ModelRecord(model_id="ab12:train:0", base_model="tiny")
+        messages = []
+        for version, name in ((-1, "flipped"), (-2, "fine"), (-3, "old")):
+            writing = checkpoints.begin(record, "sampler_weights", name, overwrite=False)
+            (writing / "weights.safetensors").write_text(str(version))
+            path = checkpoints.commit(record, "sampler_weights", name, ttl_s=None, metadata=None).path
+            versions.register(version, checkpoints.find(path)[1] / "weights.safetensors")
+        flipped = tmp_path / "models" / record.model_id / "sampler_weights" / "flipped" / "weights.safetensors"
+        flipped.write_text("-3")
+        (tmp_path / "models" / record.model_id / "sampler_weights" / "old" / "files.json").unlink()
+        for store.next in (1, 2):
+            await versions.publish()
+        (tmp_path / "spool" / "1.safetensors").write_text("2")
+        for version in (-1, 1):
+            with pytest.raises(Fault) as fault:
+                async with versions.published(version):
+                    pass
+            assert fault.value.category == "user" and version not in store.holders
+            messages.append(fault.value.message)
+        for version in (-2, -3):
+            async with versions.published(version):
+                assert version in store.holders
+        return messages
+
+    checkpoint, spooled = asyncio.run(run())
+    assert "weights.safetensors: its checksum is" in checkpoint and "version=1: its file is damaged" in spooled
+    assert "was saved without checksums by an older server" in caplog.text

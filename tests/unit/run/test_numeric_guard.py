@@ -1,0 +1,28 @@
+"""Weights that are not finite end a run for good, and say which tensor."""
+
+import asyncio
+
+import pytest
+
+from torchtitan_rl.run.ends import Ended
+from torchtitan_rl.run.numeric_guard import pull_newest
+from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
+
+
+class Generator:
+    def __init__(self, error=None):
+        self.error = error
+
+    async def pull_newest(self):
+        if self.error is not None:
+            raise self.error
+        return 5
+
+
+def test_a_run_whose_weights_are_not_finite_ends_for_good_and_other_failures_stay_what_they_are():
+    assert asyncio.run(pull_newest(Generator())) == 5
+    with pytest.raises(Ended, match="policy_version=6: layers.0.w1 has a NaN or an infinity"):
+        asyncio.run(pull_newest(Generator(WeightsNotFinite(NotFinite(version=6, tensor="layers.0.w1")))))
+    with pytest.raises(RuntimeError) as error:
+        asyncio.run(pull_newest(Generator(RuntimeError("policy-0.push_weights: OSError: gone"))))
+    assert not isinstance(error.value, Ended)
