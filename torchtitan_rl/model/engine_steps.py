@@ -22,7 +22,7 @@ from vllm import LLMEngine
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model import vllm_internals
@@ -193,6 +193,10 @@ class EngineSteps(ABC):
         request = self._in_flight.pop(output.request_id)
         if request.future is None:
             return
+        if output.outputs and output.outputs[0].finish_reason == "error":  # the grammar of a structure, and no other
+            return request.future.set_exception(
+                ValueError("structure: cannot be made a grammar; the generator's log says why, ask for a simpler one")
+            )
         scored = output.prompt_logprobs is not None
         answer = scores(output, request) if scored else completion(output, request.version_starts)
         request.future.set_result(answer)
@@ -211,7 +215,10 @@ def engine_params(request: Request) -> EngineSamplingParams:
         return scoring_params(request)
     same = {name: getattr(params, name) for name in _SAME}
     final = RequestOutputKind.FINAL_ONLY
-    return EngineSamplingParams(**same, logprobs=0, detokenize=bool(params.stop), output_kind=final)
+    structure = StructuredOutputsParams(structural_tag=params.structure) if params.structure else None
+    return EngineSamplingParams(
+        **same, logprobs=0, detokenize=bool(params.stop), output_kind=final, structured_outputs=structure
+    )
 
 
 def completion(output: Any, version_starts: list[tuple[int, int]]) -> Completion:
