@@ -291,4 +291,5 @@ def address(args: argparse.Namespace, port: int | None, host: str):
 
     if port is None:
         return None
-    return Address(host=host, port=port, api_key_file=args.api_key_file, tool_parser=args.tool_parser)
+    ignored = tuple(args.ignore)
+    return Address(host=host, port=port, api_key_file=args.api_key_file, tool_parser=args.tool_parser, ignored=ignored)

@@ -30,7 +30,9 @@ OBJECT = tag({"type": "json_schema", "json_schema": SCHEMA, "max_whitespace_cnt"
 
 
 def request(seed, structure="", **params):
-    return Request(PROMPT, SamplingParams(max_tokens=params.pop("max_tokens", 64), seed=seed, structure=structure, **params))
+    return Request(
+        PROMPT, SamplingParams(max_tokens=params.pop("max_tokens", 64), seed=seed, structure=structure, **params)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,9 @@ def test_log_probabilities_are_among_the_tokens_that_could_be_drawn(said):
     assert math.exp(first["yes"]) + math.exp(first["no"]) == pytest.approx(1.0, abs=1e-5)
     frequency, p = len(words["yes"]) / 200, math.exp(first["yes"])
     assert abs(frequency - p) < 4 * math.sqrt(p * (1 - p) / 200)
-    assert all(logprobs[1:] == pytest.approx([0.0] * len(logprobs[1:]), abs=1e-6) for w in words for logprobs in words[w])
+    assert all(
+        logprobs[1:] == pytest.approx([0.0] * len(logprobs[1:]), abs=1e-6) for w in words for logprobs in words[w]
+    )
     likelier = max(first, key=first.get)
     assert [text(completion) for completion in said["greedy"]] == [likelier] * 2
 

@@ -22,12 +22,13 @@ from vllm import LLMEngine
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind
 
 from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model import vllm_internals
 from torchtitan_rl.model.engine_scores import scores, scoring_params
 from torchtitan_rl.model.generator_plan import whole_parameters
+from torchtitan_rl.model.structures import structured_outputs
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["EngineSteps", "Command", "engine_params", "completion"]
@@ -204,7 +205,8 @@ class EngineSteps(ABC):
 
 def _refuse(future: Future | None, request: Request, error: Exception) -> None:
     if future is not None:
-        future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {error}"))
+        reason = " ".join(f"{error} {error.__cause__ or ''}".split())  # xgrammar's own words are the cause
+        future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {reason}"))
 
 
 def engine_params(request: Request) -> EngineSamplingParams:
@@ -215,7 +217,7 @@ def engine_params(request: Request) -> EngineSamplingParams:
         return scoring_params(request)
     same = {name: getattr(params, name) for name in _SAME}
     final = RequestOutputKind.FINAL_ONLY
-    structure = StructuredOutputsParams(structural_tag=params.structure) if params.structure else None
+    structure = structured_outputs(params.structure)
     return EngineSamplingParams(
         **same, logprobs=0, detokenize=bool(params.stop), output_kind=final, structured_outputs=structure
     )

@@ -19,6 +19,7 @@ from torchtitan_rl.tasks.outcomes import outcome_in_thread
 from torchtitan_rl.types import Rollout, Task, Turn
 from torchtitan_rl.workflows.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
 from torchtitan_rl.workflows.agent_process import run_command
+from torchtitan_rl.workflows.parameters import check_ignored
 from torchtitan_rl.workflows.policy import Policy, SamplingFailed
 
 __all__ = ["external", "External", "Endpoint", "SessionLimits", "CommandLimits", "AgentFailed", "Gateway", "Session"]
@@ -69,7 +70,8 @@ class External:
     tool_parser: str = ""
     """vLLM's parser of tool calls, such as `hermes`; empty: the policy's text is not read for calls."""
     ignored: tuple[str, ...] = ()
-    """Sampling parameters, such as `temperature`, that the agent sends and the run's own replace."""
+    """Parameters that the agent sends and its requests are answered without, such as `temperature` or
+    `response_format`: names of `workflows.parameters.IGNORABLE`."""
     session: SessionLimits = field(default_factory=SessionLimits)
     command: CommandLimits = field(default_factory=CommandLimits)
     """Limits of an agent that is a command."""
@@ -103,7 +105,7 @@ class External:
             self._gateway.end_session(session)
         if failed is not None and not (session.ended_by and not failed.breach):
             raise session.failure or failed
-        return _rollout(task, policy, session, given, rollout_id)
+        return _rollout(task, policy, session, given, rollout_id, session.ended_by if failed else "")
 
     async def _played(self, task: Task, endpoint: Endpoint) -> Any:
         """What the agent gives as its reward; None: nothing."""
@@ -151,6 +153,7 @@ def external(agent: Callable | list[str], **settings: Any) -> External:
         raise ValueError(f"external: timeout_s={made.timeout_s}: must be above 0")
     if not made.model:
         raise ValueError("external: model='': agents ask for a name; give one")
+    check_ignored(made.ignored, "external: ignored")
     return made
 
 
@@ -183,13 +186,14 @@ def _json(task: Task, data: Any) -> str:
         ) from error
 
 
-def _rollout(task: Task, policy: Policy, session: Session, given: Any, rollout_id: str) -> Rollout:
+def _rollout(task: Task, policy: Policy, session: Session, given: Any, rollout_id: str, limit: str) -> Rollout:
+    """The rollout of a session; `limit` is the one at which the agent failed, empty where it came to its end."""
     turns = session.turns()
     if session.fault:
         raise AgentFailed(f"{session.fault}, for task {task.id!r}")
     if not turns:
         raise session.failure or AgentFailed(f"agent: took no completion for task {task.id!r}; ask for one")
-    reward, parts = _reward(given, task) or session.reward or (0.0 if session.ended_by else None, {})
+    reward, parts = _reward(given, task) or session.reward or (0.0 if limit else None, {})
     first, last = turns[0].prompt_tokens, [*turns[-1].prompt_tokens, *turns[-1].completion.tokens]
     said = last[len(first) :] if last[: len(first)] == first else turns[-1].completion.tokens
     return Rollout(
@@ -199,7 +203,7 @@ def _rollout(task: Task, policy: Policy, session: Session, given: Any, rollout_i
         reward=reward,
         reward_parts=dict(parts),
         text=policy.tokenizer.decode(said, skip_special_tokens=True),
-        end_reason=session.ended_by or "done",
+        end_reason=limit or "done",
         counts=dict(session.counts),
     )
 
