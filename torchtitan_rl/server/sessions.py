@@ -219,9 +219,9 @@ class Session:
             room = self.context_tokens - len(prompt.tokens)
             if room < 1:
                 self._stand_at("tokens")
-                raise invalid(
-                    f"messages: the prompt has {len(prompt.tokens)} tokens, and the context has room for "
-                    f"{self.context_tokens} with a completion; send less",
+                raise invalid(  # LiteLLM knows this case by OpenAI's words, and by no code
+                    f"messages: the prompt has {len(prompt.tokens)} tokens, and this model's maximum context length is "
+                    f"{self.context_tokens} tokens with a completion; send less",
                     "messages",
                     "context_length_exceeded",
                 )

@@ -65,8 +65,8 @@ def _structure(asked: ChatRequest, tools: list[dict], reader: ToolReader | None)
     if form is None:
         param = "response_format" if single is False else "parallel_tool_calls"
         raise invalid(
-            f"{param}: beside tools it needs a grammar of calls, and tool_parser={reader.name!r} has none; leave {param} "
-            "or tools out",
+            f"{param}: beside tools it needs a grammar of calls, and tool_parser={reader.name!r} has none; leave "
+            f"{param} or tools out",
             param,
             "unsupported_parameter",
         )

@@ -121,13 +121,14 @@ class ToolReader:
         call."""
         if not getattr(self.tokenizer, "chat_template", None):
             return ""
-        function = {"name": "look_up", "arguments": {"city": "Oslo", "number": 3}}
+        name, arguments = "look_up", {"city": "Oslo", "number": 3}
+        function = {"name": name, "arguments": arguments}
         call = {"id": "aB3dE6gH9", "type": "function", "function": function}  # Mistral's templates take such ids only
         properties = {"city": {"type": "string"}, "number": {"type": "integer"}}
         described = {"description": "looks up", "parameters": {"type": "object", "properties": properties}}
-        tools = [{"type": "function", "function": {"name": function["name"], **described}}]
+        tools = [{"type": "function", "function": {"name": name, **described}}]
         asked = {"role": "user", "content": "a"}
-        result = {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": "b"}
+        result = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": "b"}
 
         def rendered(**message: Any) -> str:
             messages = [asked, {"role": "assistant", **message}, result]
@@ -142,7 +143,7 @@ class ToolReader:
             ) from error
         before, _, after = said.partition(_MARK)
         text = called[len(before) : len(called) - len(after)] if called.startswith(before) else called
-        if function["name"] not in text:
+        if name not in text:
             raise ValueError(
                 f"tool_parser={self.name!r}: the tokenizer's chat template leaves tool_calls out, so the policy would "
                 "not see the calls that clients send back; write them into chat_template of tokenizer_config.json in "
@@ -152,7 +153,7 @@ class ToolReader:
         completion = Completion(tokens=tokens, logprobs=[], policy_versions=[], finish_reason="length")
         plain = self.tokenizer.decode(tokens, skip_special_tokens=True)
         read = [(each.name, json.loads(each.arguments)) for each in self.read(completion, plain, tools, "").calls]
-        return "" if read == [(function["name"], function["arguments"])] else text
+        return "" if read == [(name, arguments)] else text
 
     @contextmanager
     def _complaints(self) -> Iterator[_Complaints]:
