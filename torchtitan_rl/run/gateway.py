@@ -63,8 +63,8 @@ class Address:
     """Parameters that requests are answered without; see `workflows.parameters.IGNORABLE`."""
 
     def gateway(self, served: Served, *, context_tokens: int, vocab_size: int) -> Gateway:
-        """The gateway, not yet open. Raises ValueError for a key that is missing, for a tool parser that is none or does
-        not go with the chat template, and for a parameter that cannot be ignored."""
+        """The gateway, not yet open. Raises ValueError for a key that is missing, for a tool parser that is none or
+        does not go with the chat template, and for a parameter that cannot be ignored."""
         from torchtitan_rl.server.gateway import Gateway
         from torchtitan_rl.server.keys import read_key
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
 from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.run.gateway import Address, policy_of, told
 from torchtitan_rl.run.start import dated
@@ -35,10 +37,10 @@ async def serve(
 
     Raises ValueError, before anything starts, for what cannot be served.
     """
-    weights, source = hf_weights(checkpoint), origin(checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(str(weights))
-    model = json.loads((weights / "config.json").read_text())
-    longest = int(model["max_position_embeddings"])
+    weights, source = _hf_weights(checkpoint), origin(checkpoint)
+    shape = resolve_shape(ModelConfig(assets=str(weights)))
+    tokenizer = _tokenizer(weights)
+    longest = shape.max_seq_len
     generator.max_model_len = generator.max_model_len or min(longest, _MAX_CONTEXT)
     if generator.max_model_len > longest:
         raise ValueError(f"--max-model-len={generator.max_model_len}: the model reads {longest} tokens; lower it")
@@ -50,12 +52,37 @@ async def serve(
         client = SamplingClient([mesh], OneVersion(), max_model_len=generator.max_model_len, timeout_s=_TIMEOUT_S)
         await client.load_hf(str(weights), version=source.step or 0)
         served = Served(name="policy", policy=policy_of(client, tokenizer, generator.max_model_len), versions=list)
-        opened = address.gateway(served, context_tokens=generator.max_model_len, vocab_size=int(model["vocab_size"]))
+        opened = address.gateway(served, context_tokens=generator.max_model_len, vocab_size=shape.vocab_size)
         async with opened as gateway:
             told(gateway, f"{source.text or 'no known step'} of {source.name}; logs in {run_dir.path}", quiet)
             await _asked_to_end()
     finally:
         launcher.kill()
+
+
+def _hf_weights(path: Path) -> Path:
+    """`checkpoint.hf_weights`. Raises ValueError for a path that is nothing to serve, and says what it lacks."""
+    if not path.exists():
+        raise ValueError(
+            f"checkpoint={str(path)!r}: is not there; give a run's checkpoints/step-N, or a Hugging Face directory (a "
+            "model's name on the Hub is downloaded first)"
+        )
+    if (path / "config.json").exists() and not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"checkpoint={str(path)!r}: is a Hugging Face directory without *.safetensors; add the weights in this form"
+        )
+    return hf_weights(path)
+
+
+def _tokenizer(weights: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(str(weights))
+    except Exception as error:  # transformers raises many types, always about the files
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"checkpoint={str(weights)!r}: holds no tokenizer that can be read ({reason}); add tokenizer.json and "
+            "tokenizer_config.json of the model"
+        ) from error
 
 
 async def _asked_to_end() -> None:
