@@ -61,6 +61,13 @@ def _add_address(sub: argparse.ArgumentParser, prefix: str) -> None:
         help="the key of clients; default: $TORCHTITAN_RL_API_KEY, or none",
     )
     sub.add_argument("--tool-parser", default="", metavar="NAME", help="vLLM's parser of tool calls, such as hermes")
+    sub.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a parameter that requests are answered without, such as logit_bias; may be given again",
+    )
 
 
 def _add_allow_host(sub: argparse.ArgumentParser, prefix: str) -> None:
