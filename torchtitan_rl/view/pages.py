@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from torchtitan_rl.inspection.series import Series
+from torchtitan_rl.observability.curves import final_evaluations
 from torchtitan_rl.view.parameters import Parameters
 from torchtitan_rl.view.runs import ShownRun
 
@@ -25,6 +26,7 @@ _SHOWN = (
 )
 """Curves that are shown unless an address asks for others."""
 _SMOOTH = ("1", "5", "20", "100")
+_MOST_ACCURACIES = 6
 _NUMBERS = ("reward/mean", "policy/entropy", "completion/length_mean", "time/step_s")
 
 
@@ -38,7 +40,7 @@ def health(parameters: Parameters) -> dict[str, Any]:
     for shown in chosen:
         series = shown.series
         state = shown.health()
-        findings, problem = shown.findings()
+        diagnosis = shown.diagnosis()
         step_s = series.last("time/step_s", n=20)
         step, num_steps = (_count(state.status.get(name)) for name in ("step", "num_steps"))
         usual = sum(step_s) / len(step_s) if step_s else 0.0
@@ -46,9 +48,12 @@ def health(parameters: Parameters) -> dict[str, Any]:
             {
                 "run": shown,
                 "health": state,
-                "findings": findings,
-                "problem": problem,
-                "numbers": [(name, values[-1]) for name in _NUMBERS if (values := series.last(name))],
+                "diagnosis": None if isinstance(diagnosis, str) else diagnosis,
+                "problem": diagnosis if isinstance(diagnosis, str) else "",
+                "numbers": [
+                    *_newest_accuracies(series),
+                    *((name, values[-1]) for name in _NUMBERS if (values := series.last(name))),
+                ],
                 "phase": str(state.status.get("phase") or ""),
                 "step": step,
                 "num_steps": num_steps,
@@ -56,6 +61,17 @@ def health(parameters: Parameters) -> dict[str, Any]:
             }
         )
     return {"chosen": chosen, "cards": cards, "live": True}
+
+
+def _newest_accuracies(series: Series) -> list[tuple[str, float]]:
+    """(in words, accuracy) of the newest evaluation on each set and split."""
+    lines = [line for line in final_evaluations(series.evaluations()) if _is_number(line.get("eval/accuracy"))]
+    several = len({line.get("eval/name") for line in lines}) > 1
+    found = []
+    for line in sorted(lines, key=lambda line: -line["step"])[:_MOST_ACCURACIES]:
+        of = f"{line.get('eval/name', '') if several else ''} {line.get('eval/split', '')}".strip()
+        found.append((f"accuracy, {of}, step {line['step']}", line["eval/accuracy"]))
+    return found
 
 
 def _count(value: Any) -> int:

@@ -3,7 +3,10 @@
 import asyncio
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -199,11 +202,61 @@ def test_any_directory_opens_with_what_is_there(tmp_path):
         for name in ("empty", "broken", "newer"):
             answer = page.get(address, params={"run": name})
             assert answer.status_code == 200, (address, name, answer.text)
-    assert "config.json is missing" in page.get("/?run=empty").text
+    empty = Tags(page.get("/?run=empty").text).said
+    assert "there is no run yet" in empty and "nothing is known" in empty.lower()
+    assert "config.json is missing" in page.get("/?run=broken").text
+    assert "config.json: is cut off" in Tags(page.get("/?run=broken").text).said
+    for name in ("empty", "broken", "newer"):
+        assert "nothing wrong" not in page.get(f"/?run={name}").text
     assert "No rollouts are recorded" in page.get("/rollouts?run=empty").text
     assert "000001.parquet: cannot be read" in page.get("/rollouts?run=broken").text
     found = page.get("/rollout?run=newer&id=n/0")
     assert found.status_code == 200 and "novel" in found.text
+
+
+def test_the_page_opens_before_its_run_and_shows_it_when_it_begins(tmp_path):
+    path = tmp_path / "runs" / "first"
+    page = client(path)
+    for address in ADDRESSES:
+        assert page.get(address).status_code == 200, address
+    told = Tags(page.get("/").text)
+    assert ("p", {"class": "state odd", "data-state": "waiting"}) in told.tags
+    assert "there is no run yet; this page shows it when it begins" in told.said
+    made_run(path)
+    assert "reward/mean" in Tags(page.get("/").text).said and "2/0/0" in page.get("/rollouts").text
+    assert "2/0" in page.get("/groups?step=1").text
+    (chart,) = page.get("/api/curves?metric=reward/mean").json()["charts"]
+    assert chart["lines"][0]["steps"] == [1, 2, 3]
+
+
+def test_the_verb_waits_for_a_run_and_names_one_that_is_meant_perhaps(runs, tmp_path):
+    """The command itself, on a path that is not there."""
+    command = [sys.executable, "-m", "torchtitan_rl.cli", "view", str(runs / "frist"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline().startswith("frist: http://127.0.0.1:")
+            assert process.stdout.readline() == (
+                f"{runs / 'frist'}: is not there yet (did you mean {runs / 'first'}?); the page shows the run when it "
+                "begins\n"
+            )
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+
+
+def test_health_has_the_newest_accuracy_why_a_run_ended_and_what_was_not_looked_at(tmp_path):
+    run_dir = made_run(tmp_path / "run")
+    newest = {"eval/name": "sort", "eval/split": "validation", "eval/accuracy": 0.75}
+    run_dir.log_metrics({"step": 3, "phase": "evaluation", **newest})
+    status = {"at": "2026-11-20T12:00:00+00:00", "attempt": 1, "ended": "stopped", "spans": [], "replicas": {}}
+    (run_dir.path / "status.json").write_text(json.dumps(status))
+    event = {"at": "2026-11-20T12:00:00+00:00", "level": "error", "kind": "run_failed", "who": "", "text": "no <space>"}
+    run_dir.record("events", 3, [event])
+    answer = client(run_dir.path).get("/").text
+    assert "<dt>accuracy, validation, step 3</dt><dd>0.750</dd>" in answer
+    told = " ".join(Tags(answer).said.split())
+    assert "ago: no <space>" in told
+    assert "Not looked at" in told and "rule truncation: needs `completion/truncated_frac` of 5 batches" in told
 
 
 def test_a_run_without_tokens_shows_its_texts(tmp_path):
@@ -218,6 +271,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
         RunDir.create(tmp_path / parent / "run")
     names = [run.name for run in open_runs([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"])]
     assert names == ["a/run", "b/run"]
+    (tmp_path / "c").touch()
     with pytest.raises(ValueError, match="is no directory"):
         open_runs([tmp_path / "c"])
 
@@ -236,7 +290,8 @@ def test_a_port_in_use_picks_the_next_one(runs):
 
 def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert "view" in run_verbs.VERBS
-    assert main(["view", str(tmp_path / "none")]) == 1
+    (tmp_path / "file").touch()
+    assert main(["view", str(tmp_path / "file")]) == 1
     assert "is no directory" in capsys.readouterr().err
     monkeypatch.setitem(__import__("sys").modules, "torchtitan_rl.view.app", None)
 
