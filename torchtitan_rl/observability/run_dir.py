@@ -65,8 +65,9 @@ class RunDir(RunLog):
             ) from error
         if used:
             raise ValueError(
-                f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another output_dir, "
-                f"or go on with that run: torchtitan-rl train CONFIG --resume latest --output-dir {shlex.quote(str(path))}"
+                f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another "
+                "output_dir, or go on with that run: torchtitan-rl train CONFIG --resume latest --output-dir "
+                f"{shlex.quote(str(path))}"
             )
         return run_dir
 

@@ -20,15 +20,13 @@ _TRIED = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run's directory: finished, going on, or not there yet"
-    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory, which need not be there yet")
     parser.add_argument("--port", type=int, default=8765, help="the next one where it is in use")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until interrupted. A run may begin later: its directory need not be there yet. Raises ValueError for a path
-    that is no directory, when no port is free, and where the package that the page needs is not installed."""
+    """Serves until interrupted. A run may begin later: its directory need not be there yet. Raises ValueError for a
+    path that is no directory, when no port is free, and where the package that the page needs is not installed."""
     try:
         from torchtitan_rl.inspection.rollouts import Query
         from torchtitan_rl.view.app import application
