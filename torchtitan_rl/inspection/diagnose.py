@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.epilog = (
-        f"Exit status: {SOMETHING_WRONG} when a rule has found something, 0 when none has, 1 for a mistake, and where "
+        f"Exit status: {SOMETHING_WRONG} when a rule has found something, 0 when none has, 1 for a mistake, and where\n"
         "there is nothing that a rule could look at."
     )
 

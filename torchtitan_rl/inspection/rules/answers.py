@@ -41,7 +41,7 @@ def _one_answer(facts: Facts, threshold: float) -> Said | None:
 def _copies(facts: Facts, threshold: float) -> Said | None:
     """With n nats of chance in an answer, equal siblings are rare: a few groups in a thousand at n = 2."""
     entropy, length = (last(facts.series(name)) for name in ("policy/entropy", "completion/length_mean"))
-    if not entropy or (nats := middle(entropy) * middle(length)) < _FEW_NATS:
+    if not entropy or not length or (nats := middle(entropy) * middle(length)) < _FEW_NATS:
         return None
     groups: dict[str, list[str]] = defaultdict(list)
     for rollout in facts.rollouts:

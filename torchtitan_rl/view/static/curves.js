@@ -94,7 +94,7 @@ function options(figure, place, lines) {
   return {
     width: place.clientWidth, height: place.clientHeight, legend: { show: false }, cursor: { y: false },
     scales: { x: { time: false }, y: log ? { distr: 3 } : { range: (_, low, high) => apart(low, high) } },
-    axes: [{ ...axis, size: 30, label: figure.dataset.steps }, { ...axis, size: 62, label: figure.dataset.unit, values: (_, ticks) => ticks.map(short) }],
+    axes: [{ ...axis, size: 30, label: figure.dataset.steps }, { ...axis, size: 76, label: figure.dataset.unit, values: (_, ticks) => ticks.map(short) }],
     series: [{}, ...lines.map((line, i) => ({
       label: line.name, stroke: css(`--c${line.run % 8}`), width: 1.8, dash: drawn[i],
       spanGaps: true, points: { show: line.steps.length < 40, size: 5 },
