@@ -133,6 +133,61 @@ def test_two_runs_compare(page):
     assert "0.250" in page.get("/evaluations?run=first").text
 
 
+def test_curves_have_axes_a_scale_the_warm_start_and_a_table(page, runs):
+    answer = Tags(page.get("/curves?metric=time/step_s&metric=reward/mean&scale=log").text)
+    figures = {a["data-metric"]: a for tag, a in answer.tags if tag == "figure" and "data-metric" in a}
+    assert figures["time/step_s"]["data-unit"] == "seconds" and figures["reward/mean"]["data-steps"] == "step"
+    assert next(a for tag, a in answer.tags if a.get("id") == "charts")["data-scale"] == "log"
+    assert page.get("/curves?scale=cubic").status_code == 400
+    (link,) = [a["href"] for tag, a in answer.tags if tag == "a" and "download" in a]
+    table = page.get(link)
+    assert table.headers["content-type"].startswith("text/csv")
+    rows = table.text.splitlines()
+    assert rows[0] == "run,metric,of,step,value" and "first,time/step_s,,1,1.0" in rows and len(rows) == 1 + 2 * 5
+    assert "first,eval/accuracy,validation,0,0.25" in page.get("/curves.csv").text.splitlines()
+
+
+def test_the_warm_starts_loss_is_shown_unless_others_are_asked_for(tmp_path):
+    run_dir = made_run(tmp_path / "run")
+    run_dir.log_metrics({"step": 1, "phase": "supervised", "loss/mean": 2.0})
+    figures = [a for tag, a in Tags(client(run_dir.path).get("/curves").text).tags if tag == "figure"]
+    (loss,) = [a for a in figures if a.get("data-metric") == "supervised: loss/mean"]
+    assert loss["data-steps"] == "step of the warm start" and loss["data-unit"] == "loss per token"
+
+
+def test_histograms_of_the_newest_rollouts_are_drawn(page):
+    answer = page.get("/curves?run=first").text
+    pictures = re.findall(r'<svg class="bars c0".*?</svg>', answer, re.DOTALL)
+    rewards = pictures[0]
+    assert "reward of first: 12 rollouts from 0 to 1.000" in rewards.replace("0.000", "0")
+    # Of 3 steps: 3 rewards of 0, 6 of 0.5, 3 of 1.
+    assert re.findall(r'x="([\d.]+)".*?height="([\d.]+)"/>', rewards) == [
+        ("0.5", "29.0"),
+        ("120.5", "58.0"),
+        ("230.5", "29.0"),
+    ]
+    assert "at most <b>6</b> in a bin" in answer and len(pictures) == 3
+
+
+@pytest.mark.parametrize(
+    "rewards, bars",
+    [
+        ([1.0, 1.0], [(0, 32), (0, 32)]),
+        ([0.0, 0.0], [(30, 2), (30, 2)]),
+        ([1.0, -1.0, 0.0], [(0, 16), (16, 16), (16, 2)]),
+        ([1e300, None], [(0, 32), (30, 2)]),
+    ],
+)
+def test_a_bar_stands_on_nought_so_that_equal_rewards_are_seen(tmp_path, rewards, bars):
+    run_dir = RunDir.create(tmp_path / "run")
+    records = [{"rollout_id": str(i), "group_id": "g", "reward": reward} for i, reward in enumerate(rewards)]
+    run_dir.record("rollouts", 1, records)
+    drawn = re.findall(
+        r'<rect [^>]*y="([\d.]+)" width="10" height="([\d.]+)"', client(run_dir.path).get("/groups").text
+    )
+    assert [(float(y), float(height)) for y, height in drawn] == bars
+
+
 def test_curves_move_while_a_run_goes_on(tmp_path):
     run_dir = made_run(tmp_path / "run")
     page = client(run_dir.path)
