@@ -114,7 +114,11 @@ class Engine(EngineSteps):
     def _build(self) -> LLMEngine:
         ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanQwen3ForCausalLM)
         args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
-        with vllm_internals.private_shared_memory(), vllm_internals.chosen_model_runner(self._config.model_runner):
+        with (
+            vllm_internals.private_shared_memory(),
+            vllm_internals.nameless_semaphores(),
+            vllm_internals.chosen_model_runner(self._config.model_runner),
+        ):
             engine = LLMEngine.from_engine_args(args)
         self.model = vllm_internals.model(engine)
         self.model_runner = vllm_internals.model_runner(engine)

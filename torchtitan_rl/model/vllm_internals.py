@@ -24,6 +24,7 @@ the addresses of these parameters and thus reads the new weights.
 from __future__ import annotations
 
 import glob
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ __all__ = [
     "from_leader",
     "shut_down",
     "private_shared_memory",
+    "nameless_semaphores",
 ]
 
 _CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -105,6 +107,22 @@ def from_leader(command: Any) -> Any:
 def shut_down(engine: LLMEngine) -> None:
     """Frees the engine's memory and this process's process groups."""
     engine.engine_core.shutdown()
+
+
+@contextmanager
+def nameless_semaphores() -> Iterator[None]:
+    """Lets multiprocessing take the name of each semaphore away at its creation, as for the start method `fork`.
+
+    vLLM's executor makes a lock that no other process opens. Monarch's processes have the start method `forkserver`:
+    there a semaphore keeps its name in /dev/shm for as long as it lives, and a process that is killed together with its
+    resource tracker leaves the name behind.
+    """
+    method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)
 
 
 @contextmanager
