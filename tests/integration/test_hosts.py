@@ -215,6 +215,54 @@ def test_sigterm_on_one_host_writes_a_checkpoint_and_ends_both(launch, tmp_path,
     assert not alive
 
 
+@pytest.fixture
+def workers(tmp_path):
+    """(processes, addresses): a worker on each of two loopback addresses, as they are started by hand."""
+    at = [f"tcp://{address}:{free_port()}" for address in ADDRESSES]
+    command = [sys.executable, "-m", "torchtitan_rl.hosts.worker"]
+    with nothing_left(), (tmp_path / "workers.txt").open("w") as output:
+        processes = [
+            psutil.Popen([*command, address], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) for address in at
+        ]
+        yield processes, at
+        for process in processes:
+            for child in (*process.children(recursive=True), process):
+                child.kill()
+        psutil.wait_procs(processes, timeout=10)
+
+
+def attached_run(directory: Path, name: str, at: list[str], *arguments: str) -> psutil.Popen:
+    """A run on workers. Its output is in NAME.txt."""
+    command = [sys.executable, "-m", "torchtitan_rl.cli", "train", QUICKSTART, *SHORT, "--hosts", ",".join(at)]
+    command += ["--output-dir", str(directory / name), *arguments]
+    with (directory / f"{name}.txt").open("w") as output:
+        return psutil.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+
+
+def test_a_controller_that_attaches_after_a_killed_one_ends_at_once_what_it_left(workers, tmp_path):
+    processes, at = workers
+    first = attached_run(tmp_path, "first", at, "--supervised.num-steps", "5000")
+    try:
+        metrics, end = tmp_path / "first" / "metrics.jsonl", time.monotonic() + 240
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert time.monotonic() < end and first.poll() is None, (tmp_path / "first.txt").read_text()
+            time.sleep(0.1)
+        left = [child for process in processes for child in process.children(recursive=True)]
+        assert len(left) >= 5  # two trainer ranks, two generators, the store
+    finally:
+        first.kill(), first.wait()
+    second, killed = attached_run(tmp_path, "second", at), time.monotonic()
+    try:
+        _, alive = psutil.wait_procs(left, timeout=25)  # the lease of a silent controller is 30 s
+        assert not alive, alive
+        print(f"the processes of the dead controller had ended {time.monotonic() - killed:.1f} s after its death")
+        assert second.wait(240) == 0, (tmp_path / "second.txt").read_text()
+    finally:
+        second.kill()
+    output = (tmp_path / "workers.txt").read_text()
+    assert output.count("another controller attaches, and the one before is dead") == 2, output
+
+
 def test_a_host_that_does_not_come_ends_the_wait(launch):
     run = launch(ranks=(0,), TORCHTITAN_RL_JOIN_S="4")
     assert run.wait(120) != [0]
@@ -224,7 +272,7 @@ def test_a_host_that_does_not_come_ends_the_wait(launch):
 def test_more_hosts_than_the_launch_has_are_refused_with_the_numbers(launch):
     run = launch("--trainer.num-hosts", "3", ranks=(0,), num_nodes=1)
     assert run.wait(120) == [1]
-    assert "error: trainer.num_hosts=3 (policy): the launch has 1 host (127.0.0.1:" in run.text()
+    assert "error: trainer.num_hosts=3 (policy): the launch has 1 host (this host)" in run.text()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from torchtitan_rl.hosts.addresses import split, workers_problem
 from torchtitan_rl.hosts.agreement import disagreement, facts
 from torchtitan_rl.hosts.host_probe import HostProbe
 from torchtitan_rl.hosts.inventory import Host, address_towards, local_host
-from torchtitan_rl.hosts.lease import Lease, monarch_at
+from torchtitan_rl.hosts.lease import Lease, ask_to_attach
 
 __all__ = ["Hosts", "this_host", "attach"]
 
@@ -80,7 +79,7 @@ class Hosts:
         if await asyncio.to_thread(lease.answers, _LEASE_S):
             return  # it was the network
         await asyncio.to_thread(lease.end)
-        monarchs = await _monarchs([f"tcp://{address}"])
+        monarchs = await _monarchs([f"tcp://{address}"], within_s)
         mesh = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=monarchs)
         await deadline(mesh.initialized, within_s, f"host {address}: attach")
         await _probe(mesh, [address], within_s, self.config_file)
@@ -151,26 +150,28 @@ async def _attached(workers: list[str], timeout_s: float) -> tuple[Any, dict[int
         raise ValueError(f"hosts={','.join(workers)}: a worker is named twice; a host needs one worker")
     await asyncio.gather(*(_listening(worker, timeout_s) for worker in workers))
     monarch.actor.enable_transport(f"tcp://{own}:0")
-    monarchs = await _monarchs(workers)
+    monarchs = await _monarchs(workers, timeout_s)
     mesh = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=monarchs)
     pairs = enumerate(zip(workers, monarchs, strict=True))
     return mesh, {index: Lease(*split(worker), at) for index, (worker, at) in pairs}
 
 
-async def _monarchs(workers: list[str]) -> list[str]:
-    """Where the Monarch of each worker listens. Raises RuntimeError for a worker that does not say it."""
+async def _monarchs(workers: list[str], timeout_s: float) -> list[str]:
+    """Where the Monarch of each worker listens, once nothing is left there of a controller that is dead. Raises
+    RuntimeError for a worker that does not say it."""
 
-    def ask(worker: str) -> str:
+    async def ask(worker: str) -> str:
         try:
-            with socket.create_connection(split(worker), timeout=_CONNECT_S) as connection:
-                return monarch_at(connection)
+            while not (monarch_at := await asyncio.to_thread(ask_to_attach, *split(worker))):
+                await _listening(worker, timeout_s)  # the worker begins anew
+            return monarch_at
         except OSError as error:
             raise RuntimeError(
                 f"hosts={worker}: is no worker of torchtitan_rl ({error}); start it with "
                 f"`python -m torchtitan_rl.hosts.worker {worker}`"
             ) from None
 
-    return await asyncio.gather(*(asyncio.to_thread(ask, worker) for worker in workers))
+    return await asyncio.gather(*(ask(worker) for worker in workers))
 
 
 async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float, config_file: str | None) -> list[Host]:

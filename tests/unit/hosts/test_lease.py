@@ -1,5 +1,6 @@
 """A worker and its controller, with real sockets and processes: silence ends what was started, a goodbye does not."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from torchtitan_rl.hosts import lease as lease_module
-from torchtitan_rl.hosts.lease import Lease
+from torchtitan_rl.hosts.lease import Lease, _Controller, ask_to_attach
 
 WORKER = """
 import os, subprocess, sys, time
@@ -31,9 +32,9 @@ time.sleep(60)
 
 
 @pytest.fixture
-def worker(tmp_path):
-    """(process, port, child): a process with a lease of 1 s that has started a child. It begins anew as the worker of
-    `torchtitan_rl.hosts.worker`, in whose place a script of this test stands."""
+def worker(tmp_path, request):
+    """(process, port, child): a process with a lease of 1 s, or of the parameter, that has started a child. It begins
+    anew as the worker of `torchtitan_rl.hosts.worker`, in whose place a script of this test stands."""
     place = tmp_path / "stand_in"
     place.mkdir()
     (place / "sitecustomize.py").write_text(
@@ -43,7 +44,11 @@ def worker(tmp_path):
     )
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, "tcp://127.0.0.1:1"],
-        env=os.environ | {"TORCHTITAN_RL_LEASE_S": "1", "PYTHONPATH": f"{place}:{os.environ.get('PYTHONPATH', '')}"},
+        env=os.environ
+        | {
+            "TORCHTITAN_RL_LEASE_S": getattr(request, "param", "1"),
+            "PYTHONPATH": f"{place}:{os.environ.get('PYTHONPATH', '')}",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -88,6 +93,60 @@ def test_a_worker_without_a_controller_waits_and_a_goodbye_makes_it_one(worker, 
     assert not lease.is_alive()
     time.sleep(2)
     assert child.is_running() and process.poll() is None
+
+
+CONTROLLER = "from torchtitan_rl.hosts.lease import Lease\nLease('127.0.0.1', {port}, 'tcp://127.0.0.1:7').join()"
+
+
+def controller_of(port: int) -> subprocess.Popen:
+    """A process that keeps the worker's lease."""
+    return subprocess.Popen([sys.executable, "-c", CONTROLLER.format(port=port)])
+
+
+def patient(process: subprocess.Popen, child: psutil.Process) -> None:
+    """Waits two of the worker's seconds: what it started lives on."""
+    time.sleep(2)
+    assert child.is_running() and process.poll() is None
+
+
+@pytest.mark.parametrize("worker", ["30"], indirect=True)
+def test_a_controller_that_attaches_after_a_killed_one_ends_what_that_one_left_at_once(worker):
+    process, port, child = worker
+    first = controller_of(port)
+    patient(process, child)
+    first.kill(), first.wait()
+    patient(process, child)  # the lease of 30 s is not over
+    start = time.monotonic()
+    assert ask_to_attach("127.0.0.1", port) == ""  # begins anew
+    assert process.wait(1) == 7 and time.monotonic() - start < 2
+    assert not child.is_running() and process.stdout.read() == "again 9\n"
+    assert "another controller attaches, and the one before is dead: 1 processes" in process.stderr.read()
+
+
+@pytest.mark.parametrize("worker", ["30"], indirect=True)
+def test_a_controller_that_attaches_beside_a_live_one_or_after_a_goodbye_ends_nothing(worker):
+    process, port, child = worker
+    first = controller_of(port)
+    time.sleep(2)
+    assert ask_to_attach("127.0.0.1", port) == "tcp://127.0.0.1:7"
+    patient(process, child)
+    lease = Lease("127.0.0.1", port, "tcp://127.0.0.1:7")
+    assert lease.answers(5)
+    lease.end()
+    assert ask_to_attach("127.0.0.1", port) == "tcp://127.0.0.1:7"
+    patient(process, child)
+    first.kill(), first.wait()
+
+
+def test_a_dead_controller_is_known_by_its_process_its_connection_or_its_silence(monkeypatch):
+    own = json.loads(lease_module._identity(os.getpid()))
+    elsewhere = own | {"machine": "another"}
+    assert not _Controller(**own, closed=time.monotonic()).is_dead()  # this process lives, and connects again
+    assert _Controller(**own | {"began": 1.0}, closed=time.monotonic()).is_dead()  # another process has the number
+    assert not _Controller(**elsewhere | {"began": 1.0}, closed=time.monotonic()).is_dead()
+    assert _Controller(**elsewhere, closed=time.monotonic() - lease_module._GONE_S - 1).is_dead()
+    assert _Controller(**elsewhere, last_word=time.monotonic() - lease_module._QUIET_S - 1).is_dead()
+    assert not _Controller(**elsewhere).is_dead()
 
 
 def test_nobody_there_does_not_answer():
