@@ -3,7 +3,8 @@
 # same line on each. After a failure torchrun starts all hosts again, at most N times, and the run goes on from its newest
 # checkpoint in --output-dir.
 #
-# torchrun starts one process per host; its settings come from the environment, and the defaults make one host:
+# torchrun starts one process per host; its settings come from the environment, and the defaults make one host, which
+# needs no torchrun:
 #   NNODES                      number of hosts (1)
 #   NODE_RANK                   this host's, 0 on the one that drives the run (0)
 #   MASTER_ADDR, MASTER_PORT    where rank 0 can be reached (127.0.0.1, 29500)
@@ -27,9 +28,10 @@ while (($#)); do
   esac
   shift
 done
-if [[ ${NNODES:-1} != 1 ]]; then
-  "$python" -m torchtitan_rl.hosts.addresses # before torchrun waits for hosts that cannot find each other
+if [[ ${NNODES:-1} == 1 ]]; then # no host to meet: torchrun's store would listen on every interface for nobody
+  exec "$python" -m torchtitan_rl.cli train "${arguments[@]}" --max-restarts "$max_restarts"
 fi
-exec "$python" -m torch.distributed.run --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node 1 \
+"$python" -m torchtitan_rl.hosts.addresses # before torchrun waits for hosts that cannot find each other
+exec "$python" -m torch.distributed.run --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node 1 \
   --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
   --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts "$max_restarts" -m torchtitan_rl.hosts.torchrun "${arguments[@]}"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from torchtitan_rl.environment import HOST_ADDRESS
 
-__all__ = ["split", "loopback", "torchrun_problem", "workers_problem", "worker_problem", "network"]
+__all__ = ["split", "loopback", "torchrun_problem", "workers_problem", "worker_problem", "network", "is_number"]
 
 _GIVE = f"set {HOST_ADDRESS} to this host's address on the network that the hosts share"
 
@@ -36,7 +36,8 @@ def loopback(host: str) -> str:
     return min((address for address in found if ipaddress.ip_address(address).is_loopback), default="")
 
 
-def _is_number(host: str) -> bool:
+def is_number(host: str) -> bool:
+    """Whether `host` is an IP address and no name."""
     try:
         return bool(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -56,7 +57,7 @@ def torchrun_problem(environment: Mapping[str, str]) -> str:
     if num_hosts == 1:
         return ""
     if own and (found := loopback(own)):
-        if _is_number(own):
+        if is_number(own):
             return ""
         where = f"{found}, the loopback of this host, where no other host finds it"
         return f"{HOST_ADDRESS}={own}: resolves to {where}; {_GIVE}"
@@ -93,12 +94,12 @@ def worker_problem(worker: str) -> str:
     """Why a worker would be found by nobody else at its address, tcp://HOST:PORT: a name that resolves to the loopback,
     or the number that stands for every address; "" for others. Raises ValueError for an address of another form."""
     host, port = split(worker)
-    if _is_number(host) and ipaddress.ip_address(host.strip("[]")).is_unspecified:
+    if is_number(host) and ipaddress.ip_address(host.strip("[]")).is_unspecified:
         return (
             f"{worker}: stands for every address of this host, and for none of them on another host; give the address "
             "that the others reach it at"
         )
-    if _is_number(host) or host == "localhost" or not (found := loopback(host)):
+    if is_number(host) or host == "localhost" or not (found := loopback(host)):
         return ""
     return (
         f"{worker}: {host} resolves to {found}, the loopback of this host, where no other host finds the worker; give "

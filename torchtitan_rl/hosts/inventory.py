@@ -22,6 +22,7 @@ __all__ = [
     "Host",
     "local_host",
     "address_towards",
+    "interface_of",
     "use_interface_of",
     "MeshSize",
     "meshes",
@@ -72,10 +73,9 @@ def address_towards(host: str, port: int) -> str:
         ) from None
 
 
-def use_interface_of(host: str) -> None:
-    """Makes gloo and NCCL of this process and its children use the interface that has the address `host` of this
-    machine. By default gloo uses the address that the host's name resolves to, often the loopback. Keeps the user's
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."""
+def interface_of(host: str) -> dict[str, str]:
+    """The environment variables that make gloo and NCCL use the interface with the address `host` of this machine; {}
+    where no interface has it. By default gloo listens on the address that the host's name resolves to."""
     own = ipaddress.ip_address(socket.gethostbyname(host))
     for name, addresses in psutil.net_if_addrs().items():
         # All of 127.0.0.0/8 belongs to the loopback interface, which lists 127.0.0.1 alone.
@@ -83,9 +83,14 @@ def use_interface_of(host: str) -> None:
             a.family == socket.AF_INET and (a.address == str(own) or own.is_loopback and a.address == "127.0.0.1")
             for a in addresses
         ):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-            return
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}
+
+
+def use_interface_of(host: str) -> None:
+    """Sets the variables of `interface_of(host)` for this process and its children. Keeps the user's."""
+    for name, value in interface_of(host).items():
+        os.environ.setdefault(name, value)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 import monarch.actor
 import psutil
-from monarch.spmd import SPMDActor, setup_torch_elastic_env_async
 
 from torchtitan_rl.actors.generator import Generator
 from torchtitan_rl.actors.trainer import PolicyTrainer
@@ -25,7 +24,8 @@ from torchtitan_rl.dispatch.role_mesh import RoleMesh, deadline
 from torchtitan_rl.environment import default_environment
 from torchtitan_rl.hosts.attach import Hosts, this_host
 from torchtitan_rl.hosts.bootstrap import claim_devices
-from torchtitan_rl.hosts.inventory import Devices, MeshSize, Place
+from torchtitan_rl.hosts.inventory import Devices, MeshSize, Place, interface_of
+from torchtitan_rl.hosts.rendezvous import Rendezvous
 from torchtitan_rl.launch.spares import Spares
 
 __all__ = ["Launcher"]
@@ -33,6 +33,7 @@ __all__ = ["Launcher"]
 logger = logging.getLogger(__name__)
 
 _END_WITHIN_S = 5.0
+_LOOPBACK = "127.0.0.1"
 _HOST_BACK_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
 """Seconds for a host whose replica is lost to come back: as long as hosts have to join a run."""
 
@@ -166,11 +167,11 @@ class Launcher:
         self.store = store
 
     async def _spawn(self, role: str, num_ranks: int, place: Place):
-        # Processes of a Monarch worker have the worker's environment, all others inherit the environment of this one.
-        needed = self.hosts.attached or any(place.devices)
+        # Processes of a Monarch worker have the worker's environment, and use its interface. All others inherit the
+        # environment of this one, and need no interface but the loopback.
+        environment = default_environment() | ({} if self.hosts.attached else interface_of(_LOOPBACK))
         addresses = [self.hosts.hosts[index].address.rpartition(":")[0] for index in place.hosts]
-        claim = partial(claim_devices, place.devices, default_environment())
-        bootstrap = partial(claim, addresses if self.hosts.attached else None) if needed else None
+        bootstrap = partial(claim_devices, place.devices, environment, addresses if self.hosts.attached else None)
         procs = self.hosts.mesh_of(place.hosts).spawn_procs(
             per_host={"gpus": num_ranks // len(place.hosts)}, name=role.replace("-", "_"), bootstrap=bootstrap
         )
@@ -183,12 +184,12 @@ class Launcher:
 
     async def _rendezvous(self, procs, place: Place) -> None:
         """Sets RANK, WORLD_SIZE, MASTER_ADDR and the like in every process of a mesh."""
-        if not self.hosts.attached:
-            return await setup_torch_elastic_env_async(procs)
         # A host's name may resolve to its loopback, so MASTER_ADDR is the address that other hosts use.
-        actors = procs.spawn("rendezvous", SPMDActor)
-        _, port = await actors.flatten("rank").slice(rank=0).get_host_port.call_one(None)
-        await actors.setup_env.call(self.hosts.hosts[place.hosts[0]].address.rpartition(":")[0], port)
+        one_host = len(place.hosts) == 1
+        address = _LOOPBACK if one_host else self.hosts.hosts[place.hosts[0]].address.rpartition(":")[0]
+        actors = procs.spawn("rendezvous", Rendezvous)
+        port = await actors.flatten("rank").slice(rank=0).listen.call_one(address)
+        await actors.join.call(address, port)
 
     async def _set_up(self, role: str, actors, place: Place, *, num_ranks: int, tensor_parallel_size: int) -> RoleMesh:
         self._hosts_used.update(place.hosts)

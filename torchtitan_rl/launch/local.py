@@ -20,6 +20,7 @@ from torchtitan_rl.actors.process import heavy_imports, setup_logs
 from torchtitan_rl.config.actors import GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.local_mesh import LocalMesh
+from torchtitan_rl.hosts.inventory import use_interface_of
 from torchtitan_rl.weights.versioned import MemoryStore
 
 __all__ = ["LocalLauncher"]
@@ -94,6 +95,7 @@ class LocalLauncher:
                 "other local run first, or use a process of its own"
             )
         setup_logs("local", 0, 1, self.log_dir)
+        use_interface_of("127.0.0.1")  # gloo listens, although it has nobody to talk to
         self._num_threads = platform.set_threads(num_threads)
         dist.init_process_group(platform.distributed_backend(), store=dist.HashStore(), rank=0, world_size=1)
         self._joined = True
