@@ -19,30 +19,32 @@ _NEVER = "1970-01-01T00:00:00+00:00"
 
 
 class Catalogue:
-    """Answers questions about what is there; deletes checkpoints, and lets them expire."""
+    """Answers questions about what an owner has; deletes checkpoints, and lets them expire."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[dict | None]]]]:
-        """Path, method and what answers; None is an answer without content."""
+    @classmethod
+    def routes(cls) -> list[tuple[str, str, Callable[[Catalogue, Request], Awaitable[dict | None]]]]:
+        """Path, method and what answers, from the catalogue of the request's owner; None: an answer without content."""
         run = "training_runs/{model_id}"
         return [
-            ("get_server_capabilities", "GET", self.capabilities),
-            ("training_runs", "GET", self.runs),
-            (run, "GET", self.run),
-            (f"{run}/checkpoints", "GET", self.checkpoints_of),
-            (f"{run}/checkpoints/{{checkpoint_id:path}}/ttl", "PUT", self.set_ttl),
-            (f"{run}/checkpoints/{{checkpoint_id:path}}", "DELETE", self.delete),
-            ("checkpoints", "GET", self.checkpoints),
-            ("sessions", "GET", self.sessions),
-            ("sessions/{session_id}", "GET", self.session),
-            ("samplers/{sampler_id}", "GET", self.sampler),
+            ("get_server_capabilities", "GET", cls.capabilities),
+            ("training_runs", "GET", cls.runs),
+            (run, "GET", cls.run),
+            (f"{run}/checkpoints", "GET", cls.checkpoints_of),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}/ttl", "PUT", cls.set_ttl),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}", "DELETE", cls.delete),
+            ("checkpoints", "GET", cls.checkpoints),
+            ("sessions", "GET", cls.sessions),
+            ("sessions/{session_id}", "GET", cls.session),
+            ("samplers/{sampler_id}", "GET", cls.sampler),
         ]
 
     async def capabilities(self, request: Request) -> dict[str, Any]:
         served = self._service.served
-        model = {"model_name": served.base_model, "max_context_length": served.context_tokens}
+        context = min(served.context_tokens, served.trained_tokens)  # what is sampled can be trained on
+        model = {"model_name": served.base_model, "max_context_length": context}
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
     async def runs(self, request: Request) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class Catalogue:
         return {
             "training_run_id": record.model_id,
             "base_model": record.base_model,
-            "model_owner": "local",
+            "model_owner": self._service.owner or "local",
             "is_lora": record.lora_rank > 0,
             "lora_rank": record.lora_rank or None,
             "last_request_time": record.last_request or _NEVER,

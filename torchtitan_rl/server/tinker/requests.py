@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torchtitan_rl.server.tinker.checkpoints import Checkpoint, ModelRecord
 from torchtitan_rl.server.tinker.faults import user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
 from torchtitan_rl.server.tinker.models import Model, Models, json_answer, quietly, ready
+from torchtitan_rl.server.tinker.order import InOrder
 from torchtitan_rl.server.tinker.samplers import Versions
 from torchtitan_rl.types import Datum, OptimParams
 
@@ -26,8 +26,7 @@ class ModelRequests:
     def __init__(self, models: Models, versions: Versions, futures: Futures) -> None:
         self._models, self._versions, self._futures = models, versions, futures
         self._trainer, self._checkpoints = models.trainer, models.checkpoints
-        self._saving = asyncio.Lock()
-        """Held from the copy of a checkpoint until it is on disk: a trainer writes one at a time."""
+        self._saving = models.places.saving
 
     def create_from(self, body: LoadWeightsBody) -> str:
         """A new model with the weights of a checkpoint. Returns the id of the future."""
@@ -49,11 +48,12 @@ class ModelRequests:
             )
             if saved.lora_rank or self._models.lora is not None:
                 record = self._models.accepted(record)
-            added = self._models.add(record, str(body.session_id), 0)
+            model = Model(record, str(body.session_id), InOrder(self._futures), self._models)
+            added = self._models.add(model, 0)
         except Exception as error:
             self._futures.fail(request_id, error)
         else:
-            loading = self._added_and_loaded(added, self._models.live[model_id], directory, body.optimizer)
+            loading = self._added_and_loaded(added, model, directory, body.optimizer)
             self._futures.start(request_id, loading)
         return request_id
 
@@ -167,7 +167,7 @@ class ModelRequests:
 
     async def _load(self, model: Model, directory: Path, optimizer: bool) -> Answer:
         self._models.use(model)
-        version = self._models.next_versions()  # the weights are others: no known version may be theirs
+        version = self._models.places.next_versions()  # the weights are others: no known version may be theirs
         # Without its state the protocol's optimizer begins anew. Nothing is awaited until both calls are submitted.
         reset = None if optimizer else self._trainer.reset_optimizer()
         await self._trainer.load_checkpoint(directory, policy_version=version, optimizer=optimizer)
