@@ -34,6 +34,8 @@ class Catalogue:
             (run, "GET", cls.run),
             (f"{run}/checkpoints", "GET", cls.checkpoints_of),
             (f"{run}/checkpoints/{{checkpoint_id:path}}/ttl", "PUT", cls.set_ttl),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}/publish", "POST", cls.publish),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}/publish", "DELETE", cls.unpublish),
             (f"{run}/checkpoints/{{checkpoint_id:path}}", "DELETE", cls.delete),
             ("checkpoints", "GET", cls.checkpoints),
             ("sessions", "GET", cls.sessions),
@@ -74,6 +76,18 @@ class Catalogue:
         body = parse(TtlBody, await read_body(request, limits.max_body_bytes, limits.body_timeout_s))
         found = request.path_params["model_id"], request.path_params["checkpoint_id"]
         self._service.checkpoints.set_ttl(*found, body.ttl_seconds)
+
+    async def publish(self, request: Request) -> None:
+        raise user(
+            "publish: is not offered: a checkpoint is seen by its owner alone, or by everybody where there is one key; "
+            "give others an archive of it, or the key"
+        )
+
+    async def unpublish(self, request: Request) -> None:
+        raise user(
+            "unpublish: is not offered: this server publishes nothing, so no checkpoint is public; "
+            "delete_checkpoint deletes one"
+        )
 
     async def sessions(self, request: Request) -> dict[str, Any]:
         shown, _ = _page(request, list(self._service.sessions), 20)
