@@ -87,6 +87,7 @@ ATTACKS = {
         lambda ids: {"model_id": ids.model, "seq_id": NEXT, "path": "kept", "overwrite": True},
         lambda ids: {"model_id": ids.model, "sampling_session_seq_id": 0},
     ],
+    ("POST", "save_weights_external"): [lambda ids: {"model_id": ids.model, "seq_id": NEXT, "path": "kept"}],
     ("POST", "load_weights"): [
         lambda ids: {"model_id": ids.model, "path": ids.paths[0], "optimizer": True},
         lambda ids: {"session_id": ids.session, "model_seq_id": 3, "path": ids.paths[0], "optimizer": True},
@@ -107,6 +108,9 @@ ATTACKS = {
     ("GET", "training_runs/{model_id}"): [None],
     ("GET", "training_runs/{model_id}/checkpoints"): [None],
     ("PUT", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/ttl"): [lambda ids: {"ttl_seconds": 3600}],
+    ("GET", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/archive"): [None],
+    ("GET", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/external_weights_urls"): [None],
+    ("GET", "downloads/{token}/{name:path}"): [None],
     ("POST", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/publish"): [None],
     ("DELETE", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/publish"): [None],
     ("DELETE", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"): [None],
@@ -118,7 +122,7 @@ LISTS = {"training_runs": "training_runs", "checkpoints": "checkpoints", "sessio
 WITHOUT_IDS = {
     "client/config", "client/dynamic_config", "create_session", "telemetry", "get_server_capabilities", "healthz",
     # Refused, whoever asks for whatever.
-    "create_custom_loss", "copy_weights", "save_weights_external", "join_sampling_session", "retrieve_futures",
+    "create_custom_loss", "copy_weights", "join_sampling_session", "retrieve_futures",
     "cancel_future", "auth/token",
 }  # fmt: skip
 
@@ -235,6 +239,23 @@ def test_anothers_ids_answer_as_ids_that_do_not_exist(route, ids, bob):
         assert status >= 400 or '"category": "user"' in text, text
 
 
+def test_a_link_is_for_whoever_has_it_until_its_checkpoint_is_deleted(model, bob, server, keys):
+    alice = Client(server, keys[1]["alice"]).http
+    path = model.save_weights_for_sampler("linked").result(60).path
+    checkpoint = f"training_runs/{model.model_id}/checkpoints/{path.removeprefix(f'tinker://{model.model_id}/')}"
+    answer = alice.get(f"{checkpoint}/archive")
+    assert answer.status_code == 302
+    link = answer.headers["Location"]
+    assert httpx.get(link).status_code == 200 and alice.get(f"{checkpoint}/archive").headers["Location"] == link
+    token = link.split("/")[-2]
+    for wrong in (link.replace(token, "x" * len(token)), f"{link}x", link.replace("linked.tar", "../../keys"),
+                  link.replace("linked.tar", "%2e%2e%2fmodels"), link.replace("linked.tar", "")):  # fmt: skip
+        assert httpx.get(wrong).status_code in (400, 404), wrong
+    assert bob.http.delete(checkpoint).status_code == 404 and httpx.get(link).status_code == 200
+    assert alice.delete(checkpoint).status_code == 204
+    assert httpx.get(link).status_code == 404 and alice.get(f"{checkpoint}/archive").status_code == 404
+
+
 @pytest.mark.parametrize("path", LISTS)
 def test_lists_have_ones_own_alone(path, ids, bob, server, keys):
     answer = bob.http.get(path).json()
@@ -252,8 +273,8 @@ def test_after_all_that_everything_of_its_owner_is_as_it_was(ids, bob, model, al
             bob.ask(*route, ids, body)
     assert logprobs(model).equal(before)
     rest = tinker.RestClient(base_url=server, api_key=keys[1]["alice"])
-    found = rest.list_checkpoints(model.model_id).result(30).checkpoints
-    assert sorted(c.tinker_path for c in found) == sorted(ids.paths) and not any(c.expires_at for c in found)
+    saved = rest.list_checkpoints(model.model_id).result(30).checkpoints
+    assert sorted(c.tinker_path for c in saved) == sorted(ids.paths) and not any(c.expires_at for c in saved)
     again = alice.create_training_client_from_state(ids.paths[0]).result()
     assert logprobs(again).equal(before)
     sampler = alice.create_sampling_client(model_path=ids.paths[1]).result()

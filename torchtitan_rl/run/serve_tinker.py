@@ -7,6 +7,7 @@ import dataclasses
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torchtitan_rl.run.start import dated
 from torchtitan_rl.server.keys import is_loopback, read_key
 from torchtitan_rl.server.listening import Listening
 from torchtitan_rl.server.tinker.app import make_app
+from torchtitan_rl.server.tinker.downloads import write_hf_form
 from torchtitan_rl.server.tinker.owners import KeyFile, Keys, OneKey
 from torchtitan_rl.server.tinker.service import Limits, Served, Server
 from torchtitan_rl.validation.run import missing_weights
@@ -113,6 +115,8 @@ async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir
         context_tokens=config.generator.max_model_len,
         trained_tokens=config.trainer.training.seq_len,
         lora=config.trainer.lora,
+        end_tokens=ends,
+        write_form=partial(write_hf_form, model=config.model, model_dir=model_dir),
     )
     limits = Limits(max_models=options.max_models)
     assert stack.versions is not None

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from email.utils import format_datetime
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from torchtitan_rl.server.errors import Refused
 from torchtitan_rl.server.keys import bearer
 from torchtitan_rl.server.limits import read_body
 from torchtitan_rl.server.spans import Spans
 from torchtitan_rl.server.tinker import bodies, wire
-from torchtitan_rl.server.tinker.catalogue import Catalogue
+from torchtitan_rl.server.tinker.catalogue import Catalogue, download_url
 from torchtitan_rl.server.tinker.faults import Fault, answer, fault_of, server, user
 from torchtitan_rl.server.tinker.json_answers import as_json
 from torchtitan_rl.server.tinker.owners import Keys
@@ -49,6 +50,7 @@ def make_app(server: Server, keys: Keys) -> FastAPI:
         ("optim_step", routes.optim_step),
         ("save_weights", routes.save_weights),
         ("save_weights_for_sampler", routes.save_for_sampler),
+        ("save_weights_external", routes.save_external),
         ("load_weights", routes.load_weights),
         ("create_sampling_session", routes.create_sampler),
         ("asample", routes.sample),
@@ -59,8 +61,11 @@ def make_app(server: Server, keys: Keys) -> FastAPI:
         app.add_route(f"/api/v1/{path}", routes.guarded(handler), ["POST"])
     for path, method, answering in Catalogue.routes():
         app.add_route(f"/api/v1/{path}", routes.guarded(_shown(answering)), [method])
+    archive = "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/archive"
+    app.add_route(f"/api/v1/{archive}", routes.guarded(routes.archive), ["GET"])
+    app.add_route("/api/v1/downloads/{token}/{name:path}", routes.guarded(routes.download, open_to_all=True), ["GET"])
     app.add_route("/api/v1/healthz", routes.guarded(routes.health, open_to_all=True), ["GET"])
-    for path in ("create_custom_loss", "copy_weights", "save_weights_external", "join_sampling_session",
+    for path in ("create_custom_loss", "copy_weights", "join_sampling_session",
                  "retrieve_futures", "cancel_future", "auth/token"):  # fmt: skip
         app.add_route(f"/api/v1/{path}", routes.guarded(_not_offered(path)), ["POST"])
     app.add_exception_handler(HTTPException, _no_route)
@@ -206,6 +211,10 @@ class _Routes:
         read = partial(bodies.parse, bodies.SaveForSamplerBody)
         return await self._in_order(request, read, _service(request).save_for_sampler)
 
+    async def save_external(self, request: Request) -> Response:
+        read = partial(bodies.parse, bodies.SaveExternalBody)
+        return await self._in_order(request, read, _service(request).requests.save_external)
+
     async def load_weights(self, request: Request) -> Response:
         return await self._in_order(request, partial(bodies.parse, bodies.LoadWeightsBody), _service(request).load)
 
@@ -234,6 +243,26 @@ class _Routes:
                 "train_attn": record.train_attn,
             }
         )
+
+    # Weights to take away.
+
+    async def archive(self, request: Request) -> Response:
+        """Leads to a tar of a checkpoint, in the form that all SDKs with archives know, and `curl -L` too."""
+        checkpoint, directory = _service(request).checkpoints.existing(
+            request.path_params["model_id"], request.path_params["checkpoint_id"]
+        )
+        with self.spans.away():
+            link = await self.server.downloads.archive(checkpoint, directory, self.server.limits.poll_s)
+        headers = {
+            "Location": download_url(request, link.token, next(iter(link.files))),
+            "Expires": format_datetime(link.expires_at, usegmt=True),
+        }
+        return Response(status_code=302, headers=headers)
+
+    async def download(self, request: Request) -> Response:
+        """Whoever has a link may read its files."""
+        name = request.path_params["name"]
+        return FileResponse(self.server.downloads.file(request.path_params["token"], name), filename=name)
 
     # Sampling.
 

@@ -20,6 +20,7 @@ __all__ = [
     "OptimStepBody",
     "SampleBody",
     "SamplerBody",
+    "SaveExternalBody",
     "SaveForSamplerBody",
     "SaveWeightsBody",
     "SessionBody",
@@ -141,6 +142,11 @@ class SaveWeightsBody(_Lenient):
 
 class SaveForSamplerBody(SaveWeightsBody):
     sampling_session_seq_id: _Count | None = None
+
+
+class SaveExternalBody(SaveWeightsBody):
+    path: _Text
+    age_encryption_recipients: list[str] | None = None
 
 
 class LoadWeightsBody(_Lenient):

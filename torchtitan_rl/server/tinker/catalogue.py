@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 
 from torchtitan_rl.server.limits import read_body
 from torchtitan_rl.server.tinker.bodies import TtlBody, parse
-from torchtitan_rl.server.tinker.checkpoints import ModelRecord
+from torchtitan_rl.server.tinker.checkpoints import Checkpoint, ModelRecord
 from torchtitan_rl.server.tinker.faults import user
 from torchtitan_rl.server.tinker.service import Service
 
-__all__ = ["Catalogue"]
+__all__ = ["Catalogue", "download_url"]
 
 _NEVER = "1970-01-01T00:00:00+00:00"
 
@@ -34,6 +36,7 @@ class Catalogue:
             (run, "GET", cls.run),
             (f"{run}/checkpoints", "GET", cls.checkpoints_of),
             (f"{run}/checkpoints/{{checkpoint_id:path}}/ttl", "PUT", cls.set_ttl),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}/external_weights_urls", "GET", cls.urls),
             (f"{run}/checkpoints/{{checkpoint_id:path}}/publish", "POST", cls.publish),
             (f"{run}/checkpoints/{{checkpoint_id:path}}/publish", "DELETE", cls.unpublish),
             (f"{run}/checkpoints/{{checkpoint_id:path}}", "DELETE", cls.delete),
@@ -77,6 +80,24 @@ class Catalogue:
         found = request.path_params["model_id"], request.path_params["checkpoint_id"]
         self._service.checkpoints.set_ttl(*found, body.ttl_seconds)
 
+    async def urls(self, request: Request) -> dict[str, Any]:
+        """A link for each file of weights that were saved for other programs."""
+        checkpoint, directory = self._checkpoint(request)
+        if checkpoint.kind != "external_weights":
+            raise user(
+                f"path={checkpoint.path!r}: is not tinker://MODEL/external_weights/NAME; use save_weights_external"
+            )
+        files = {
+            str(file.relative_to(directory)): file
+            for file in sorted(directory.rglob("*"))
+            if file.is_file() and file.name != "checkpoint.json"
+        }
+        link = self._service.downloads.link(directory, files)
+        return {
+            "urls": {name: download_url(request, link.token, name) for name in files},
+            "expires": link.expires_at.isoformat(),
+        }
+
     async def publish(self, request: Request) -> None:
         raise user(
             "publish: is not offered: a checkpoint is seen by its owner alone, or by everybody where there is one key; "
@@ -111,6 +132,9 @@ class Catalogue:
         base_model = self._service.served.base_model
         return {"sampler_id": sampler.sampler_id, "base_model": base_model, "model_path": sampler.model_path}
 
+    def _checkpoint(self, request: Request) -> tuple[Checkpoint, Path]:
+        return self._service.checkpoints.existing(request.path_params["model_id"], request.path_params["checkpoint_id"])
+
     def _record(self, request: Request) -> ModelRecord:
         model_id = request.path_params["model_id"]
         live = self._service.models.live.get(model_id)
@@ -137,6 +161,11 @@ class Catalogue:
             "last_sampler_checkpoint": last["sampler_weights"],
             "user_metadata": record.user_metadata,
         }
+
+
+def download_url(request: Request, token: str, name: str) -> str:
+    """Where a file of a link is, by the address under which the client reached the server."""
+    return f"{request.base_url}api/v1/downloads/{token}/{quote(name)}"
 
 
 def _page(request: Request, found: list, limit: int) -> tuple[list, dict[str, int]]:

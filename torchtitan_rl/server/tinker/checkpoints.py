@@ -1,4 +1,5 @@
-"""What models have saved, on disk: `ROOT/MODEL/weights/NAME`, to train on, and `ROOT/MODEL/sampler_weights/NAME`.
+"""What models have saved, on disk: `ROOT/MODEL/weights/NAME`, to train on, `ROOT/MODEL/sampler_weights/NAME`, and
+`ROOT/MODEL/external_weights/NAME`, in Hugging Face's form.
 
 A checkpoint is a directory with `checkpoint.json`, which is written last: a directory without it was cut off. Models
 are described by `model.json`. Everything is found again after a restart.
@@ -18,7 +19,7 @@ from torchtitan_rl.server.tinker.faults import Fault, user
 
 __all__ = ["Checkpoint", "Checkpoints", "ModelRecord", "KINDS"]
 
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """The part of a path -> the protocol's word."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}")
@@ -143,17 +144,18 @@ class Checkpoints:
 
     def remove(self, model_id: str, checkpoint_id: str) -> None:
         """Deletes a checkpoint. Raises Fault (404) for one that is not there."""
-        _, directory = self._existing(model_id, checkpoint_id)
+        _, directory = self.existing(model_id, checkpoint_id)
         (directory / "checkpoint.json").unlink()
         shutil.rmtree(directory, ignore_errors=True)
 
     def set_ttl(self, model_id: str, checkpoint_id: str, ttl_s: int | None) -> None:
         """Lets a checkpoint expire that many seconds from now; None: never. Raises Fault as `remove` does."""
-        checkpoint, directory = self._existing(model_id, checkpoint_id)
+        checkpoint, directory = self.existing(model_id, checkpoint_id)
         checkpoint.expires_at = None if ttl_s is None else (datetime.now(UTC) + timedelta(seconds=ttl_s)).isoformat()
         _write_json(directory / "checkpoint.json", asdict(checkpoint))
 
-    def _existing(self, model_id: str, checkpoint_id: str) -> tuple[Checkpoint, Path]:
+    def existing(self, model_id: str, checkpoint_id: str) -> tuple[Checkpoint, Path]:
+        """A model's checkpoint and its directory. Raises Fault (404) for one that is not there."""
         try:
             return self.find(f"{_SCHEME}{model_id}/{checkpoint_id}")
         except Fault as fault:

@@ -140,14 +140,16 @@ class Models:
         base_model: str,
         base_dir: Path,
         vocab_size: int,
+        end_tokens: dict[str, int],
         silent: Callable[[str], bool],
         hear: Callable[[str], None],
     ) -> None:
         """`base_dir`: the Hugging Face directory from which a model begins that trains all parameters.
-        `silent(session_id)`: whether a session's client has gone; `hear(session_id)`: takes note of a sign of life."""
+        `end_tokens`: the ids "eos" and "pad" of the tokenizer. `silent(session_id)`: whether a session's client has
+        gone; `hear(session_id)`: takes note of a sign of life."""
         self.places, self.trainer, self.lora, self._futures = places, places.trainer, places.lora, futures
         self.checkpoints, self.base_model, self._base_dir = checkpoints, base_model, base_dir
-        self.vocab_size, self.silent, self._hear = vocab_size, silent, hear
+        self.vocab_size, self.end_tokens, self.silent, self._hear = vocab_size, end_tokens, silent, hear
         self.live: dict[str, Model] = {}
 
     # Life of a model.

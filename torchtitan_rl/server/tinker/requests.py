@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.server.tinker import losses, wire
-from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, OptimStepBody, SaveWeightsBody
+from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, OptimStepBody, SaveExternalBody, SaveWeightsBody
 from torchtitan_rl.server.tinker.checkpoints import Checkpoint, ModelRecord
 from torchtitan_rl.server.tinker.faults import user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
@@ -16,6 +16,7 @@ from torchtitan_rl.server.tinker.models import Model, Models, json_answer, quiet
 from torchtitan_rl.server.tinker.order import InOrder
 from torchtitan_rl.server.tinker.samplers import Versions
 from torchtitan_rl.types import Datum, OptimParams
+from torchtitan_rl.weights import checkpoint as run_checkpoint
 
 __all__ = ["ModelRequests"]
 
@@ -106,6 +107,7 @@ class ModelRequests:
             await self._saving.acquire()
             try:
                 directory = self._checkpoints.begin(model.record, "weights", name, overwrite=body.overwrite)
+                await self._save_adapter(model, directory)
                 self._models.use(model)
                 await self._trainer.stage_checkpoint(directory)
             except BaseException:
@@ -135,6 +137,7 @@ class ModelRequests:
             writing = None
             if body.path is not None:
                 writing = self._checkpoints.begin(model.record, "sampler_weights", body.path, overwrite=body.overwrite)
+                await self._save_adapter(model, writing)
             self._models.use(model)
             version = await self._versions.publish()
 
@@ -150,6 +153,33 @@ class ModelRequests:
             return kept()
 
         return self._models.submit(body.model_id, body.seq_id, start)
+
+    def save_external(self, body: SaveExternalBody) -> str:
+        """Weights for other programs: with LoRA the adapter in PEFT's form, else the model in Hugging Face's."""
+
+        async def start(model: Model) -> Awaitable[Answer]:
+            if body.age_encryption_recipients:
+                raise user("age_encryption_recipients: is not offered; leave it out, and encrypt what was downloaded")
+            writing = self._checkpoints.begin(model.record, "external_weights", body.path, overwrite=body.overwrite)
+            self._models.use(model)
+            if self._models.lora is not None:
+                await self._trainer.save_adapter(writing)
+            else:
+                await self._trainer.save_hf_model(writing, **self._models.end_tokens)
+            saved = self._checkpoints.commit(
+                model.record, "external_weights", body.path, ttl_s=body.ttl_seconds, metadata=body.user_metadata
+            )
+            answer = {"path": saved.path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
+            return ready(json_answer(answer))
+
+        return self._models.submit(body.model_id, body.seq_id, start)
+
+    async def _save_adapter(self, model: Model, directory: Path) -> None:
+        """Adds a LoRA model's adapter in PEFT's form to a checkpoint, for archives of it. The next call of the trainer
+        may be another model's."""
+        if self._models.lora is not None:
+            self._models.use(model)
+            await self._trainer.save_adapter(run_checkpoint.adapter_dir(directory))
 
     def load(self, body: LoadWeightsBody) -> str:
         """Replaces a model's weights by a checkpoint's, and with `optimizer` its optimizer's state."""

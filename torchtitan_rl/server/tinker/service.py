@@ -16,6 +16,7 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, SamplerBody, SaveForSamplerBody, SessionBody
 from torchtitan_rl.server.tinker.checkpoints import Checkpoint, Checkpoints
+from torchtitan_rl.server.tinker.downloads import Downloads
 from torchtitan_rl.server.tinker.faults import Fault, user
 from torchtitan_rl.server.tinker.futures import Futures
 from torchtitan_rl.server.tinker.models import Model, ModelPlaces, Models
@@ -47,6 +48,8 @@ class Limits:
     silent_s: float = 60.0
     """Seconds without a sign of life after which a session's models make place for one that waits; the SDK gives one
     every 10."""
+    link_s: float = 3600.0
+    """Seconds for which a link to weights is valid."""
     place_wait_s: float = 90.0
     """Seconds for which a new model waits for a place in the trainer: longer than a client that has gone is silent."""
 
@@ -65,6 +68,10 @@ class Served:
     trained_tokens: int
     """Tokens of a datum (`trainer.training.seq_len`)."""
     lora: LoRAConfig | None
+    end_tokens: dict[str, int]
+    """The tokenizer's ids "eos" and "pad"."""
+    write_form: Callable[[Checkpoint, Path, Path], None]
+    """Writes what goes into an archive: `downloads.write_hf_form` for the model."""
 
 
 @dataclass(slots=True)
@@ -96,6 +103,7 @@ class Server:
         )
         self.places = ModelPlaces(trainer, lora=served.lora, max_models=limits.max_models, wait_s=limits.place_wait_s)
         self.generators = Generators(generator, self.versions, max_parallel=limits.max_parallel)
+        self.downloads = Downloads(directory / "archives", served.write_form, valid_s=limits.link_s)
         self._services: dict[str, Service] = {}
         self.on_server_fault: Callable[[Exception], None] = lambda error: None
         """Told of every failure that is not a request's."""
@@ -126,7 +134,7 @@ class Service:
     def __init__(self, server: Server, owner: str, directory: Path) -> None:
         """`directory`: where the owner's checkpoints are."""
         served = server.served
-        self.served, self.limits, self.owner = served, server.limits, owner
+        self.served, self.limits, self.owner, self.downloads = served, server.limits, owner, server.downloads
         self.futures, self.checkpoints = Futures(), Checkpoints(directory)
         self.futures.on_server_fault = lambda error: server.on_server_fault(error)
         self.models = Models(
@@ -136,6 +144,7 @@ class Service:
             base_model=served.base_model,
             base_dir=served.base_dir,
             vocab_size=served.vocab_size,
+            end_tokens=served.end_tokens,
             silent=self._silent,
             hear=self._hear,
         )

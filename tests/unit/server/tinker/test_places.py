@@ -39,6 +39,8 @@ def a_server(directory, *, max_models=2, silent_s=0.4, wait_s=5.0):
         context_tokens=64,
         trained_tokens=64,
         lora=LoRAConfig(rank=8, alpha=32.0),
+        end_tokens={"eos": 1, "pad": 0},
+        write_form=lambda checkpoint, source, target: None,
     )
     limits = Limits(max_models=max_models, silent_s=silent_s, place_wait_s=wait_s)
     return Server(served, Trainer(), None, None, directory, limits)
