@@ -181,7 +181,8 @@ def table(refusals):
 @pytest.mark.slow
 @pytest.mark.timeout(560)
 @pytest.mark.filterwarnings("ignore")
-def test_the_table_of_the_sdks_methods_is_what_happens(tmp_path):
+def test_the_table_of_the_sdks_methods_is_what_happens(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_PROJECT_ID", "project")  # without one the SDK does not ask the server for a copy
     refusals = {}
     with tinker_server(tmp_path, "--max-models", "6", "--lora-rank", "4", start_s=200) as (url, _):
         world = World(url)
@@ -193,9 +194,10 @@ def test_the_table_of_the_sdks_methods_is_what_happens(tmp_path):
         world.service.close("success").result(30)
     for (kind, method), why in refusals.items():
         print(f"{kind}.{method}: {why or 'works'}")
-        assert not why or "not offered" in why or kind == "RestClient", (kind, method, why)
     generated, page = table(refusals), PAGE.read_text()
     assert page.count(BEGIN) == page.count(END) == 1
     (tmp_path / "methods.md").write_text(generated)
     written = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
     assert written == generated, f"{PAGE}: is out of date; put the text of {tmp_path / 'methods.md'} between its marks"
+    # The server's sentence, but for whoami, of which the SDK says that a server with plain keys has no principals.
+    assert not [why for why in refusals.values() if why and "not offered" not in why and "requires JWT auth" not in why]
