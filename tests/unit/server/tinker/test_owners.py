@@ -76,10 +76,12 @@ def test_one_key_is_for_everybody_and_has_to_be_asked_for_beyond_this_machine(tm
     monkeypatch.delenv("TORCHTITAN_RL_API_KEY", raising=False)
     keys = keys_of(TinkerOptions())
     assert keys.owner("") == keys.owner("tml-anything") == EVERYBODY and "no key" in keys.description()
+    assert not keys.needed, "so the server allows this machine's names alone as a Host"
     plain = tmp_path / "plain"
     plain.write_text("tml-one")
     keys = keys_of(TinkerOptions(api_key_file=str(plain)))
     assert "others on this machine may read" in capsys.readouterr().err
+    assert keys.needed
     assert keys == OneKey("tml-one") and keys.owner("tml-two") is None and keys.owner("tml-one") == EVERYBODY
     assert "may delete all" in keys.description()
     with pytest.raises(ValueError, match="everybody's models.*--keys FILE.*--shared"):
@@ -90,6 +92,7 @@ def test_one_key_is_for_everybody_and_has_to_be_asked_for_beyond_this_machine(tm
     file = tmp_path / "keys"
     alice = add_key(file, "alice")
     keys = keys_of(TinkerOptions(keys=str(file), host="0.0.0.0"))
+    assert keys.needed
     assert keys.owner(alice) == "alice" and keys.owner("") is None and "1 owners" in keys.description()
     for contradiction in ({"shared": True}, {"api_key_file": str(plain)}):
         with pytest.raises(ValueError, match="leave one of them out"):

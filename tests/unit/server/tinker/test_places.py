@@ -1,11 +1,13 @@
 """Who gets a place in the trainer, and when: the places of clients that have gone, and those who wait."""
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
 
 from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.server.errors import Refused
 from torchtitan_rl.server.tinker.bodies import CreateModelBody, LoraBody, SessionBody
 from torchtitan_rl.server.tinker.service import Limits, Served, Server
 
@@ -151,5 +153,50 @@ def test_requests_of_a_model_are_signs_of_life_too(tmp_path):
         while (result := await answer(service, request, 0.05)) is None:
             service.models.submit(f"{training}:train:0", None, start)
         assert "none became free" in result
+
+    asyncio.run(run())
+
+
+def test_the_room_for_what_waits_is_one_for_the_models_of_all_owners(tmp_path):
+    """Each model has room left, and what alice's model waits with leaves none to bob's."""
+
+    async def run():
+        server, models = a_server(tmp_path), []
+        whole = dataclasses.replace(server.places.rooms[0], max_requests=10, max_bytes=250)
+        server.places.rooms = (dataclasses.replace(whole, whole=whole), server.places.rooms[1])
+        for owner in ("alice", "bob"):
+            service = server.service(owner)
+            session = service.create_session(SessionBody())
+            await answer(service, create(service, session))
+            models.append((service.models, f"{session}:train:0"))
+
+        async def start(model):
+            raise ValueError("nothing to do")
+
+        (alices, of_alice), (bobs, of_bob) = models
+        for number in (2, 3):
+            alices.submit(of_alice, number, start, nbytes=90)
+        with pytest.raises(Refused, match="2 requests of 180 bytes are held") as refused:
+            bobs.submit(of_bob, 2, start, nbytes=90)
+        assert refused.value.status == 429
+        alices.remove(alices.model(of_alice), "its client asked for it")
+        bobs.submit(of_bob, 2, start, nbytes=90)
+        assert (whole.requests, whole.nbytes) == (1, 90)
+
+    asyncio.run(run())
+
+
+def test_an_id_that_a_model_has_is_given_to_no_other(tmp_path):
+    """Also when the answer to the first request is no longer kept."""
+
+    async def run():
+        server = a_server(tmp_path)
+        service = server.service("")
+        session = service.create_session(SessionBody())
+        request = create(service, session)
+        await answer(service, request)
+        service.futures._drop(request)
+        assert "is in this server already" in await answer(service, create(service, session))
+        assert server.places.trainer.models == [f"{session}:train:0"]
 
     asyncio.run(run())
