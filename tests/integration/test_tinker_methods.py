@@ -68,7 +68,7 @@ class World:
         entries = {
             "close": lambda: ("success",),
             "copy_weights": lambda: (self.state(),),
-            "create_custom_loss": lambda: (_per_datum, {"target_tokens": 1}),
+            "create_custom_loss": lambda: (_per_datum, {"logprobs": 1, "weights": 1}),
             "create_lora_training_client": lambda: (self.base_model, 4),
             "create_training_client_from_state": lambda: (self.state(),),
             "create_training_client_from_state_with_optimizer": lambda: (self.state(),),
@@ -111,8 +111,9 @@ def _custom_loss(data, rows):
     return sum(row.sum() for row in rows), {}
 
 
-def _per_datum(logprobs, target_tokens):
-    return logprobs.sum()
+def _per_datum(logprobs, weights):
+    loss = -(logprobs * weights).sum()
+    return loss, {"custom/loss:sum": loss}
 
 
 def methods(kind):
