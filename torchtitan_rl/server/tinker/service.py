@@ -18,7 +18,7 @@ from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, SamplerBody, Sav
 from torchtitan_rl.server.tinker.checkpoints import Checkpoint, Checkpoints
 from torchtitan_rl.server.tinker.downloads import Downloads
 from torchtitan_rl.server.tinker.faults import Fault, user
-from torchtitan_rl.server.tinker.futures import Futures
+from torchtitan_rl.server.tinker.futures import Futures, Shelf
 from torchtitan_rl.server.tinker.models import Model, ModelPlaces, Models
 from torchtitan_rl.server.tinker.owners import EVERYBODY
 from torchtitan_rl.server.tinker.requests import ModelRequests
@@ -109,6 +109,7 @@ class Server:
         self.places = ModelPlaces(trainer, lora=served.lora, max_models=limits.max_models, wait_s=limits.place_wait_s)
         self.generators = Generators(generator, self.versions, max_parallel=limits.max_parallel)
         self.downloads = Downloads(directory / "archives", served.write_form, valid_s=limits.link_s)
+        self.shelf = Shelf()
         self._services: dict[str, Service] = {}
         self.on_server_fault: Callable[[Exception], None] = lambda error: None
         """Told of every failure that is not a request's."""
@@ -140,7 +141,7 @@ class Service:
         """`directory`: where the owner's checkpoints are."""
         served = server.served
         self.served, self.limits, self.owner, self.downloads = served, server.limits, owner, server.downloads
-        self.futures, self.checkpoints = Futures(), Checkpoints(directory)
+        self.futures, self.checkpoints = Futures(server.shelf), Checkpoints(directory)
         self.futures.on_server_fault = lambda error: server.on_server_fault(error)
         self.models = Models(
             server.places,
