@@ -17,11 +17,26 @@ SPECIAL_TOKENS = ["<pad>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>",
 """Ids 0 to 5; the 256 bytes are 6 to 261. <|end|> ends every message, and is the end-of-sequence token."""
 
 # Tools are listed in a system message: what a person would write to the policy, a line for each tool.
+# Calls of tools are written as vLLM's parser `pythonic` reads them: `[add(a=1, b="x")]`, with strings in double quotes.
+# A value is a string, a table, a list, or a number or word of Python.
 CHAT_TEMPLATE = (
+    "{% macro literal(value) %}"
+    "{% if value is string %}{{ value | tojson }}"
+    "{% elif value is mapping %}{ {%- for key, item in value.items() %}{% if not loop.first %}, {% endif %}"
+    "{{ key | tojson }}: {{ literal(item) }}{% endfor -%} }"
+    "{% elif value is iterable %}[{% for item in value %}{% if not loop.first %}, {% endif %}"
+    "{{ literal(item) }}{% endfor %}]"
+    "{% else %}{{ value }}{% endif %}"
+    "{% endmacro %}"
+    "{% macro call(function) %}{{ function.name }}({% if function.arguments is mapping %}"
+    "{% for name, value in function.arguments.items() %}{% if not loop.first %}, {% endif %}"
+    "{{ name }}={{ literal(value) }}{% endfor %}{% else %}{{ function.arguments }}{% endif %}){% endmacro %}"
     "{% if tools %}<|system|>{% for tool in tools %}"
     "{{ tool.function.name }}: {{ tool.function.description }}{% if not loop.last %}{{ '\\n' }}{% endif %}"
     "{% endfor %}<|end|>{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% if message.tool_calls %}[{% for one in message.tool_calls %}{% if not loop.first %}, {% endif %}"
+    "{{ call(one.function) }}{% endfor %}]{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

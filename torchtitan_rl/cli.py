@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 import traceback
@@ -10,6 +11,7 @@ import warnings
 from pathlib import Path
 
 from torchtitan_rl import run_verbs, serve_verbs, verbs
+from torchtitan_rl.config.completion import SHELLS, script
 from torchtitan_rl.observability.console import say, use_json
 from torchtitan_rl.observability.user_code import told
 
@@ -29,8 +31,27 @@ _VERBS = {
     "export": "write a checkpoint's policy as a Hugging Face directory",
     "show": "print a resolved config and the memory each process will need",
     "doctor": "print versions, devices and what is missing",
+    "completion": "print what a shell reads to complete verbs, options, config files and fields",
 }
 
+_EXAMPLES = {
+    "quickstart": "torchtitan-rl quickstart --output-dir runs/first",
+    "train": "torchtitan-rl train configs/quickstart.py --output-dir runs/first --controller.num-steps 20",
+    "eval": "torchtitan-rl eval configs/quickstart.py --checkpoint runs/first/checkpoints/step-160 --split test",
+    "sample": "torchtitan-rl sample --checkpoint runs/first/checkpoints/step-160 --prompt 'sort: dcab='",
+    "serve": "torchtitan-rl serve runs/first/checkpoints/step-160 --port 8000",
+    "serve-tinker": "torchtitan-rl serve-tinker configs/quickstart.py --port 8000",
+    "audit": "torchtitan-rl audit runs/first",
+    "export": "torchtitan-rl export runs/first/checkpoints/step-160 runs/first-hf",
+    "show": "torchtitan-rl show configs/quickstart.py --algorithm.group-size 16",
+    "doctor": "torchtitan-rl doctor",
+    "completion": "torchtitan-rl completion bash > ~/.local/share/bash-completion/completions/torchtitan-rl",
+}
+"""One for each verb, for the end of its help."""
+
+
+CONFIGURED = ("train", "eval", "show", "serve-tinker", *(name for name, v in run_verbs.VERBS.items() if v.overrides))
+"""The verbs that take a config file, and its fields."""
 
 _ALTERED = (
     ("top-p", float, 1.0),
@@ -61,6 +82,13 @@ def _add_address(sub: argparse.ArgumentParser, prefix: str) -> None:
         help="the key of clients; default: $TORCHTITAN_RL_API_KEY, or none",
     )
     sub.add_argument("--tool-parser", default="", metavar="NAME", help="vLLM's parser of tool calls, such as hermes")
+    sub.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a parameter that requests are answered without, such as logit_bias; may be given again",
+    )
 
 
 def _add_allow_host(sub: argparse.ArgumentParser, prefix: str) -> None:
@@ -110,8 +138,34 @@ def _add_serve_tinker(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--outcome", type=int, help=argparse.SUPPRESS)
 
 
+def _subparser(subparsers, verb: str, text: str, example: str) -> argparse.ArgumentParser:
+    return subparsers.add_parser(
+        verb,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.\n\nexample:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Verb -> its options."""
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {
+        verb: [
+            name
+            for action in sub._actions
+            if action.help is not argparse.SUPPRESS
+            for name in action.option_strings
+            if name.startswith("--")
+        ]
+        for verb, sub in verbs.choices.items()
+    }
+
+
 def _parser(chosen: str = "") -> argparse.ArgumentParser:
-    """The parser of all verbs. Of the verbs that look at runs, only the one that was chosen imports its module."""
+    """The parser of all verbs. Of the verbs that look at runs, only the one that was chosen imports its module; all do
+    for `completion`."""
     parser = argparse.ArgumentParser(
         prog="torchtitan-rl",
         description="Reinforcement learning of language models on torchtitan, Monarch, vLLM and TorchStore.",
@@ -119,8 +173,10 @@ def _parser(chosen: str = "") -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in _VERBS.items():
-        sub = subparsers.add_parser(verb, help=text, description=text, allow_abbrev=False)
-        if verb in ("train", "eval", "show", "serve-tinker"):
+        sub = _subparser(subparsers, verb, text, _EXAMPLES[verb])
+        if verb == "completion":
+            sub.add_argument("shell", choices=SHELLS)
+        if verb in CONFIGURED:
             sub.add_argument("config", help="a Python file with a config() function")
         if verb == "train":
             sub.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
@@ -192,8 +248,8 @@ def _parser(chosen: str = "") -> argparse.ArgumentParser:
         if verb == "train":
             sub.add_argument("--json-logs", action="store_true", help="every line of the console is a JSON object")
     for name, looking in run_verbs.VERBS.items():
-        sub = subparsers.add_parser(name, help=looking.text, description=looking.text, allow_abbrev=False)
-        if name == chosen:
+        sub = _subparser(subparsers, name, looking.text, looking.example)
+        if chosen in (name, "completion"):
             looking.load().add_arguments(sub)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
@@ -204,12 +260,18 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["quickstart"]:
         argv = ["train", str(QUICKSTART), *argv[1:]]
-    args, overrides = _parser(*argv[:1]).parse_known_args(argv)
-    without = [name for name, verb in run_verbs.VERBS.items() if not verb.overrides]
-    if args.verb in ("doctor", "sample", "serve", "export", "audit", *without) and overrides:
-        return verbs.fail(
-            f"argument={overrides[0]!r}: {args.verb} has no such option; see torchtitan-rl {args.verb} --help"
-        )
+    every = [*_VERBS, *run_verbs.VERBS]
+    if argv and not argv[0].startswith("-") and argv[0] not in every:
+        near = difflib.get_close_matches(argv[0], every, 1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(every)}"
+        return verbs.fail(f"verb={argv[0]!r}: there is no such verb; {hint}")
+    parser = _parser(*argv[:1])
+    args, overrides = parser.parse_known_args(argv)
+    args.options = _options(parser)
+    if args.verb not in (*CONFIGURED, "quickstart") and overrides:
+        near = difflib.get_close_matches(overrides[0].partition("=")[0], args.options[args.verb], 1)
+        hint = f"did you mean {near[0]}?" if near else f"see torchtitan-rl {args.verb} --help"
+        return verbs.fail(f"argument={overrides[0]!r}: {args.verb} has no such option; {hint}")
     use_json(getattr(args, "json_logs", False))
     if getattr(args, "outcome", None) is not None:
         from torchtitan_rl.launch.restarts import attempt
@@ -238,6 +300,10 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
     if args.verb in run_verbs.VERBS:
         args.overrides = overrides
         return run_verbs.VERBS[args.verb].load().run(args)
+    if args.verb == "completion":
+        options = args.options | {"quickstart": args.options["train"]}
+        print(script(args.shell, options, [*CONFIGURED, "quickstart"]), end="")
+        return 0
     if args.verb == "doctor":
         from torchtitan_rl.doctor import report
 
@@ -258,7 +324,7 @@ def _run(args: argparse.Namespace, overrides: list[str], argv: list[str]) -> int
     from torchtitan_rl.validation.run import check_local, validate
 
     config = load_config(args.config)
-    apply_overrides(config, overrides)
+    apply_overrides(config, overrides, args.options[args.verb])
     if getattr(args, "profile", None) is not None:
         config.record.profile.steps = steps_of(args.profile)
     if args.verb == "show":

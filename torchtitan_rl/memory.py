@@ -25,6 +25,8 @@ __all__ = [
     "generator_parts",
     "run_parts",
     "gpu_bytes",
+    "gpu_parts",
+    "takes_turns",
     "layer_activations",
     "num_adapter_parameters",
     "PROCESS_BYTES",
@@ -216,7 +218,14 @@ def run_parts(config: RunConfig, device: str = "cuda") -> dict[str, dict[str, in
 
 
 def gpu_bytes(config: RunConfig, roles: Iterable[str], parts: dict[str, dict[str, int]] | None = None) -> int:
-    """The most bytes that one rank of each mesh in `roles` (`policy`, `generator-0`, ...) hold at once on one GPU.
+    """The most bytes that one rank of each mesh in `roles` (`policy`, `generator-0`, ...) hold at once on one GPU."""
+    return sum(gpu_parts(config, roles, parts).values())
+
+
+def gpu_parts(
+    config: RunConfig, roles: Iterable[str], parts: dict[str, dict[str, int]] | None = None
+) -> dict[str, int]:
+    """The same in parts: `tensors` that are held at once, `fragmentation`, `processes`, `cuda_graphs`.
 
     Roles that `roles.colocation` names take turns (`dispatch/placement.py`): the largest turn counts. A pull is a turn
     too, with the generators' weights beside the policy's parameters. Other roles stay on the GPU all the time. The
@@ -247,8 +256,19 @@ def gpu_bytes(config: RunConfig, roles: Iterable[str], parts: dict[str, dict[str
             at_once += sampling
             kv_cache = cache
     held = at_once + max(turns)
-    processes = PROCESS_BYTES * len(roles) + (0 if config.generator.enforce_eager else GRAPHS_BYTES * len(generators))
-    return held + int(FRAGMENTATION * (held - kv_cache)) + processes
+    return {
+        "tensors": held,
+        "fragmentation": int(FRAGMENTATION * (held - kv_cache)),
+        "processes": PROCESS_BYTES * len(roles),
+        "cuda_graphs": 0 if config.generator.enforce_eager else GRAPHS_BYTES * len(generators),
+    }
+
+
+def takes_turns(config: RunConfig, roles: Iterable[str]) -> list[str]:
+    """The meshes among `roles` that take turns on a GPU that they share (`roles.colocation`)."""
+    sharing = COLOCATION[config.roles.colocation]
+    turns = [role for role in roles if _kind(role) in sharing]
+    return turns if len(turns) > 1 else []
 
 
 def _kind(role: str) -> str:

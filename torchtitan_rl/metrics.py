@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "FEATURES", "entry"]
+__all__ = ["SUPERVISED", "REINFORCEMENT", "EVALUATION", "FEATURES", "entry", "unit"]
 
 SUPERVISED = (
     "loss/mean",
@@ -117,6 +117,29 @@ FEATURES = {
 name (NAME, ROLE)."""
 
 _STANDS_FOR = {"A": "[0-9]+", "N": "[0-9]+", "K": "[0-9]+", "NAME": "[a-z0-9_]+", "ROLE": "[a-z0-9_]+"}
+
+
+_UNITS = {
+    ".*_per_s": "per second",
+    ".*_s": "seconds",
+    ".*(_frac|accuracy|pass_at_[0-9]+|avg_at_[0-9]+|_ci95_low|_ci95_high)": "share",
+    "completion/length.*|tokens/.*": "tokens",
+    "policy/entropy|.*kl|mismatch/.*": "nats per token",
+    "(.*/)?loss(/mean)?": "loss per token",
+    "optim/lr": "learning rate",
+    ".*grad_norm": "norm of the gradient",
+}
+"""Pattern of names -> unit, the first that fits; docs/metrics.md has the unit of every metric."""
+
+
+def unit(name: str) -> str:
+    """What to write on the axis of a metric or curve: its unit, or what it is a number of.
+
+    Example: `unit("time/step_s")` is `"seconds"`, `unit("reward/mean")` is `"reward"`.
+    """
+    of_phase = name.removeprefix("supervised/")
+    found = next((text for pattern, text in _UNITS.items() if re.fullmatch(pattern, of_phase)), None)
+    return found or of_phase.split("/")[0]
 
 
 def entry(name: str) -> str | None:

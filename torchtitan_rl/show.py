@@ -8,7 +8,7 @@ from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.values import shell_text
 from torchtitan_rl.hosts.inventory import meshes
-from torchtitan_rl.memory import gpu_bytes, num_adapter_parameters, run_parts
+from torchtitan_rl.memory import gpu_parts, num_adapter_parameters, run_parts, takes_turns
 from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = ["show"]
@@ -28,11 +28,17 @@ def show(config: RunConfig) -> None:
         print(f"adapters: {num_adapter_parameters(config.trainer.lora, shape):,} parameters, which alone train")
     for role, parts in run_parts(config, platform.device_type()).items():
         sizes = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in parts.items() if size)
-        print(f"memory, {role} rank: about {_gib(sum(parts.values()))} GiB ({sizes})")
+        print(f"memory, {role} rank: about {_gib(sum(parts.values()))} GiB of tensors ({sizes})")
     weights = {"float32": 4, "bfloat16": 2}[config.generator.dtype] * shape.num_parameters
     print(f"memory, weights in the store, per live version: about {_gib(weights)} GiB")
     for roles in _groups(config):
-        print(f"memory, a GPU with one rank of {' and '.join(roles)}: about {_gib(gpu_bytes(config, roles))} GiB")
+        gpu = gpu_parts(config, roles)
+        sizes = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in gpu.items() if size)
+        print(f"memory, a GPU with one rank of {' and '.join(roles)}: about {_gib(sum(gpu.values()))} GiB ({sizes})")
+        if turns := takes_turns(config, roles):
+            print(f"  {' and '.join(turns)} take turns: of their tensors the largest turn counts, not the sum")
+    print("  a rank's line counts tensors alone; a GPU's line is what the GPU must have: the tensors that its ranks")
+    print("  hold at once, and what torch's allocator, the processes (CUDA, NCCL) and CUDA graphs take besides")
     print(
         f"processes: {config.trainer.num_ranks} trainer, "
         f"{config.generator.num_replicas} x {config.generator.tensor_parallel_degree} generator, 1 store, 1 controller"

@@ -309,4 +309,5 @@ def address(args: argparse.Namespace, port: int | None, host: str):
         api_key_file=args.api_key_file,
         tool_parser=args.tool_parser,
         allow_hosts=host_names(args.allow_host),
+        ignored=tuple(args.ignore),
     )

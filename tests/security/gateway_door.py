@@ -11,7 +11,7 @@ from torchtitan_rl.workflows.policy import Policy
 
 
 async def main() -> None:
-    policy = Policy(generator=Chatter(), tokenizer=BYTES, max_tokens=64, max_prompt_tokens=64, for_training=True)
+    policy = Policy(generator=Chatter(), tokenizer=BYTES, max_tokens=64, max_prompt_tokens=64)
     async with Gateway(context_tokens=512) as gateway:
         limits = SessionLimits(max_turns=0, max_parallel=0)
         session = gateway.open_session(policy, seed=0, limits=limits, tool_parser="pythonic")

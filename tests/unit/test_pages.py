@@ -3,6 +3,7 @@ README's code runs."""
 
 import configparser
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -61,6 +62,29 @@ def test_scripts_and_configs_that_a_page_names_exist(page):
 def test_the_index_names_every_page():
     linked = set(re.findall(r"\]\(([\w.]+)\)", (ROOT / "docs" / "README.md").read_text()))
     assert linked >= {path.name for path in ROOT.glob("docs/*") if path.is_file()} - {"README.md"}
+
+
+def test_the_notebook_opens_by_one_command_whose_extra_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [
+        word
+        for page in PAGES
+        for words in re.findall(r"scripts/setup\.sh((?: [a-z][a-z-]*)+)(?= |$)", page.read_text(), re.MULTILINE)
+        for word in words.split()
+    ]
+    assert "notebook" in asked and set(asked) <= set(extras)
+    assert "jupyterlab" in extras["notebook"] and "ipykernel" in extras["notebook"]
+    page = (ROOT / "docs" / "see_the_run.md").read_text()
+    assert "scripts/setup.sh notebook && .venv/bin/jupyter lab docs/controller.ipynb" in page
+
+
+@pytest.mark.parametrize("what", ["model directory", "SFT", "`Datum`"])
+def test_the_index_leads_to_a_runnable_example_of_(what):
+    (row,) = [row for row in (ROOT / "docs" / "README.md").read_text().splitlines() if what in row and "your_" in row]
+    file, anchor = re.search(r"\]\((\w+\.md)#([\w-]+)\)", row).groups()
+    sections = (ROOT / "docs" / file).read_text().split("\n## ")[1:]
+    (text,) = [part for part in sections if part.split("\n")[0].lower().replace(",", "").replace(" ", "-") == anchor]
+    assert "```python\n" in text  # which tests/integration/test_examples.py runs
 
 
 def test_the_readme_is_three_minutes_long():

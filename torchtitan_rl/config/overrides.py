@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_origin
 
 from torchtitan_rl.config.actors import TrainerConfig
@@ -16,15 +16,28 @@ from torchtitan_rl.config.values import field_types, parsed, words_of
 __all__ = ["apply_overrides"]
 
 
-def apply_overrides(config: RunConfig, arguments: list[str]) -> None:
+def apply_overrides(config: RunConfig, arguments: list[str], options: Sequence[str] = ()) -> None:
     """Sets fields from `--field.path value` (or `=value`); `--field` and `--no-field` set a boolean. A field of a part
     that is None switches the part on. Roles come last, because a role begins with the policy's trainer.
 
-    Raises ValueError for a field that does not exist (with the nearest names) or a value of the wrong type.
+    Raises ValueError for a field that does not exist (with the nearest names) or a value of the wrong type. `options`
+    are those of the verb, such as `--dry-run`: a misspelt one arrives here.
     """
+    for word in arguments:
+        if near := _near_option(config, word.partition("=")[0], options):
+            raise ValueError(f"{word}: there is no such option; did you mean {near}?")
     given = list(_given(config, arguments))
     for path, words in sorted(given, key=lambda item: item[0].replace("_", "-").startswith("roles.")):
         _set(config, path, words)
+
+
+def _near_option(config: RunConfig, flag: str, options: Sequence[str]) -> str:
+    """The verb's option that a flag without a dot is nearest to; empty where the flag is a field, or nearer to one."""
+    if not flag.startswith("--") or "." in flag:
+        return ""
+    top = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(config)]
+    near = difflib.get_close_matches(flag.replace("_", "-"), [*options, *top], 1, cutoff=0.7)
+    return near[0] if near and near[0] in options and near[0] not in top else ""
 
 
 def _given(config: RunConfig, arguments: list[str]) -> Iterator[tuple[str, list[str]]]:

@@ -18,7 +18,7 @@ from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.timed_router import TimedRouter
 from torchtitan_rl.dispatch.version_holders import VersionHolders
-from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
+from torchtitan_rl.types import Completion, Request, SamplingParams
 from torchtitan_rl.types.refusals import refuse_prompt
 
 __all__ = ["SamplingSteps"]
@@ -121,7 +121,7 @@ class SamplingSteps(ABC):
         if not tokens or len(tokens) + params.max_tokens > self._max_model_len:
             refuse_prompt(len(tokens), params.max_tokens, self._max_model_len)
         completion = await self._submit(Request(list(tokens), params), policy_version)
-        completion.filtered = ", ".join(f"{n}={x}" for n, ok in NEUTRAL.items() if (x := getattr(params, n)) not in ok)
+        completion.filtered = ", ".join(f"{name}={value}" for name, value in params.altered().items())
         return completion
 
     async def _submit(self, request: Request, version: int | None):

@@ -31,7 +31,33 @@ class Diagnosis:
 
     findings: list[Finding]
     missing: list[str]
-    """What could not be looked at, and why, one sentence each."""
+    """What could not be read of the run's directory, and why, one sentence each."""
+    lacks: dict[str, str]
+    """Rule -> why it could not look at this run."""
+
+    @property
+    def verdict(self) -> str:
+        """What follows from the findings, in a sentence. That nothing is wrong follows only where every rule could
+        look and all files could be read."""
+        every, looked = len(RULES), len(RULES) - len(self.lacks)
+        if self.findings:
+            return f"{len(self.findings)} of {every} rules have found something"
+        if not looked:
+            return "nothing is known: there is nothing that a rule could look at"
+        if self.lacks or self.missing:
+            return f"{looked} of {every} rules could look, and found nothing; what was not looked at may be wrong"
+        return "nothing wrong found"
+
+    @property
+    def not_looked_at(self) -> list[str]:
+        """What could not be read and which rules could not look, one sentence each; rules of one reason together."""
+        rules: dict[str, list[str]] = {}
+        for rule, why in self.lacks.items():
+            rules.setdefault(why, []).append(rule)
+        together = [
+            f"{'rules' if len(names) > 1 else 'rule'} {', '.join(names)}: {why}" for why, names in rules.items()
+        ]
+        return [*self.missing, *together]
 
 
 def diagnose(run: Run, thresholds: Mapping[str, float] = {}) -> list[Finding]:
@@ -47,17 +73,32 @@ def examine(run: Run, thresholds: Mapping[str, float] = {}, now: float | None = 
     facts = Facts.of(run, now)
     recorded = facts.setting("record.thresholds", {})
     findings = look(facts, {**(recorded if isinstance(recorded, dict) else {}), **thresholds})
-    return Diagnosis(findings, facts.missing)
+    lacks = {rule.name: why for rule in RULES if (why := _lacks(rule, facts, findings))}
+    return Diagnosis(findings, facts.missing, lacks)
+
+
+def _lacks(rule: Rule, facts: Facts, findings: list[Finding]) -> str:
+    """Why a rule could not look; empty where it could."""
+    if rule.name in facts.failed or rule.name in [finding.rule for finding in findings]:
+        return facts.failed.get(rule.name, "")
+    try:
+        return rule.lacks(facts)
+    except Exception as error:
+        return _unreadable(error)
+
+
+def _unreadable(error: Exception) -> str:
+    return f"cannot read the records ({type(error).__name__}: {error})"
 
 
 def look(facts: Facts, thresholds: Mapping[str, float], rules: tuple[Rule, ...] = RULES) -> list[Finding]:
-    """What the rules find. A rule that fails on records of another form is named in `facts.missing`."""
+    """What the rules find. A rule that fails on records of another form is named in `facts.failed`."""
     found = []
     for rule in rules:
         try:
             finding = rule.on(facts, float(thresholds.get(rule.name, rule.threshold)))
         except Exception as error:
-            facts.missing.append(f"rule {rule.name}: cannot read the records ({type(error).__name__}: {error})")
+            facts.failed[rule.name] = _unreadable(error)
             continue
         if finding is not None:
             found.append(finding)
@@ -83,28 +124,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", action="append", default=[], metavar="NAME=VALUE", help="a rule's threshold; may be repeated"
     )
     parser.add_argument("--json", action="store_true", help="findings as JSON")
-    parser.epilog = f"Exit status: 0 when nothing is wrong, {SOMETHING_WRONG} when something is, 1 for a mistake."
+    parser.epilog = (
+        f"Exit status: {SOMETHING_WRONG} when a rule has found something, 0 when none has, 1 for a mistake, and where\n"
+        "there is nothing that a rule could look at."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """The verb `diagnose`: prints what is wrong with a run. Returns the exit status."""
     run = Run.open(args.run)
     diagnosis = examine(run, _given(args.threshold))
+    status = SOMETHING_WRONG if diagnosis.findings else int(len(diagnosis.lacks) == len(RULES))
     if args.json:
-        data = {"findings": [finding.as_data() for finding in diagnosis.findings], "missing": diagnosis.missing}
+        data = {
+            "verdict": diagnosis.verdict,
+            "findings": [finding.as_data() for finding in diagnosis.findings],
+            "missing": diagnosis.missing,
+            "lacks": diagnosis.lacks,
+        }
         print(json.dumps(data, indent=1))
-        return SOMETHING_WRONG if diagnosis.findings else 0
+        return status
     for finding in diagnosis.findings:
         print(f"{finding.area} / {finding.rule}: {finding.what}")
         print(f"  threshold: {finding.threshold:g}")
         for name, text in _evidence(finding).items():
             print(f"  {name}: {text}")
         print(f"  to do: {finding.advice}\n")
-    for sentence in diagnosis.missing:
+    for sentence in diagnosis.not_looked_at:
         print(f"not looked at: {sentence}")
-    number = len(diagnosis.findings)
-    print(f"{run.path}: {f'{number} of {len(RULES)} rules have found something' if number else 'nothing wrong found'}")
-    return SOMETHING_WRONG if number else 0
+    print(f"{run.path}: {diagnosis.verdict}")
+    return status
 
 
 def _given(texts: list[str]) -> dict[str, float]:

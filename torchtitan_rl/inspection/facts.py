@@ -56,6 +56,8 @@ class Facts:
         """The steps from which attempts at the run went on."""
         self.whereabouts, self.now = whereabouts, time.time() if now is None else now
         self.missing: list[str] = []
+        self.failed: dict[str, str] = {}
+        """Rule -> why its function failed on these records."""
         self._left_out = left_out
         self._rollouts, self._samples = rollouts, samples
 

@@ -15,13 +15,16 @@ import pyarrow as pa
 
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.inspection.series import Series
-from torchtitan_rl.inspection.whereabouts import whereabouts
+from torchtitan_rl.inspection.whereabouts import end_of, whereabouts
+from torchtitan_rl.observability.status import FILE
 
 __all__ = ["Health", "health_of"]
 
 _LATE_FACTOR, _LATE_S, _LATE_START_S = 5.0, 10.0, 120.0
 _SPANS = {"step": "time/step_s", "generate": "time/generate_s", "sync": "time/sync_s", "score": "time/score_s"}
 _NUM_EVENTS = 200
+_OF_A_RUN = (FILE, "config.json", "metrics.jsonl", "run.lock", "rollouts")
+"""Files of which a run has one at least."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,8 +32,8 @@ class Health:
     """The health of a run at the moment of the call."""
 
     state: str
-    """`running`, `finished`, `stopped`, `died` (its process is gone, and it had not ended), `silent` (its process is
-    there and has not reported), or `unknown` (no `status.json`)."""
+    """`waiting` (there is no run yet), `running`, `finished`, `stopped`, `died` (its process is gone, and it had not
+    ended), `silent` (its process is there and has not reported), or `unknown` (no `status.json`)."""
     said: str
     """The state in a sentence."""
     status: dict[str, Any] = field(default_factory=dict)
@@ -59,8 +62,8 @@ def health_of(run: Run, series: Series) -> Health:
     are missing, half-written or of another version."""
     missing: list[str] = []
     status = _status(run.path, missing)
-    state, said = _state(run, status)
     events = _rows(run, "events", missing)
+    state, said = _state(run, status, str(end_of(status, events).get("text") or ""), _early_end(series))
     counts = Counter(str(event.get("kind")) for event in events)
     if not run.config():
         missing.append("config.json is missing or cut off")
@@ -94,12 +97,21 @@ def _status(path: Path, missing: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _state(run: Run, status: dict[str, Any]) -> tuple[str, str]:
+def _early_end(series: Series) -> str:
+    """The rule that ended the reinforcement phase before its last step; empty for none."""
+    reasons = [line.get("stop/reason") for line in series.others if line["phase"] == "stop"]
+    return str(reasons[-1]) if reasons else ""
+
+
+def _state(run: Run, status: dict[str, Any], why: str, early: str) -> tuple[str, str]:
+    """The state and its sentence. `why`: of an end before the last act. `early`: of a last step before the planned."""
+    if not any((run.path / name).exists() for name in _OF_A_RUN):
+        return "waiting", "there is no run yet; this page shows it when it begins"
     process = whereabouts(run)
-    reason, age = process.ended, _age(status.get("at"))
+    reason, age = process.ended or why, _age(status.get("at"))
     ago = "" if age is None else f" {_duration(age)} ago"
     if status.get("ended") == "finished":
-        return "finished", f"finished{ago}"
+        return "finished", f"finished{ago}" + (f", early: {early}" if early else "")
     if status.get("ended") or reason:
         return "stopped", f"stopped{ago}" + (f": {reason}" if reason else "")
     if age is None:

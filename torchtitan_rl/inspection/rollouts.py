@@ -24,6 +24,7 @@ SORTS = ("step", "reward", "advantage", "num_tokens", "num_turns", "task_id", "r
 _MEMORY = "160MB"
 _THREADS = 2
 _PREVIEW = 240
+_MOST_COUNTED = 20_000
 _REASONS = ("left_out", "finish_reason", "end_reason")
 
 
@@ -117,6 +118,20 @@ class Rollouts:
                 f"where step = ? and {self._counting()} group by group_id order by min(part), min(line) limit 2000",
                 [step],
             )
+
+    def numbers(self, column: str, num_steps: int = 5) -> list[float]:
+        """A column of numbers (`reward`, `advantage`, `num_tokens`) of the newest steps' rollouts. Raises ValueError
+        for another column."""
+        if column not in ("reward", "advantage", "num_tokens"):
+            raise ValueError(f"column={column!r}: holds no numbers to count; take reward, advantage or num_tokens")
+        with self._lock:
+            self._parts.refresh(limit_s=0.6)
+            newest = f"select distinct step from rollouts where {self._counting()} order by step desc limit {num_steps}"
+            rows = self._rows(
+                f"select {column} as x from rollouts where {column} is not null and step in ({newest}) and "
+                f"{self._counting()} order by part desc, line desc limit {_MOST_COUNTED}"
+            )
+            return [float(row["x"]) for row in rows]
 
     def steps(self) -> list[int]:
         """The steps that have rollouts, in order."""

@@ -8,11 +8,12 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan_rl.inspection.run import Run
+from torchtitan_rl.observability.status import ENDS
 
-__all__ = ["Whereabouts", "whereabouts"]
+__all__ = ["Whereabouts", "end_of", "whereabouts"]
 
 _HOLDER = re.compile(r"pid (\d+) on (\S+)")
 
@@ -43,6 +44,14 @@ def whereabouts(run: Run) -> Whereabouts:
     if pid is not None:
         state = "elsewhere" if host != socket.gethostname() else "running" if _held(inode, pid) else "gone"
     return Whereabouts(state, pid, host, _reason(run.path / "ended.json"), _written(run.path))
+
+
+def end_of(status: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The event that says why the newest attempt ended before its last act; {} for none. `status` is what status.json
+    holds."""
+    ends = [event for event in events if event.get("kind") in ENDS]
+    newest = status.get("attempt", max((event.get("attempt") or 0 for event in events), default=0))
+    return ends[-1] if ends and ends[-1].get("attempt") == newest else {}
 
 
 def _held(inode: int, pid: int) -> bool:

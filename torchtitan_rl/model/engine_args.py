@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm import EngineArgs
+from vllm.config import StructuredOutputsConfig
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.actors import GeneratorConfig
@@ -40,6 +41,8 @@ def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: b
         compilation_config=_CAPTURE_DECODING if config.model_impl == "torchtitan" and not config.enforce_eager else {},
         enable_sleep_mode=sleeps and platform.can_sleep(),
         enable_prefix_caching=True,
+        # One for all requests: vLLM keeps the backend of the first, and `auto` would check later ones against another.
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         disable_log_stats=True,
         logprobs_mode="processed_logprobs",  # of the sampling distribution, after temperature
         max_logprobs=-1,  # `Request.top_k` may be as large as the vocabulary

@@ -28,6 +28,7 @@ from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.model import vllm_internals
 from torchtitan_rl.model.engine_scores import has_nan, scores, scoring_params
 from torchtitan_rl.model.generator_plan import whole_parameters
+from torchtitan_rl.model.structures import structured_outputs
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["EngineSteps", "Command", "engine_params", "completion"]
@@ -207,6 +208,10 @@ class EngineSteps(ABC):
                     f"{len(output.prompt_token_ids)} tokens; sample from another version"
                 )
             )
+        if output.outputs and output.outputs[0].finish_reason == "error":  # the grammar of a structure, and no other
+            return request.future.set_exception(
+                ValueError("structure: cannot be made a grammar; the generator's log says why, ask for a simpler one")
+            )
         scored = output.prompt_logprobs is not None
         answer = scores(output, request) if scored else completion(output, request.version_starts)
         request.future.set_result(answer)
@@ -214,7 +219,8 @@ class EngineSteps(ABC):
 
 def _refuse(future: Future | None, request: Request, error: Exception) -> None:
     if future is not None:
-        future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {error}"))
+        reason = " ".join(f"{error} {error.__cause__ or ''}".split())  # xgrammar's own words are the cause
+        future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {reason}"))
 
 
 def engine_params(request: Request) -> EngineSamplingParams:
@@ -225,7 +231,10 @@ def engine_params(request: Request) -> EngineSamplingParams:
         return scoring_params(request)
     same = {name: getattr(params, name) for name in _SAME}
     final = RequestOutputKind.FINAL_ONLY
-    return EngineSamplingParams(**same, logprobs=0, detokenize=bool(params.stop), output_kind=final)
+    structure = structured_outputs(params.structure)
+    return EngineSamplingParams(
+        **same, logprobs=0, detokenize=bool(params.stop), output_kind=final, structured_outputs=structure
+    )
 
 
 def completion(output: Any, version_starts: list[tuple[int, int]]) -> Completion:

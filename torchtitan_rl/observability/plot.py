@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,8 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
 
     Above: `eval/accuracy` per split; below: `reward/mean`. x is the step of the reinforcement phase. The shaded band
     left of 0 is the supervised phase; the accuracy at 0 follows it. Of several evaluations with the same split and step
-    the last counts. Raises ValueError when there is neither an accuracy nor a reward.
+    the last counts. Where there was a warm start, its `loss/mean` over its own steps comes last. Raises ValueError when
+    there is neither an accuracy nor a reward.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -53,11 +55,17 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
         raise ValueError(
             f"metrics={len(metrics)} lines: hold neither eval/accuracy nor reward/mean; plot after some steps"
         )
-    num_supervised = sum(line["phase"] == "supervised" for line in metrics)
+    losses = {line["step"]: line.get("loss/mean", math.nan) for line in metrics if line["phase"] == "supervised"}
+    num_supervised = len(losses)
 
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True)
+    panels = figure.subplots(3 if losses else 2, 1)
+    above, below = panels[:2]
+    above.sharex(below)
+    above.tick_params(labelbottom=False)
+    if losses:
+        _draw_warm_start(panels[2], losses)
     _draw_accuracies(above, accuracies, "after the warm start" if num_supervised else "before the first step")
     below.plot(list(rewards), list(rewards.values()), color=_REWARD_COLOR, label="reward/mean")
     above.set_ylabel("accuracy")
@@ -75,6 +83,17 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
     below.set_xticks([tick for tick in below.get_xticks() if 0 <= tick <= last])
     figure.savefig(path, format="png")
     return Path(path)
+
+
+def _draw_warm_start(axes: Axes, losses: dict[int, float]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.plot(list(losses), list(losses.values()), color=_SUPERVISED_COLOR, label="loss/mean of the warm start")
+    axes.set_ylabel("loss per token")
+    axes.set_xlabel("step of the supervised phase")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
 
 
 def _accuracies(metrics: list[dict[str, Any]]) -> dict[str, dict[int, float]]:

@@ -53,13 +53,17 @@ class Bar:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left, by the pace so far or by the expected time; None when neither is known."""
+        """Seconds left, more than 0, by the pace so far or by the expected time; None when neither is known: before the
+        first piece, when the last one takes longer than its peers, and when a wait is longer than expected."""
         if not self.counts:
-            return max(0.0, self.total - self.elapsed_s) if self.total else None
-        if not self.num_done:
+            left_s = self.total - self.elapsed_s
+        elif self.num_done:
+            pace_s = (self._last - self._start) / self.num_done
+            of_this_piece_s = max(0.0, pace_s - (self._clock() - self._last))
+            left_s = of_this_piece_s + pace_s * (self.total - self.num_done - 1)
+        else:
             return None
-        pace_s = (self._last - self._start) / self.num_done
-        return max(0.0, pace_s * (self.total - self.num_done) - (self._clock() - self._last))
+        return left_s if left_s > 0 else None
 
     @property
     def fraction(self) -> float | None:
@@ -245,7 +249,7 @@ class _TextColumn(ProgressColumn):
 def _times(bar: Bar) -> str:
     """`1:05, 0:40 left`: minutes and seconds."""
     left_s = bar.left_s
-    return _minutes(bar.elapsed_s) + ("" if left_s is None else f", {_minutes(left_s)} left")
+    return _minutes(bar.elapsed_s) + ("" if left_s is None else f", {_minutes(max(1.0, left_s))} left")
 
 
 def _minutes(seconds: float) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ class RunDir(RunLog):
             ) from error
         if used:
             raise ValueError(
-                f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another output_dir"
+                f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another "
+                "output_dir, or go on with that run: torchtitan-rl train CONFIG --resume latest --output-dir "
+                f"{shlex.quote(str(path))}"
             )
         return run_dir
 

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 1 for a config that would be refused, else 0."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # as in every rank's logs
     config = load_config(args.config)
-    apply_overrides(config, args.overrides)
+    apply_overrides(config, args.overrides, args.options["rehearse"])
     given = {name: getattr(args, name) for name in _RATES if getattr(args, name) is not None}
     hardware = dataclasses.replace(GPUS[args.gpu], **given)
     _check(hardware, args.completion_tokens, config.sampling.max_tokens)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.observability.console import say
+from torchtitan_rl.workflows.parameters import check_ignored
 from torchtitan_rl.workflows.policy import Policy
 
 if TYPE_CHECKING:
@@ -60,13 +61,17 @@ class Address:
     """vLLM's parser of tool calls; empty: the policy's text is not read for calls."""
     allow_hosts: Collection[str] = ()
     """Names in `Host` headers besides this machine's loopback's, where no key is asked for."""
+    ignored: tuple[str, ...] = ()
+    """Parameters that requests are answered without; see `workflows.parameters.IGNORABLE`."""
 
     def gateway(self, served: Served, *, context_tokens: int, vocab_size: int) -> Gateway:
-        """The gateway, not yet open. Raises ValueError for a key that is missing."""
+        """The gateway, not yet open. Raises ValueError for a key that is missing, for a tool parser that is none or
+        does not go with the chat template, and for a parameter that cannot be ignored."""
         from torchtitan_rl.server.gateway import Gateway
         from torchtitan_rl.server.keys import read_key
 
-        served.tool_parser = self.tool_parser
+        check_ignored(self.ignored, "--ignore")
+        served.tool_parser, served.ignored = self.tool_parser, tuple(self.ignored)
         gateway = Gateway(
             context_tokens=context_tokens,
             vocab_size=vocab_size,
@@ -76,7 +81,9 @@ class Address:
             served=served,
             allow_hosts=self.allow_hosts,
         )
-        gateway.tool_reader(self.tool_parser, served.policy.tokenizer)  # refuses a wrong name now
+        reader = gateway.tool_reader(self.tool_parser, served.policy.tokenizer)  # refuses a wrong name now
+        if reader is not None:
+            reader.check_template()  # clients without a session send calls back, which the template has to show
         return gateway
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -35,9 +36,9 @@ async def serve(
 
     Raises ValueError, before anything starts, for what cannot be served.
     """
-    weights, source = hf_weights(checkpoint), origin(checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(str(weights))
+    weights, source = _hf_weights(checkpoint), origin(checkpoint)
     shape = Qwen3Shape.from_hf(weights / "config.json")
+    tokenizer = _tokenizer(weights)
     longest = shape.max_seq_len
     generator.max_model_len = generator.max_model_len or min(longest, _MAX_CONTEXT)
     if generator.max_model_len > longest:
@@ -56,6 +57,31 @@ async def serve(
             await _asked_to_end()
     finally:
         launcher.kill()
+
+
+def _hf_weights(path: Path) -> Path:
+    """`checkpoint.hf_weights`. Raises ValueError for a path that is nothing to serve, and says what it lacks."""
+    if not path.exists():
+        raise ValueError(
+            f"checkpoint={str(path)!r}: is not there; give a run's checkpoints/step-N, or a Hugging Face directory (a "
+            "model's name on the Hub is downloaded first)"
+        )
+    if (path / "config.json").exists() and not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"checkpoint={str(path)!r}: is a Hugging Face directory without *.safetensors; add the weights in this form"
+        )
+    return hf_weights(path)
+
+
+def _tokenizer(weights: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(str(weights))
+    except Exception as error:  # transformers raises many types, always about the files
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"checkpoint={str(weights)!r}: holds no tokenizer that can be read ({reason}); add tokenizer.json and "
+            "tokenizer_config.json of the model"
+        ) from error
 
 
 async def _asked_to_end() -> None:

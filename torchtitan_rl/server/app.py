@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -74,7 +73,7 @@ class _Routes:
         session, asked = await self._asked(request, ChatRequest)
         said = await self._completed(request, session, asked, lambda: [session.chat_prompt(asked)])
         whole = answers.chat_answer(
-            said, asked, asked.model or session.model, f"chatcmpl-{secrets.token_hex(12)}", session.policy.tokenizer
+            said, asked, asked.model or session.model, f"chatcmpl-{said[0].id}", session.policy.tokenizer
         )
         return _sent(whole, answers.chat_chunks(whole, asked) if asked.stream else None)
 
@@ -82,7 +81,7 @@ class _Routes:
         session, asked = await self._asked(request, CompletionRequest)
         said = await self._completed(request, session, asked, lambda: session.text_prompts(asked))
         whole = answers.completion_answer(
-            said, asked, asked.model or session.model, f"cmpl-{secrets.token_hex(12)}", session.policy.tokenizer
+            said, asked, asked.model or session.model, f"cmpl-{said[0].id}", session.policy.tokenizer
         )
         return _sent(whole, answers.completion_chunks(whole, asked) if asked.stream else None)
 
@@ -102,7 +101,7 @@ class _Routes:
         """Takes a session's reward; the last one counts. One that is refused makes the attempt fail."""
         session = self._session(request)
         try:
-            given = parse(RewardRequest, await self._body(request))
+            given, _ = parse(RewardRequest, await self._body(request))
         except Refused as refused:
             session.fault = f"agent: posted a reward that was refused ({refused.message})"
             raise
@@ -112,7 +111,8 @@ class _Routes:
     async def health(self, request: Request) -> Response:
         """Without a key: whether the gateway lives, and what its requests cost."""
         doors = self.doors
-        return _sent({"status": "ok", "num_sessions": len(doors.sessions), "requests": doors.spans.as_dict()})
+        health = {"status": "ok", "num_sessions": len(doors.sessions), "requests": doors.spans.as_dict()}
+        return _sent(health | {"num_malformed_calls": doors.num_malformed_calls})
 
     def _session(self, request: Request) -> Session | None:
         """The session that the path or a header names; None: neither does."""
@@ -124,12 +124,15 @@ class _Routes:
         if session is None:
             self.doors.models(key)  # refuses a wrong key before a body is read
         try:
-            asked = parse(kind, await self._body(request))
+            ignored = self.doors.ignored if session is None else session.ignored
+            asked, left_out = parse(kind, await self._body(request), ignored)
             if session is None:
                 session = self.doors.stateless(key, asked.model)
             elif asked.model not in (None, session.model):
                 raise unknown_model(asked.model, [session.model])
             _check_size(asked, self.doors.limits)
+            if left_out:
+                session.counts["ignored"] += len(left_out)
             return session, asked
         except Refused:
             if session is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from torchtitan_rl.server.tools import ToolReader
 from torchtitan_rl.workflows.agent import Endpoint, SessionLimits
 from torchtitan_rl.workflows.policy import Policy
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["Doors", "Served", "unknown_model"]
 
 
@@ -29,6 +32,8 @@ class Served:
     versions: Callable[[], list[int]]
     """The versions that can be asked for as `NAME@VERSION`."""
     tool_parser: str = ""
+    ignored: tuple[str, ...] = ()
+    """Parameters of requests that are left out."""
 
     def names(self) -> list[str]:
         return [self.name, *(f"{self.name}@{version}" for version in self.versions())]
@@ -114,8 +119,19 @@ class Doors:
         if not name:
             return None
         if (name, id(tokenizer)) not in self._readers:
-            self._readers[name, id(tokenizer)] = ToolReader(name, tokenizer)
+            self._readers[name, id(tokenizer)] = reader = ToolReader(name, tokenizer)
+            _warn_of_template(reader)
         return self._readers[name, id(tokenizer)]
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Parameters that requests without a session are answered without."""
+        return () if self.served is None else self.served.ignored
+
+    @property
+    def num_malformed_calls(self) -> int:
+        """Completions that began a call of a tool and held none."""
+        return sum(reader.num_malformed for reader in self._readers.values())
 
     def session(self, session_id: str, key: str) -> Session:
         """An open session. Raises Refused for one that is not (404) and for another session's key (401)."""
@@ -145,6 +161,7 @@ class Doors:
             places=self._places,
             model=model or served.name,
             tool_reader=self.tool_reader(served.tool_parser, policy.tokenizer),
+            ignored=served.ignored,
         )
 
     def models(self, key: str) -> list[str]:
@@ -156,6 +173,20 @@ class Doors:
         if self.api_key:
             check_key(key, self.api_key)
         return self.served
+
+
+def _warn_of_template(reader: ToolReader) -> None:
+    """Sessions keep the tokens of calls; messages that a client rewrites, and clients without a session, meet the
+    template."""
+    try:
+        if text := reader.check_template():
+            logger.warning(
+                "tool_parser=%r: reads no such call in what the chat template writes for one, %r; calls that clients "
+                "send back have another form than the policy's",
+                *(reader.name, text[:200]),
+            )
+    except ValueError as error:
+        logger.warning("%s", error)
 
 
 def unknown_model(model: str | None, names: list[str]) -> Refused:

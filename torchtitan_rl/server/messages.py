@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtitan_rl.server.errors import invalid
-from torchtitan_rl.server.requests import ChatMessage, ChatRequest
+from torchtitan_rl.server.requests import ChatMessage
 from torchtitan_rl.server.tools import Call, same_arguments
 
-__all__ = ["compared", "compared_answer", "cut", "rendered_message", "tool_choice"]
-
-
-def tool_choice(asked: ChatRequest) -> str:
-    """`tool_choice`. Raises Refused for one that would force the policy."""
-    choice = asked.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise invalid(
-            "tool_choice: is not offered but for 'auto' and 'none': nothing constrains what the policy may say; leave "
-            "it out",
-            "tool_choice",
-            "unsupported_parameter",
-        )
-    return choice or "auto"
+__all__ = ["compared", "compared_answer", "cut", "rendered_message"]
 
 
 def rendered_message(message: ChatMessage) -> dict[str, Any]:

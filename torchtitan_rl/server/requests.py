@@ -7,53 +7,22 @@ could keep; those of OpenAI's SDK describe arguments and check little.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from torchtitan_rl.server.errors import invalid, refusal_of
 from torchtitan_rl.tasks.reward_parts import MAX_PARTS
 from torchtitan_rl.types import MAX_REWARD
+from torchtitan_rl.workflows.parameters import IGNORABLE, NOT_OFFERED
 
 __all__ = ["ChatRequest", "CompletionRequest", "RewardRequest", "Sampled", "ToolCall", "ChatMessage", "parse"]
 
-_IGNORED = frozenset(
+_MEANINGLESS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 )
 """Parameters that mean nothing here and change no answer."""
-
-_NOT_OFFERED: dict[str, tuple[tuple, str]] = {
-    "logit_bias": (({},), "it would draw from another distribution than the policy's"),
-    "response_format": (({"type": "text"},), "nothing constrains what the policy may say"),
-    "functions": (([],), "it was replaced by tools; use tools"),
-    "function_call": (("none", "auto"), "it was replaced by tool_choice; use tools"),
-    "parallel_tool_calls": ((True,), "nothing constrains how many calls the policy makes"),
-    "modalities": ((["text"],), "the policy writes text only"),
-    "audio": ((), "the policy writes text only"),
-    "prediction": ((), "there is no speculative decoding from a given text"),
-    "web_search_options": ((), "there is no search"),
-    "reasoning_effort": ((), "the chat template decides; write it into the messages"),
-    "verbosity": ((), "the chat template decides; write it into the messages"),
-    "best_of": ((1,), "ask for n completions and choose"),
-    "echo": ((False,), "the prompt is known to who sent it"),
-    "suffix": (("",), "the policy writes from left to right"),
-    "top_logprobs": ((0,), "the engine gives the log-probability of each sampled token, and of no other"),
-    "prompt_logprobs": ((0,), "the engine gives log-probabilities of sampled tokens"),
-    "min_tokens": ((0,), "it would draw from another distribution than the policy's"),
-    "bad_words": (([],), "it would draw from another distribution than the policy's"),
-    "allowed_token_ids": (([],), "it would draw from another distribution than the policy's"),
-    "structured_outputs": ((), "nothing constrains what the policy may say"),
-    "use_beam_search": ((False,), "completions are sampled"),
-    "length_penalty": ((1.0,), "completions are sampled"),
-    "skip_special_tokens": ((True,), "ask for return_token_ids to see special tokens"),
-    "spaces_between_special_tokens": ((True,), "ask for return_token_ids to see special tokens"),
-    "include_stop_str_in_output": ((False,), "ask for return_token_ids to see what was sampled"),
-    "chat_template": ((), "the tokenizer's template renders"),
-    "chat_template_kwargs": (({},), "the tokenizer's template renders, with nothing but messages and tools"),
-    "add_generation_prompt": ((True,), "a completion begins a new message"),
-    "continue_final_message": ((False,), "a completion begins a new message"),
-}
-"""Parameter -> (values that ask for nothing, why anything else is refused)."""
 
 
 def _text(value: Any) -> Any:
@@ -103,9 +72,18 @@ class ChatMessage(_Body):
     reasoning_content: str | None = None
 
 
+def _function(value: Any) -> Any:
+    """A function's description, with its keys in their order: a template may show them all."""
+    if not isinstance(value.get("name"), str) or not value["name"]:
+        raise ValueError("has no name; give the function one")
+    if not isinstance(value.get("parameters", {}), dict | None):
+        raise ValueError("parameters are no JSON schema; give an object")
+    return value
+
+
 class Tool(_Body):
     type: Literal["function"] = "function"
-    function: dict[str, Any]
+    function: Annotated[dict[str, Any], AfterValidator(_function)]
 
 
 class StreamOptions(_Body):
@@ -144,12 +122,46 @@ class Sampled(_Body):
         return self.max_tokens
 
 
+class NamedFunction(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class JsonSchema(_Body):
+    name: str = ""
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is given with type 'json_schema', and only with it")
+        return self
+
+    @property
+    def schema_asked(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None: any text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class ChatRequest(Sampled):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     tools: list[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def limit(self) -> int | None:
@@ -171,16 +183,27 @@ class RewardRequest(_Body):
     parts: dict[str, _Reward] = Field(default_factory=dict, max_length=MAX_PARTS)
 
 
-def parse(kind: type[_Body], body: bytes) -> Any:
-    """A body as `kind`. Raises Refused (400) for what is not of the form, and for parameters that are not offered."""
+def parse(kind: type[_Body], body: bytes, ignored: Collection[str] = ()) -> tuple[Any, list[str]]:
+    """A body as `kind`, and the parameters of `ignored` that it had; they are left out. Raises Refused (400) for what
+    is not of the form, and for parameters that are not offered."""
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         raise refusal_of(error) from None
+    left_out = [name for name in ignored if _asks(asked, name)]
+    for name in left_out:
+        setattr(asked, name, None)
     for name, value in (asked.model_extra or {}).items():
-        if value is None or name in _IGNORED:
+        if value is None or name in _MEANINGLESS:
             continue
-        neutral, why = _NOT_OFFERED.get(name, ((), "there is no such parameter here"))
+        neutral, why = NOT_OFFERED.get(name, ((), "there is no such parameter here"))
         if value not in neutral:
             raise invalid(f"{name[:80]}: is not offered: {why}; leave it out", name[:80], "unsupported_parameter")
-    return asked
+    return asked, left_out
+
+
+def _asks(asked: _Body, name: str) -> bool:
+    """Whether a request has a parameter that asks for something."""
+    value = getattr(asked, name, None)
+    value = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+    return value is not None and value not in IGNORABLE[name]

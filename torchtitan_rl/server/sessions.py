@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import secrets
 import time
@@ -19,12 +20,13 @@ from typing import Any
 
 from torchtitan_rl.server.errors import Refused, invalid
 from torchtitan_rl.server.limits import Places, Rate
-from torchtitan_rl.server.messages import compared, compared_answer, cut, rendered_message, tool_choice
+from torchtitan_rl.server.messages import compared, compared_answer, cut, rendered_message
 from torchtitan_rl.server.rendering import Renderings
 from torchtitan_rl.server.requests import ChatMessage, ChatRequest, CompletionRequest, Sampled
 from torchtitan_rl.server.settings import sampling_params
 from torchtitan_rl.server.spans import Spans
-from torchtitan_rl.server.tools import Call, ToolReader
+from torchtitan_rl.server.structure import Structure, refuse_for_training, structure
+from torchtitan_rl.server.tools import Call, Reading, ToolReader, calls_of_json
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, SamplingParams, Turn
 from torchtitan_rl.workflows.agent import Endpoint, SessionLimits
@@ -48,12 +50,16 @@ class Prompt:
     """Of the conversation up to here."""
     text: str | None = None
     """The text, for a prompt that was given as text."""
+    structure: Structure = field(default_factory=Structure)
+    """What the answer must be."""
 
 
 @dataclass(slots=True, eq=False)
 class Answer:
     """One completion, as tokens and as the client reads it."""
 
+    id: str
+    """24 letters that no other completion has; the identities of its calls have them too."""
     number: int
     """Counts the turns of a session, in the order in which they were asked for."""
     prompt: Prompt
@@ -104,7 +110,7 @@ class Session:
         ignored: Sequence[str] = (),
     ) -> None:
         """`seed` None: the request's own, else a random one, and the request's temperature. `vocab_size` is the
-        model's; 0: the tokenizer's. `ignored` names sampling parameters of requests that the policy's own replace."""
+        model's; 0: the tokenizer's. `ignored` names parameters of requests that are left out."""
         self.policy, self.seed, self.context_tokens, self.limits = policy, seed, context_tokens, limits
         self.vocab_size = vocab_size or len(policy.tokenizer)
         self.model, self.tool_reader, self.ignored = model, tool_reader, frozenset(ignored)
@@ -114,16 +120,24 @@ class Session:
         """What was answered and received, in the order in which it was asked for."""
         self.counts = dict.fromkeys(("drift", "undelivered", "refused"), 0)
         """`drift`: messages that came back otherwise than the policy had said them. `undelivered`: completions whose
-        client had gone. `refused`: requests that were answered with an error."""
+        client had gone. `refused`: requests that were answered with an error. With a tool parser, `malformed`:
+        completions that begin a call and hold none. With `ignored`, `ignored`: parameters that were left out."""
+        if tool_reader is not None:
+            self.counts["malformed"] = 0
+        if self.ignored:
+            self.counts["ignored"] = 0
         self.reward: tuple[float, dict[str, float]] | None = None
         self.ended_by = ""
-        """The limit that the session has reached: `turns` or `tokens`."""
+        """The limit at which the session stands: `turns` or `tokens`; empty again once a completion that was asked for
+        after a refused one was given."""
         self.failure: SamplingFailed | None = None
         self.fault = ""
         """Why no reward of this session can count."""
         self.closed = False
         self._rate, self._places = Rate(limits.requests_per_s), places or Places(limits.max_parallel)
         self._asked = self._num_tokens = 0
+        self._limit_at = 0
+        """The completions that had been asked for when `ended_by` was set."""
         self._began = time.perf_counter()
         self._by_key: dict[int, Answer] = {}
         self._given: set[int] = set()
@@ -134,10 +148,13 @@ class Session:
     def chat_prompt(self, asked: ChatRequest) -> Prompt:
         """The prompt of a conversation. Raises Refused for messages that cannot be rendered."""
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
-        if tool_choice(asked) == "none":
-            tools = []
+        if self.policy.for_training:
+            refuse_for_training(asked, tools)
+            constraint = Structure(reads_calls=asked.tool_choice != "none")
+        else:
+            constraint = structure(asked, tools, self.tool_reader)
         try:
-            return self._conversation(asked.messages, tools)
+            return dataclasses.replace(self._conversation(asked.messages, tools), structure=constraint)
         except Exception as error:  # a template, or a tokenizer, may raise anything, always about the messages
             raise invalid(" ".join(str(error).split())[:500] or type(error).__name__, "messages") from error
 
@@ -201,16 +218,16 @@ class Session:
         for prompt in prompts:
             room = self.context_tokens - len(prompt.tokens)
             if room < 1:
-                self.ended_by = "tokens"
-                raise invalid(
-                    f"messages: the prompt has {len(prompt.tokens)} tokens, and the context has room for "
-                    f"{self.context_tokens} with a completion; send less",
+                self._stand_at("tokens")
+                raise invalid(  # LiteLLM knows this case by OpenAI's words, and by no code
+                    f"messages: the prompt has {len(prompt.tokens)} tokens, and this model's maximum context length is "
+                    f"{self.context_tokens} tokens with a completion; send less",
                     "messages",
                     "context_length_exceeded",
                 )
             self._check_ids(asked.stop_token_ids or [], "stop_token_ids")
             drawn = sampling_params(
-                asked, self.policy, prompt.stop_token_ids, room, self.ignored, own=self.seed is None
+                asked, self.policy, prompt.stop_token_ids, room, prompt.structure.tag, own=self.seed is None
             )
             params += [(prompt, drawn)] * (asked.n or 1)
         num_tokens = sum(len(prompt.tokens) + drawn.max_tokens for prompt, drawn in params)
@@ -238,9 +255,12 @@ class Session:
         self._rate.take()
         turns = limits.max_turns and self._asked + n > limits.max_turns
         if turns or (limits.max_tokens and self._num_tokens >= limits.max_tokens):
-            self.ended_by = "turns" if turns else "tokens"
+            self._stand_at("turns" if turns else "tokens")
             reached = f"{limits.max_turns} completions" if turns else f"{limits.max_tokens} sampled tokens"
             raise invalid(f"session: its limit of {reached} is reached; end here", code="session_limit_reached")
+
+    def _stand_at(self, limit: str) -> None:
+        self.ended_by, self._limit_at = limit, self._asked
 
     async def _complete(self, prompt: Prompt, params: SamplingParams, number: int, stops: list[str]) -> Answer:
         self._spans.go()
@@ -254,16 +274,35 @@ class Session:
         sampled_s = time.perf_counter() - self._began
         self._num_tokens += len(completion.tokens)
         text = cut(self.policy.text(completion), stops)
-        content, calls = text, []
-        if self.tool_reader is not None and prompt.tools:
-            content, calls = self.tool_reader.read(completion, text, prompt.tools, number)
+        answer_id = self._answer_id(number)
+        read = self._read(prompt, completion, text, answer_id)
         self._spans.stop()
-        return Answer(number, prompt, completion, text, content, calls, (asked_s, sampled_s, sampled_s))
+        seconds = (asked_s, sampled_s, sampled_s)
+        return Answer(answer_id, number, prompt, completion, text, read.content, read.calls, seconds)
+
+    def _answer_id(self, number: int) -> str:
+        """A rollout's are the same whenever it is sampled again: a template may show a call's identity."""
+        if self.seed is None:
+            return secrets.token_hex(12)
+        return hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=12).hexdigest()
+
+    def _read(self, prompt: Prompt, completion: Completion, text: str, answer_id: str) -> Reading:
+        if prompt.structure.calls_as_json:
+            read = calls_of_json(text, answer_id)
+        elif self.tool_reader is not None and prompt.tools and prompt.structure.reads_calls:
+            read = self.tool_reader.read(completion, text, prompt.tools, answer_id)
+        else:
+            return Reading(text, [])
+        if self.tool_reader is not None:
+            self.counts["malformed"] += read.malformed
+        return read
 
     def keep(self, answers: list[Answer]) -> None:
         """The client gets these completions: they are turns of the rollout from now on."""
         if self.closed:
             return
+        if all(answer.number >= self._limit_at for answer in answers):
+            self.ended_by = ""
         self.answers += answers
         self.answers.sort(key=lambda answer: answer.number)
         for answer in answers:

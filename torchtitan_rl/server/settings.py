@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from torchtitan_rl.server.errors import invalid
 from torchtitan_rl.server.requests import Sampled
 from torchtitan_rl.types import NEUTRAL, SamplingParams
@@ -16,13 +14,13 @@ _MAX_STOP_TOKENS = 256
 
 
 def sampling_params(
-    asked: Sampled, policy: Policy, stop_token_ids: list[int], room: int, ignored: Collection[str], *, own: bool
+    asked: Sampled, policy: Policy, stop_token_ids: list[int], room: int, structure: str = "", *, own: bool
 ) -> SamplingParams:
     """How a completion is drawn: by the policy's settings, and the request's where the request may decide.
 
-    `room` is what the context leaves, in tokens. `own`: the client decides about temperature and seed. Otherwise the
-    run does: where rollouts train, another temperature and whatever alters the distribution is refused with status 400
-    unless `ignored` names it, and where they are evaluated, the evaluation's temperature holds.
+    `room` is what the context leaves, in tokens, `structure` what the text must be. `own`: the client decides about
+    temperature and seed. Otherwise the run does: where rollouts train, another temperature and whatever alters the
+    distribution is refused with status 400, and where they are evaluated, the evaluation's temperature holds.
     """
     if len(asked.stops) > _MAX_STOPS or not all(asked.stops):
         raise invalid(f"stop: has an empty text, or more than {_MAX_STOPS}; give texts that end a completion", "stop")
@@ -31,7 +29,7 @@ def sampling_params(
     altered = dict(policy.altered)
     for name, off in NEUTRAL.items():
         value = getattr(asked, name)
-        if value is None or value in off or name in ignored:
+        if value is None or value in off:
             continue
         if policy.for_training:
             raise invalid(
@@ -42,7 +40,7 @@ def sampling_params(
             )
         altered[name] = value
     temperature = policy.temperature
-    if asked.temperature is not None and "temperature" not in ignored:
+    if asked.temperature is not None:
         if own:
             temperature = asked.temperature
         elif policy.for_training and asked.temperature != temperature:
@@ -60,5 +58,6 @@ def sampling_params(
         stop_token_ids=[*stop_token_ids, *policy.stop_token_ids, *(asked.stop_token_ids or [])],
         stop=[*policy.stop, *asked.stops],
         ignore_eos=bool(asked.ignore_eos),
+        structure=structure,
         **altered,  # type: ignore[arg-type]  # top_k is a whole number
     )

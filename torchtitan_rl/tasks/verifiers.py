@@ -10,9 +10,11 @@ import functools
 import json
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
@@ -22,6 +24,9 @@ __all__ = ["Verifiers"]
 
 HARNESS = "torchtitan_rl"
 """The name by which verifiers finds `verifiers_harness.InProcess`."""
+
+_IMPORT_S = 60
+"""Seconds in which a module of a tool server has to be imported."""
 
 
 class Verifiers:
@@ -157,7 +162,46 @@ def _loaded(env: str) -> _Loaded:
         raise ValueError(f"verifiers.env={env}: its task set is endless; use one with an end")
     if made.taskset.toolsets(made.taskset.config):
         raise ValueError(f"verifiers.env={env}: its tasks share tool servers; use one whose tasks bring their own")
-    return _Loaded(made, list(made.taskset))
+    rows = list(made.taskset)
+    for task in {type(row): row for row in rows}.values():
+        for toolset in task.toolsets(task.config):
+            if toolset.config.url is None and toolset.config.runtime.type == "subprocess":
+                _make_importable(type(toolset))
+    return _Loaded(made, rows)
+
+
+def _make_importable(toolset: type) -> None:
+    """Sees to it that `python -m MODULE`, which is how the package starts a tool server, finds the toolset's module: a
+    directory that only this process has on its path goes into PYTHONPATH, behind what is there.
+
+    Raises ValueError with the import's own words where it fails: the package would wait three minutes for the server's
+    port."""
+    module = toolset.__module__
+    error = _import_error(module)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if error and file is not None:
+        parents = len(module.split(".")) - (1 if Path(file).name != "__init__.py" else 0)
+        root = str(Path(file).resolve().parents[parents])
+        known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if root not in known:
+            os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, known), root])
+            error = _import_error(module)
+    if error:
+        raise ValueError(
+            f"verifiers: the tool server {toolset.__qualname__} is of module {module!r}, which a process of its own "
+            f"cannot import ({error}); install the module, or put its directory into PYTHONPATH"
+        )
+
+
+def _import_error(module: str) -> str:
+    """Why a new process cannot import a module; empty: it can."""
+    command = [sys.executable, "-c", "import importlib, sys; importlib.import_module(sys.argv[1])", module]
+    try:
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=_IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it is not imported within {_IMPORT_S} s"
+    lines = done.stderr.strip().splitlines()
+    return "" if done.returncode == 0 else lines[-1] if lines else f"status {done.returncode}"
 
 
 def _messages(data: Any) -> list[dict[str, Any]]:

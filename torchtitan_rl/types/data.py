@@ -48,7 +48,7 @@ class Completion:
     finish_reason: str
     """`"stop"` (a stop token or string) or `"length"` (the token limit)."""
     filtered: str = ""
-    """The settings of `types.sampling.NEUTRAL` that altered the policy's distribution; training refuses such tokens."""
+    """The settings (`SamplingParams.altered`) that altered the policy's distribution; training refuses such tokens."""
 
     @property
     def truncated(self) -> bool:

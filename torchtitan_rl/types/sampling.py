@@ -47,6 +47,16 @@ class SamplingParams:
     stop: list[str] = field(default_factory=list)
     """Strings that end generation once the decoded text holds one."""
     ignore_eos: bool = False
+    structure: str = ""
+    """What the completion's text must be: a structural tag of xgrammar as JSON
+    (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html). A token that would leave it is never drawn, and
+    log-probabilities are among the tokens that could be drawn: no completion with a structure trains. Empty: any
+    text."""
+
+    def altered(self) -> dict[str, float | str]:
+        """The settings by name that draw from another distribution than the policy's."""
+        filters = {name: getattr(self, name) for name, off in NEUTRAL.items() if getattr(self, name) not in off}
+        return filters | ({"structure": self.structure} if self.structure else {})
 
 
 @dataclass(slots=True)

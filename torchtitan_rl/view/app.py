@@ -71,6 +71,12 @@ def application(runs: Sequence[ShownRun], allow_hosts: Collection[str] = ()) -> 
     def curves(request: Request) -> Response:
         return JSONResponse(pages.curve_data(Parameters("/curves", request.query_params.multi_items(), runs)))
 
+    @app.get("/curves.csv")
+    def table(request: Request) -> Response:
+        text = pages.curve_table(Parameters("/curves", request.query_params.multi_items(), runs))
+        headers = {"content-disposition": 'attachment; filename="curves.csv"'}
+        return Response(text.encode("utf-8", "replace"), media_type="text/csv; charset=utf-8", headers=headers)
+
     def failed(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 400
         said = "there is no such page" if status == 404 and not isinstance(error, pages.Missing) else str(error)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from itertools import accumulate
 from typing import Any
 
 from torchtitan_rl.inspection.series import Series
+from torchtitan_rl.metrics import unit
+from torchtitan_rl.observability.curves import final_evaluations
 from torchtitan_rl.view.parameters import Parameters
 from torchtitan_rl.view.runs import ShownRun
 
-__all__ = ["Missing", "configs", "curve_data", "curves", "evaluations", "health"]
+__all__ = ["Missing", "configs", "curve_data", "curve_table", "curves", "evaluations", "health"]
 
 _SHOWN = (
     "reward/mean",
@@ -23,11 +27,16 @@ _SHOWN = (
     "optim/grad_norm",
     "policy/clip_frac",
     "time/step_s",
+    "supervised: loss/mean",
 )
 """Curves that are shown unless an address asks for others."""
 _SMOOTH = ("1", "5", "20", "100")
 _MAX_CURVES = 64
 """Metrics of one answer; the page's script asks for the curves that are in sight."""
+_SCALES = ("linear", "log")
+_DISTRIBUTIONS = (("reward", "reward"), ("advantage", "advantage"), ("num_tokens", "tokens"))
+_BINS = 24
+_MOST_ACCURACIES = 6
 _NUMBERS = ("reward/mean", "policy/entropy", "completion/length_mean", "time/step_s")
 
 
@@ -41,7 +50,7 @@ def health(parameters: Parameters) -> dict[str, Any]:
     for shown in chosen:
         series = shown.series
         state = shown.health()
-        findings, problem = shown.findings()
+        diagnosis = shown.diagnosis()
         step_s = series.last("time/step_s", n=20)
         step, num_steps = (_count(state.status.get(name)) for name in ("step", "num_steps"))
         usual = sum(step_s) / len(step_s) if step_s else 0.0
@@ -49,9 +58,12 @@ def health(parameters: Parameters) -> dict[str, Any]:
             {
                 "run": shown,
                 "health": state,
-                "findings": findings,
-                "problem": problem,
-                "numbers": [(name, values[-1]) for name in _NUMBERS if (values := series.last(name))],
+                "diagnosis": None if isinstance(diagnosis, str) else diagnosis,
+                "problem": diagnosis if isinstance(diagnosis, str) else "",
+                "numbers": [
+                    *_newest_accuracies(series),
+                    *((name, values[-1]) for name in _NUMBERS if (values := series.last(name))),
+                ],
                 "phase": str(state.status.get("phase") or ""),
                 "step": step,
                 "num_steps": num_steps,
@@ -59,6 +71,17 @@ def health(parameters: Parameters) -> dict[str, Any]:
             }
         )
     return {"chosen": chosen, "cards": cards, "live": True}
+
+
+def _newest_accuracies(series: Series) -> list[tuple[str, float]]:
+    """(in words, accuracy) of the newest evaluation on each set and split."""
+    lines = [line for line in final_evaluations(series.evaluations()) if _is_number(line.get("eval/accuracy"))]
+    several = len({line.get("eval/name") for line in lines}) > 1
+    found = []
+    for line in sorted(lines, key=lambda line: -line["step"])[:_MOST_ACCURACIES]:
+        of = f"{line.get('eval/name', '') if several else ''} {line.get('eval/split', '')}".strip()
+        found.append((f"accuracy, {of}, step {line['step']}", line["eval/accuracy"]))
+    return found
 
 
 def _count(value: Any) -> int:
@@ -77,8 +100,45 @@ def curves(parameters: Parameters) -> dict[str, Any]:
         "unknown": [name for name in asked if name not in known],
         "smooth": parameters.choice("smooth", _SMOOTH),
         "smooths": _SMOOTH,
+        "scale": parameters.choice("scale", _SCALES),
+        "scales": _SCALES,
+        "unit": lambda name: unit(name.removeprefix("supervised: ")),
+        "distributions": [_distribution(chosen, column, label) for column, label in _DISTRIBUTIONS],
         "live": True,
     }
+
+
+def _distribution(chosen: list[ShownRun], column: str, label: str) -> dict[str, Any]:
+    """A histogram per run of a number of the newest steps' rollouts, over common bins. Heights are shares of the
+    largest bin."""
+    numbers = [
+        (shown, [x for x in shown.rollouts.numbers(column) if math.isfinite(x)] if shown.has_rollouts else [])
+        for shown in chosen
+    ]
+    every = [x for _, of_run in numbers for x in of_run]
+    low, high = min(every, default=0.0), max(every, default=0.0)
+    rows = []
+    for shown, of_run in numbers:
+        counts = [0] * _BINS
+        for x in of_run:
+            counts[min(_BINS - 1, int(_BINS * (x - low) / (high - low))) if high > low else _BINS // 2] += 1
+        most = max(counts)
+        if of_run:
+            rows.append({"run": shown, "heights": [n / most for n in counts], "num": len(of_run), "most": most})
+    return {"label": label, "low": low, "high": high, "rows": rows}
+
+
+def curve_table(parameters: Parameters) -> str:
+    """The curves of an address as CSV, a row per point, not smoothed: run, metric, set and split, step, value."""
+    chosen = parameters.chosen()
+    file = io.StringIO()
+    table = csv.writer(file)
+    table.writerow(("run", "metric", "of", "step", "value"))
+    for name in parameters.all("metric") or sorted({name for shown in chosen for name in _names(shown.series)}):
+        for shown in chosen:
+            for label, steps, values in _columns(shown.series, name):
+                table.writerows((shown.name, name, label, step, value) for step, value in zip(steps, values))
+    return file.getvalue()
 
 
 def curve_data(parameters: Parameters) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torchtitan_rl.inspection.rollout_tokens import ReadTurn, clip_of, explained
@@ -16,6 +17,7 @@ __all__ = ["group", "groups", "listed", "rollout", "whole_text"]
 
 MAX_TOKENS, MOST_TOKENS = 3000, 30_000
 """Tokens of a rollout that are shown one by one before all are asked for, and then."""
+_HEIGHT, _STROKE = 32, 2
 _GROUPS_PER_PAGE, _SIDE_BY_SIDE = 60, 32
 _NUMBERS = ("reward_min", "reward_max")
 _WHOLE = ("tokens_min", "tokens_max", "step_min", "step_max")
@@ -62,12 +64,32 @@ def groups(parameters: Parameters) -> dict[str, Any]:
         "previous": max((s for s in steps if step is not None and s < step), default=None),
         "next": min((s for s in steps if step is not None and s > step), default=None),
         "last": steps[-1] if steps else None,
+        "scale": _scale([reward for one in found for reward in one["rewards"]]),
+        "bar_of": _bar,
         "groups": found[(page - 1) * _GROUPS_PER_PAGE : page * _GROUPS_PER_PAGE],
         "total": len(found),
         "page": page,
         "num_pages": -(-len(found) // _GROUPS_PER_PAGE),
         "empty": _why_empty(shown) if not found else "",
     }
+
+
+def _scale(rewards: list[float | None]) -> tuple[float, float]:
+    """The least and the largest of some rewards and 0, and never an empty range: (0, 1) where all are 0."""
+    known = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
+    low, high = min([0.0, *known]), max([0.0, *known])
+    return (low, high) if high > low else (0.0, 1.0)
+
+
+def _bar(reward: float, scale: tuple[float, float]) -> tuple[float, float]:
+    """Top and height of a reward's bar in a picture of height 32. The bar stands on 0, or hangs from it; a reward of 0
+    is a stroke."""
+    low, high = scale
+    reward = min(high, max(low, reward)) if math.isfinite(reward) else 0.0
+    zero = high / (high - low) * _HEIGHT
+    height = max(float(_STROKE), abs(reward) / (high - low) * _HEIGHT)
+    top = zero - height if reward > 0 else zero
+    return round(min(max(0.0, top), _HEIGHT - height), 2), round(height, 2)
 
 
 def group(parameters: Parameters) -> dict[str, Any]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.inspection.diagnose import Finding, diagnose
+from torchtitan_rl.inspection.diagnose import Diagnosis, examine
 from torchtitan_rl.inspection.health import Health, health_of
 from torchtitan_rl.inspection.rollouts import Rollouts
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.inspection.series import Series
 from torchtitan_rl.inspection.token_texts import tokenizer_of
+from torchtitan_rl.observability.run_dir import RunDir
 
 __all__ = ["ShownRun", "open_runs"]
 
-_FINDINGS_S = 5.0
+_DIAGNOSIS_S = 5.0
 
 
 class ShownRun:
@@ -29,7 +31,8 @@ class ShownRun:
         self._lock = threading.RLock()
         self._rollouts: Rollouts | None = None
         self._tokenizer: Any = None
-        self._findings: tuple[float, list[Finding], str] = (0.0, [], "")
+        self._diagnosis: Diagnosis | str = ""
+        self._diagnosed = -math.inf
 
     @property
     def series(self) -> Series:
@@ -58,20 +61,18 @@ class ShownRun:
     def health(self) -> Health:
         return health_of(self.run, self.series)
 
-    def findings(self) -> tuple[list[Finding], str]:
-        """What the rules find, and why they could not look; computed anew after some seconds."""
+    def diagnosis(self) -> Diagnosis | str:
+        """What the rules say, or why they could not read the run; computed anew after some seconds."""
         with self._lock:
-            at, found, problem = self._findings
-            if not at or time.monotonic() - at > _FINDINGS_S:
-                found, problem = _diagnosed(self.run)
-                self._findings = time.monotonic(), found, problem
-            return found, problem
+            if time.monotonic() - self._diagnosed > _DIAGNOSIS_S:
+                self._diagnosis, self._diagnosed = _diagnosed(self.run), time.monotonic()
+            return self._diagnosis
 
 
 def open_runs(paths: Sequence[str | Path]) -> list[ShownRun]:
-    """The runs at some paths, each under a name of its own: its directory's, with as many parents as it takes. Raises
-    ValueError for a path that is no directory."""
-    runs = list({run.path.resolve(): run for run in map(Run.open, paths)}.values())
+    """The runs at some paths, each under a name of its own: its directory's, with as many parents as it takes. A run
+    may begin later: its path need not exist yet. Raises ValueError for a path that is no directory."""
+    runs = list({run.path.resolve(): run for run in map(_opened, paths)}.values())
     names = [run.name for run in runs]
     depth = 1
     while len(set(names)) < len(names):
@@ -80,8 +81,12 @@ def open_runs(paths: Sequence[str | Path]) -> list[ShownRun]:
     return [ShownRun(run, name, index) for index, (run, name) in enumerate(zip(runs, names))]
 
 
-def _diagnosed(run: Run) -> tuple[list[Finding], str]:
+def _opened(path: str | Path) -> Run:
+    return Run.open(path) if Path(path).exists() else Run(RunDir(path))
+
+
+def _diagnosed(run: Run) -> Diagnosis | str:
     try:
-        return diagnose(run), ""
+        return examine(run)
     except Exception as error:  # a run may hold anything; the rest of the page is still of use
-        return [], f"the rules could not read this run ({type(error).__name__}: {str(error)[:200]})"
+        return f"The rules could not read this run ({type(error).__name__}: {str(error)[:200]})."

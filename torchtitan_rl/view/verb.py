@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ _TRIED = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory, finished or going on")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory, which need not be there yet")
     parser.add_argument("--port", type=int, default=8765, help="the next one where it is in use")
     parser.add_argument(
         "--allow-host",
@@ -31,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until interrupted. Raises ValueError for a path that is no directory, when no port is free, and where the
-    package that the page needs is not installed."""
+    """Serves until interrupted. A run may begin later: its directory need not be there yet. Raises ValueError for a
+    path that is no directory, when no port is free, and where the package that the page needs is not installed."""
     try:
         from torchtitan_rl.inspection.rollouts import Query
         from torchtitan_rl.view.app import application
@@ -61,10 +63,19 @@ async def _serve(app: ReadOnly, port: int, runs: list[ShownRun]) -> None:
     names = [shown.name for shown in runs]
     taken = f" (port {port} is in use)" if port and listening.port != port else ""
     print(f"{', '.join(names)}: {listening.url}{taken}; Ctrl-C ends it", flush=True)
+    for shown in runs:
+        if not (path := shown.run.path).exists():
+            near = difflib.get_close_matches(path.name, _directories(path.parent), 1)
+            hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
+            print(f"{path}: is not there yet{hint}; the page shows the run when it begins", flush=True)
     try:
         await asyncio.Event().wait()
     finally:
         await listening.close()
+
+
+def _directories(parent: Path) -> list[str]:
+    return [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
 
 
 async def _listening(app: ReadOnly, port: int) -> Listening:

@@ -44,8 +44,8 @@ class Endpoint:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SessionLimits:
-    """How much one attempt may ask for; 0: no limit. An agent that fails after it reached `max_turns` or `max_tokens`
-    has ended by that limit and keeps its reward."""
+    """How much one attempt may ask for; 0: no limit. An agent that fails at `max_turns` or `max_tokens` has ended by
+    that limit and keeps its reward; an agent that is refused and goes on has not."""
 
     max_turns: int = 64
     """Completions in all."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from torchtitan_rl.types import Completion, SamplingParams
-from torchtitan_rl.types.sampling import NEUTRAL
 
 __all__ = ["AlteredForTraining", "TrainingSampler", "refuse_altered"]
 
@@ -18,12 +17,11 @@ class AlteredForTraining(ValueError):
 
 def refuse_altered(params: SamplingParams, call: str = "policy.complete") -> None:
     """Raises AlteredForTraining for a setting that alters the policy's distribution. `call` is what asked."""
-    for name, off in NEUTRAL.items():
-        if (value := getattr(params, name)) not in off:
-            raise AlteredForTraining(
-                f"{call}({name}={value}): this rollout is to train, and its log-probabilities would not be "
-                f"those of the policy; leave {name} out where policy.for_training is True"
-            )
+    for name, value in params.altered().items():
+        raise AlteredForTraining(
+            f"{call}({name}={value}): this rollout is to train, and its log-probabilities would not be "
+            f"those of the policy; leave {name} out where policy.for_training is True"
+        )
 
 
 class TrainingSampler:

@@ -19,6 +19,7 @@ from torchtitan_rl.tasks.reward_parts import PartNames
 from torchtitan_rl.types import A_REWARD, Rollout, Task, Turn, is_reward
 from torchtitan_rl.workflows.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
 from torchtitan_rl.workflows.agent_process import no_isolation, run_command
+from torchtitan_rl.workflows.parameters import check_ignored
 from torchtitan_rl.workflows.policy import Policy, SamplingFailed
 
 __all__ = ["external", "External", "Endpoint", "SessionLimits", "CommandLimits", "AgentFailed", "Gateway", "Session"]
@@ -71,7 +72,8 @@ class External:
     tool_parser: str = ""
     """vLLM's parser of tool calls, such as `hermes`; empty: the policy's text is not read for calls."""
     ignored: tuple[str, ...] = ()
-    """Sampling parameters, such as `temperature`, that the agent sends and the run's own replace."""
+    """Parameters that the agent sends and its requests are answered without, such as `temperature` or
+    `response_format`: names of `workflows.parameters.IGNORABLE`."""
     session: SessionLimits = field(default_factory=SessionLimits)
     command: CommandLimits = field(default_factory=CommandLimits)
     """Limits of an agent that is a command."""
@@ -124,7 +126,8 @@ class External:
             self._gateway.end_session(session)
         if failed is not None and not (session.ended_by and not failed.breach):
             raise session.failure or failed
-        rollout = _rollout(task, policy, session, given, rollout_id, self.agent)
+        limit = session.ended_by if failed else ""
+        rollout = _rollout(task, policy, session, given, rollout_id, self.agent, limit)
         try:
             self._part_names.admit(rollout.reward_parts)
         except ValueError as error:
@@ -184,6 +187,7 @@ def external(agent: Callable | list[str], **settings: Any) -> External:
         )
     if not made.model:
         raise ValueError("external: model='': agents ask for a name; give one")
+    check_ignored(made.ignored, "external: ignored")
     return made
 
 
@@ -213,8 +217,9 @@ def _json(task: Task, data: Any) -> str:
 
 
 def _rollout(
-    task: Task, policy: Policy, session: Session, given: Any, rollout_id: str, agent: Callable | list[str]
+    task: Task, policy: Policy, session: Session, given: Any, rollout_id: str, agent: Callable | list[str], limit: str
 ) -> Rollout:
+    """The rollout of a session; `limit` is the one at which the agent failed, empty where it came to its end."""
     turns = session.turns()
     if session.fault:
         raise AgentFailed(f"{session.fault}, for task {task.id!r}")
@@ -223,7 +228,7 @@ def _rollout(
     by_function = not isinstance(agent, list)  # a command gives what its file holds, which counts after what was posted
     written = _reward(given, task)
     first_reward, then = (written, session.reward) if by_function else (session.reward, written)
-    reward, parts = first_reward or then or (0.0 if session.ended_by else None, {})
+    reward, parts = first_reward or then or (0.0 if limit else None, {})
     first, last = turns[0].prompt_tokens, [*turns[-1].prompt_tokens, *turns[-1].completion.tokens]
     said = last[len(first) :] if last[: len(first)] == first else turns[-1].completion.tokens
     return Rollout(
@@ -233,7 +238,7 @@ def _rollout(
         reward=reward,
         reward_parts=dict(parts),
         text=policy.tokenizer.decode(said, skip_special_tokens=True),
-        end_reason=session.ended_by or "done",
+        end_reason=limit or "done",
         counts=dict(session.counts),
     )
 

@@ -36,12 +36,16 @@ def run_dir(tmp_path):
     (run_dir.path / "status.json").write_text(json.dumps({"attempt": 1, "spans": [], "ended": "finished"}))
     for step in range(1, 21):
         line = {"step": step, "phase": "reinforcement", "time/step_s": 1.0, "reward/mean": 0.5, "mismatch/kl": 1e-13}
-        run_dir.log_metrics(line | {"completion/truncated_frac": 0.2, "reward/zero_std_frac": 0.1})
+        line |= {"completion/truncated_frac": 0.2, "reward/zero_std_frac": 0.1, "completion/length_mean": 6.0}
+        line |= {"policy/entropy": 0.1, "policy/lag_max": 0, "policy/clip_frac": 0.0, "trainer/idle_frac": 0.5}
+        run_dir.log_metrics(line | {"loss/mean": 0.1})
         records = [{"group_id": f"{i}/0", "task_id": f"t{i}", "text": f"{step} {i}", "reward": 0.5} for i in range(8)]
         run_dir.record("rollouts", step, records)
+        run_dir.record("samples", step, [{"who": "controller", "pid": 7, "rss_mib": 900.0}])
+        if step in (5, 10):
+            run_dir.log_metrics(TEST | {"step": step, "eval/split": "validation"})
     run_dir.log_metrics(TEST)
-    for table in ("samples", "attempts"):
-        (run_dir.path / table).mkdir()
+    (run_dir.path / "attempts").mkdir()
     return run_dir
 
 
@@ -106,10 +110,44 @@ def test_no_directory(tmp_path, capsys):
 
 
 def test_an_empty_directory(tmp_path, capsys):
-    assert cli.main(["diagnose", str(tmp_path)]) == 0
+    assert cli.main(["diagnose", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "not looked at: metrics.jsonl: is not there; nothing is known about steps" in out
-    assert "not looked at: config.json: is not there" in out and "nothing wrong found" in out
+    assert "not looked at: config.json: is not there" in out and "nothing wrong" not in out
+    assert "nothing is known: there is nothing that a rule could look at" in out
+    assert cli.main(["diagnose", str(tmp_path), "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["lacks"]) == len(RULES) and "nothing is known" in data["verdict"]
+
+
+def test_rules_without_data_are_named_with_what_they_lack(run_dir, capsys):
+    """A run of four batches, without evaluations: most rules need more."""
+    lines = [json.loads(line) for line in run_dir.metrics_file.read_text().splitlines()]
+    young = [line for line in lines if line["phase"] == "reinforcement"][:4]
+    for line in young:
+        del line["policy/clip_frac"]
+    run_dir.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in young))
+    (run_dir.path / "status.json").write_text(json.dumps({"attempt": 1, "ended": "finished"}))
+    assert said(run_dir) == 0
+    out = capsys.readouterr().out
+    assert "not looked at: rule truncation: needs `completion/truncated_frac` of 5 batches; there are 4\n" in out
+    assert "not looked at: rule clip_share: needs `policy/clip_frac` of 5 batches; there are none\n" in out
+    assert (
+        "not looked at: rules no_signal, saturation: needs `reward/zero_std_frac` of 10 batches; there are 4\n" in out
+    )
+    assert "not looked at: rule eval_falls: needs `eval/accuracy` of 2 evaluations on validation tasks; there" in out
+    # dead_replica, slow_replica (one replica: nobody to compare with), stall, gone, memory, lag, steps_skipped,
+    # duplicates, unparsable
+    assert out.endswith("9 of 19 rules could look, and found nothing; what was not looked at may be wrong\n")
+
+
+@pytest.mark.parametrize("broken", ["config.json", "status.json", "metrics.jsonl"])
+def test_a_broken_directory_is_never_well(run_dir, capsys, broken):
+    file = run_dir.path / broken
+    file.write_text(file.read_text()[:-10])
+    said(run_dir)
+    out = capsys.readouterr().out
+    assert f"not looked at: {broken}: " in out and "nothing wrong" not in out
 
 
 def test_a_directory_that_is_half_written(run_dir, capsys):

@@ -11,6 +11,7 @@ from torchtitan_rl.inspection.health import health_of
 from torchtitan_rl.inspection.run import Run
 from torchtitan_rl.inspection.series import Series
 from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.run_dir import RunDir
 
 
 @pytest.fixture
@@ -97,6 +98,26 @@ def test_half_a_status_is_named(run_dir, status):
 def test_an_empty_directory_says_what_is_missing(tmp_path):
     run_dir = Run.open(tmp_path).directory
     health = look(run_dir)
-    assert health.state == "unknown" and len(health.missing) == 3
+    assert health.state == "waiting" and len(health.missing) == 3 and not health.good
     shutil.rmtree(tmp_path)
+    assert look(run_dir).state == "waiting"
+    (RunDir.create(tmp_path).path / "status.json").touch()
     assert look(run_dir).state == "unknown"
+
+
+@pytest.mark.parametrize(
+    "kind, text", [("run_failed", "task='a': the judge is tired"), ("interrupted", "asked to end")]
+)
+def test_a_stopped_run_says_why_by_its_last_event(run_dir, kind, text):
+    put(run_dir, ended="stopped")
+    run_dir.attempt = 1
+    run_dir.record("events", 2, [{"at": ago(3), "level": "error", "kind": kind, "who": "", "text": text}])
+    assert look(run_dir).said.endswith(f" ago: {text}")
+    put(run_dir, ended="stopped", attempt=2)  # a later attempt: that event is not about its end
+    assert text not in look(run_dir).said
+
+
+def test_a_run_that_ended_early_says_by_which_rule(run_dir):
+    put(run_dir, ended="finished")
+    run_dir.log_metrics({"step": 3, "phase": "stop", "stop/reason": "controller.stop.patience=2: no better"})
+    assert look(run_dir).said.endswith(" ago, early: controller.stop.patience=2: no better")

@@ -1,5 +1,6 @@
 """Several runs in one picture."""
 
+import csv
 import json
 import shutil
 import sys
@@ -106,3 +107,56 @@ def test_a_run_that_is_half_written_or_not_finite_is_drawn(tmp_path, drawn):
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:-6]) + json.dumps(line) + "\n" + lines[-5][:30])
     plot_runs([Run.open(tmp_path)], tmp_path / "c.png")
     assert drawn
+
+
+def test_axes_have_units_the_legend_has_dashes_and_the_warm_start_is_a_panel(tmp_path, drawn):
+    paths = [tmp_path / f"{parent}/run" for parent in "abcdef"]
+    for path in paths:
+        shutil.copytree(RUNS[0], path)
+    plot_runs([Run.open(path) for path in paths], tmp_path / "c.png", ["time/step_s", "supervised/loss/mean"])
+    (figure,) = drawn
+    assert [axes.get_ylabel() for axes in figure.axes] == ["seconds", "loss per token"]
+    keys = figure.legends[0].get_lines()
+    assert [key.get_linestyle() for key in keys] == ["-"] * 5 + ["--"]
+    assert {key.get_marker() for key in keys} == {"None"}  # a marker hides the dashes, and tells nothing about runs
+    assert "supervised/loss/mean" in METRICS
+
+
+def test_a_scale_is_logarithmic_on_request_and_says_what_it_leaves_out(tmp_path, drawn, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(RUNS[0], run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    reinforced = [line for line in lines if line["phase"] == "reinforcement"]
+    reinforced[0]["reward/mean"] = 0.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [str(run), "-o", str(tmp_path / "c.png"), "--metrics", "reward/mean", "--scale"]
+    for scale in ("auto", "linear", "log"):
+        assert cli.main(["plot", *arguments, scale]) == 0
+    assert [figure.axes[0].get_yscale() for figure in drawn] == ["linear", "linear", "log"]
+    assert drawn[-1].axes[0].get_title() == "reward/mean; 1 values are not above 0"
+
+
+def test_histograms_are_of_the_newest_rollouts(tmp_path, drawn, capsys):
+    assert cli.main(["plot", RUNS[0], "-o", str(tmp_path / "c.png"), "--histograms", "reward,num_tokens"]) == 0
+    rewards, tokens = drawn[0].axes[-2:]
+    assert rewards.get_ylabel() == "share of rollouts" and tokens.get_xlabel() == "tokens"
+    (outline,) = rewards.patches
+    heights = outline.get_xy()[:, 1]
+    assert heights.max() > 0.3
+    capsys.readouterr()
+    assert "histograms=text: is none of reward, advantage, num_tokens" in fails(
+        capsys, RUNS[0], "-o", str(tmp_path / "c.png"), "--histograms", "text"
+    )
+
+
+def test_a_table_has_every_point(tmp_path, capsys):
+    table = tmp_path / "c.csv"
+    assert cli.main(["plot", *RUNS[:2], "-o", str(table), "--metrics", "reward/mean,eval/accuracy"]) == 0
+    rows = list(csv.DictReader(table.open()))
+    curve = curves(Run.open(RUNS[1]))["reward/mean"]
+    of_curve = [row for row in rows if (row["run"], row["curve"]) == ("quickstart-seed1", "reward/mean")]
+    found = {int(row["step"]): float(row["value"]) for row in of_curve}
+    assert found == curve and len(curve) == 8
+    assert {r["curve"] for r in rows} >= {"eval/letter_sort/validation/accuracy", "eval/letter_sort/test/accuracy"}
+    capsys.readouterr()
+    assert "cannot be written" in fails(capsys, RUNS[0], "-o", str(tmp_path / "no" / "c.csv"))

@@ -63,3 +63,16 @@ def test_importing_the_module_imports_nothing_heavy():
         "print([m for m in ('torch', 'vllm', 'monarch', 'matplotlib') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_warm_starts_loss_has_a_panel_of_its_own(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
+    check(plot_curve([*SUPERVISED, *REINFORCEMENT], tmp_path / "curve.png"))
+    loss = figures[0].axes[2]
+    assert list(loss.get_lines()[0].get_ydata()) == [1.0, 1.0, 1.0]
+    assert (loss.get_xlabel(), loss.get_ylabel()) == ("step of the supervised phase", "loss per token")
+    plot_curve(REINFORCEMENT, tmp_path / "curve.png")
+    assert len(figures[1].axes) == 2

@@ -13,7 +13,7 @@ from rich.console import Console
 from torchtitan_rl.observability.display import Display
 from torchtitan_rl.observability.json_console import JsonProgress
 from torchtitan_rl.observability.live_table import LiveTable
-from torchtitan_rl.observability.progress import Bar, Progress
+from torchtitan_rl.observability.progress import Bar, Progress, _times
 from torchtitan_rl.observability.recorder import Recorder
 
 
@@ -43,7 +43,14 @@ def test_time_left_follows_the_pace_so_far(clock):
     clock.now += 1
     assert (bar.elapsed_s, bar.left_s, bar.count) == (7.0, 13.0, "3/10")
     clock.now += 50
-    assert bar.left_s == 0.0
+    assert bar.left_s == 12.0  # the fourth is late: nobody knows for how long, and 6 come after it
+    bar.advance(6)
+    pace = 57 / 9
+    assert bar.left_s == pytest.approx(pace)
+    clock.now += 2 * pace
+    assert bar.left_s is None
+    bar.advance()
+    assert bar.left_s is None and bar.count == "10/10"
 
 
 def test_time_left_of_a_wait(clock):
@@ -51,7 +58,7 @@ def test_time_left_of_a_wait(clock):
     clock.now += 5
     assert (bar.left_s, bar.fraction, bar.count) == (15.0, 0.25, "")
     clock.now += 20
-    assert (bar.left_s, bar.fraction) == (0.0, 1.0)
+    assert (bar.left_s, bar.fraction) == (None, 1.0)
     unknown = Bar("start", 0, clock, lambda bar: None, counts=False)
     assert (unknown.left_s, unknown.fraction) == (None, None)
 
@@ -68,6 +75,22 @@ def test_a_file_gets_a_line_every_5_seconds_and_one_at_the_end(clock):
         "supervised 80/120, 0:10, 0:05 left, loss 80",
         "supervised: 120/120 done in 15.0 s, loss 120",
     ]
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.4, 1.0, 7.0])
+def test_time_left_is_never_nothing_while_something_goes_on(clock, seconds):
+    """A phase whose last piece is long, as with an evaluation in it, and a wait that is longer than expected."""
+    out = Terminal()
+    bar, wait = Bar("phase", 3, clock, lambda bar: None), Bar("wait", seconds, clock, lambda bar: None, counts=False)
+    for tick in range(40):
+        if tick in (5, 10):
+            bar.advance()
+        for one in (bar, wait):
+            text = _times(one)
+            assert "0:00 left" not in text, (tick, text)
+            print(text, file=out)
+        clock.now += seconds / 7
+    assert out.getvalue().count("left") > 10
 
 
 def test_lines_are_always_printed_as_they_are(clock):

@@ -1,6 +1,8 @@
 """The evaluations a controller makes, with a sampler in place of its generators."""
 
 import asyncio
+import dataclasses
+import json
 
 import pytest
 
@@ -14,6 +16,7 @@ from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
 from torchtitan_rl.run.controller import Controller
 from torchtitan_rl.run.start import read_inputs
+from torchtitan_rl.run.state import RunState
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture, MixtureSource
 from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter, read_pass_rates, write_pass_rates
@@ -135,3 +138,24 @@ def test_mistakes_of_eval_are_refused_before_anything_starts(config, tmp_path, m
     with pytest.raises(ValueError, match=message):
         run_eval(config, tmp_path, monkeypatch, *flags)
     assert not (tmp_path / "run").exists()
+
+
+def test_after_an_early_end_no_evaluation_is_made_twice_at_a_step(config, tmp_path):
+    controller = controller_of(config, tmp_path)
+    controller.state.step = 4
+
+    async def at_the_end():
+        await controller.evaluate_all()  # after which a rule of `controller.stop` may end the phase
+        return {name: await controller._evaluation_now(name) for name in ("validation", "pairs", "seen")}
+
+    report = asyncio.run(at_the_end())
+    lines = controller.run_dir.read_metrics()
+    assert [line["eval/name"] for line in lines] == ["letter_sort", "pairs", "seen"]
+    assert {name: result.accuracy for name, result in report.items()} == {"validation": 0.0, "pairs": 1.0, "seen": 0.0}
+    controller.state = RunState(
+        **json.loads(json.dumps(dataclasses.asdict(controller.state)))
+    )  # as a checkpoint has it
+    assert asyncio.run(controller._evaluation_now("pairs")).metrics() == report["pairs"].metrics()
+    controller.state.step = 5
+    asyncio.run(controller._evaluation_now("pairs"))
+    assert [line["step"] for line in controller.run_dir.read_metrics()] == [4, 4, 4, 5]

@@ -54,10 +54,10 @@ def client(base_url, api_key="none"):
 
 
 @asynccontextmanager
-async def served(*texts, versions=(), api_key="", **settings):
+async def served(*texts, versions=(), api_key="", tool_parser="", ignored=(), **settings):
     """(gateway, SDK's client without a session, the scripted sampler)."""
     made = policy(*texts, tokenizer=BYTES, max_tokens=64, **settings)
-    door = Served(name="policy", policy=made, versions=lambda: list(versions))
+    door = Served(name="policy", policy=made, versions=lambda: list(versions), tool_parser=tool_parser, ignored=ignored)
     async with Gateway(context_tokens=512, served=door, api_key=api_key) as gateway:
         async with client(f"{gateway.url}/v1", api_key or "none") as sdk:
             yield gateway, sdk, made.generator

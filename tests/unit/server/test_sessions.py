@@ -122,11 +122,11 @@ def test_calls_of_tools_are_read_and_kept_when_they_come_back_written_otherwise(
             asked = [user("1+2")]
             first = await sdk.chat.completions.create(model="policy", messages=asked, tools=[ADD])
             message, reason = first.choices[0].message, first.choices[0].finish_reason
-            assert (message.content, reason, message.tool_calls[0].id) == (None, "tool_calls", "call_0_0")
+            assert (message.content, reason) == (None, "tool_calls")
             assert message.tool_calls[0].function.name == "add"
             back = message.model_dump(exclude_none=True)
             back["tool_calls"][0]["function"]["arguments"] = '{"b":2,"a":1}'  # another order, no blanks
-            tool = {"role": "tool", "tool_call_id": "call_0_0", "content": "3"}
+            tool = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
             second = await sdk.chat.completions.create(model="policy", messages=[*asked, back, tool], tools=[ADD])
             assert second.choices[0].message.content == "3"
             assert shown(opened.turns()[1].prompt_tokens) == (

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -90,15 +91,35 @@ TWO = package("two_v1", Numbers, Two)
 ENDLESS = package("endless_v1", Endless)
 
 
+class Measure(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    """A tool server that no file defines."""
+
+
+class MeasuredTask(NumberTask):
+    @classmethod
+    def toolsets(cls, config):
+        return [Measure(vf.ToolsetConfig())]
+
+
+class Measured(vf.Taskset[MeasuredTask]):
+    def load(self):
+        for number in range(10):
+            yield MeasuredTask(NumberData(prompt=f"{number}?", number=number), self.config.task)
+
+
+Measure.__module__ = "nowhere_v1"
+TOOLS_OF_NO_FILE = package("measured_v1", Measured)
+
+
 def family(env=HIGHER, **config):
     return Verifiers.Config(env=env, **({"num_validation": 2, "num_test": 3} | config)).build()
 
 
-def play(env, task, *texts, **settings):
+def play(env, task, *texts, context_tokens=256, timeout_s=120, **settings):
     async def scene():
-        made = policy(*texts, tokenizer=BYTES, for_training=True)
-        async with Gateway(context_tokens=256) as gateway:
-            workflow = external(Verifiers.agent(env), timeout_s=60, **settings)
+        made = policy(*texts, tokenizer=BYTES, for_training=True, max_tokens=64)
+        async with Gateway(context_tokens=context_tokens) as gateway:
+            workflow = external(Verifiers.agent(env), timeout_s=timeout_s, **settings)
             workflow.attach(gateway)
             return await workflow(task, made, rollout_id="0/0/0", seed=5), made.generator
 
@@ -147,9 +168,75 @@ def test_a_limit_of_the_session_ends_the_rollout_and_a_fault_is_a_failure():
         play(HIGHER, task, f"no number{END}")
 
 
+@pytest.mark.slow
+def test_tools_by_the_packages_own_harness(tmp_path, monkeypatch):
+    """The harness `null` installs its program with uv, and starts a process and a tool server for the rollout; this
+    process alone has the environment's directory on its path."""
+    if shutil.which("uv") is None:
+        pytest.skip("uv is not on PATH, and the package would fetch it")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "word_lengths.py").write_text(TOOLS)
+    env = {"taskset": {"id": "word_lengths"}, "agent": {"harness": {"id": "null"}}}
+    task = family(env).task("train", 0)
+    word = task.prompt[0]["content"]
+    texts = [f'[lengths_length_of(word="{word}")]{END}', f"{len(word)}{END}"]
+    rollout, sampler = play(env, task, *texts, tool_parser="pythonic", context_tokens=4096)
+    first, second = rollout.turns
+    assert "length_of" in BYTES.decode(first.prompt_tokens)
+    assert rollout.reward == 1.0 and rollout.counts["malformed"] == 0
+    assert second.prompt_tokens[: len(first.prompt_tokens)] == first.prompt_tokens
+    assert f"<|tool|>{len(word)}{END}" in BYTES.decode(second.prompt_tokens)
+
+
+TOOLS = """
+import verifiers.v1 as vf
+
+__all__ = ["WordLengths"]
+
+
+class Lengths(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    TOOL_PREFIX = "lengths"
+
+    @vf.tool
+    async def length_of(self, word: str) -> str:
+        "length"
+        return str(len(word))
+
+
+class LengthData(vf.TaskData):
+    answer: str
+
+
+class LengthTask(vf.Task[LengthData]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Lengths(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def right(self, task, trace) -> float:
+        return float(trace.last_reply == task.answer)
+
+
+class WordLengths(vf.Taskset[LengthTask]):
+    def load(self):
+        for length in range(1, 11):
+            yield LengthTask(LengthData(prompt="a" * length, answer=str(length)), self.config.task)
+
+
+if __name__ == "__main__":
+    Lengths.run()
+"""
+
+
 @pytest.mark.parametrize(
     "env, config, message",
     [
+        (
+            TOOLS_OF_NO_FILE,
+            {},
+            "Measure is of module 'nowhere_v1', which a process of its own cannot import .*No module",
+        ),
         (TWO, {}, "has 2 agents"),
         (ENDLESS, {}, "is endless"),
         (PLAIN, {"num_test": 8}, "leave nothing to train on of 10 tasks"),

@@ -4,7 +4,10 @@ import asyncio
 import json
 import math
 import re
+import signal
 import socket
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 
@@ -132,6 +135,61 @@ def test_two_runs_compare(page):
     assert "0.250" in page.get("/evaluations?run=first").text
 
 
+def test_curves_have_axes_a_scale_the_warm_start_and_a_table(page, runs):
+    answer = Tags(page.get("/curves?metric=time/step_s&metric=reward/mean&scale=log").text)
+    figures = {a["data-metric"]: a for tag, a in answer.tags if tag == "figure" and "data-metric" in a}
+    assert figures["time/step_s"]["data-unit"] == "seconds" and figures["reward/mean"]["data-steps"] == "step"
+    assert next(a for tag, a in answer.tags if a.get("id") == "charts")["data-scale"] == "log"
+    assert page.get("/curves?scale=cubic").status_code == 400
+    (link,) = [a["href"] for tag, a in answer.tags if tag == "a" and "download" in a]
+    table = page.get(link)
+    assert table.headers["content-type"].startswith("text/csv")
+    rows = table.text.splitlines()
+    assert rows[0] == "run,metric,of,step,value" and "first,time/step_s,,1,1.0" in rows and len(rows) == 1 + 2 * 5
+    assert "first,eval/accuracy,validation,0,0.25" in page.get("/curves.csv").text.splitlines()
+
+
+def test_the_warm_starts_loss_is_shown_unless_others_are_asked_for(tmp_path):
+    run_dir = made_run(tmp_path / "run")
+    run_dir.log_metrics({"step": 1, "phase": "supervised", "loss/mean": 2.0})
+    figures = [a for tag, a in Tags(client(run_dir.path).get("/curves").text).tags if tag == "figure"]
+    (loss,) = [a for a in figures if a.get("data-metric") == "supervised: loss/mean"]
+    assert loss["data-steps"] == "step of the warm start" and loss["data-unit"] == "loss per token"
+
+
+def test_histograms_of_the_newest_rollouts_are_drawn(page):
+    answer = page.get("/curves?run=first").text
+    pictures = re.findall(r'<svg class="bars c0".*?</svg>', answer, re.DOTALL)
+    rewards = pictures[0]
+    assert "reward of first: 12 rollouts from 0 to 1.000" in rewards.replace("0.000", "0")
+    # Of 3 steps: 3 rewards of 0, 6 of 0.5, 3 of 1.
+    assert re.findall(r'x="([\d.]+)".*?height="([\d.]+)"/>', rewards) == [
+        ("0.5", "29.0"),
+        ("120.5", "58.0"),
+        ("230.5", "29.0"),
+    ]
+    assert "at most <b>6</b> in a bin" in answer and len(pictures) == 3
+
+
+@pytest.mark.parametrize(
+    "rewards, bars",
+    [
+        ([1.0, 1.0], [(0, 32), (0, 32)]),
+        ([0.0, 0.0], [(30, 2), (30, 2)]),
+        ([1.0, -1.0, 0.0], [(0, 16), (16, 16), (16, 2)]),
+        ([1e300, None], [(0, 32), (30, 2)]),
+    ],
+)
+def test_a_bar_stands_on_nought_so_that_equal_rewards_are_seen(tmp_path, rewards, bars):
+    run_dir = RunDir.create(tmp_path / "run")
+    records = [{"rollout_id": str(i), "group_id": "g", "reward": reward} for i, reward in enumerate(rewards)]
+    run_dir.record("rollouts", 1, records)
+    drawn = re.findall(
+        r'<rect [^>]*y="([\d.]+)" width="10" height="([\d.]+)"', client(run_dir.path).get("/groups").text
+    )
+    assert [(float(y), float(height)) for y, height in drawn] == bars
+
+
 def test_curves_move_while_a_run_goes_on(tmp_path):
     run_dir = made_run(tmp_path / "run")
     page = client(run_dir.path)
@@ -230,11 +288,61 @@ def test_any_directory_opens_with_what_is_there(tmp_path):
         for name in ("empty", "broken", "newer"):
             answer = page.get(address, params={"run": name})
             assert answer.status_code == 200, (address, name, answer.text)
-    assert "config.json is missing" in page.get("/?run=empty").text
+    empty = Tags(page.get("/?run=empty").text).said
+    assert "there is no run yet" in empty and "nothing is known" in empty.lower()
+    assert "config.json is missing" in page.get("/?run=broken").text
+    assert "config.json: is cut off" in Tags(page.get("/?run=broken").text).said
+    for name in ("empty", "broken", "newer"):
+        assert "nothing wrong" not in page.get(f"/?run={name}").text
     assert "No rollouts are recorded" in page.get("/rollouts?run=empty").text
     assert "000001.parquet: cannot be read" in page.get("/rollouts?run=broken").text
     found = page.get("/rollout?run=newer&id=n/0")
     assert found.status_code == 200 and "novel" in found.text
+
+
+def test_the_page_opens_before_its_run_and_shows_it_when_it_begins(tmp_path):
+    path = tmp_path / "runs" / "first"
+    page = client(path)
+    for address in ADDRESSES:
+        assert page.get(address).status_code == 200, address
+    told = Tags(page.get("/").text)
+    assert ("p", {"class": "state odd", "data-state": "waiting"}) in told.tags
+    assert "there is no run yet; this page shows it when it begins" in told.said
+    made_run(path)
+    assert "reward/mean" in Tags(page.get("/").text).said and "2/0/0" in page.get("/rollouts").text
+    assert "2/0" in page.get("/groups?step=1").text
+    (chart,) = page.get("/api/curves?metric=reward/mean").json()["charts"]
+    assert chart["lines"][0]["steps"] == [1, 2, 3]
+
+
+def test_the_verb_waits_for_a_run_and_names_one_that_is_meant_perhaps(runs, tmp_path):
+    """The command itself, on a path that is not there."""
+    command = [sys.executable, "-m", "torchtitan_rl.cli", "view", str(runs / "frist"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline().startswith("frist: http://127.0.0.1:")
+            assert process.stdout.readline() == (
+                f"{runs / 'frist'}: is not there yet (did you mean {runs / 'first'}?); the page shows the run when it "
+                "begins\n"
+            )
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+
+
+def test_health_has_the_newest_accuracy_why_a_run_ended_and_what_was_not_looked_at(tmp_path):
+    run_dir = made_run(tmp_path / "run")
+    newest = {"eval/name": "sort", "eval/split": "validation", "eval/accuracy": 0.75}
+    run_dir.log_metrics({"step": 3, "phase": "evaluation", **newest})
+    status = {"at": "2026-11-20T12:00:00+00:00", "attempt": 1, "ended": "stopped", "spans": [], "replicas": {}}
+    (run_dir.path / "status.json").write_text(json.dumps(status))
+    event = {"at": "2026-11-20T12:00:00+00:00", "level": "error", "kind": "run_failed", "who": "", "text": "no <space>"}
+    run_dir.record("events", 3, [event])
+    answer = client(run_dir.path).get("/").text
+    assert "<dt>accuracy, validation, step 3</dt><dd>0.750</dd>" in answer
+    told = " ".join(Tags(answer).said.split())
+    assert "ago: no <space>" in told
+    assert "Not looked at" in told and "rule truncation: needs `completion/truncated_frac` of 5 batches" in told
 
 
 def test_a_run_without_tokens_shows_its_texts(tmp_path):
@@ -249,6 +357,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
         RunDir.create(tmp_path / parent / "run")
     names = [run.name for run in open_runs([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"])]
     assert names == ["a/run", "b/run"]
+    (tmp_path / "c").touch()
     with pytest.raises(ValueError, match="is no directory"):
         open_runs([tmp_path / "c"])
 
@@ -267,7 +376,8 @@ def test_a_port_in_use_picks_the_next_one(runs):
 
 def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert "view" in run_verbs.VERBS
-    assert main(["view", str(tmp_path / "none")]) == 1
+    (tmp_path / "file").touch()
+    assert main(["view", str(tmp_path / "file")]) == 1
     assert "is no directory" in capsys.readouterr().err
     monkeypatch.setitem(__import__("sys").modules, "torchtitan_rl.view.app", None)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from openai import BadRequestError
 
 from tests.unit.server.opened import BYTES, END, client, user
 from tests.unit.workflows.scripted import policy
@@ -280,6 +281,41 @@ def test_a_limit_of_the_session_ends_the_rollout_without_failure():
     assert (rollout.end_reason, rollout.reward, len(rollout.turns)) == ("turns", 0.0, 2)
 
 
+def shortens(then):
+    """Asks for too much, is refused, asks for less, and goes on as told."""
+
+    async def agent(task, endpoint):
+        async with client(endpoint.base_url, endpoint.api_key) as sdk:
+            text = "1+2" * 200
+            try:
+                await sdk.chat.completions.create(model="policy", messages=[user(text)])
+            except BadRequestError as refused:
+                assert refused.code == "context_length_exceeded"
+                text = text[:3]
+            answer = await sdk.chat.completions.create(model="policy", messages=[user(text)])
+            return then(sdk, answer.choices[0].message.content)
+
+    return agent
+
+
+def test_an_agent_that_shortens_a_prompt_that_was_too_long_has_not_met_a_limit():
+    judged = play(shortens(lambda sdk, text: None))
+    assert (judged.end_reason, judged.reward, judged.text) == ("done", None, "3")  # the family judges
+    paid = play(shortens(lambda sdk, text: float(text == "3")))
+    assert (paid.end_reason, paid.reward) == ("done", 1.0)
+    with pytest.raises(AgentFailed, match="ZeroDivisionError"):  # of its own making, after it went on
+        play(shortens(lambda sdk, text: 1 / 0))
+
+
+def test_an_agent_that_fails_at_the_context_has_ended_by_it():
+    async def agent(task, endpoint):
+        await ask(endpoint)
+        await ask(endpoint, "1+2" * 200)
+
+    rollout = play(agent)
+    assert (rollout.end_reason, rollout.reward, len(rollout.turns)) == ("tokens", 0.0, 1)
+
+
 class Broken:
     async def sample(self, tokens, params, *, policy_version=None):
         raise RuntimeError("no generator replica is left")
@@ -312,7 +348,14 @@ def test_an_attempt_that_goes_on_after_its_end_meets_a_closed_session():
 
 @pytest.mark.parametrize(
     "agent, settings, message",
-    [([], {}, "is no command"), (3, {}, "neither a function nor"), (right, {"timeout_s": 0}, "timeout_s=0")],
+    [
+        ([], {}, "is no command"),
+        (3, {}, "neither a function nor"),
+        (right, {"timeout_s": 0}, "timeout_s=0"),
+        (right, {"ignored": ("temprature",)}, "ignored='temprature': is no parameter .* did you mean temperature?"),
+        (right, {"ignored": ("zzz",)}, "ignored='zzz': is no parameter .* use some of add_generation_prompt, allowed"),
+        (right, {"ignored": ("seed",)}, "ignored='seed'"),
+    ],
 )
 def test_settings_without_meaning_are_refused(agent, settings, message):
     with pytest.raises(ValueError, match=message):

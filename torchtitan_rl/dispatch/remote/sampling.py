@@ -10,7 +10,7 @@ import torch
 from torchtitan_rl.dispatch.remote.service import Samplers, answered, not_offered, sdk
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
+from torchtitan_rl.types import Completion, Request, SamplingParams
 
 __all__ = ["RemoteSamplingClient"]
 
@@ -92,8 +92,8 @@ class RemoteSamplingClient(SamplingClient):
 
     def _asked(self, params: SamplingParams) -> dict[str, Any]:
         """The protocol's parameters. Raises ValueError for what it has no parameter for."""
-        for name, neutral in NEUTRAL.items():
-            if name not in _OFFERED and (value := getattr(params, name)) not in neutral:
+        for name, value in params.altered().items():
+            if name not in _OFFERED:
                 raise ValueError(f"{name}={value}: Tinker's protocol has no such setting; leave it out")
         if params.stop and (params.stop_token_ids or not params.ignore_eos):
             raise ValueError(

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from torchtitan_rl.inspection.facts import Facts, Reading
-from torchtitan_rl.inspection.rules.rule import Rule, Said, last, middle
+from torchtitan_rl.inspection.rules.rule import Rule, Said, few, last, middle
 
 __all__ = ["ANSWERS"]
 
@@ -41,7 +41,7 @@ def _one_answer(facts: Facts, threshold: float) -> Said | None:
 def _copies(facts: Facts, threshold: float) -> Said | None:
     """With n nats of chance in an answer, equal siblings are rare: a few groups in a thousand at n = 2."""
     entropy, length = (last(facts.series(name)) for name in ("policy/entropy", "completion/length_mean"))
-    if not entropy or (nats := middle(entropy) * middle(length)) < _FEW_NATS:
+    if not entropy or not length or (nats := middle(entropy) * middle(length)) < _FEW_NATS:
         return None
     groups: dict[str, list[str]] = defaultdict(list)
     for rollout in facts.rollouts:
@@ -100,6 +100,15 @@ def _shown(text: str | None) -> str:
     return repr((text or "")[:40])
 
 
+def _lacks_rollouts(facts: Facts) -> str:
+    return few("the texts", len(facts.rollouts), _FEW_ROLLOUTS, "rollouts")
+
+
+def _lacks_answers(facts: Facts) -> str:
+    tasks = {rollout["task_id"] for rollout in facts.rollouts}
+    return _lacks_rollouts(facts) or few("the rollouts", len(tasks), _FEW_TASKS, "tasks")
+
+
 ANSWERS = (
     Rule(
         "duplicates",
@@ -110,6 +119,7 @@ ANSWERS = (
         reads="texts of the newest rollouts, `policy/entropy`",
         advice="one text: the policy has settled on what is often right; more entropy, other tasks, a finer reward. "
         "Copies: look at the seeds of a workflow of your own",
+        lacks=_lacks_answers,
         live="answers",
     ),
     Rule(
@@ -120,6 +130,7 @@ ANSWERS = (
         means="share of answers that are empty, undecodable or a loop, or whose reward part of a form is 0",
         reads="texts and reward parts of the newest rollouts",
         advice="a longer warm start, a lower learning rate; look at the chat template and at what ends a completion",
+        lacks=_lacks_rollouts,
         live="answers",
     ),
 )

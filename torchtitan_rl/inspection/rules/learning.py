@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_rl.inspection.facts import Facts, Reading, Series
-from torchtitan_rl.inspection.rules.rule import Rule, Said, first, last, middle
+from torchtitan_rl.inspection.rules.rule import RECENT, Rule, Said, batches, few, first, last, middle
 
 __all__ = ["LEARNING"]
 
@@ -136,6 +136,16 @@ def _reward_at(facts: Facts, step: int) -> Series:
     return series[begin : begin + 5]
 
 
+def _lacks_groups(facts: Facts) -> str:
+    if not facts.compares_siblings:
+        return ""
+    return batches("reward/zero_std_frac", "reward/mean", number=_IN_A_ROW)(facts)
+
+
+def _lacks_evaluations(facts: Facts) -> str:
+    return few("`eval/accuracy`", len(facts.evaluations), 2, "evaluations on validation tasks")
+
+
 LEARNING = (
     Rule(
         "entropy_collapse",
@@ -147,6 +157,7 @@ LEARNING = (
         reads="`policy/entropy`, `reward/mean`",
         advice="lower the learning rate, add `algorithm.entropy_coef` or a KL to a reference, raise the clip's upper "
         "bound; `controller.stop.min_entropy` ends such a run",
+        lacks=batches("policy/entropy", "reward/mean", number=2 * RECENT),
     ),
     Rule(
         "no_signal",
@@ -157,6 +168,7 @@ LEARNING = (
         reads="`reward/zero_std_frac`, `reward/mean`",
         advice="grade the reward, choose easier or harder tasks, or raise algorithm.group_size; a constant reward is a "
         "mistake in the reward",
+        lacks=_lacks_groups,
     ),
     Rule(
         "saturation",
@@ -167,6 +179,7 @@ LEARNING = (
         "quarter of the run, while 9 groups in 10 are without signal",
         reads="`reward/mean`, `reward/zero_std_frac`",
         advice="end the run, or choose harder tasks; where accuracy is low the reward is too easy to earn",
+        lacks=_lacks_groups,
     ),
     Rule(
         "truncation",
@@ -177,6 +190,7 @@ LEARNING = (
         reads="`completion/truncated_frac`, the median of the last 5 batches",
         advice="raise sampling.max_tokens, or pay less for length (`algorithm.filters.overlong`); after a warm start: "
         "let its demonstrations end",
+        lacks=batches("completion/truncated_frac"),
     ),
     Rule(
         "length_drift",
@@ -187,6 +201,7 @@ LEARNING = (
         reads="`completion/length_mean`, `eval/accuracy`, `reward/mean`",
         advice="read the longest answers that earned most: the reward may pay for words; average by "
         "`reductions.constant_length`, penalise length",
+        lacks=batches("completion/length_mean", number=2 * RECENT),
     ),
     Rule(
         "eval_falls",
@@ -197,6 +212,7 @@ LEARNING = (
         reads="`eval/accuracy` on validation tasks, `reward/mean`",
         advice="read what earns most: the reward can be earned without the task; judge by what the evaluation judges, "
         "keep closer to a reference, stop at the best checkpoint (`controller.keep_best`)",
+        lacks=_lacks_evaluations,
     ),
 )
 """The rules, in the order in which they are told."""

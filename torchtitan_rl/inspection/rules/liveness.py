@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from statistics import median
 from typing import Any
 
 from torchtitan_rl.inspection.facts import Facts, Reading, Series
-from torchtitan_rl.inspection.rules.rule import Rule, Said, last, middle
-from torchtitan_rl.observability.status import ENDS
+from torchtitan_rl.inspection.rules.rule import RECENT, Rule, Said, batches, few, last, middle
+from torchtitan_rl.inspection.whereabouts import end_of
 
 __all__ = ["LIVENESS"]
 
 _LEAST_SILENCE_S, _START_S = 60.0, 300.0
 _LEAST_EXCESS_S = 5.0
+_FEW_STEPS = 5
 _FEW_SAMPLES, _LATE_SAMPLES = 12, 60
 _LEAST_GROWTH_MIB = 128.0
 _PARTS = ("time/reward_s", "time/generate_s", "time/forward_backward_s", "time/optim_s", "time/score_s", "time/sync_s")
@@ -129,7 +130,7 @@ def gone(facts: Facts, threshold: float) -> Said | None:
     where = facts.whereabouts
     if where is None or where.state in ("running", "unknown"):
         return None
-    end, planned = _end(facts), facts.setting("controller.num_steps", "?")
+    end, planned = end_of(facts.status, facts.events), facts.setting("controller.num_steps", "?")
     if _finished(facts) and end.get("kind") != "run_failed":  # which it may after its last evaluation
         return None
     if where.state == "elsewhere" and facts.now - (where.written or facts.now) <= threshold:
@@ -150,14 +151,6 @@ def _finished(facts: Facts) -> bool:
     return facts.status.get("ended") == "finished" or any(line.get("eval/split") == "test" for line in last_ones)
 
 
-def _end(facts: Facts) -> dict[str, Any]:
-    """The newest attempt's event that says why it ended; {} for none."""
-    ends = [event for event in facts.events if event.get("kind") in ENDS]
-    newest = max((event.get("attempt") or 0 for event in facts.events), default=0)
-    attempt = facts.status.get("attempt", newest)
-    return ends[-1] if ends and ends[-1].get("attempt") == attempt else {}
-
-
 def slow_step(facts: Facts, threshold: float) -> Said | None:
     """One step took far longer than its peers."""
     steps = []
@@ -166,7 +159,7 @@ def slow_step(facts: Facts, threshold: float) -> Said | None:
         if line.get("time/step_s") and number > 1 and not early:  # first steps compile and fill caches
             seconds = line["time/step_s"] - line.get("time/eval_wait_s", 0.0)
             steps.append(Reading("time/step_s", line["step"], seconds))
-    if len(steps) < 5:
+    if len(steps) < _FEW_STEPS:
         return None
     usual, slowest = middle(steps), max(steps, key=lambda reading: float(reading.value))
     if float(slowest.value) <= max(threshold * usual, usual + _LEAST_EXCESS_S):
@@ -209,6 +202,38 @@ def memory(facts: Facts, threshold: float) -> Said | None:
     return Said(f"{who}: its memory grew by {growth:.0f} MiB from step {begin} to step {end}{per_step}", evidence)
 
 
+def _lacks_events(facts: Facts) -> str:
+    known = facts.status or facts.events or facts.series("generator/healthy_replicas")
+    return "" if known else "needs status.json, events or `generator/healthy_replicas`; there is none of them"
+
+
+def _lacks_request_times(facts: Facts) -> str:
+    replicas = facts.setting("generator.num_replicas")
+    if replicas is not None and int(replicas) < 2:
+        return ""  # nobody to compare with
+    timed = [sample for sample in facts.samples if sample.get("in_flight_s") is not None]
+    return "" if timed else "needs samples of requests; there are none"
+
+
+def _lacks_idle(facts: Facts) -> str:
+    return few("the parts of `time/step_s`", len(_idle(facts)), RECENT)
+
+
+def _lacks_process(facts: Facts) -> str:
+    where = facts.whereabouts
+    return "needs run.lock, which says whose process the run is" if where is None or where.state == "unknown" else ""
+
+
+def _lacks_samples(facts: Facts) -> str:
+    kept = _FEW_SAMPLES * 4 // 3  # the first quarter does not count
+    processes = Counter(
+        (sample.get("attempt"), sample["who"], sample.get("pid"))
+        for sample in facts.samples
+        if sample.get("rss_mib") is not None and sample.get("step", 0) > 0
+    )
+    return few("the memory", max(processes.values(), default=0), kept, "samples of a process")
+
+
 LIVENESS = (
     Rule(
         "dead_replica",
@@ -219,6 +244,7 @@ LIVENESS = (
         reads="events; `generator/healthy_replicas`",
         advice="look at the log of the generator that is named; a kill by the kernel for memory is in `dmesg`; "
         "`generator.max_replica_restarts` says how many replacements may start",
+        lacks=_lacks_events,
         live="",  # the sampling client warns of each
     ),
     Rule(
@@ -230,6 +256,7 @@ LIVENESS = (
         reads="samples: requests in flight and answered, per replica",
         advice="look at what else runs on its host or device (`nvidia-smi`, `top`); end the process of the replica: "
         "another one takes its place",
+        lacks=_lacks_request_times,
         live="samples",
     ),
     Rule(
@@ -241,6 +268,7 @@ LIVENESS = (
         reads="`trainer/idle_frac`, or `time/forward_backward_s`, `time/optim_s`, `time/score_s` of `time/step_s`",
         advice="rewards: make them faster, or mark them cpu_bound; generators: more replicas, or "
         "`algorithm.max_policy_lag=1`, which generates while it trains; weights: look at `time/sync_s`",
+        lacks=_lacks_idle,
     ),
     Rule(
         "stall",
@@ -251,6 +279,7 @@ LIVENESS = (
         reads="when metrics, tables and checkpoints were last written",
         advice="look at the newest lines in logs/; a reward, an environment or a collective may hang: "
         "`py-spy dump --pid` shows where; `--max-restarts` begins again by itself",
+        lacks=_lacks_process,
         live="",
     ),
     Rule(
@@ -262,6 +291,7 @@ LIVENESS = (
         reads="run.lock, ended.json, the last line of metrics.jsonl, events",
         advice="mend what is named, then go on with `torchtitan-rl train CONFIG --resume latest --output-dir RUN`; "
         "`--max-restarts N` does that by itself",
+        lacks=_lacks_process,
         live="",
     ),
     Rule(
@@ -273,6 +303,7 @@ LIVENESS = (
         reads="`time/step_s` without `time/eval_wait_s`",
         advice="look at the part of the step that is named: a reward that waits for a service, a generator that was "
         "replaced, a store on a slow disk",
+        lacks=batches("time/step_s", number=_FEW_STEPS + 2),
     ),
     Rule(
         "memory",
@@ -283,6 +314,7 @@ LIVENESS = (
         reads="samples: memory of each process of the run on this host",
         advice="look at what the process keeps: a reward or an environment that collects, a cache without a bound; "
         "`tracemalloc` in the reward shows where",
+        lacks=_lacks_samples,
         live="samples",
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from torchtitan_rl.inspection.facts import Facts, Reading, Series
-from torchtitan_rl.inspection.rules.rule import Rule, Said, first, middle, worst
+from torchtitan_rl.inspection.rules.rule import RECENT, Rule, Said, batches, few, first, middle, worst
 
 __all__ = ["NUMERICS"]
 
@@ -100,6 +100,17 @@ def steps_skipped(facts: Facts, threshold: float) -> Said | None:
     return Said(f"{what}; skipped steps change nothing", bad[:10])
 
 
+def _lacks_ages(facts: Facts) -> str:
+    if not facts.setting("algorithm.max_policy_lag", 0):
+        return few("`policy/lag_max`", len(facts.series("policy/lag_max")), 1)
+    return few("`policy/far_lagA_frac`", len(_far(facts)), RECENT)
+
+
+def _lacks_steps(facts: Facts) -> str:
+    losses = [line for line in facts.lines if "loss/mean" in line or "optim/skipped" in line]
+    return few("`loss/mean`", len(losses), 1, "steps")
+
+
 NUMERICS = (
     Rule(
         "mismatch",
@@ -111,6 +122,7 @@ NUMERICS = (
         reads="`mismatch/kl`, the median of 5 batches",
         advice="`torchtitan-rl explain-mismatch RUN` says why; from the first step on: temperature, dtype, templates, "
         "top-k; a jump: weights that did not arrive; slowly: lower the learning rate (docs/numerics.md)",
+        lacks=batches("mismatch/kl"),
     ),
     Rule(
         "lag",
@@ -122,6 +134,7 @@ NUMERICS = (
         reads="`policy/lag_max`, `policy/far_lagA_frac`, `tokens/trained_lagA`",
         advice="lower `algorithm.max_policy_lag` or the learning rate, or take `presets.asynchronous()`; without a "
         "lag: look at the logs of the generators, and at a workflow that keeps rollouts back",
+        lacks=_lacks_ages,
     ),
     Rule(
         "clip_share",
@@ -132,6 +145,7 @@ NUMERICS = (
         reads="`policy/clip_frac`, the median of 5 batches",
         advice="lower the learning rate, `algorithm.num_epochs` or the lag, take fewer minibatches, or widen the clip "
         "in `algorithm.loss_config`",
+        lacks=batches("policy/clip_frac"),
     ),
     Rule(
         "steps_skipped",
@@ -142,6 +156,7 @@ NUMERICS = (
         reads="`optim/skipped`, `critic/skipped`, `loss/mean`",
         advice="look at the batch in bad_steps/; lower the learning rate, set `trainer.training.max_norm`, compute in "
         "float32, and look for rewards that are huge",
+        lacks=_lacks_steps,
     ),
 )
 """The rules, in the order in which they are told."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from torchtitan_rl.inspection.facts import Facts, Reading, Series
 
-__all__ = ["Area", "Finding", "Rule", "Said", "RECENT", "first", "last", "middle", "worst"]
+__all__ = ["Area", "Finding", "Rule", "Said", "RECENT", "batches", "few", "first", "last", "middle", "worst"]
 
 Area = Literal["liveness", "numerics", "learning"]
 
@@ -57,6 +57,9 @@ class Rule:
     reads: str
     """The evidence that the rule looks at."""
     advice: str
+    lacks: Callable[[Facts], str]
+    """What the rule would need to look and the run does not have, in words; empty where it can look, and where the run
+    has nothing that the rule is about. See `batches`."""
     live: Literal["batches", "answers", "samples", ""] = "batches"
     """After what the rule looks during training: every batch, every fifth one, every sample. Empty: it does not,
     the run's own process cannot see such things."""
@@ -66,6 +69,22 @@ class Rule:
         if said is None:
             return None
         return Finding(self.name, self.area, said.what, tuple(said.evidence), threshold, self.advice)
+
+
+def batches(*names: str, number: int = RECENT) -> Callable[[Facts], str]:
+    """What a rule lacks (`Rule.lacks`) that reads metrics in `number` batches."""
+
+    def lacks(facts: Facts) -> str:
+        return next((why for name in names if (why := few(f"`{name}`", len(facts.series(name)), number))), "")
+
+    return lacks
+
+
+def few(of: str, number: int, needed: int, unit: str = "batches") -> str:
+    """The sentence on fewer readings than are needed; empty where there are enough."""
+    if number >= needed:
+        return ""
+    return f"needs {of}" + (f" of {needed} {unit}; there are {number or 'none'}" if needed > 1 else "; there is none")
 
 
 def first(series: Series, number: int = RECENT) -> Series:

@@ -184,19 +184,3 @@ def test_the_room_for_what_waits_is_one_for_the_models_of_all_owners(tmp_path):
         assert (whole.requests, whole.nbytes) == (1, 90)
 
     asyncio.run(run())
-
-
-def test_an_id_that_a_model_has_is_given_to_no_other(tmp_path):
-    """Also when the answer to the first request is no longer kept."""
-
-    async def run():
-        server = a_server(tmp_path)
-        service = server.service("")
-        session = service.create_session(SessionBody())
-        request = create(service, session)
-        await answer(service, request)
-        service.futures._drop(request)
-        assert "is in this server already" in await answer(service, create(service, session))
-        assert server.places.trainer.models == [f"{session}:train:0"]
-
-    asyncio.run(run())

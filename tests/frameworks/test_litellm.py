@@ -1,0 +1,62 @@
+"""LiteLLM, by its OpenAI-compatible provider."""
+
+import asyncio
+import json
+from typing import Literal
+
+import litellm
+import pytest
+from problems import ENOUGH, PROBLEMS, TOOL, calculate, is_right
+from pydantic import BaseModel
+
+
+@pytest.fixture(scope="module")
+def asked(url):
+    return {"model": "openai/policy", "api_base": url, "api_key": "none", "num_retries": 0}
+
+
+ONE = [{"role": "user", "content": "12+7"}]
+
+
+def test_a_completion_and_its_usage_and_many_at_once(asked):
+    answer = litellm.completion(**asked, messages=ONE, seed=3, max_tokens=16)
+
+    async def many():
+        return await asyncio.gather(
+            *(litellm.acompletion(**asked, messages=ONE, seed=3, max_tokens=16) for _ in range(4))
+        )
+
+    assert {a.choices[0].message.content for a in asyncio.run(many())} == {answer.choices[0].message.content}
+    assert 0 < answer.usage.completion_tokens <= 16
+
+
+def test_a_stream(asked):
+    whole = litellm.completion(**asked, messages=ONE, seed=3, max_tokens=16).choices[0].message.content
+    chunks = litellm.completion(**asked, messages=ONE, seed=3, max_tokens=16, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+
+
+def test_a_tool_is_called_its_result_sent_back_and_answered(asked):
+    right = 0
+    for problem in PROBLEMS:
+        messages = [{"role": "user", "content": problem}]
+        called = litellm.completion(**asked, messages=messages, tools=[TOOL], temperature=0).choices[0].message
+        messages.append(called.model_dump())
+        for call in called.tool_calls or ():
+            value = calculate(json.loads(call.function.arguments)["e"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": value})
+        answer = litellm.completion(**asked, messages=messages, tools=[TOOL], temperature=0).choices[0].message
+        right += bool(called.tool_calls) and is_right(problem, answer.content)
+    assert right >= ENOUGH
+
+
+class Verdict(BaseModel):
+    right: bool
+    kind: Literal["sum", "product"]
+
+
+def test_an_answer_of_a_schema_and_a_prompt_that_is_too_long(asked):
+    answer = litellm.completion(**asked, messages=ONE, response_format=Verdict, seed=1)
+    Verdict.model_validate_json(answer.choices[0].message.content)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(**asked, messages=[{"role": "user", "content": "1" * 40_000}])

@@ -1,0 +1,108 @@
+"""The command itself: near names, an example in each verb's help, what shells complete."""
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torchtitan_rl import cli
+from torchtitan_rl.config.completion import field_flags
+from torchtitan_rl.run_verbs import VERBS
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.py")
+EVERY = [*cli._VERBS, *VERBS]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["trian", QUICKSTART], "verb='trian': there is no such verb; did you mean train?"),
+        (["xyz"], "verb='xyz': there is no such verb; use one of quickstart, train, "),
+        (["train", QUICKSTART, "--dry-rn"], "--dry-rn: there is no such option; did you mean --dry-run?"),
+        (
+            ["train", QUICKSTART, "--max_restart=3"],
+            "--max_restart=3: there is no such option; did you mean --max-restarts?",
+        ),
+        (["plot", "runs/first", "--metrcs", "a"], "'--metrcs': plot has no such option; did you mean --metrics?"),
+        (["show", QUICKSTART, "--sead", "1"], "--sead=1: there is no such field; did you mean --seed?"),
+        (["show", QUICKSTART, "--controller.num-step", "1"], "did you mean --controller.num-steps?"),
+        (["rehearse", QUICKSTART, "--host", "2"], "--host: there is no such option; did you mean --hosts?"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_told_the_right_one(words, said, capsys):
+    assert cli.main(words) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", EVERY)
+def test_each_verbs_help_has_an_example_that_the_verb_takes(verb, capsys):
+    parser = cli._parser(verb)
+    with pytest.raises(SystemExit):
+        parser.parse_args([verb, "--help"])
+    (example,) = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  torchtitan-rl ")]
+    program, *words = shlex.split(example.split(" > ")[0])
+    assert program == "torchtitan-rl" and words[0] == verb
+    _, unknown = parser.parse_known_args(words)
+    flags = [word for word in unknown if word.startswith("--")]
+    assert set(flags) <= set(field_flags()) and (not flags or verb in cli.CONFIGURED or verb == "quickstart")
+
+
+def completions(shell: str, line: str, directory: Path, capsys) -> list[str]:
+    """What a shell offers for the last word of a line."""
+    assert cli.main(["completion", shell]) == 0
+    (directory / "script").write_text(capsys.readouterr().out)
+    if shell == "fish":
+        command = f"source script; complete -C {shlex.quote(line)}"
+    else:
+        words = shlex.join(line.split(" "))
+        array = "COMP_WORDS" if shell == "bash" else "words"
+        command = f"source ./script; {array}=({words}); COMP_CWORD={line.count(' ')}; _torchtitan_rl"
+        command += "; printf '%s\\n' \"${COMPREPLY[@]}\""
+    done = subprocess.run([shell, "-c", command], cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [offered.split("\t")[0] for offered in done.stdout.split("\n") if offered]
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_a_shell_completes_verbs_options_config_files_and_fields(shell, tmp_path, capsys):
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell}")
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "mine.txt").touch()
+    assert completions(shell, "torchtitan-rl tra", tmp_path, capsys) == ["train"]
+    assert set(completions(shell, "torchtitan-rl ", tmp_path, capsys)) >= set(EVERY)
+    assert completions(shell, "torchtitan-rl train --dry", tmp_path, capsys) == ["--dry-run"]
+    assert completions(shell, "torchtitan-rl show x.py --controller.num-s", tmp_path, capsys) == [
+        "--controller.num-steps"
+    ]
+    assert completions(shell, "torchtitan-rl plot runs/first --metr", tmp_path, capsys) == ["--metrics"]
+    assert "--trainer.lora.rank" in completions(shell, "torchtitan-rl train x.py --trainer.lora", tmp_path, capsys)
+    assert completions(shell, "torchtitan-rl train mine", tmp_path, capsys)[0] == "mine.py"
+
+
+def test_zsh_reads_the_script_and_completes_by_it(tmp_path, capsys):
+    if shutil.which("zsh") is None:
+        pytest.skip("no zsh")
+    assert cli.main(["completion", "zsh"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    command = "source ./script; print -r -- $_comps[torchtitan-rl]; emulate ksh; COMP_WORDS=(torchtitan-rl tra); "
+    command += "COMP_CWORD=1; _torchtitan_rl; print -r -- ${COMPREPLY[@]}"
+    done = subprocess.run(["zsh", "-f", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    registered, offered = done.stdout.splitlines()  # zsh itself leaves out what does not begin with the word
+    assert registered == "_bash_complete -o default -o filenames -F _torchtitan_rl", done.stderr
+    assert "train" in offered.split()
+
+
+def test_a_gpus_memory_is_explained_and_its_parts_are_its_sum(capsys):
+    assert cli.main(["show", QUICKSTART]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("memory, a GPU with one rank of")]
+    whole, parts = line.split("about ")[1].split(" GiB (")
+    numbers = [float(part.rsplit(" ", 1)[1]) for part in parts.rstrip(")").split(", ")]
+    assert sum(numbers) == pytest.approx(float(whole), abs=0.03) and "processes 2.00" in line
+    assert "a rank's line counts tensors alone; a GPU's line is what the GPU must have" in out
+    assert cli.main(["show", QUICKSTART, "--roles.colocation", "all"]) == 0
+    assert "policy and generator-0 take turns: of their tensors the largest turn counts" in capsys.readouterr().out
