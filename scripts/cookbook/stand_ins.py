@@ -33,8 +33,8 @@ NAMES = "Ann Bob Cleo Dan Eve Finn Gus Hal Ida Jan Kim Leo Max Nia Omar Pam Ray 
 THINGS = "pens cups hats keys nuts eggs figs pots maps toys rings bells coins books cards boats lamps shoes ropes seeds"
 NUM_ROWS = {
     "supervised": 1280,
-    "supervised_test": 64,
-    "reinforcement": 1024,
+    "supervised_test": 256,
+    "reinforcement": 832,
     "reinforcement_test": 64,
     "preferences": 640,
     "preferences_test": 64,
