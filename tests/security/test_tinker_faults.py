@@ -170,14 +170,13 @@ def test_a_number_of_a_sampler_that_another_client_used_answers_nobody_else(serv
 
 def test_a_refused_request_ends_at_its_place_and_the_model_goes_on_at_once(client, http):
     expected = logprobs(client)
-    with pytest.raises(tinker.RequestFailedError, match="save_weights_external: is not offered"):
-        client.save_weights_external("outside").result(WAIT_S)
-    assert torch.equal(logprobs(client), expected)
-    number = client._request_id_counter + 1  # a kind that a newer SDK may have
-    refused = http.post("/some_newer_kind", json={"model_id": client.model_id, "seq_id": number}).json()
-    assert "is not offered" in http.post("/retrieve_future", json=refused).json()["error"]
-    client._request_id_counter = client._turn_counter = number
-    assert torch.equal(logprobs(client), expected)
+    for kind in ("create_custom_loss", "some_newer_kind"):
+        number = client._request_id_counter + 1
+        refused = http.post(f"/{kind}", json={"model_id": client.model_id, "seq_id": number}).json()
+        error = http.post("/retrieve_future", json=refused).json()["error"]
+        assert f"{kind}: is not offered" in error
+        client._request_id_counter = client._turn_counter = number
+        assert torch.equal(logprobs(client), expected)
 
 
 def sparse(model_id, seq_id, shapes):
