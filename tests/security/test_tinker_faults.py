@@ -72,6 +72,13 @@ def drawn(sampler, number=40):
     return [(sequence.tokens, sequence.logprobs) for sequence in said]
 
 
+def check_alike(said, before):
+    """The same tokens; log-probabilities but for the rounding of batches that were put together otherwise."""
+    assert [tokens for tokens, _ in said] == [tokens for tokens, _ in before]
+    for (_, logprobs_now), (_, logprobs_then) in zip(said, before, strict=True):
+        assert logprobs_now == pytest.approx(logprobs_then, abs=1e-4)
+
+
 def workers(process):
     return sorted(child.pid for child in psutil.Process(process.pid).children(recursive=True))
 
@@ -119,7 +126,7 @@ def test_weights_that_are_not_finite_spoil_no_other_tenants_samples(server, serv
         ]  # fmt: skip
         for future in asked:
             assert "NaN as a log-probability" in failed(future)
-        assert drawn(base) == before
+        check_alike(drawn(base), before)
     assert workers(server[1]) == alive, "no generator was lost"
 
 
@@ -145,7 +152,8 @@ def test_one_flipped_bit_is_the_fault_of_who_loads_it_and_others_go_on(server, s
     expected = logprobs(client)
     again = service.create_training_client_from_state_with_optimizer(whole).result()
     assert torch.equal(logprobs(again), expected)
-    assert drawn(base, 4) == before and workers(server[1]) == alive
+    check_alike(drawn(base, 4), before)
+    assert workers(server[1]) == alive
 
 
 def test_a_sample_that_names_anothers_model_takes_no_number_of_it(client, http):
