@@ -107,7 +107,8 @@ class Rollouts:
             return self._index.rows(
                 "select group_id, any_value(task_id) as task_id, any_value(left_out) as left_out, list(reward order by "
                 "part, line) as rewards, list(rollout_id order by part, line) as rollout_ids from records "
-                f"where step = ? and {self._index.counting()} group by group_id order by min(part), min(line) limit 2000",
+                f"where step = ? and {self._index.counting()} group by group_id order by min(part), min(line) "
+                "limit 2000",
                 [step],
             )
 

@@ -58,6 +58,7 @@ class TableIndex:
             return parsed(stream.read(size))
 
     def rows(self, sql: str, values: list[Any] | None = None) -> list[dict[str, Any]]:
+        """What a statement selects, a dict per row. `values` stand for its question marks."""
         answer = self._connection.execute(sql, values or [])
         names = [column[0] for column in answer.description]
         return [dict(zip(names, row)) for row in answer.fetchall()]
@@ -72,8 +73,9 @@ class TableIndex:
         wrong = [f"(attempt = {int(a)} and step > {int(step)})" for a, step in limits.items() if step is not None]
         return f"not ({' or '.join(wrong)})" if wrong else "true"
 
-    def containing(self, text: str) -> tuple[str, list[Any]]:
-        """A relation of the records whose prompt or text contains `text`, and the values that it asks for."""
+    def containing(self, text: str, among: str = "records") -> tuple[str, list[Any]]:
+        """A relation of the records of the relation `among` whose prompt or text contains `text`, and the values that
+        it asks for."""
         holds = "(contains(lower(text), lower(?)) or contains(lower(prompt), lower(?)))"
         hits = f"select part, line from texts where {holds}"
         values: list[Any] = [text, text]
@@ -81,10 +83,10 @@ class TableIndex:
             part_of = "TRY_CAST(parse_filename(filename, true) AS INTEGER)"
             hits += f" union all select {part_of} as part, file_row_number as line from {SCAN} where {holds}"
             values += [files, text, text]
-        return f"(records semi join ({hits}) using (part, line))", values
+        return f"({among} semi join ({hits}) using (part, line))", values
 
-    def preview(self, rows: list[dict[str, Any]]) -> None:
-        """Adds the beginnings of `prompt` and `text` to rows."""
+    def preview(self, rows: list[dict[str, Any]], length: int = _PREVIEW) -> None:
+        """Adds the first `length` characters of `prompt` and `text` to rows."""
         places = [(row["part"], row["line"]) for row in rows]
         for row in rows:
             row["prompt"] = row["text"] = None
@@ -92,7 +94,7 @@ class TableIndex:
         for part, number in places:
             by_part.setdefault(part, []).append(number)
         texts: dict[tuple[int, int], tuple] = {}
-        shown = f"left(prompt, {_PREVIEW}), left(text, {_PREVIEW})"
+        shown = f"left(prompt, {int(length)}), left(text, {int(length)})"
         for part, numbers in by_part.items():
             if part in self._parts.columnar:
                 sql = f"select file_row_number, {shown} from {SCAN}"
@@ -108,6 +110,7 @@ class TableIndex:
             row["prompt"], row["text"] = texts.get((row["part"], row["line"]), (None, None))
 
     def notes(self, counting: str) -> list[str]:
+        """What could not be read, and how many records do not count by the condition `counting`."""
         notes = list(self._parts.notes.values())
         if self._parts.pending_bytes:
             notes.append(f"{self._parts.pending_bytes / 1e6:.0f} MB of {self._noun} are still being read; look again")

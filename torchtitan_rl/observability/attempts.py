@@ -139,8 +139,8 @@ def read_rollouts(run_dir: RunDir, columns: Sequence[str] | None = None) -> Iter
 def read_evaluations(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """The records of the table `evaluations` that count, in order; see `read_rollouts`. An attempt at the run that goes
     on from a step evaluates that step again where its checkpoint was written before the evaluation: of the records of a
-    set and split at one step, those of the newest attempt count. Of an attempt at a task that was made twice at one step
-    the last record counts."""
+    set and split at one step, those of the newest attempt count. Of an attempt at a task that was made twice at one
+    step the last record counts."""
     records = list(_counting(run_dir, "evaluations"))
     newest: dict[tuple, int] = {}
     last: dict[tuple, dict[str, Any]] = {}

@@ -3,8 +3,8 @@ and samples.
 `docs/run_directory.md` describes them.
 
 A record is a dict of plain data with the columns of its schema; a column may be missing. `read_rollouts`,
-`read_evaluations`, `read_ledger` and `read_versions` of `observability.attempts` read the tables, and leave out what later attempts took
-again.
+`read_evaluations`, `read_ledger` and `read_versions` of `observability.attempts` read the tables, and leave out what
+later attempts took again.
 """
 
 from __future__ import annotations
