@@ -29,7 +29,7 @@ import torch
 from scripts.gateway_load import cpu_s, direct, summary
 
 if TYPE_CHECKING:
-    from torchtitan_rl.server.tinker.service import Service
+    from torchtitan_rl.server.tinker.service import Server
 
 _SWAPS = 20
 PROMPT = list(b"12+34=")
@@ -116,13 +116,13 @@ async def through(url: str, base_model: str, arguments: argparse.Namespace, seco
 
 
 @asynccontextmanager
-async def serving(directory: str) -> AsyncIterator[Service]:
-    """A service on a Qwen3 of 32M random parameters."""
+async def serving(directory: str) -> AsyncIterator[Server]:
+    """A server on a Qwen3 of 32M random parameters."""
     import torchtitan_rl.config as rl
     from torchtitan_rl.config.derive import settled
     from torchtitan_rl.launch.stack import hosts_for, launcher_for
     from torchtitan_rl.observability.run_dir import RunDir
-    from torchtitan_rl.run.serve_tinker import TinkerOptions, adapted, open_service
+    from torchtitan_rl.run.serve_tinker import TinkerOptions, adapted, open_server
     from torchtitan_rl.tasks.letter_sort import LetterSort
 
     shape = rl.Qwen3Shape(
@@ -140,9 +140,9 @@ async def serving(directory: str) -> AsyncIterator[Service]:
     config, run_dir = settled(adapted(config, options)), RunDir.create(Path(directory) / "run")
     launcher = launcher_for(config, hosts_for(config, "actors", None, generators_only=False), str(run_dir.logs))
     try:
-        service = await open_service(config, options, run_dir, launcher)
-        yield service
-        await service.close()
+        server = await open_server(config, options, run_dir, launcher)
+        yield server
+        await server.close()
     finally:
         launcher.kill()
 
@@ -150,17 +150,18 @@ async def serving(directory: str) -> AsyncIterator[Service]:
 async def compare(arguments: argparse.Namespace, directory: str) -> dict:
     from torchtitan_rl.server.listening import Listening
     from torchtitan_rl.server.tinker.app import make_app
+    from torchtitan_rl.server.tinker.owners import OneKey
 
     blocks: dict[str, list] = {"direct": [], "http": []}
-    async with serving(directory) as service:
-        app, me = make_app(service, KEY), psutil.Process()
+    async with serving(directory) as server:
+        app, me = make_app(server, OneKey(KEY)), psutil.Process()
         async with Listening(app, "127.0.0.1", 0) as listening:
             seconds = arguments.seconds / arguments.blocks
             for block in range(-1, arguments.blocks):  # the first pair warms up
                 for kind in ("direct", "http") if block % 2 else ("http", "direct"):
                     before_s, length = cpu_s(me), seconds if block >= 0 else min(5.0, seconds)
                     if kind == "direct":
-                        client = service.sampling.generator
+                        client = server.generators.client
                         counts = await direct(client, PROMPT, arguments.connections, arguments.tokens, length)
                     else:
                         app.state.spans.reset()
@@ -178,8 +179,8 @@ async def swaps(arguments: argparse.Namespace, directory: str) -> dict[str, floa
     turn, medians in milliseconds; beside them one copy of a version's bytes in memory."""
     from torchtitan_rl.types import SamplingParams
 
-    async with serving(directory) as service:
-        versions, generator = service.policy_versions, service.sampling.generator
+    async with serving(directory) as server:
+        versions, generator = server.policy_versions, server.generators.client
         file, first = Path(directory) / "version.safetensors", generator.policy_version
         await versions.save(first, file)
         await versions.publish_file(other := first + 1000, file, "swaps")

@@ -123,6 +123,12 @@ def _add_serve_tinker(sub: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the key of clients; default: $TORCHTITAN_RL_API_KEY, or none",
     )
+    sub.add_argument(
+        "--keys", default="", metavar="FILE", help="keys with owners, who see their own alone; torchtitan-rl keys add"
+    )
+    sub.add_argument(
+        "--shared", action="store_true", help="one key or none: all see and may delete all, from other machines too"
+    )
     sub.add_argument("--base-model", default="", metavar="NAME", help="default: the path of model.assets")
     sub.add_argument("--lora-rank", type=int, default=32, metavar="N", help="largest; 0: one model, all parameters")
     sub.add_argument("--max-models", type=int, default=8, metavar="N", help="LoRA models in the trainer at once")

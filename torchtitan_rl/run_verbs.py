@@ -1,6 +1,6 @@
-"""The verbs of `torchtitan-rl` that look at runs, and `rehearse`, which looks at a run before there is one. Each has a
-module with `add_arguments(parser)` and `run(args)`, which returns the exit status; the module is imported when the verb
-is used."""
+"""The verbs of `torchtitan-rl` that look at runs, `rehearse`, which looks at a run before there is one, and `keys`.
+Each has a module with `add_arguments(parser)` and `run(args)`, which returns the exit status; the module is imported
+when the verb is used."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ VERBS = {
         "rehearsal.verb",
         "torchtitan-rl rehearse configs/quickstart.py --hosts 4 --gpus-per-host 8",
         overrides=True,
+    ),
+    "keys": Verb(
+        "add, remove and list owners in a file of keys for serve-tinker",
+        "server.tinker.owners",
+        "torchtitan-rl keys add keys.txt alice",
     ),
     "explain-mismatch": Verb(
         "why trainer and generators disagree about sampled tokens",

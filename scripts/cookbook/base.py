@@ -8,8 +8,9 @@ import torchtitan_rl.config as rl
 from torchtitan_rl.algorithm import presets
 from torchtitan_rl.tasks.dataset import Dataset
 
+CONTEXT = 4096  # what multi_teacher asks for as max_tokens; ten turns of guess_number have some 2,000
 SHAPE = rl.Qwen3Shape(
-    vocab_size=640, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=512
+    vocab_size=640, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=CONTEXT
 )
 
 
@@ -29,7 +30,7 @@ def config() -> rl.RunConfig:
         controller=rl.ControllerConfig(num_steps=0, eval_tasks=64, test_tasks=64, pass_at_k=0),
         sampling=rl.SamplingConfig(max_prompt_tokens=240, max_tokens=16),
         trainer=rl.TrainerConfig(max_tokens_per_microbatch=16384),
-        generator=rl.GeneratorConfig(dtype="float32", max_model_len=512, max_num_seqs=128, kv_cache_gib=0.5),
+        generator=rl.GeneratorConfig(dtype="float32", max_model_len=CONTEXT, max_num_seqs=128, kv_cache_gib=0.5),
     )
-    config.trainer.training.seq_len = 256
+    config.trainer.training.seq_len = CONTEXT
     return config

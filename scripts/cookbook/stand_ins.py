@@ -24,11 +24,23 @@ from typing import Any
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 """The name under which the tiny model is served: one that the cookbook's table of renderers has."""
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+"""Tokens that the cookbook's renderers of Qwen3 and Qwen3.5 write and look for, each as one: guess_number and shorter
+take the renderer `qwen3_5_disable_thinking` unless told otherwise."""
 VOCAB_SIZE = 640
 """Most entries of the vocabulary; merges end earlier, where every word of the prompts is one token."""
 NAMES = "Ann Bob Cleo Dan Eve Finn Gus Hal Ida Jan Kim Leo Max Nia Omar Pam Ray Sue Tim Una"
 THINGS = "pens cups hats keys nuts eggs figs pots maps toys rings bells coins books cards boats lamps shoes ropes seeds"
-NUM_ROWS = {"supervised": 1280, "reinforcement": 1280, "preferences": 640, "preferences_test": 64, "distillation": 640}
+NUM_ROWS = {
+    "supervised": 1280,
+    "supervised_test": 256,
+    "reinforcement": 832,
+    "reinforcement_test": 64,
+    "preferences": 640,
+    "preferences_test": 64,
+    "distillation": 640,
+    "distillation_chats": 160,
+}
 """Questions by use; no question has two uses."""
 FORMS = {"{}": 3, "It is {}.": 3, "\\boxed{{{}}}": 2}
 """How often the base imitates each form of an answer."""
@@ -45,6 +57,8 @@ configs:
   data_files:
   - split: train
     path: main/train.jsonl
+  - split: test
+    path: main/test.jsonl
 ---
 A stand-in: whether a number is even.
 """
@@ -111,7 +125,8 @@ def warm_start_rows(rng: random.Random, prefix: list[Message], suffix: str) -> I
 
 
 def supervised_rows(holdings: list[Holding], suffix: str) -> Iterable[dict[str, Any]]:
-    """The columns of HuggingFaceH4/no_robots. The answer is always in a box."""
+    """The columns of HuggingFaceH4/no_robots, and the one of allenai/tulu-3-sft-mixture that is read. The answer is
+    always in a box."""
     for i, holding in enumerate(holdings):
         asked = question(holding) + suffix
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": boxed(right(holding))}]
@@ -124,6 +139,12 @@ def gsm8k_rows(holdings: list[Holding]) -> Iterable[dict[str, str]]:
         yield {"question": question(holding), "answer": f"The number is {holding[1]}.\n#### {right(holding)}"}
 
 
+def deepmath_rows(holdings: list[Holding], suffix: str) -> Iterable[dict[str, str]]:
+    """The columns of zwhe99/DeepMath-103K that the recipes read."""
+    for holding in holdings:
+        yield {"question": question(holding) + suffix, "final_answer": str(right(holding))}
+
+
 def preference_rows(holdings: list[Holding], suffix: str) -> Iterable[dict[str, str]]:
     """The columns of Anthropic/hh-rlhf: two conversations that differ in the last message."""
     for holding in holdings:
@@ -132,8 +153,8 @@ def preference_rows(holdings: list[Holding], suffix: str) -> Iterable[dict[str, 
 
 
 def write_tokenizer(directory: Path, texts: list[str]) -> int:
-    """A byte-level BPE with Qwen3's special tokens, a token per digit, and a token for each word of `texts`, in Hugging
-    Face format. Returns the number of tokens."""
+    """A byte-level BPE with Qwen3's special tokens and `MARKERS`, a token per digit, and a token for each word of
+    `texts`, in Hugging Face format. Returns the number of tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -148,6 +169,7 @@ def write_tokenizer(directory: Path, texts: list[str]) -> int:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": "<|endoftext|>",
@@ -168,16 +190,20 @@ def main(hub: Path) -> None:
     rng = random.Random(0)
     holdings = holdings_by_use(rng)
     write_rows(hub / "warm_start.jsonl", warm_start_rows(rng, prefix, suffix))
-    no_robots = hub / "HuggingFaceH4" / "no_robots" / "train.jsonl"
-    write_rows(no_robots, supervised_rows(holdings["supervised"], suffix))
+    no_robots = hub / "HuggingFaceH4" / "no_robots"
+    write_rows(no_robots / "train.jsonl", supervised_rows(holdings["supervised"], suffix))
+    write_rows(no_robots / "test.jsonl", supervised_rows(holdings["supervised_test"], suffix))
     gsm8k = hub / "openai" / "gsm8k"
     write_rows(gsm8k / "main" / "train.jsonl", gsm8k_rows(holdings["reinforcement"]))
+    write_rows(gsm8k / "main" / "test.jsonl", gsm8k_rows(holdings["reinforcement_test"]))
     (gsm8k / "README.md").write_text(GSM8K_CARD, encoding="utf-8")
     hh = hub / "Anthropic" / "hh-rlhf"
     write_rows(hh / "train.jsonl", preference_rows(holdings["preferences"], suffix))
     write_rows(hh / "test.jsonl", preference_rows(holdings["preferences_test"], suffix))
     deepmath = hub / "zwhe99" / "DeepMath-103K" / "train.jsonl"
-    write_rows(deepmath, ({"question": question(holding) + suffix} for holding in holdings["distillation"]))
+    write_rows(deepmath, deepmath_rows(holdings["distillation"], suffix))
+    tulu = hub / "allenai" / "tulu-3-sft-mixture" / "train.jsonl"
+    write_rows(tulu, supervised_rows(holdings["distillation_chats"], suffix))
     words = [
         *(message["content"] for message in prefix),
         suffix,

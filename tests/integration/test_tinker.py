@@ -305,6 +305,10 @@ def test_what_is_unknown_is_said_in_a_sentence(server, service, client):
             answer = http.post(path, content=content, headers={"Content-Type": kind})
             assert answer.status_code == 400 and answer.json()["category"] == "user"
         assert http.get("/nothing/here").status_code == 400
+        checkpoint = f"/training_runs/{client.model_id}/checkpoints/weights/here/publish"
+        for method, verb in (("POST", "publish"), ("DELETE", "unpublish")):
+            answer = http.request(method, checkpoint)
+            assert answer.status_code == 400 and answer.json()["error"].startswith(f"{verb}: is not offered")
         assert http.post("/asample", headers={"X-API-Key": "tml-wrong"}, json={}).status_code == 401
     with pytest.raises(tinker.RequestFailedError, match="there is no such checkpoint"):
         service.create_training_client_from_state("tinker://a:train:0/weights/b").result()

@@ -42,17 +42,24 @@ def test_names_lead_to_the_directories_and_rows_have_the_recipes_columns(stand_i
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    row = datasets.load_dataset("openai/gsm8k", "main")["train"][0]
+    gsm8k = datasets.load_dataset("openai/gsm8k", "main")
+    assert len(gsm8k["test"]) == stand_ins.NUM_ROWS["reinforcement_test"]
+    row = gsm8k["train"][0]
     number = int(re.search(r"has (\d) ", row["question"])[1])
     assert row["answer"].endswith(f"\n#### {int(number % 2 == 0)}")
-    row = datasets.load_dataset("HuggingFaceH4/no_robots")["train"][0]
+    no_robots = datasets.load_dataset("HuggingFaceH4/no_robots")
+    assert len(no_robots["test"]) == stand_ins.NUM_ROWS["supervised_test"], "chat_sl reads both splits"
+    row = no_robots["train"][0]
     assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
     assert row["messages"][0]["content"].endswith("0 is no. In a box.") and "\\boxed{" in row["messages"][1]["content"]
     for split, rows in datasets.load_dataset("Anthropic/hh-rlhf").items():
         assert len(rows) == stand_ins.NUM_ROWS["preferences" if split == "train" else "preferences_test"]
         chosen, rejected = (rows[0][name].split("\n\nAssistant: ") for name in ("chosen", "rejected"))
         assert chosen[0] == rejected[0] and {chosen[1], rejected[1]} == {"\\boxed{0}", "\\boxed{1}"}
-    assert datasets.load_dataset("zwhe99/DeepMath-103K", split="train")[0]["question"].endswith(" In a box.")
+    row = datasets.load_dataset("zwhe99/DeepMath-103K", split="train")[0]
+    assert row["question"].endswith(" In a box.") and row["final_answer"] in ("0", "1")
+    row = datasets.load_dataset("allenai/tulu-3-sft-mixture", split="train")[0]
+    assert row["messages"][0]["role"] == "user"
 
 
 def test_no_question_has_two_uses(stand_ins):
@@ -73,6 +80,7 @@ def test_the_tokenizer_has_a_token_for_a_digit_and_for_a_word_and_loses_no_text(
     size = stand_ins.write_tokenizer(tmp_path, ["larger or smaller 12"] * 2)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == size <= stand_ins.VOCAB_SIZE
+    assert all(len(tokenizer.encode(marker)) == 1 for marker in ("<think>", "</think>", "<|im_end|>"))
     assert len(tokenizer.encode("larger or smaller")) == 3 and len(tokenizer.encode("4711")) == 4
     assert tokenizer.decode(tokenizer.encode("Käse\n\n 日本")) == "Käse\n\n 日本"
     text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)

@@ -151,7 +151,7 @@ def _late(status: dict[str, Any], series: Series) -> list[str]:
 def _rows(run: Run, table: str, missing: list[str]) -> list[dict[str, Any]]:
     try:
         return list(run.directory.tables[table].read())
-    except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         missing.append(f"{table}/: cannot be read ({(str(error).splitlines() or [''])[0][:200]})")
         return []
 

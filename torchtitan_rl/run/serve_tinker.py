@@ -7,6 +7,8 @@ import dataclasses
 import signal
 import sys
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -22,13 +24,15 @@ from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.run.start import dated
 from torchtitan_rl.server.guard import allowed_hosts
-from torchtitan_rl.server.keys import read_key
+from torchtitan_rl.server.keys import is_loopback, read_key
 from torchtitan_rl.server.listening import Listening
 from torchtitan_rl.server.tinker.app import guarded, make_app
-from torchtitan_rl.server.tinker.service import Limits, Served, Service
+from torchtitan_rl.server.tinker.downloads import write_hf_form
+from torchtitan_rl.server.tinker.owners import KeyFile, Keys, OneKey
+from torchtitan_rl.server.tinker.service import Limits, Served, Server
 from torchtitan_rl.validation.run import missing_weights
 
-__all__ = ["TinkerOptions", "adapted", "open_service", "serve_tinker"]
+__all__ = ["TinkerOptions", "adapted", "keys_of", "open_server", "serve_tinker"]
 
 _GRACE_S = 5.0
 """Seconds for which a server that has lost its trainer still says so."""
@@ -42,6 +46,11 @@ class TinkerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: str = ""
+    """One key for everybody; empty: `TORCHTITAN_RL_API_KEY`, or none."""
+    keys: str = ""
+    """A file of keys with owners, each of whom sees what is theirs alone."""
+    shared: bool = False
+    """Everybody who may come in sees everything, also from other machines."""
     base_model: str = ""
     """The model's name for clients, who also load the tokenizer by it; empty: the path of `model.assets`."""
     lora_rank: int = 32
@@ -66,8 +75,32 @@ def adapted(config: RunConfig, options: TinkerOptions) -> RunConfig:
     return dataclasses.replace(config, trainer=trainer, generator=generator)
 
 
-async def open_service(config: RunConfig, options: TinkerOptions, run_dir: RunDir, launcher: Any) -> Service:
-    """Starts the meshes, and the service over them. `config` is settled."""
+def keys_of(options: TinkerOptions) -> Keys:
+    """Who may come in, and who sees what. Without a file of keys everybody sees everything: as it is where only this
+    machine reaches the server, elsewhere with `shared` alone.
+
+    Raises ValueError for keys that the SDK does not send, and for options that contradict each other."""
+    if options.keys:
+        if options.shared or options.api_key_file:
+            other = "--shared" if options.shared else "--api-key-file"
+            raise ValueError(
+                f"--keys={options.keys}: each owner sees what is theirs alone, with {other} all see all; "
+                "leave one of them out"
+            )
+        return KeyFile(Path(options.keys))
+    key = read_key(options.api_key_file, options.host)
+    if key and not key.startswith("tml-"):
+        raise ValueError("API key: does not begin with 'tml-', as the SDK asks; choose one that does")
+    if not options.shared and not is_loopback(options.host):
+        raise ValueError(
+            f"--host={options.host}: with one key everybody sees, uses and may delete everybody's models and "
+            "checkpoints; give --keys FILE (torchtitan-rl keys add FILE OWNER makes it), or add --shared"
+        )
+    return OneKey(key)
+
+
+async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir, launcher: Any) -> Server:
+    """Starts the meshes, and the server over them. `config` is settled."""
     assets = assets_dir(config.model).absolute()
     tokenizer, shape = AutoTokenizer.from_pretrained(str(assets)), resolve_shape(config.model)
     ends = {"eos": tokenizer.eos_token_id, "pad": pad_token_id(tokenizer)}
@@ -83,14 +116,17 @@ async def open_service(config: RunConfig, options: TinkerOptions, run_dir: RunDi
         base_dir=base_dir,
         vocab_size=shape.vocab_size,
         context_tokens=config.generator.max_model_len,
+        trained_tokens=config.trainer.training.seq_len,
         lora=config.trainer.lora,
+        end_tokens=ends,
+        write_form=partial(write_hf_form, model=config.model, model_dir=model_dir),
     )
     limits = Limits(max_models=options.max_models)
     assert stack.versions is not None
-    service = Service(served, trainer, stack.versions, stack.generator, run_dir.path.absolute(), limits)
-    await service.open()
+    server = Server(served, trainer, stack.versions, stack.generator, run_dir.path.absolute(), limits)
+    await server.open()
     let_garbage_wait()  # clients wait during a collection
-    return service
+    return server
 
 
 def _loadable(path: str) -> str:
@@ -104,24 +140,22 @@ async def serve_tinker(config: RunConfig, options: TinkerOptions, *, quiet: bool
 
     Raises ValueError, before anything starts, for what cannot be served, and RuntimeError when the trainer is lost.
     """
-    key = read_key(options.api_key_file, options.host)
-    if key and not key.startswith("tml-"):
-        raise ValueError("API key: does not begin with 'tml-', as the SDK asks; choose one that does")
-    names = allowed_hosts(options.host, key, options.allow_host)
+    keys = keys_of(options)
+    names = allowed_hosts(options.host, keys.needed, options.allow_host)
     if missing := missing_weights(config):
         raise ValueError(missing)
     run_dir = RunDir.create(config.output_dir or dated(f"tinker-{config.name}"))
     hosts = hosts_for(config, "actors", None, generators_only=False)
     launcher = launcher_for(config, hosts, str(run_dir.logs))
     try:
-        service = await open_service(config, options, run_dir, launcher)
-        ended, lost = _ends(service)
-        listening = Listening(guarded(make_app(service, key), names), options.host, options.port)
+        server = await open_server(config, options, run_dir, launcher)
+        ended, lost = _ends(server)
+        listening = Listening(guarded(make_app(server, keys), names), options.host, options.port)
         async with listening:
             if not quiet:
                 print(
-                    f"serving TINKER_BASE_URL={listening.url} base_model={service.served.base_model}: "
-                    f"{_what(config, options)}; models and logs in {run_dir.path}",
+                    f"serving TINKER_BASE_URL={listening.url} base_model={server.served.base_model}: "
+                    f"{_what(config, options)}; {keys.description()}; models and logs in {run_dir.path}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -129,7 +163,7 @@ async def serve_tinker(config: RunConfig, options: TinkerOptions, *, quiet: bool
                 await ended.wait()
                 if lost:
                     await asyncio.sleep(_GRACE_S)  # clients fetch the failures of their requests
-        await service.close()
+        await server.close()
         if lost:
             raise RuntimeError(f"the server lost a worker ({lost[0]}); models that were not saved are gone")
     finally:
@@ -141,7 +175,7 @@ def _what(config: RunConfig, options: TinkerOptions) -> str:
     return "one model, all parameters" if lora is None else f"{options.max_models} models of LoRA rank <= {lora.rank}"
 
 
-def _ends(service: Service) -> tuple[asyncio.Event, list[Exception]]:
+def _ends(server: Server) -> tuple[asyncio.Event, list[Exception]]:
     """An event that is set when the server has to end, and the worker's failure that made it."""
     loop, ended, lost = asyncio.get_running_loop(), asyncio.Event(), list[Exception]()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -152,5 +186,5 @@ def _ends(service: Service) -> tuple[asyncio.Event, list[Exception]]:
             lost.append(error)
             ended.set()
 
-    service.futures.on_server_fault = failed
+    server.on_server_fault = failed
     return ended, lost

@@ -41,7 +41,7 @@ class Gateway(Doors, AbstractAsyncContextManager):
         super().__init__(
             context_tokens=context_tokens, vocab_size=vocab_size, api_key=api_key, served=served, limits=limits
         )
-        needs_key = api_key or ("every session's" if served is None else "")
+        needs_key = bool(api_key) or served is None  # without a served model each session has a key
         self.app = Guard(make_app(self), hosts=allowed_hosts(host, needs_key, allow_hosts))
         self._listening = Listening(self.app, host, port)
 

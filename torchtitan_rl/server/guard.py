@@ -19,14 +19,14 @@ _MAX_HEAD_BYTES = 2**16
 """Of a request's line and headers, also where a client in the same process sends them past any connection."""
 
 
-def allowed_hosts(host: str, api_key: str, also: Collection[str] = ()) -> frozenset[str] | None:
+def allowed_hosts(host: str, needs_key: bool, also: Collection[str] = ()) -> frozenset[str] | None:
     """The names that a `Host` header may have at a server that listens on `host`; None: any.
 
     Where no key is asked for, only this machine's names and `also` are allowed: another site may give its own name the
     address 127.0.0.1 (DNS rebinding), and the browser then takes the server for a part of that site. A key protects
     from this, because no web page has it.
     """
-    if not also and (api_key or not is_loopback(host)):
+    if not also and (needs_key or not is_loopback(host)):
         return None
     own = f"[{host}]" if ":" in host else host
     return frozenset((own.lower(), *_LOOPBACK)) | host_names(also)

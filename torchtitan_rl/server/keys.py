@@ -7,6 +7,7 @@ import ipaddress
 import os
 from pathlib import Path
 
+from torchtitan_rl.observability.console import say
 from torchtitan_rl.server.errors import Refused
 
 __all__ = ["API_KEY_VARIABLE", "read_key", "bearer", "check_key", "is_loopback"]
@@ -24,6 +25,12 @@ def read_key(file: str, host: str) -> str:
             key = Path(file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--api-key-file={file}: cannot be read ({error}); give a file with the key") from error
+        if Path(file).stat().st_mode & 0o077:
+            say(
+                f"warning: --api-key-file={file}: others on this machine may read or write it; chmod 600 {file}",
+                event="keys",
+                level="warning",
+            )
         if not key:
             raise ValueError(f"--api-key-file={file}: is empty; write the key into it")
     else:

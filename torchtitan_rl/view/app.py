@@ -96,7 +96,7 @@ def application(runs: Sequence[ShownRun], allow_hosts: Collection[str] = ()) -> 
     app.exception_handler(ValueError)(failed)
     app.exception_handler(Exception)(broken)
     app.mount("/static", StaticFiles(directory=_HERE / "static"))
-    return ReadOnly(Guard(app, hosts=allowed_hosts("127.0.0.1", "", allow_hosts), answer=_refusal))
+    return ReadOnly(Guard(app, hosts=allowed_hosts("127.0.0.1", False, allow_hosts), answer=_refusal))
 
 
 def _refusal(refused: Refused) -> Response:

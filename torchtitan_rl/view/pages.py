@@ -96,7 +96,7 @@ def curves(parameters: Parameters) -> dict[str, Any]:
     return {
         "chosen": chosen,
         "names": names,
-        "asked": dict.fromkeys(name for name in asked if name in known),
+        "asked": list(dict.fromkeys(name for name in asked if name in known)),
         "unknown": [name for name in asked if name not in known],
         "smooth": parameters.choice("smooth", _SMOOTH),
         "smooths": _SMOOTH,

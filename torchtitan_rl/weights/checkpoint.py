@@ -36,6 +36,7 @@ __all__ = [
     "write_json",
     "read_state",
     "checksums",
+    "checksums_of_all",
     "has_checksums",
     "write_checksums",
     "damage",
@@ -154,6 +155,11 @@ def read_state(checkpoint: Path) -> dict:
 def checksums(directory: Path, files: Iterable[Path]) -> dict[str, list]:
     """Path of each file below `directory` -> [bytes, xxh3 of the content]."""
     return {str(file.relative_to(directory)): [file.stat().st_size, _xxh3(file)] for file in files}
+
+
+def checksums_of_all(directory: Path) -> dict[str, list]:
+    """`checksums` of every file below a directory."""
+    return checksums(directory, [file for file in sorted(directory.rglob("*")) if file.is_file()])
 
 
 def commit(written: Path, checkpoint: Path, state: dict, files: dict[str, list]) -> None:

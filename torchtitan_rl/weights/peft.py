@@ -17,14 +17,17 @@ def write_peft_dir(adapters: Adapters, hf_adapter, lora: LoRAConfig, directory: 
     """Writes unsharded adapters under Hugging Face's names.
 
     `hf_adapter` is torchtitan's state-dict adapter of the model, `base` the directory of the base weights (None: PEFT's
-    user has to name the directory). PEFT too scales by alpha / rank.
+    user has to name the directory). PEFT too scales by alpha / rank. Of adapters with more rows than `lora.rank` only
+    the first are written: the rest are zero (`actors.adapter_slots`).
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a, b, _) in hf_adapter.to_hf(adapters).items():
         layer = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors[f"{layer}.lora_A.weight"] = a.cpu().contiguous().clone()  # query, key and value share one A
-        tensors[f"{layer}.lora_B.weight"] = b.cpu().contiguous().clone()
+        tensors[f"{layer}.lora_A.weight"] = (
+            a[: lora.rank].cpu().contiguous().clone()
+        )  # query, key and value share one A
+        tensors[f"{layer}.lora_B.weight"] = b[:, : lora.rank].cpu().contiguous().clone()
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (directory / "adapter_config.json").write_text(
         json.dumps(

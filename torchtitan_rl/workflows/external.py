@@ -87,7 +87,7 @@ class External:
     """What a command reads of a task: `task -> data for JSON`. None: id and prompt, and as `with_answer` says."""
     _gateway: Gateway | None = field(default=None, init=False, repr=False, compare=False)
     _places: asyncio.Semaphore | None = field(default=None, init=False, repr=False, compare=False)
-    _part_names: PartNames = field(default_factory=PartNames, init=False, repr=False, compare=False)
+    _part_names: PartNames | None = field(default=None, init=False, repr=False, compare=False)
 
     def attach(self, gateway: Gateway) -> None:
         """The gateway on which sessions are opened from now on. A controller attaches its own. Raises RuntimeError for

@@ -105,5 +105,5 @@ def test_a_breakpoint_stops_the_clock(monkeypatch):
 
 
 def test_shards_must_match_the_one_rank():
-    with pytest.raises(ValueError, match=r"policy\.forward: 2 shards for 1 data-parallel ranks"):
+    with pytest.raises(ValueError, match=r"policy\.add: 2 shards for 1 data-parallel ranks"):
         mesh().call_split(Worker.add, [[], []])

@@ -60,8 +60,11 @@ GOOD = {
     "logprobs": st.booleans() | st.integers(0, 3),
     "top_logprobs": st.integers(0, 3),
     "tools": st.lists(st.just(ADD) | ANYTHING, max_size=2),
-    "tool_choice": st.sampled_from(["auto", "none", "required"]),
-    "response_format": st.just({"type": "text"}),
+    "tool_choice": st.sampled_from(["auto", "none", "required"])
+    | st.just({"type": "function", "function": {"name": "add"}}),
+    "parallel_tool_calls": st.booleans(),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}])
+    | st.builds(lambda schema: {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, ANYTHING),
     "return_token_ids": st.booleans(),
     "return_policy_versions": st.booleans(),
     "logit_bias": ANYTHING,

@@ -35,8 +35,8 @@ def asked(app, method="POST", content=b"{}", headers=JSON, base_url="http://127.
     return asyncio.run(scene())
 
 
-KEYLESS = Guard(echo, hosts=allowed_hosts("127.0.0.1", ""))
-KEYED = Guard(echo, hosts=allowed_hosts("127.0.0.1", "secret"))
+KEYLESS = Guard(echo, hosts=allowed_hosts("127.0.0.1", False))
+KEYED = Guard(echo, hosts=allowed_hosts("127.0.0.1", True))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:1", "LocalHost", "[::1]:8000", "127.0.0.1"])
@@ -52,11 +52,11 @@ def test_another_name_is_refused_where_no_key_is_asked_for(host):
 
 
 def test_names_are_allowed_by_the_option():
-    app = Guard(echo, hosts=allowed_hosts("127.0.0.1", "", ["Proxy.example"]))
+    app = Guard(echo, hosts=allowed_hosts("127.0.0.1", False, ["Proxy.example"]))
     assert asked(app, headers=JSON | {"Host": "proxy.example:9"}).status_code == 200
     assert asked(app, headers=JSON | {"Host": "evil.example"}).status_code == 421
-    assert allowed_hosts("0.0.0.0", "secret") is None and allowed_hosts("127.0.0.1", "secret") is None
-    assert "proxy" in allowed_hosts("0.0.0.0", "secret", ["proxy"]) and "[::1]" in allowed_hosts("::1", "")
+    assert allowed_hosts("0.0.0.0", True) is None and allowed_hosts("127.0.0.1", True) is None
+    assert "proxy" in allowed_hosts("0.0.0.0", True, ["proxy"]) and "[::1]" in allowed_hosts("::1", False)
     for wrong in ("a:80", "http://a", ""):
         with pytest.raises(ValueError, match="--allow-host"):
             host_names([wrong])
@@ -93,7 +93,7 @@ def test_a_body_that_browsers_send_unasked_is_refused_where_no_key_is_asked_for(
 
 
 def test_tinkers_protobuf_is_a_type_of_tinkers_server_alone():
-    app, headers = guarded(echo, allowed_hosts("127.0.0.1", "")), {"Content-Type": "application/x-protobuf"}
+    app, headers = guarded(echo, allowed_hosts("127.0.0.1", False)), {"Content-Type": "application/x-protobuf"}
     assert asked(app, headers=headers).status_code == 200
     assert asked(KEYLESS, headers=headers).status_code == 415
     refused = asked(app, headers={"Content-Type": "text/plain"})

@@ -35,3 +35,18 @@ def test_names_shapes_and_config(tmp_path):
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 1.0, "LORA")
     assert config["target_modules"] == ["down_proj", "k_proj", "q_proj"]
     assert config["base_model_name_or_path"] == "some/base"
+
+
+def test_of_a_model_with_a_smaller_rank_its_own_rows_are_written(tmp_path):
+    """Adapters of rank 4 of which 2 rows are in use: the others are zero, and scaling is by alpha / 2."""
+    a, b = torch.randn(4, 6), torch.randn(8, 4)
+    a[2:], b[:, 2:] = 0.0, 0.0
+    names = Qwen3StateDictAdapter(SimpleNamespace(enable_weight_tying=True), None)
+    adapters = {"layers.0.feed_forward.w2.weight": (a, b, 0.5)}
+    write_peft_dir(adapters, names, LoRAConfig(rank=2, alpha=1.0), tmp_path, base=None)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    layer = "base_model.model.model.layers.0.mlp.down_proj"
+    lora_a, lora_b = tensors[f"{layer}.lora_A.weight"], tensors[f"{layer}.lora_B.weight"]
+    assert lora_a.shape == (2, 6) and lora_b.shape == (8, 2)
+    torch.testing.assert_close(lora_b @ lora_a, b @ a)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 2

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from email.utils import format_datetime
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from torchtitan_rl.server.errors import Refused
 from torchtitan_rl.server.guard import Guard
@@ -20,10 +20,11 @@ from torchtitan_rl.server.keys import bearer
 from torchtitan_rl.server.limits import read_body
 from torchtitan_rl.server.spans import Spans
 from torchtitan_rl.server.tinker import bodies, bounds, wire
-from torchtitan_rl.server.tinker.catalogue import Catalogue
+from torchtitan_rl.server.tinker.catalogue import Catalogue, download_url
 from torchtitan_rl.server.tinker.faults import Fault, answer, fault_of, server, user
 from torchtitan_rl.server.tinker.json_answers import as_json
-from torchtitan_rl.server.tinker.service import Service
+from torchtitan_rl.server.tinker.owners import Keys
+from torchtitan_rl.server.tinker.service import Server, Service
 
 __all__ = ["guarded", "make_app"]
 
@@ -35,11 +36,10 @@ _MAX_WAITING_BYTES = 2**29
 """Of the bodies of all requests that are being read."""
 
 
-def make_app(service: Service, api_key: str) -> FastAPI:
-    """The application. `api_key`: what `X-API-Key` has to be; empty: anything."""
+def make_app(server: Server, keys: Keys) -> FastAPI:
+    """The application. `keys`: whose request one is that comes with a key in `X-API-Key`."""
     app = FastAPI(openapi_url=None)
-    routes = _Routes(service, api_key)
-    catalogue = Catalogue(service)
+    routes = _Routes(server, keys)
     for path, handler in (
         ("client/config", routes.client_config),
         ("client/dynamic_config", routes.dynamic_config),
@@ -54,6 +54,7 @@ def make_app(service: Service, api_key: str) -> FastAPI:
         ("optim_step", routes.optim_step),
         ("save_weights", routes.save_weights),
         ("save_weights_for_sampler", routes.save_for_sampler),
+        ("save_weights_external", routes.save_external),
         ("load_weights", routes.load_weights),
         ("create_sampling_session", routes.create_sampler),
         ("asample", routes.sample),
@@ -62,10 +63,13 @@ def make_app(service: Service, api_key: str) -> FastAPI:
         ("weights_info", routes.weights_info),
     ):
         app.add_route(f"/api/v1/{path}", routes.guarded(handler), ["POST"])
-    for path, method, answering in catalogue.routes():
+    for path, method, answering in Catalogue.routes():
         app.add_route(f"/api/v1/{path}", routes.guarded(_shown(answering)), [method])
+    archive = "training_runs/{model_id}/checkpoints/{checkpoint_id:path}/archive"
+    app.add_route(f"/api/v1/{archive}", routes.guarded(routes.archive), ["GET"])
+    app.add_route("/api/v1/downloads/{token}/{name:path}", routes.guarded(routes.download, open_to_all=True), ["GET"])
     app.add_route("/api/v1/healthz", routes.guarded(routes.health, open_to_all=True), ["GET"])
-    for path in ("create_custom_loss", "copy_weights", "save_weights_external", "join_sampling_session",
+    for path in ("create_custom_loss", "copy_weights", "join_sampling_session",
                  "retrieve_futures", "cancel_future", "auth/token", "{path:path}"):  # fmt: skip
         app.add_route(f"/api/v1/{path}", routes.guarded(routes.not_offered), ["POST"])
     app.add_exception_handler(HTTPException, _no_route)
@@ -85,8 +89,8 @@ def guarded(app: FastAPI, hosts: Collection[str] | None) -> Guard:
 
 
 class _Routes:
-    def __init__(self, service: Service, api_key: str) -> None:
-        self.service, self._api_key, self.spans = service, api_key, Spans()
+    def __init__(self, server: Server, keys: Keys) -> None:
+        self.server, self._keys, self.spans = server, keys, Spans()
 
     def guarded(self, handler: Handler, *, open_to_all: bool = False) -> Handler:
         """The handler with the key checked, faults as answers, and spans."""
@@ -112,16 +116,18 @@ class _Routes:
         return guard
 
     def _check_key(self, request: Request) -> None:
-        given = request.headers.get("x-api-key") or bearer(request.headers.get("authorization"))
-        if self._api_key and not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._api_key.encode()):
+        """Finds out whose request it is."""
+        key = request.headers.get("x-api-key") or bearer(request.headers.get("authorization"))
+        if (owner := self._keys.owner(key)) is None:
             raise user("X-API-Key: is not the key of this server; set TINKER_API_KEY to it", status=401)
+        request.state.service = self.server.service(owner)
 
     async def _raw(self, request: Request, max_bytes: int) -> bytes:
         with self.spans.away():
-            return await read_body(request, max_bytes, self.service.limits.body_timeout_s)
+            return await read_body(request, max_bytes, self.server.limits.body_timeout_s)
 
     async def _body(self, request: Request) -> bytes:
-        max_bytes = self.service.limits.max_small_bytes
+        max_bytes = self.server.limits.max_small_bytes
         body = await self._raw(request, max_bytes)
         return bounds.decompressed(body, request.headers.get("content-encoding"), max_bytes)
 
@@ -161,27 +167,27 @@ class _Routes:
 
     async def create_session(self, request: Request) -> Response:
         body = await self._parsed(request, bodies.SessionBody)
-        return _json({"type": "create_session", "session_id": self.service.create_session(body)})
+        return _json({"type": "create_session", "session_id": _service(request).create_session(body)})
 
     async def heartbeat(self, request: Request) -> Response:
-        self.service.session((await self._parsed(request, bodies.SessionBody)).session_id)
+        _service(request).session((await self._parsed(request, bodies.SessionBody)).session_id)
         return _json({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
         await self._body(request)
-        await self.service.finish(request.path_params["session_id"])
+        await _service(request).finish(request.path_params["session_id"])
         return Response(status_code=204)
 
     # Models.
 
     async def create_model(self, request: Request) -> Response:
         body = await self._parsed(request, bodies.CreateModelBody)
-        self.service.require_session(body.session_id)
-        return _future(self.service.models.create(body))
+        _service(request).require_session(body.session_id)
+        return _future(_service(request).models.create(body))
 
     async def get_info(self, request: Request) -> Response:
         body = await self._parsed(request, bodies.ModelBody)
-        record, base_model = self.service.models.model(body.model_id).record, self.service.served.base_model
+        record, base_model = _service(request).models.model(body.model_id).record, _service(request).served.base_model
         return _json(
             {
                 "type": "get_info",
@@ -196,7 +202,7 @@ class _Routes:
 
     async def unload(self, request: Request) -> Response:
         body = await self._parsed(request, bodies.ModelBody)
-        return _future(self.service.models.unload(body.model_id), body.model_id)
+        return _future(_service(request).models.unload(body.model_id), body.model_id)
 
     async def forward_backward(self, request: Request) -> Response:
         return await self._train(request, forward_only=False)
@@ -207,24 +213,32 @@ class _Routes:
     async def _train(self, request: Request, *, forward_only: bool) -> Response:
         kind = request.headers.get("content-type", "")
         read = partial(wire.read_training, content_type=kind, forward_only=forward_only)
-        return await self._in_order(request, read, self.service.requests.train)
+        return await self._in_order(request, read, _service(request).requests.train)
 
     async def optim_step(self, request: Request) -> Response:
-        return await self._in_order(request, partial(bodies.parse, bodies.OptimStepBody), self.service.requests.step)
+        return await self._in_order(
+            request, partial(bodies.parse, bodies.OptimStepBody), _service(request).requests.step
+        )
 
     async def save_weights(self, request: Request) -> Response:
-        return await self._in_order(request, partial(bodies.parse, bodies.SaveWeightsBody), self.service.requests.save)
+        return await self._in_order(
+            request, partial(bodies.parse, bodies.SaveWeightsBody), _service(request).requests.save
+        )
 
     async def save_for_sampler(self, request: Request) -> Response:
         read = partial(bodies.parse, bodies.SaveForSamplerBody)
-        return await self._in_order(request, read, self.service.save_for_sampler)
+        return await self._in_order(request, read, _service(request).save_for_sampler)
+
+    async def save_external(self, request: Request) -> Response:
+        read = partial(bodies.parse, bodies.SaveExternalBody)
+        return await self._in_order(request, read, _service(request).requests.save_external)
 
     async def load_weights(self, request: Request) -> Response:
-        return await self._in_order(request, partial(bodies.parse, bodies.LoadWeightsBody), self.service.load)
+        return await self._in_order(request, partial(bodies.parse, bodies.LoadWeightsBody), _service(request).load)
 
     async def _in_order(self, request: Request, read: Callable[[bytes], Any], submit: Callable[[Any], str]) -> Response:
         """A request that has a place in the order of its model, also where it cannot be read."""
-        max_bytes, encoding = self.service.limits.max_body_bytes, request.headers.get("content-encoding")
+        max_bytes, encoding = self.server.limits.max_body_bytes, request.headers.get("content-encoding")
         raw = await self._raw(request, max_bytes)
         try:
             asked = read(bounds.decompressed(raw, encoding, max_bytes))
@@ -237,7 +251,7 @@ class _Routes:
         number."""
         if (numbers := wire.numbers(body, request.headers.get("content-type", ""))) is None:
             raise fault
-        return _future(self.service.models.refuse(*numbers, fault), numbers[0])
+        return _future(_service(request).models.refuse(*numbers, fault), numbers[0])
 
     async def not_offered(self, request: Request) -> Response:
         """A kind of request that this server lacks; where it has a number of a model, it fails at its place."""
@@ -247,7 +261,7 @@ class _Routes:
 
     async def weights_info(self, request: Request) -> Response:
         body = await self._parsed(request, bodies.WeightsInfoBody)
-        record = self.service.checkpoints.find(body.tinker_path)[0].model
+        record = _service(request).checkpoints.find(body.tinker_path)[0].model
         return _json(
             {
                 "base_model": record.base_model,
@@ -260,14 +274,34 @@ class _Routes:
             }
         )
 
+    # Weights to take away.
+
+    async def archive(self, request: Request) -> Response:
+        """Leads to a tar of a checkpoint, in the form that all SDKs with archives know, and `curl -L` too."""
+        checkpoint, directory = _service(request).checkpoints.existing(
+            request.path_params["model_id"], request.path_params["checkpoint_id"]
+        )
+        with self.spans.away():
+            link = await self.server.downloads.archive(checkpoint, directory, self.server.limits.poll_s)
+        headers = {
+            "Location": download_url(request, link.token, next(iter(link.files))),
+            "Expires": format_datetime(link.expires_at, usegmt=True),
+        }
+        return Response(status_code=302, headers=headers)
+
+    async def download(self, request: Request) -> Response:
+        """Whoever has a link may read its files."""
+        name = request.path_params["name"]
+        return FileResponse(self.server.downloads.file(request.path_params["token"], name), filename=name)
+
     # Sampling.
 
     async def create_sampler(self, request: Request) -> Response:
-        sampler = self.service.open_sampler(await self._parsed(request, bodies.SamplerBody))
+        sampler = _service(request).open_sampler(await self._parsed(request, bodies.SamplerBody))
         return _json({"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id})
 
     async def sample(self, request: Request) -> Response:
-        request_id, sequences = self.service.sampling.submit(await self._parsed(request, bodies.SampleBody))
+        request_id, sequences = _service(request).sampling.submit(await self._parsed(request, bodies.SampleBody))
         return _json({"request_id": request_id, "sample_sequence_ids": sequences})
 
     async def retrieve(self, request: Request) -> Response:
@@ -275,7 +309,7 @@ class _Routes:
         request_id = (await self._parsed(request, bodies.FutureBody)).request_id
         try:
             with self.spans.away():
-                found = await self.service.futures.fetch(request_id, self.service.limits.poll_s)
+                found = await _service(request).futures.fetch(request_id, self.server.limits.poll_s)
         except Fault as fault:
             found = fault
         if found is None:
@@ -290,6 +324,11 @@ class _Routes:
         return Response(found.content, media_type="application/x-protobuf")
 
 
+def _service(request: Request) -> Service:
+    """What belongs to the owner of the request's key."""
+    return request.state.service
+
+
 def _future(request_id: str, model_id: str | None = None) -> Response:
     return _json({"request_id": request_id, "model_id": model_id})
 
@@ -298,9 +337,9 @@ def _json(content: dict[str, Any]) -> Response:
     return Response(json.dumps(content).encode(), media_type="application/json")
 
 
-def _shown(answering: Callable[[Request], Awaitable[dict | None]]) -> Handler:
+def _shown(answering: Callable[[Catalogue, Request], Awaitable[dict | None]]) -> Handler:
     async def handler(request: Request) -> Response:
-        content = await answering(request)
+        content = await answering(Catalogue(_service(request)), request)
         return Response(status_code=204) if content is None else _json(content)
 
     return handler

@@ -21,6 +21,7 @@ __all__ = [
     "OptimStepBody",
     "SampleBody",
     "SamplerBody",
+    "SaveExternalBody",
     "SaveForSamplerBody",
     "SaveWeightsBody",
     "SessionBody",
@@ -151,6 +152,11 @@ class SaveWeightsBody(_Lenient):
 
 class SaveForSamplerBody(SaveWeightsBody):
     sampling_session_seq_id: _Count | None = None
+
+
+class SaveExternalBody(SaveWeightsBody):
+    path: _Text
+    age_encryption_recipients: list[str] | None = None
 
 
 class LoadWeightsBody(_Lenient):

@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
 
 from torchtitan_rl.server.limits import read_body
 from torchtitan_rl.server.tinker.bodies import TtlBody, parse
-from torchtitan_rl.server.tinker.checkpoints import ModelRecord
+from torchtitan_rl.server.tinker.checkpoints import RECORDS, Checkpoint, ModelRecord, require_intact
 from torchtitan_rl.server.tinker.faults import user
 from torchtitan_rl.server.tinker.service import Service
 
-__all__ = ["Catalogue"]
+__all__ = ["Catalogue", "download_url"]
 
 _NEVER = "1970-01-01T00:00:00+00:00"
 
 
 class Catalogue:
-    """Answers questions about what is there; deletes checkpoints, and lets them expire."""
+    """Answers questions about what an owner has; deletes checkpoints, and lets them expire."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[dict | None]]]]:
-        """Path, method and what answers; None is an answer without content."""
+    @classmethod
+    def routes(cls) -> list[tuple[str, str, Callable[[Catalogue, Request], Awaitable[dict | None]]]]:
+        """Path, method and what answers, from the catalogue of the request's owner; None: an answer without content."""
         run = "training_runs/{model_id}"
         return [
-            ("get_server_capabilities", "GET", self.capabilities),
-            ("training_runs", "GET", self.runs),
-            (run, "GET", self.run),
-            (f"{run}/checkpoints", "GET", self.checkpoints_of),
-            (f"{run}/checkpoints/{{checkpoint_id:path}}/ttl", "PUT", self.set_ttl),
-            (f"{run}/checkpoints/{{checkpoint_id:path}}", "DELETE", self.delete),
-            ("checkpoints", "GET", self.checkpoints),
-            ("sessions", "GET", self.sessions),
-            ("sessions/{session_id}", "GET", self.session),
-            ("samplers/{sampler_id}", "GET", self.sampler),
+            ("get_server_capabilities", "GET", cls.capabilities),
+            ("training_runs", "GET", cls.runs),
+            (run, "GET", cls.run),
+            (f"{run}/checkpoints", "GET", cls.checkpoints_of),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}/ttl", "PUT", cls.set_ttl),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}/external_weights_urls", "GET", cls.urls),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}/publish", "POST", cls.publish),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}/publish", "DELETE", cls.unpublish),
+            (f"{run}/checkpoints/{{checkpoint_id:path}}", "DELETE", cls.delete),
+            ("checkpoints", "GET", cls.checkpoints),
+            ("sessions", "GET", cls.sessions),
+            ("sessions/{session_id}", "GET", cls.session),
+            ("samplers/{sampler_id}", "GET", cls.sampler),
         ]
 
     async def capabilities(self, request: Request) -> dict[str, Any]:
         served = self._service.served
-        model = {"model_name": served.base_model, "max_context_length": served.context_tokens}
+        context = min(served.context_tokens, served.trained_tokens)  # what is sampled can be trained on
+        model = {"model_name": served.base_model, "max_context_length": context}
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
     async def runs(self, request: Request) -> dict[str, Any]:
@@ -73,6 +80,37 @@ class Catalogue:
         found = request.path_params["model_id"], request.path_params["checkpoint_id"]
         self._service.checkpoints.set_ttl(*found, body.ttl_seconds)
 
+    async def urls(self, request: Request) -> dict[str, Any]:
+        """A link for each file of weights that were saved for other programs. Raises Fault where they are damaged."""
+        checkpoint, directory = self._checkpoint(request)
+        if checkpoint.kind != "external_weights":
+            raise user(
+                f"path={checkpoint.path!r}: is not tinker://MODEL/external_weights/NAME; use save_weights_external"
+            )
+        await require_intact(directory)
+        files = {
+            str(file.relative_to(directory)): file
+            for file in sorted(directory.rglob("*"))
+            if file.is_file() and file.name not in RECORDS
+        }
+        link = self._service.downloads.link(directory, files)
+        return {
+            "urls": {name: download_url(request, link.token, name) for name in files},
+            "expires": link.expires_at.isoformat(),
+        }
+
+    async def publish(self, request: Request) -> None:
+        raise user(
+            "publish: is not offered: a checkpoint is seen by its owner alone, or by everybody where there is one key; "
+            "give others an archive of it, or the key"
+        )
+
+    async def unpublish(self, request: Request) -> None:
+        raise user(
+            "unpublish: is not offered: this server publishes nothing, so no checkpoint is public; "
+            "delete_checkpoint deletes one"
+        )
+
     async def sessions(self, request: Request) -> dict[str, Any]:
         shown, _ = _page(request, list(self._service.sessions), 20)
         return {"sessions": shown}
@@ -95,6 +133,9 @@ class Catalogue:
         base_model = self._service.served.base_model
         return {"sampler_id": sampler.sampler_id, "base_model": base_model, "model_path": sampler.model_path}
 
+    def _checkpoint(self, request: Request) -> tuple[Checkpoint, Path]:
+        return self._service.checkpoints.existing(request.path_params["model_id"], request.path_params["checkpoint_id"])
+
     def _record(self, request: Request) -> ModelRecord:
         model_id = request.path_params["model_id"]
         live = self._service.models.live.get(model_id)
@@ -113,7 +154,7 @@ class Catalogue:
         return {
             "training_run_id": record.model_id,
             "base_model": record.base_model,
-            "model_owner": "local",
+            "model_owner": self._service.owner or "local",
             "is_lora": record.lora_rank > 0,
             "lora_rank": record.lora_rank or None,
             "last_request_time": record.last_request or _NEVER,
@@ -121,6 +162,11 @@ class Catalogue:
             "last_sampler_checkpoint": last["sampler_weights"],
             "user_metadata": record.user_metadata,
         }
+
+
+def download_url(request: Request, token: str, name: str) -> str:
+    """Where a file of a link is, by the address under which the client reached the server."""
+    return f"{request.base_url}api/v1/downloads/{token}/{quote(name)}"
 
 
 def _page(request: Request, found: list, limit: int) -> tuple[list, dict[str, int]]:

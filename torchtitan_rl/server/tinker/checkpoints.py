@@ -1,4 +1,5 @@
-"""What models have saved, on disk: `ROOT/MODEL/weights/NAME`, to train on, and `ROOT/MODEL/sampler_weights/NAME`.
+"""What models have saved, on disk: `ROOT/MODEL/weights/NAME`, to train on, `ROOT/MODEL/sampler_weights/NAME`, and
+`ROOT/MODEL/external_weights/NAME`, in Hugging Face's form.
 
 A checkpoint is a directory with `checkpoint.json`, which is written last: a directory without it was cut off.
 `files.json` has a checksum of every other file, which is compared before the checkpoint is loaded. Models are described
@@ -22,12 +23,14 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from torchtitan_rl.server.tinker.faults import Fault, user
 from torchtitan_rl.weights.checkpoint import checksums, damage, has_checksums, write_checksums
 
-__all__ = ["Checkpoint", "Checkpoints", "ModelRecord", "KINDS"]
+__all__ = ["Checkpoint", "Checkpoints", "KINDS", "ModelRecord", "RECORDS", "require_intact"]
 
 logger = logging.getLogger(__name__)
 
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """The part of a path -> the protocol's word."""
+RECORDS = ("checkpoint.json", "files.json")
+"""Files of a checkpoint that are the server's own, not what was saved."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,127}")
 _SCHEME = "tinker://"
@@ -176,27 +179,20 @@ class Checkpoints:
             raise user(f"path={path[:160]!r}: there is no such checkpoint; list_user_checkpoints names those there are")
         return found, directory
 
-    async def require_intact(self, directory: Path) -> None:
-        """Raises Fault for a checkpoint whose files are not what was written. One of an older server has no checksums:
-        it is used, and a log line says so."""
-        if not has_checksums(directory):
-            return logger.warning("%s: was saved without checksums by an older server; it is used unchecked", directory)
-        if found := await asyncio.to_thread(damage, directory):
-            raise user(f"checkpoint is damaged: {found}; use another one")
-
     def remove(self, model_id: str, checkpoint_id: str) -> None:
         """Deletes a checkpoint. Raises Fault (404) for one that is not there."""
-        _, directory = self._existing(model_id, checkpoint_id)
+        _, directory = self.existing(model_id, checkpoint_id)
         (directory / "checkpoint.json").unlink()
         shutil.rmtree(directory, ignore_errors=True)
 
     def set_ttl(self, model_id: str, checkpoint_id: str, ttl_s: int | None) -> None:
         """Lets a checkpoint expire that many seconds from now; None: never. Raises Fault as `remove` does."""
-        checkpoint, directory = self._existing(model_id, checkpoint_id)
+        checkpoint, directory = self.existing(model_id, checkpoint_id)
         checkpoint.expires_at = None if ttl_s is None else (datetime.now(UTC) + timedelta(seconds=ttl_s)).isoformat()
         _write_json(directory / "checkpoint.json", asdict(checkpoint))
 
-    def _existing(self, model_id: str, checkpoint_id: str) -> tuple[Checkpoint, Path]:
+    def existing(self, model_id: str, checkpoint_id: str) -> tuple[Checkpoint, Path]:
+        """A model's checkpoint and its directory. Raises Fault (404) for one that is not there."""
         try:
             return self.find(f"{_SCHEME}{model_id}/{checkpoint_id}")
         except Fault as fault:
@@ -249,6 +245,15 @@ class Checkpoints:
             shutil.rmtree(directory, ignore_errors=True)
             return None
         return checkpoint
+
+
+async def require_intact(directory: Path) -> None:
+    """Raises Fault for a checkpoint whose files are not what was written. One of an older server has no checksums: it
+    is used, and a log line says so."""
+    if not has_checksums(directory):
+        return logger.warning("%s: was saved without checksums by an older server; it is used unchecked", directory)
+    if found := await asyncio.to_thread(damage, directory):
+        raise user(f"checkpoint is damaged: {found}; use another one")
 
 
 def _first(error: ValidationError) -> str:

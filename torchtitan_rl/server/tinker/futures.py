@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torchtitan_rl.server.tinker.faults import Fault, fault_of, server, user
 
-__all__ = ["Answer", "Futures"]
+__all__ = ["Answer", "Futures", "Shelf"]
 
 _LOOK_S = 1.0  # between two looks for answers that have expired
 _MAX_KEPT, _MAX_KEPT_BYTES = 2**16, 2**30  # answers of a server; beyond them the oldest are dropped
@@ -35,20 +35,49 @@ class _Future:
     expires: float = float("inf")
 
 
+class Shelf:
+    """The answers that all owners of a server keep. Where there are too many, the owner with the most loses the oldest:
+    nobody loses an answer because another owner asks for much."""
+
+    def __init__(self) -> None:
+        self._owners: list[Futures] = []
+
+    def share(self, futures: Futures) -> None:
+        self._owners.append(futures)
+
+    def bound(self) -> None:
+        """Drops answers until no more are kept than may be. The last one stays, however long it is."""
+        while (number := sum(owner.num_kept for owner in self._owners)) > 1:
+            if number > _MAX_KEPT:
+                most = max(self._owners, key=lambda owner: owner.num_kept)
+            elif sum(owner.kept_bytes for owner in self._owners) > _MAX_KEPT_BYTES:
+                most = max(self._owners, key=lambda owner: owner.kept_bytes)
+            else:
+                return
+            most.drop_oldest()
+
+
 class Futures:
-    """The futures of a server, by id."""
+    """The futures of an owner, by id."""
 
     def __init__(
-        self, *, kept_s: float = 3600.0, kept_fetched_s: float = 15.0, clock: Callable[[], float] = time.monotonic
+        self,
+        shelf: Shelf | None = None,
+        *,
+        kept_s: float = 3600.0,
+        kept_fetched_s: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An answer is kept for `kept_s` seconds, one that was fetched for `kept_fetched_s`: an answer may be lost on
-        its way."""
+        its way. `shelf`: shared with the other owners; None: there are none."""
+        self._shelf = shelf or Shelf()
+        self._shelf.share(self)
         self._kept_s, self._kept_fetched_s, self._clock = kept_s, kept_fetched_s, clock
         self._futures: dict[str, _Future] = {}
         self._looked = clock()
         self._ended: dict[str, int] = {}
         """Bytes of the answers that are kept, oldest first."""
-        self._ended_bytes = 0
+        self.kept_bytes = 0
         self._tasks: set[asyncio.Task] = set()
         self.on_server_fault: Callable[[Exception], None] = lambda error: None
         """Told of every failure that is not a request's."""
@@ -102,15 +131,23 @@ class Futures:
             self._keep(request_id, len(answer.content) if isinstance(answer, Answer) else len(answer.message))
 
     def _keep(self, request_id: str, nbytes: int) -> None:
-        """Counts an answer, and drops the oldest ones where there are too many."""
+        """Counts an answer, and drops old ones where there are too many."""
         self._ended[request_id] = nbytes
-        self._ended_bytes += nbytes
-        while len(self._ended) > _MAX_KEPT or (self._ended_bytes > _MAX_KEPT_BYTES and len(self._ended) > 1):
-            self._drop(next(iter(self._ended)))
+        self.kept_bytes += nbytes
+        self._shelf.bound()
+
+    @property
+    def num_kept(self) -> int:
+        """Answers that are kept."""
+        return len(self._ended)
+
+    def drop_oldest(self) -> None:
+        """Forgets the answer that is kept longest."""
+        self._drop(next(iter(self._ended)))
 
     def _drop(self, request_id: str) -> None:
         del self._futures[request_id]
-        self._ended_bytes -= self._ended.pop(request_id)
+        self.kept_bytes -= self._ended.pop(request_id)
 
     async def fetch(self, request_id: str, timeout_s: float) -> Answer | Fault | None:
         """The answer; None: it was not there within `timeout_s`. Raises Fault (user) for an id without a future."""

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.server.tinker import losses, wire
-from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, OptimStepBody, SaveWeightsBody
-from torchtitan_rl.server.tinker.checkpoints import Checkpoint, ModelRecord
+from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, OptimStepBody, SaveExternalBody, SaveWeightsBody
+from torchtitan_rl.server.tinker.checkpoints import Checkpoint, ModelRecord, require_intact
 from torchtitan_rl.server.tinker.faults import fault_of, user
 from torchtitan_rl.server.tinker.futures import Answer, Futures
 from torchtitan_rl.server.tinker.models import Model, Models, json_answer, quietly, ready
 from torchtitan_rl.server.tinker.samplers import Versions
 from torchtitan_rl.types import Datum, OptimParams
-from torchtitan_rl.weights.checkpoint import checksums
+from torchtitan_rl.weights import checkpoint as run_checkpoint
 
 __all__ = ["ModelRequests"]
 
@@ -28,8 +28,7 @@ class ModelRequests:
     def __init__(self, models: Models, versions: Versions, futures: Futures) -> None:
         self._models, self._versions, self._futures = models, versions, futures
         self._trainer, self._checkpoints = models.trainer, models.checkpoints
-        self._saving = asyncio.Lock()
-        """Held from the copy of a checkpoint until it is on disk: a trainer writes one at a time."""
+        self._saving = models.places.saving
 
     def create_from(self, body: LoadWeightsBody) -> str:
         """A new model with the weights of a checkpoint. Returns the id of the future."""
@@ -50,20 +49,21 @@ class ModelRequests:
             )
             if saved.lora_rank or self._models.lora is not None:
                 record = self._models.accepted(record)
-            added = self._models.add(record, str(body.session_id), 0)
+            model = self._models.new(record, str(body.session_id))
+            added = self._models.add(model, 0)
         except Exception as error:
             return self._futures.refuse(fault_of(error))
-        loading = self._added_and_loaded(added, self._models.live[model_id], directory, body.optimizer)
-        self._futures.start(request_id, loading)
+        self._futures.start(request_id, self._added_and_loaded(added, model, directory, body.optimizer))
         return request_id
 
     async def _added_and_loaded(self, added: Awaitable, model: Model, directory: Path, optimizer: bool) -> Answer:
         try:
             await added
-            await self._checkpoints.require_intact(directory)
+            await require_intact(directory)
             return await self._load(model, directory, optimizer)
         except Exception:
-            self._models.remove(model, "its checkpoint could not be loaded")
+            if self._models.live.get(model.model_id) is model:  # it had a place
+                self._models.remove(model, "its checkpoint could not be loaded")
             raise
 
     def train(self, asked: wire.Training) -> str:
@@ -111,6 +111,7 @@ class ModelRequests:
             await self._saving.acquire()
             try:
                 directory = self._checkpoints.begin(model.record, "weights", name, overwrite=body.overwrite)
+                await self._save_adapter(model, directory)
                 self._models.use(model)
                 await self._trainer.stage_checkpoint(directory)
             except BaseException:
@@ -140,27 +141,59 @@ class ModelRequests:
             writing = None
             if body.path is not None:
                 writing = self._checkpoints.begin(model.record, "sampler_weights", body.path, overwrite=body.overwrite)
+                await self._save_adapter(model, writing)
             self._models.use(model)
             version = await self._versions.publish()
 
             async def kept() -> Answer:
                 saved = None
                 if writing is not None:
-                    file = writing / "weights.safetensors"
-                    await self._versions.save(version, file)
+                    await self._versions.save(version, writing / "weights.safetensors")
                     saved = self._checkpoints.commit(
                         model.record,
                         "sampler_weights",
                         body.path,
                         ttl_s=body.ttl_seconds,
                         metadata=body.user_metadata,
-                        files=await asyncio.to_thread(checksums, writing, [file]),
+                        files=await asyncio.to_thread(run_checkpoint.checksums_of_all, writing),
                     )
                 return json_answer(session_of(model, version, saved) | {"type": "save_weights_for_sampler"})
 
             return kept()
 
         return self._models.submit(body.model_id, body.seq_id, start)
+
+    def save_external(self, body: SaveExternalBody) -> str:
+        """Weights for other programs: with LoRA the adapter in PEFT's form, else the model in Hugging Face's."""
+
+        async def start(model: Model) -> Awaitable[Answer]:
+            if body.age_encryption_recipients:
+                raise user("age_encryption_recipients: is not offered; leave it out, and encrypt what was downloaded")
+            writing = self._checkpoints.begin(model.record, "external_weights", body.path, overwrite=body.overwrite)
+            self._models.use(model)
+            if self._models.lora is not None:
+                await self._trainer.save_adapter(writing)
+            else:
+                await self._trainer.save_hf_model(writing, **self._models.end_tokens)
+            saved = self._checkpoints.commit(
+                model.record,
+                "external_weights",
+                body.path,
+                ttl_s=body.ttl_seconds,
+                metadata=body.user_metadata,
+                files=await asyncio.to_thread(run_checkpoint.checksums_of_all, writing),
+            )
+            answer = {"path": saved.path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
+            return ready(json_answer(answer))
+
+        return self._models.submit(body.model_id, body.seq_id, start)
+
+    async def _save_adapter(self, model: Model, directory: Path) -> None:
+        """Adds a LoRA model's adapter in PEFT's form to a checkpoint, for archives of it. The next call of the trainer
+        may be another model's."""
+        if self._models.lora is not None:
+            self._models.use(model)
+            await self._trainer.save_adapter(run_checkpoint.adapter_dir(directory))
 
     def load(self, body: LoadWeightsBody) -> str:
         """Replaces a model's weights by a checkpoint's, and with `optimizer` its optimizer's state."""
@@ -172,14 +205,14 @@ class ModelRequests:
                     f"path={body.path[:120]!r}: has adapters of rank {checkpoint.model.lora_rank}, the model of rank "
                     f"{model.record.lora_rank}; create a training client from the checkpoint"
                 )
-            await self._checkpoints.require_intact(directory)
+            await require_intact(directory)
             return ready(await self._load(model, directory, body.optimizer))
 
         return self._models.submit(str(body.model_id), body.seq_id, start)
 
     async def _load(self, model: Model, directory: Path, optimizer: bool) -> Answer:
         self._models.use(model)
-        version = self._models.next_versions()  # the weights are others: no known version may be theirs
+        version = self._models.places.next_versions()  # the weights are others: no known version may be theirs
         # Without its state the protocol's optimizer begins anew. Nothing is awaited until both calls are submitted.
         reset = None if optimizer else self._trainer.reset_optimizer()
         await self._trainer.load_checkpoint(directory, policy_version=version, optimizer=optimizer)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.server.tinker.checkpoints import Checkpoints
+from torchtitan_rl.server.tinker.checkpoints import require_intact
 from torchtitan_rl.server.tinker.faults import user
 from torchtitan_rl.weights.checkpoint import checksums
 
@@ -95,11 +95,8 @@ class Versions:
     is pushed out is written to `spool` first, and published again when a request needs it. Beyond `max_spooled` files
     those used least recently are dropped."""
 
-    def __init__(
-        self, versions: PolicyVersions, checkpoints: Checkpoints, *, max_published: int, max_spooled: int, spool: Path
-    ) -> None:
+    def __init__(self, versions: PolicyVersions, *, max_published: int, max_spooled: int, spool: Path) -> None:
         self._versions, self._max_published, self._spool = versions, max_published, spool
-        self._checkpoints = checkpoints
         self._max_spooled = max_spooled
         self._entries: dict[int, _Entry] = {}
         self._published: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -161,7 +158,7 @@ class Versions:
     async def _require_intact(self, version: int, entry: _Entry) -> None:
         """Raises Fault where a version's file is not what was written."""
         if not entry.spilled:
-            await self._checkpoints.require_intact(entry.file.parent)
+            await require_intact(entry.file.parent)
         elif await asyncio.to_thread(_checksum, entry.file) != entry.checksum:
             raise user(f"version={version}: its file is damaged; save the weights again")
 

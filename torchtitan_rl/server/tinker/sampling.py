@@ -20,7 +20,7 @@ from torchtitan_rl.server.tinker.samplers import Turns, Versions
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, SamplingParams
 
-__all__ = ["BASE_VERSION", "Sampler", "Sampling"]
+__all__ = ["BASE_VERSION", "Generators", "Sampler", "Sampling"]
 
 BASE_VERSION = 0
 _MAX_SAMPLES = 1024
@@ -38,27 +38,34 @@ class Sampler:
     """The checkpoint; None: the base model, or weights that have no name."""
 
 
+class Generators:
+    """What the requests of all owners compete for: the generators, whose turn it is, and places for completions."""
+
+    def __init__(self, client: SamplingClient, versions: Versions, *, max_parallel: int) -> None:
+        self.client, self.versions = client, versions
+        self.turns, self.places = Turns(), Places(max_parallel)
+        self.loaded: dict[str, int] = {}
+        """The version that a checkpoint on disk was given, by path; ids of models differ between owners."""
+
+
 class Sampling:
-    """Answers requests for samples and log-probabilities."""
+    """Answers one owner's requests for samples and log-probabilities."""
 
     def __init__(
         self,
-        generator: SamplingClient,
-        versions: Versions,
+        generators: Generators,
         checkpoints: Checkpoints,
         futures: Futures,
         *,
         base_model: str,
         context_tokens: int,
         vocab_size: int,
-        max_parallel: int,
     ) -> None:
-        self.generator, self._versions, self._checkpoints, self._futures = generator, versions, checkpoints, futures
+        self.generator, self._versions = generators.client, generators.versions
+        self.turns, self._places, self._loaded = generators.turns, generators.places, generators.loaded
+        self._checkpoints, self._futures = checkpoints, futures
         self._base_model, self._context_tokens, self._vocab_size = base_model, context_tokens, vocab_size
-        self.turns, self._places = Turns(), Places(max_parallel)
         self.samplers: dict[str, Sampler] = {}
-        self._loaded: dict[str, int] = {}
-        """The version that a checkpoint on disk was given, by path."""
 
     def open(
         self, sampler_id: str, session_id: str, *, base_model: str | None, model_path: str | None, version: int | None

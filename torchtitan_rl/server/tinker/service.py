@@ -1,9 +1,11 @@
-"""What stands behind the routes: sessions, models, sampling, futures and checkpoints of one server."""
+"""What stands behind the routes: a server, and for each owner of a key their sessions, models, samplers, futures and
+checkpoints. An owner's ids are looked up among their own: those of another owner are not there."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,16 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.server.tinker.bodies import LoadWeightsBody, SamplerBody, SaveForSamplerBody, SessionBody
 from torchtitan_rl.server.tinker.checkpoints import Checkpoint, Checkpoints
+from torchtitan_rl.server.tinker.downloads import Downloads
 from torchtitan_rl.server.tinker.faults import Fault, user
-from torchtitan_rl.server.tinker.futures import Futures
-from torchtitan_rl.server.tinker.models import Model, Models
+from torchtitan_rl.server.tinker.futures import Futures, Shelf
+from torchtitan_rl.server.tinker.models import Model, ModelPlaces, Models
+from torchtitan_rl.server.tinker.owners import EVERYBODY
 from torchtitan_rl.server.tinker.requests import ModelRequests
 from torchtitan_rl.server.tinker.samplers import Versions
-from torchtitan_rl.server.tinker.sampling import BASE_VERSION, Sampler, Sampling
+from torchtitan_rl.server.tinker.sampling import BASE_VERSION, Generators, Sampler, Sampling
 
-__all__ = ["Limits", "Served", "Service"]
+__all__ = ["Limits", "Served", "Server", "Service"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -45,9 +49,14 @@ class Limits:
     poll_s: float = 20.0
     """Seconds for which a question for an answer waits; the SDK waits 45."""
     max_finished: int = 256
-    """Sessions that were finished and can be looked up still; older ones are forgotten."""
-    stale_s: float = 300.0
-    """Seconds without a sign of life after which a session's models may make place for others."""
+    """Sessions of an owner that were finished and can be looked up still; older ones are forgotten."""
+    silent_s: float = 60.0
+    """Seconds without a sign of life after which a session's models make place for one that waits; the SDK gives one
+    every 10."""
+    link_s: float = 3600.0
+    """Seconds for which a link to weights is valid."""
+    place_wait_s: float = 90.0
+    """Seconds for which a new model waits for a place in the trainer: longer than a client that has gone is silent."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,7 +69,14 @@ class Served:
     """A Hugging Face directory with its weights; read for a model that trains all parameters."""
     vocab_size: int
     context_tokens: int
+    """Tokens of a prompt and its completion (`generator.max_model_len`)."""
+    trained_tokens: int
+    """Tokens of a datum (`trainer.training.seq_len`)."""
     lora: LoRAConfig | None
+    end_tokens: dict[str, int]
+    """The tokenizer's ids "eos" and "pad"."""
+    write_form: Callable[[Checkpoint, Path, Path], None]
+    """Writes what goes into an archive: `downloads.write_hf_form` for the model."""
 
 
 @dataclass(slots=True)
@@ -71,8 +87,9 @@ class _Session:
     finished: bool = False
 
 
-class Service:
-    """One server. `open` before the first request."""
+class Server:
+    """One server: the meshes, what all owners compete for, and a `Service` for each owner. `open` before the first
+    request."""
 
     def __init__(
         self,
@@ -84,48 +101,72 @@ class Service:
         limits: Limits,
     ) -> None:
         self.served, self.limits = served, limits
-        self.futures, self.checkpoints = Futures(), Checkpoints(directory / "models")
-        self._versions = Versions(
-            versions,
-            self.checkpoints,
-            max_published=limits.max_published,
-            max_spooled=limits.max_spooled,
-            spool=directory / "spool",
+        self._directory = directory
+        self.policy_versions = versions
+        self.versions = Versions(
+            versions, max_published=limits.max_published, max_spooled=limits.max_spooled, spool=directory / "spool"
         )
-        self.policy_versions, self._generator = versions, generator
-        self.models = Models(
-            trainer,
-            self.checkpoints,
-            self.futures,
-            base_model=served.base_model,
-            base_dir=served.base_dir,
-            vocab_size=served.vocab_size,
-            lora=served.lora,
-            max_models=limits.max_models,
-        )
-        self.models.stale = self._stale
-        self.requests = ModelRequests(self.models, self._versions, self.futures)
-        self.sampling = Sampling(
-            generator,
-            self._versions,
-            self.checkpoints,
-            self.futures,
-            base_model=served.base_model,
-            context_tokens=served.context_tokens,
-            vocab_size=served.vocab_size,
-            max_parallel=limits.max_parallel,
-        )
-        self.sessions: dict[str, _Session] = {}
+        self.places = ModelPlaces(trainer, lora=served.lora, max_models=limits.max_models, wait_s=limits.place_wait_s)
+        self.generators = Generators(generator, self.versions, max_parallel=limits.max_parallel)
+        self.downloads = Downloads(directory / "archives", served.write_form, valid_s=limits.link_s)
+        self.shelf = Shelf()
+        self._services: dict[str, Service] = {}
+        self.on_server_fault: Callable[[Exception], None] = lambda error: None
+        """Told of every failure that is not a request's."""
 
     async def open(self) -> None:
         """Publishes the base model, which every generator that starts later loads."""
         version = await self.policy_versions.publish()
         assert version == BASE_VERSION, f"the trainer begins with version {version}"
-        await self._generator.pull(version)
-        self._versions.keep(BASE_VERSION)
+        await self.generators.client.pull(version)
+        self.versions.keep(BASE_VERSION)
+
+    def service(self, owner: str) -> Service:
+        """What belongs to an owner. `EVERYBODY` has the directory `models`, an owner of a key `owners/OWNER/models`."""
+        if owner not in self._services:
+            place = self._directory if owner == EVERYBODY else self._directory / "owners" / owner
+            self._services[owner] = Service(self, owner, place / "models")
+        return self._services[owner]
 
     async def close(self) -> None:
         """Ends every request."""
+        for service in self._services.values():
+            await service.close()
+
+
+class Service:
+    """What belongs to one owner. Nothing in it refers to what belongs to another."""
+
+    def __init__(self, server: Server, owner: str, directory: Path) -> None:
+        """`directory`: where the owner's checkpoints are."""
+        served = server.served
+        self.served, self.limits, self.owner, self.downloads = served, server.limits, owner, server.downloads
+        self.futures, self.checkpoints = Futures(server.shelf), Checkpoints(directory)
+        self.futures.on_server_fault = lambda error: server.on_server_fault(error)
+        self.models = Models(
+            server.places,
+            self.checkpoints,
+            self.futures,
+            base_model=served.base_model,
+            base_dir=served.base_dir,
+            vocab_size=served.vocab_size,
+            end_tokens=served.end_tokens,
+            silent=self._silent,
+            hear=self._hear,
+        )
+        self.requests = ModelRequests(self.models, server.versions, self.futures)
+        self.sampling = Sampling(
+            server.generators,
+            self.checkpoints,
+            self.futures,
+            base_model=served.base_model,
+            context_tokens=served.context_tokens,
+            vocab_size=served.vocab_size,
+        )
+        self.sessions: dict[str, _Session] = {}
+
+    async def close(self) -> None:
+        """Ends the owner's requests."""
         for model in list(self.models.live.values()):
             model.order.close("the server stopped")
         await self.futures.close()
@@ -148,9 +189,15 @@ class Service:
         session.heard = time.monotonic()
         return session
 
-    def _stale(self, session_id: str) -> bool:
+    def _silent(self, session_id: str) -> bool:
+        """Whether a session has ended, or its client has given no sign of life for long."""
         session = self.sessions.get(session_id)
-        return session is None or session.finished or time.monotonic() - session.heard > self.limits.stale_s
+        return session is None or session.finished or time.monotonic() - session.heard > self.limits.silent_s
+
+    def _hear(self, session_id: str) -> None:
+        """A request of one of its models is a session's sign of life too."""
+        if (session := self.sessions.get(session_id)) is not None:
+            session.heard = time.monotonic()
 
     async def finish(self, session_id: str) -> None:
         """Ends a session: its models leave the trainer, its sampling sessions end."""

@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan_rl.server.errors import Refused
 from torchtitan_rl.server.tinker.faults import Fault, server, user
-from torchtitan_rl.server.tinker.futures import Answer, Futures
+from torchtitan_rl.server.tinker.futures import Answer, Futures, Shelf
 from torchtitan_rl.server.tinker.order import InOrder, Room
 
 
@@ -289,3 +289,27 @@ def test_closing_fails_what_is_not_done():
         return await futures.fetch("m", 1)
 
     assert asyncio.run(run()).category == server("").category
+
+
+def test_an_owner_who_asks_for_much_takes_no_answer_from_another(monkeypatch):
+    monkeypatch.setattr("torchtitan_rl.server.tinker.futures._MAX_KEPT", 5)
+    monkeypatch.setattr("torchtitan_rl.server.tinker.futures._MAX_KEPT_BYTES", 150)
+
+    async def run():
+        shelf = Shelf()
+        alice, bob = Futures(shelf), Futures(shelf)
+        own = [bob.refuse(user("x")) for _ in range(2)]
+        for _ in range(9):
+            last = alice.refuse(user("x"))
+        assert (alice.num_kept, bob.num_kept) == (3, 2) and last in alice
+
+        async def large():
+            return Answer(content=b"x" * 99)
+
+        for name in ("one", "two"):
+            alice.start(name, large())
+            await alice.fetch(name, 5)
+        assert "two" in alice and "one" not in alice and alice.kept_bytes + bob.kept_bytes <= 150
+        return [await content(bob, name) for name in own]
+
+    assert [fault.message for fault in asyncio.run(run())] == ["x", "x"]

@@ -10,7 +10,8 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from torchtitan_rl.config.actors import LoRAConfig
 from torchtitan_rl.server.tinker.app import make_app
-from torchtitan_rl.server.tinker.service import Limits, Served, Service
+from torchtitan_rl.server.tinker.owners import EVERYBODY, OneKey
+from torchtitan_rl.server.tinker.service import Limits, Served, Server
 from torchtitan_rl.types import OptimStepOutput
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
@@ -42,11 +43,19 @@ class Client:
 
     def __init__(self, directory: Path):
         served = Served(
-            base_model="tiny", base_dir=directory, vocab_size=64, context_tokens=64, lora=LoRAConfig(rank=8, alpha=8.0)
+            base_model="tiny",
+            base_dir=directory,
+            vocab_size=64,
+            context_tokens=64,
+            trained_tokens=64,
+            lora=LoRAConfig(rank=8, alpha=8.0),
+            end_tokens={"eos": 1, "pad": 0},
+            write_form=lambda checkpoint, source, target: None,
         )
         self.trainer = Trainer()
-        self.service = Service(served, self.trainer, None, None, directory, Limits())
-        transport = httpx.ASGITransport(make_app(self.service, ""))
+        server = Server(served, self.trainer, None, None, directory, Limits())
+        self.service = server.service(EVERYBODY)
+        transport = httpx.ASGITransport(make_app(server, OneKey()))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1")
         self.model_id = ""
 
@@ -94,7 +103,7 @@ def test_a_sample_that_names_a_model_takes_none_of_its_numbers(tmp_path):
     assert served(tmp_path, play) == (["optim_step"] * 2, 2)
 
 
-@pytest.mark.parametrize("path", ["save_weights_external", "a_kind_of_a_newer_sdk"])
+@pytest.mark.parametrize("path", ["copy_weights", "a_kind_of_a_newer_sdk"])
 def test_a_kind_that_is_not_offered_ends_at_its_place(tmp_path, path):
     async def play(client):
         await client.create()

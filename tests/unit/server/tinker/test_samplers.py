@@ -87,9 +87,7 @@ class Store:
 def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
     async def run():
         store = Store()
-        versions = Versions(
-            store, Checkpoints(tmp_path / "models"), max_published=2, max_spooled=9, spool=tmp_path / "spool"
-        )
+        versions = Versions(store, max_published=2, max_spooled=9, spool=tmp_path / "spool")
         for store.next in (1, 2, 3, 4):
             assert await versions.publish() == store.next
         pushed_out = sorted(store.holders)
@@ -114,9 +112,7 @@ def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
 def test_a_version_in_use_is_never_pushed_out(tmp_path):
     async def run():
         store = Store()
-        versions = Versions(
-            store, Checkpoints(tmp_path / "models"), max_published=1, max_spooled=9, spool=tmp_path / "spool"
-        )
+        versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
         await versions.publish()
         async with versions.published(1):
             for store.next in (2, 3):
@@ -131,9 +127,7 @@ def test_a_version_in_use_is_never_pushed_out(tmp_path):
 
 def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
     async def run():
-        versions = Versions(
-            Store(), Checkpoints(tmp_path / "models"), max_published=1, max_spooled=9, spool=tmp_path / "spool"
-        )
+        versions = Versions(Store(), max_published=1, max_spooled=9, spool=tmp_path / "spool")
         versions.register(-1, tmp_path / "gone.safetensors")
         async with versions.published(-1):
             pass
@@ -145,9 +139,7 @@ def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
 def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used_least_recently_go(tmp_path):
     async def run():
         store = Store()
-        versions = Versions(
-            store, Checkpoints(tmp_path / "models"), max_published=1, max_spooled=2, spool=tmp_path / "spool"
-        )
+        versions = Versions(store, max_published=1, max_spooled=2, spool=tmp_path / "spool")
         for store.next in (1, 2, 3):
             await versions.publish()
         async with versions.published(1):  # used again
@@ -169,7 +161,7 @@ def test_a_damaged_file_is_a_fault_of_the_request_and_is_never_published(tmp_pat
 
     async def run():
         store, checkpoints = Store(), Checkpoints(tmp_path / "models")
-        versions = Versions(store, checkpoints, max_published=1, max_spooled=9, spool=tmp_path / "spool")
+        versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
         record = ModelRecord(model_id="ab12:train:0", base_model="tiny")
         messages = []
         for version, name in ((-1, "flipped"), (-2, "fine"), (-3, "old")):

@@ -11,14 +11,15 @@ adapters.prepare_vllm(eager=True)
 from torchtitan_rl.model.gumbel import gumbel_argmax  # noqa: E402
 from torchtitan_rl.model.sampling_noise import splitmix64  # noqa: E402
 from torchtitan_rl.server.tinker.bodies import SamplingBody  # noqa: E402
-from torchtitan_rl.server.tinker.sampling import Sampling  # noqa: E402
+from torchtitan_rl.server.tinker.sampling import Generators, Sampling  # noqa: E402
 
 SEEDS, SAMPLES, TOKENS, VOCABULARY = 20, 16, 24, 64
 
 
 def sampling():
     """No request is made: the streams are a function of seed and index."""
-    return Sampling(None, None, None, None, base_model="tiny", context_tokens=64, vocab_size=VOCABULARY, max_parallel=0)
+    generators = Generators(None, None, max_parallel=0)
+    return Sampling(generators, None, None, base_model="tiny", context_tokens=64, vocab_size=VOCABULARY)
 
 
 def drawn(seed):
