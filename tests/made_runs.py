@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.records import evaluation_record
 from torchtitan_rl.observability.run_dir import RunDir
 from torchtitan_rl.observability.run_log import RunDirWriter
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
-__all__ = ["HOSTILE", "decode", "group", "made_run", "write_step"]
+__all__ = ["HOSTILE", "completion", "decode", "group", "made_run", "write_evaluation", "write_step"]
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\x00\u202eevil\u202c\u2066"
 """What a page must show as text."""
@@ -79,6 +80,19 @@ def write_step(run_dir: RunDir, step: int, groups: list[tuple[RolloutGroup, list
     writer.fact("metrics", {"line": line})
     writer.fact("trained", {"sequences": trained})
     writer.fact("rollouts", {"step": step, "groups": [played for played, _ in groups]})
+
+
+def completion(index: int, text: str, reward: float | None, *, sample: int = 0, failed: str = "") -> dict:
+    """The record of an attempt at task `index` of the validation split; right from a reward of 1 on."""
+    task = Task(id=f"sort/validation/{index}", prompt=f"question {index}", answer="abc")
+    rollout = Rollout(id="e", task=task, turns=[], reward=reward, text=text)
+    record = evaluation_record(task, rollout, correct=reward is not None and reward >= 1.0, failed=failed)
+    return {"name": "sort", "split": "validation", "task_index": index, "sample": sample} | record
+
+
+def write_evaluation(run_dir: RunDir, step: int, records: list[dict]) -> None:
+    """What the loop tells of an evaluation."""
+    RunDirWriter(run_dir).fact("evaluated", {"step": step, "records": records})
 
 
 def made_run(path: Path, steps: int = 3, *, seal_after: int = 2, lr: float = 0.001) -> RunDir:

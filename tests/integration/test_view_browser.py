@@ -19,11 +19,12 @@ import pytest
 
 from tests.integration.conftest import ROOT
 from tests.integration.leftovers import nothing_left
-from tests.made_runs import made_run
+from tests.made_runs import HOSTILE, completion, made_run, write_evaluation
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 AXE = "axe-core@4.14.1"
+TASK = "run=hostile&name=sort&split=validation&id=sort/validation/0"
 SERIOUS = ("serious", "critical")
 KILLED_WITHIN_S = 5.0
 
@@ -72,7 +73,9 @@ def going_on(tmp_path_factory):
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     """The directory of a run with hostile completions."""
-    return made_run(tmp_path_factory.mktemp("runs") / "hostile").path
+    run_dir = made_run(tmp_path_factory.mktemp("runs") / "hostile")
+    write_evaluation(run_dir, 1, [completion(0, HOSTILE, 0.0), completion(1, "abc", 1.0)])
+    return run_dir.path
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +156,10 @@ def test_search_finds_and_every_state_has_an_address(page):
 
 
 def test_hostile_completions_are_harmless_text(page):
-    for address in ("/rollouts?run=hostile", "/group?run=hostile&id=2/0", "/rollout?run=hostile&id=2/0/1"):
+    for address in (
+        *("/rollouts?run=hostile", "/group?run=hostile&id=2/0", "/rollout?run=hostile&id=2/0/1"),
+        *("/completions?run=hostile", f"/task?{TASK}", f"/completion?{TASK}&step=1"),
+    ):
         page.goto(address)
         assert page.evaluate("document.querySelectorAll('main script, main img, main iframe').length") == 0
     page.goto("/text?run=hostile&id=2/0/1")
@@ -189,7 +195,8 @@ def test_axe_finds_no_serious_fault(page, scheme, tmp_path_factory):
     for address in (
         *("/", "/curves", "/evaluations", "/rollouts?run=live", "/groups?run=live", "/group?run=hostile&id=2/0"),
         *("/rollout?run=hostile&id=2/0/0", "/rollout?run=hostile&id=2/0/0&tint=ratio", "/text?run=hostile&id=2/0/1"),
-        *("/configs?show=all", "/configs"),
+        *("/configs?show=all", "/configs", "/completions?run=live", "/completions?run=hostile"),
+        *(f"/task?{TASK}", f"/completion?{TASK}&step=1"),
     ):
         page.goto(address)
         page.wait_for_timeout(300)

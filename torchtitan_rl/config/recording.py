@@ -54,6 +54,9 @@ class RecordConfig:
     without arguments. Each is called in a thread of its own; a sink that fails or hangs is reported once."""
     timeline: bool = False
     """Whether every process records what it does when, for `torchtitan-rl timeline RUN`."""
+    eval_completions: int = 64
+    """Tasks of each evaluation, the first ones, whose completions the table `evaluations` keeps, greedy ones and
+    samples; 0: none."""
     explain_mismatch_every: int = 0
     """Optimizer steps between explanations of the gap between trainer and generators (docs/mismatch.md); 0: none."""
     explain_mismatch_rollouts: int = 8

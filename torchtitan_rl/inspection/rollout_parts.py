@@ -1,10 +1,10 @@
-"""The parts of a run's table `rollouts`, read into an index for queries: everything but text and what is per token."""
+"""The parts of a run's table of texts, read into an index for queries: everything but text and what is per token."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from torchtitan_rl.observability.json_lines import parsed
 
-__all__ = ["COLUMNS", "SCAN", "Parts", "literal"]
+__all__ = ["COLUMNS", "EVALUATION_COLUMNS", "SCAN", "Parts", "literal"]
 
 SCAN = "read_parquet(?, filename=true, file_row_number=true, union_by_name=true, hive_partitioning=false)"
 """Parquet files as rows, each with its file and its number there; directories named `a=b` are no columns."""
@@ -37,23 +37,42 @@ COLUMNS = {
     "policy_version_min": ("INTEGER", "policy_version_min"),
     "policy_version_max": ("INTEGER", "policy_version_max"),
 }
-"""Column of the index -> its type, and what it is in terms of the table's columns."""
-_SOURCES = {name: "num_tokens" if name == "num_turns" else name for name in COLUMNS}
+"""Column of the index of rollouts -> its type, and what it is in terms of the table's columns."""
+EVALUATION_COLUMNS = {
+    "step": ("INTEGER", "step"),
+    "attempt": ("INTEGER", "attempt"),
+    "name": ("VARCHAR", "name"),
+    "split": ("VARCHAR", "split"),
+    "task_index": ("INTEGER", "task_index"),
+    "task_id": ("VARCHAR", "task_id"),
+    "sample": ("INTEGER", "sample"),
+    "reward": ("DOUBLE", "reward"),
+    "correct": ("BOOLEAN", "correct"),
+    "failed": ("VARCHAR", "failed"),
+    "num_tokens": ("INTEGER", "list_sum(num_tokens)"),
+    "finish_reason": ("VARCHAR", "finish_reason"),
+    "end_reason": ("VARCHAR", "end_reason"),
+}
+"""The same of the index of completions of evaluations."""
 _TURNS = re.compile(rb', ?"turns": ?')  # in a text the quotes would be escaped; earlier runs have spaces
 _BEFORE_TURNS = {"step", "attempt", "rollout_id", "group_id", "task_id", "text", "reward", "advantage", "num_tokens"}
 _LINES_AT_ONCE = 500
 
 
 class Parts:
-    """Reads new records of `directory` into two tables of a DuckDB connection.
+    """Reads new records of `directory`, a table of a run, into two tables of a DuckDB connection.
 
-    `rollouts` has `COLUMNS`, and where a record lies: `part`, `line`, and for JSON lines `start` and `size` in bytes.
+    `records` has `columns`, and where a record lies: `part`, `line`, and for JSON lines `start` and `size` in bytes.
     `texts` has `part`, `line`, `prompt` and `text` of JSON lines. A record keeps its line when its part becomes
     Parquet.
     """
 
-    def __init__(self, directory: Path, connection: duckdb.DuckDBPyConnection) -> None:
-        self.directory, self._connection = directory, connection
+    def __init__(
+        self, directory: Path, connection: duckdb.DuckDBPyConnection, columns: Mapping[str, tuple[str, str]]
+    ) -> None:
+        """`columns` are such as `COLUMNS`."""
+        self.directory, self._connection, self._columns = directory, connection, columns
+        self._types = {name: _TYPES[kind] for name, (kind, _) in columns.items()} | _PLACE_TYPES
         self.notes: dict[str, str] = {}
         """File -> what is wrong with it."""
         self.columnar: dict[int, Path] = {}
@@ -63,8 +82,8 @@ class Parts:
         self._rows: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
         self._stamps: dict[int, int] = {}
-        columns = ", ".join(f"{name} {kind}" for name, (kind, _) in COLUMNS.items())
-        connection.execute(f"create table rollouts (part INTEGER, line INTEGER, start BIGINT, size BIGINT, {columns})")
+        declared = ", ".join(f"{name} {kind}" for name, (kind, _) in columns.items())
+        connection.execute(f"create table records (part INTEGER, line INTEGER, start BIGINT, size BIGINT, {declared})")
         connection.execute("create table texts (part INTEGER, line INTEGER, prompt VARCHAR, text VARCHAR)")
 
     def refresh(self, limit_s: float) -> None:
@@ -121,12 +140,12 @@ class Parts:
             alike.setdefault(tuple(pq.read_schema(file).names), []).append(part)
         for have, parts in alike.items():
             wanted = ", ".join(
-                f"TRY_CAST({source if _SOURCES[name] in have else 'NULL'} AS {kind})"
-                for name, (kind, source) in COLUMNS.items()
+                f"TRY_CAST({source if _COUNTED.get(name, name) in have else 'NULL'} AS {kind})"
+                for name, (kind, source) in self._columns.items()
             )
             part_of = "CAST(parse_filename(filename, true) AS INTEGER)"
             self._connection.execute(
-                f"insert into rollouts select {part_of}, file_row_number, NULL, NULL, {wanted} from {SCAN} "
+                f"insert into records select {part_of}, file_row_number, NULL, NULL, {wanted} from {SCAN} "
                 "where file_row_number >= ?",
                 [[literal(files[part]) for part in parts], self._rows.get(parts[0], 0) if len(parts) == 1 else 0],
             )
@@ -149,28 +168,29 @@ class Parts:
             self._offsets[part] = at + len(line)
             try:
                 record = _head(line)
-                values = _light(record)
+                values = _light(record, self._columns)
             except (ValueError, TypeError, AttributeError):
                 self.notes[name] = f"{self.directory.name}/{name}: a line is no JSON"
                 continue
             self._rows[part] = row + 1
             found.append((part, row, at, len(line), *values))
             texts.append((part, row, _text(record.get("prompt")), _text(record.get("text"))))
-        self._insert("rollouts", ("part", "line", "start", "size", *COLUMNS), found)
+        self._insert("records", ("part", "line", "start", "size", *self._columns), found)
         self._insert("texts", ("part", "line", "prompt", "text"), texts)
 
     def _insert(self, table: str, names: tuple[str, ...], rows: list[tuple]) -> None:
         if rows:
-            columns = {name: pa.array(column, _ARROW.get(name)) for name, column in zip(names, zip(*rows))}
+            columns = {name: pa.array(column, self._types[name]) for name, column in zip(names, zip(*rows))}
             self._connection.register("fresh", pa.table(columns))
             self._connection.execute(f"insert into {table} select * from fresh")
             self._connection.unregister("fresh")
 
 
 _TYPES = {"INTEGER": pa.int32(), "VARCHAR": pa.string(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
-_ARROW = {name: _TYPES[kind] for name, (kind, _) in COLUMNS.items()}
-_ARROW |= {"part": pa.int32(), "line": pa.int32(), "start": pa.int64(), "size": pa.int64()}
-_ARROW |= {"prompt": pa.string(), "text": pa.string()}
+_PLACE_TYPES = {"part": pa.int32(), "line": pa.int32(), "start": pa.int64(), "size": pa.int64()}
+_PLACE_TYPES |= {"prompt": pa.string(), "text": pa.string()}
+_COUNTED = {"num_turns": "num_tokens"}
+"""Column of an index -> the column of the table that it is counted from, where the names differ."""
 
 
 def literal(file: Path) -> str:
@@ -198,12 +218,12 @@ def _head(line: bytes) -> dict[str, Any]:
     return parsed(line)
 
 
-def _light(record: dict[str, Any]) -> tuple:
-    """The values of `COLUMNS`; None where a record of another version has something else."""
+def _light(record: dict[str, Any], columns: Mapping[str, tuple[str, str]]) -> tuple:
+    """The values of `columns`; None where a record of another version has something else."""
     counts = record.get("num_tokens")
     counts = counts if isinstance(counts, list) and all(isinstance(n, int) for n in counts) else None
     made = {"num_tokens": None if counts is None else sum(counts), "num_turns": None if counts is None else len(counts)}
-    return tuple(_as(kind, made[name] if name in made else record.get(name)) for name, (kind, _) in COLUMNS.items())
+    return tuple(_as(kind, made[name] if name in made else record.get(name)) for name, (kind, _) in columns.items())
 
 
 def _as(kind: str, value: Any) -> Any:

@@ -78,6 +78,13 @@ class Run:
         columns = [name for name in every if tokens or name not in _PER_TOKEN]
         return pd.DataFrame(attempts.read_rollouts(self.directory, columns), columns=columns)
 
+    def completions(self) -> pd.DataFrame:
+        """One row per recorded completion of an evaluation that counts, with the columns of docs/run_directory.md."""
+        import pandas as pd
+
+        columns = self.directory.tables["evaluations"].schema.names
+        return pd.DataFrame(attempts.read_evaluations(self.directory), columns=columns)
+
     def missing(self) -> list[str]:
         """What a complete run has and this directory has not, or not yet, in words."""
         found = []

@@ -27,6 +27,7 @@ __all__ = [
     "begun",
     "attempts",
     "cut_metrics",
+    "read_evaluations",
     "read_ledger",
     "read_rollouts",
     "read_versions",
@@ -133,6 +134,25 @@ def read_rollouts(run_dir: RunDir, columns: Sequence[str] | None = None) -> Iter
     attempt went on. Such rollouts did not train the policy that the run ended with. `columns` are those to read, `step`
     and `attempt` among them; None: all."""
     return _counting(run_dir, "rollouts", columns)
+
+
+def read_evaluations(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    """The records of the table `evaluations` that count, in order; see `read_rollouts`. An attempt at the run that goes
+    on from a step evaluates that step again where its checkpoint was written before the evaluation: of the records of a
+    set and split at one step, those of the newest attempt count. Of an attempt at a task that was made twice at one
+    step the last record counts."""
+    records = list(_counting(run_dir, "evaluations"))
+    newest: dict[tuple, int] = {}
+    last: dict[tuple, dict[str, Any]] = {}
+    for record in records:
+        evaluation = record["step"], record["name"], record["split"]
+        newest[evaluation] = max(record["attempt"], newest.get(evaluation, 0))
+        last[*evaluation, record["task_index"], record["sample"]] = record
+    for record in records:
+        evaluation = record["step"], record["name"], record["split"]
+        is_last = last[*evaluation, record["task_index"], record["sample"]] is record
+        if is_last and newest[evaluation] == record["attempt"]:
+            yield record
 
 
 def read_versions(run_dir: RunDir) -> Iterator[dict[str, Any]]:

@@ -60,9 +60,9 @@ class Recorder:
     """Passes facts and spans on to every listener, in order. A listener may add to the `line` of `metrics`.
 
     Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `trained` (`sequences`, the
-    datums of a batch with the policy's log-probabilities), `rollouts` (`step`, `groups`), `draws` (`step`, `records` of
-    `run.draws`), `version` (`step`, `version`, `seconds` of the publication), `note` (`text`), `generator` (`client`,
-    the sampling client, once it has started).
+    datums of a batch with the policy's log-probabilities), `rollouts` (`step`, `groups`), `evaluated` (`step`,
+    `records` of the table `evaluations`), `draws` (`step`, `records` of `run.draws`), `version` (`step`, `version`,
+    `seconds` of the publication), `note` (`text`), `generator` (`client`, the sampling client, once it has started).
     Example: `with recorder.span("generate") as span: ...`, then `recorder.fact("note", text=f"{span.seconds} s")`.
     """
 

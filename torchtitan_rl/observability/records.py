@@ -1,4 +1,5 @@
-"""Records of rollouts, made from judged groups and from what trained; `observability.schemas` has the columns."""
+"""Records of rollouts, made from judged groups and from what trained, and of attempts in evaluations;
+`observability.schemas` has the columns."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
+    from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Task, Turn
 
-__all__ = ["Trained", "rollout_records"]
+__all__ = ["Trained", "evaluation_record", "rollout_records"]
 
 Trained = tuple["Datum", Any]
 """A training sequence, and the policy's log-probability of each of its targets when it trained first, (T,)."""
@@ -41,6 +42,23 @@ def rollout_records(
             "left_out": group.left_out,
             **({} if decode is None else _per_token(group.rollouts[index], sequences.get(place, []), decode)),
         }
+
+
+def evaluation_record(task: Task, rollout: Rollout | None, *, correct: bool, failed: str) -> dict[str, Any]:
+    """The record of an attempt at a task of an evaluation. `rollout` is None where the attempt has none because it
+    failed, and `failed` says why: such an attempt has no reward."""
+    record: dict[str, Any] = {"task_id": task.id, "correct": correct, "failed": failed}
+    record |= {name: _as_text(getattr(task, name)) for name in ("prompt", "answer")}
+    if rollout is None:
+        return record
+    completions = [turn.completion for turn in rollout.turns]
+    return record | {
+        "text": rollout.text,
+        "reward": None if failed else rollout.reward,
+        "num_tokens": [len(completion.tokens) for completion in completions],
+        "finish_reason": completions[-1].finish_reason if completions else None,
+        "end_reason": rollout.end_reason,
+    }
 
 
 def _of_rollout(rollout: Rollout) -> dict[str, Any]:

@@ -4,6 +4,7 @@ config.json            what ran
 metrics.jsonl          one line per step or evaluation
 logs/                  one file per process
 rollouts/              a table with one record per rollout; see `observability.tables` and `observability.schemas`
+evaluations/           a table with one record per attempt at a task of an evaluation
 ledger/                a table with two records per draw: admitted, and how it ended; see `run.draws`
 versions/              a table with one record per publication of the policy's weights
 attempts/              a table with one record per start of the run; see `observability.attempts`

@@ -1,4 +1,5 @@
-"""The files of a run that grow: JSON lines of metrics, and of records of rollouts, draws and policy versions."""
+"""The files of a run that grow: JSON lines of metrics, and of records of rollouts, evaluations, draws and
+policy versions."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ class RunLog:
 
 
 class RunDirWriter(Listener):
-    """Writes what the loop tells to a run's directory: metrics, rollouts, draws and policy versions."""
+    """Writes what the loop tells to a run's directory: metrics, rollouts, evaluations, draws and policy
+    versions."""
 
     def __init__(self, log: RunLog, decode: Callable[[list[int]], str] | None = None) -> None:
         """`decode` turns tokens into text; with None, rollouts are recorded without what is per turn or token."""
@@ -104,6 +106,8 @@ class RunDirWriter(Listener):
             self._log.log_metrics(what["line"])
         elif kind == "draws":
             self._log.record("ledger", what["step"], what["records"])
+        elif kind == "evaluated":
+            self._log.record("evaluations", what["step"], what["records"])
         elif kind == "version":
             at = datetime.now().astimezone().isoformat(timespec="milliseconds")
             self._log.record("versions", what["step"], [what | {"at": at}])

@@ -1,9 +1,10 @@
-"""The columns of what a run records besides metrics: rollouts, draws, policy versions, attempts, events and samples.
+"""The columns of what a run records besides metrics: rollouts, evaluations, draws, policy versions, attempts, events
+and samples.
 `docs/run_directory.md` describes them.
 
 A record is a dict of plain data with the columns of its schema; a column may be missing. `read_rollouts`,
-`read_ledger` and `read_versions` of `observability.attempts` read the tables, and leave out what later attempts took
-again.
+`read_evaluations`, `read_ledger` and `read_versions` of `observability.attempts` read the tables, and leave out what
+later attempts took again.
 """
 
 from __future__ import annotations
@@ -70,6 +71,25 @@ SCHEMAS = {
             "turn_seconds": pa.list_(pa.list_(_FLOAT)),
             "turns": pa.list_(TURN),
             "sequences": pa.list_(SEQUENCE),
+        }
+    ),
+    "evaluations": pa.schema(
+        _BEGIN
+        | {
+            "name": _TEXT,
+            "split": _TEXT,
+            "task_index": _INT,
+            "task_id": _TEXT,
+            "sample": _INT,
+            "prompt": _TEXT,
+            "answer": _TEXT,
+            "text": _TEXT,
+            "reward": _FLOAT,
+            "correct": pa.bool_(),
+            "failed": _TEXT,
+            "num_tokens": pa.list_(_INT),
+            "finish_reason": _TEXT,
+            "end_reason": _TEXT,
         }
     ),
     "ledger": pa.schema(

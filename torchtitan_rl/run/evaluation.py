@@ -9,20 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl import html
 from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
 from torchtitan_rl.config.sampling import changes
 from torchtitan_rl.observability.recorder import Recorder
+from torchtitan_rl.observability.records import evaluation_record
 from torchtitan_rl.run.failures import Failures
 from torchtitan_rl.run.intervals import pass_at_k as chance_of_one
 from torchtitan_rl.run.intervals import score_interval
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
 from torchtitan_rl.tasks.reward_parts import part_means
-from torchtitan_rl.types import Rollout, RolloutGroup
+from torchtitan_rl.types import Rollout, RolloutGroup, Task
 from torchtitan_rl.validation.data import unread_data, without_download
 from torchtitan_rl.workflows.group import GroupFailed, run_attempts
 from torchtitan_rl.workflows.policy import Policy, single_turn
@@ -60,6 +61,9 @@ class Evaluation:
     failed, by cause; see `run.failures`."""
     pass_rates: list[PassRate] = field(default_factory=list)
     """The pass rate of each task: over its samples if `num_samples` > 0, else of the greedy completion."""
+    completions: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """Records of the attempts at the first tasks, without step and attempt; see the table `evaluations` in
+    docs/run_directory.md."""
 
     def metrics(self) -> dict:
         line = {
@@ -84,9 +88,9 @@ class Evaluation:
         return html.facts(f"{self.name}, {self.split}", facts)
 
     def summary_data(self) -> dict:
-        """The fields of an equal evaluation without pass rates, as plain data."""
+        """The fields of an equal evaluation without pass rates and completions, as plain data."""
         plain = dict(self.failures)  # `asdict` would count the items of a Counter, with keys that JSON refuses
-        return dataclasses.asdict(dataclasses.replace(self, pass_rates=[], failures=plain))
+        return dataclasses.asdict(dataclasses.replace(self, pass_rates=[], completions=[], failures=plain))
 
     def summary(self) -> str:
         text = f"{self.split} accuracy {self.accuracy:.3f}"
@@ -140,12 +144,14 @@ async def evaluate(
     config: ControllerConfig,
     workflow: Callable = single_turn,
     failures: Failures | None = None,
+    tasks_recorded: int = 0,
 ) -> Evaluation:
     """Attempts the tasks of a set greedily, and then `num_samples` times each. The tasks are of `family`.
 
     `policy(temperature)` returns the policy. `label` keeps the sampling streams of evaluations apart. `workflow` makes
     an attempt; when an attempt is several rollouts, the first counts. With `failures` an attempt that fails to the last
-    counts as wrong, and its siblings count as they are: no number of attempts shrinks.
+    counts as wrong, and its siblings count as they are: no number of attempts shrinks. `Evaluation.completions` has the
+    attempts at the first `tasks_recorded` tasks.
     """
     split, num_samples, pass_at_k = eval_set.split, eval_set.num_samples, eval_set.pass_at_k
     altered = changes(eval_set.sampling or config.eval_sampling)
@@ -156,8 +162,11 @@ async def evaluate(
 
     correct_reward = config.correct_reward if eval_set.correct_reward is None else eval_set.correct_reward
 
-    async def attempts(n: int, at: float) -> list[list[Rollout]]:
-        """The rollouts of the attempts at each task that did not fail."""
+    completions: list[dict[str, Any]] = []
+
+    async def attempts(n: int, at: float, first_sample: int) -> list[list[Rollout]]:
+        """The rollouts of the attempts at each task that did not fail. The record of a task's attempt i has the sample
+        `first_sample` + i."""
         played: list[list[Rollout | GroupFailed]] = await asyncio.gather(
             *(
                 run_attempts(
@@ -178,12 +187,18 @@ async def evaluate(
         for task, of_task in zip(tasks, rollouts, strict=True):
             fill_rewards(RolloutGroup(id=f"{label}/{task.id}", rollouts=of_task))  # a workflow may have rewarded turns
             failed["failure/attempts"] += n - len(of_task)
+        for index, (task, results) in enumerate(zip(tasks[:tasks_recorded], played)):
+            for sample, attempt in enumerate(results, first_sample):
+                completions.append(
+                    {"name": name, "split": split, "task_index": index, "sample": sample}
+                    | _completion(task, attempt, correct_reward)
+                )
         return rollouts
 
     def num_correct(played: list[list[Rollout]]) -> list[int]:
         return [sum(rollout.reward >= correct_reward for rollout in of_task) for of_task in played]
 
-    played = await attempts(1, 0.0)
+    played = await attempts(1, 0.0, 0)
     greedy = num_correct(played)
     result = Evaluation(name=name, split=split, num_tasks=len(tasks), accuracy=mean(greedy), failures=failed)
     if rollouts := [rollout for of_task in played for rollout in of_task]:
@@ -192,7 +207,7 @@ async def evaluate(
     result.intervals["accuracy"] = score_interval(greedy)
     counts, n = greedy, 1
     if num_samples:
-        counts, n = num_correct(await attempts(num_samples, eval_set.temperature)), num_samples
+        counts, n = num_correct(await attempts(num_samples, eval_set.temperature, 1)), num_samples
         averages = [count / n for count in counts]
         result.num_samples, result.avg_at_n = n, mean(averages)
         result.intervals[f"avg_at_{n}"] = score_interval(averages, draws_per_task=n)
@@ -204,7 +219,15 @@ async def evaluate(
         PassRate(split=split, index=i, num_samples=n, num_correct=count, prompt_hash=prompt_hash(task))
         for i, (task, count) in enumerate(zip(tasks, counts, strict=True))
     ]
+    result.completions = completions
     return result
+
+
+def _completion(task: Task, attempt: Rollout | GroupFailed, correct_reward: float) -> dict[str, Any]:
+    if isinstance(attempt, GroupFailed):
+        return evaluation_record(task, attempt.rollout, correct=False, failed=str(attempt))
+    assert attempt.reward is not None  # filled in above
+    return evaluation_record(task, attempt, correct=attempt.reward >= correct_reward, failed="")
 
 
 class Evaluations:
@@ -267,7 +290,10 @@ class Evaluations:
                 config=self.config.controller,
                 workflow=self.player.workflow(family),
                 failures=self.player.failures,
+                tasks_recorded=self.config.record.eval_completions,
             )
+        if result.completions:
+            self.recorder.fact("evaluated", step=step, records=result.completions)
         line = {"step": step, "phase": "evaluation", **result.metrics(), "time/step_s": span.seconds}
         self.recorder.fact("metrics", line=line, text=f"step {step}: {shown}{result.summary()}")
         return result

@@ -188,6 +188,7 @@ def _check_numbers(config: RunConfig) -> None:
         ("supervised.lr", config.supervised.lr),
         ("generator.num_spares", config.generator.num_spares),
         ("record.explain_mismatch_every", config.record.explain_mismatch_every),
+        ("record.eval_completions", config.record.eval_completions),
     ):
         if not 0 <= number < float("inf"):
             raise ValueError(f"{where}={number}: must not be negative; use 0 or more")

@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from torchtitan_rl.server.errors import Refused
 from torchtitan_rl.server.guard import Guard, allowed_hosts
-from torchtitan_rl.view import pages, rollout_pages, text
+from torchtitan_rl.view import evaluation_pages, pages, rollout_pages, text
 from torchtitan_rl.view.guard import ReadOnly
 from torchtitan_rl.view.parameters import Parameters
 from torchtitan_rl.view.runs import ShownRun
@@ -30,6 +30,9 @@ _PAGES = {
     "/": ("health.html", pages.health),
     "/curves": ("curves.html", pages.curves),
     "/evaluations": ("evaluations.html", pages.evaluations),
+    "/completions": ("completions.html", evaluation_pages.listed),
+    "/task": ("task.html", evaluation_pages.task),
+    "/completion": ("completion.html", evaluation_pages.completion),
     "/configs": ("configs.html", pages.configs),
     "/rollouts": ("rollouts.html", rollout_pages.listed),
     "/groups": ("groups.html", rollout_pages.groups),

@@ -214,11 +214,12 @@ def _is_number(value: Any) -> bool:
 
 
 def evaluations(parameters: Parameters) -> dict[str, Any]:
-    """A table per run: a row per evaluation, a column per number."""
+    """A table per run: a row per evaluation, a column per number, and how many completions are recorded."""
     chosen = parameters.chosen()
     tables = []
     for shown in chosen:
         lines = shown.series.evaluations()
+        counts = shown.completions.counts() if shown.has_completions else {}
         names = dict.fromkeys(name for line in lines for name in line)
         columns = [n for n in names if n not in ("step", "phase", "eval/name", "eval/split") and "_ci95_" not in n]
         rows = [
@@ -227,6 +228,7 @@ def evaluations(parameters: Parameters) -> dict[str, Any]:
                 "name": line.get("eval/name", ""),
                 "split": line.get("eval/split", ""),
                 "cells": [(line.get(name), _interval(line, name)) for name in columns],
+                "recorded": counts.get((line["step"], line.get("eval/name", ""), line.get("eval/split", ""))),
             }
             for line in lines
         ]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl.inspection.completions import Completions
 from torchtitan_rl.inspection.diagnose import Diagnosis, examine
 from torchtitan_rl.inspection.health import Health, health_of
 from torchtitan_rl.inspection.rollouts import Rollouts
@@ -30,6 +31,7 @@ class ShownRun:
         self._series = Series(run.directory.metrics_file)
         self._lock = threading.RLock()
         self._rollouts: Rollouts | None = None
+        self._completions: Completions | None = None
         self._tokenizer: Any = None
         self._diagnosis: Diagnosis | str = ""
         self._diagnosed = -math.inf
@@ -45,6 +47,18 @@ class ShownRun:
             if self._rollouts is None:
                 self._rollouts = Rollouts(self.run.directory)
             return self._rollouts
+
+    @property
+    def completions(self) -> Completions:
+        """The completions of the run's evaluations."""
+        with self._lock:
+            if self._completions is None:
+                self._completions = Completions(self.run.directory)
+            return self._completions
+
+    @property
+    def has_completions(self) -> bool:
+        return (self.run.path / "evaluations").is_dir()
 
     @property
     def has_rollouts(self) -> bool:

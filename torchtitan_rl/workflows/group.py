@@ -25,6 +25,9 @@ class GroupFailed(RuntimeError):
     """An attempt, or the judging of attempts, that failed after its last retry. A group that trains is dropped whole,
     because without the attempts that failed it would be biased; in an evaluation the attempt counts as wrong."""
 
+    rollout: Rollout | None = None
+    """The attempt, where it was played and its judging failed."""
+
 
 async def _once(call: Callable[[int], Awaitable[Any]], stage: str) -> Any:
     return await call(0)
@@ -109,7 +112,10 @@ async def run_attempts(
         failures = await asyncio.gather(
             *(_judged_alone(rollout, task, reward, reward_timeout_s, tried) for rollout in unjudged)
         )
-    failed = {rollout.id: failure for rollout, failure in zip(unjudged, failures, strict=True) if failure is not None}
+    failed: dict[str, GroupFailed] = {}
+    for rollout, failure in zip(unjudged, failures, strict=True):
+        if failure is not None:
+            failure.rollout, failed[rollout.id] = rollout, failure
     return [failed.get(result.id, result) if isinstance(result, Rollout) else result for result in results]
 
 

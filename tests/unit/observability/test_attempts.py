@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from tests.made_runs import completion, write_evaluation
 from torchtitan_rl.observability import attempts
+from torchtitan_rl.observability.audit import audit
 from torchtitan_rl.observability.run_dir import RunDir
 
 
@@ -76,6 +78,31 @@ def test_rollouts_of_steps_that_were_taken_again_do_not_count(run_dir):
     found = [(record["step"], record["attempt"]) for record in attempts.read_rollouts(run_dir)]
     assert found == [(1, 1), (2, 1), (3, 3)]
     assert [record["version"] for record in attempts.read_versions(run_dir)] == [1, 2, 3]
+
+
+def test_a_step_that_is_evaluated_again_counts_once(run_dir):
+    def evaluate(step, texts, split="validation"):
+        records = [completion(i, text, 0.0) | {"split": split} for i, text in enumerate(texts)]
+        write_evaluation(run_dir, step, records)
+
+    attempts.begin(run_dir, None)
+    evaluate(2, ["before the checkpoint"])
+    evaluate(3, ["old", "left over"])  # after step-3 was written: the next attempt evaluates it again
+    evaluate(3, ["made once"], split="test")
+    evaluate(4, ["taken back"])
+    attempts.begin(run_dir, "step-3", "reinforcement", 3)
+    evaluate(3, ["new"])
+    evaluate(4, ["twice"])
+    evaluate(4, ["twice, again"])
+    for _ in range(2):  # as JSON lines, and as Parquet
+        found = [(record["step"], record["text"]) for record in attempts.read_evaluations(run_dir)]
+        assert found == [(2, "before the checkpoint"), (3, "made once"), (3, "new"), (4, "twice, again")]
+        run_dir.tables["evaluations"].rotate()
+        run_dir.tables["evaluations"].seal(run_dir.checksums)
+    assert {file.suffix for file in (run_dir.path / "evaluations").iterdir()} == {".parquet"}
+    part = run_dir.tables["evaluations"].files()[0]
+    part.write_bytes(part.read_bytes()[:-20])
+    assert any(text.startswith("evaluations/000001.parquet: has ") for text in audit(run_dir)[1])
 
 
 def test_a_run_resumed_in_its_supervised_phase_begins_reinforcement_anew(run_dir):

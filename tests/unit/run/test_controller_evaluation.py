@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.unit.config.test_load import run_config
-from torchtitan_rl import cli, verbs
+from torchtitan_rl import Run, cli, verbs
 from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.launch.stack import Stack
@@ -21,6 +21,7 @@ from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture, MixtureSource
 from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter, read_pass_rates, write_pass_rates
 from torchtitan_rl.types import Completion
+from torchtitan_rl.validation.run import validate
 
 
 class ShortWords:
@@ -81,6 +82,39 @@ def test_every_set_has_a_line_of_its_own(config, tmp_path):
     assert all(line["phase"] == "evaluation" and line["step"] == 0 for line in lines)
     assert [lines[1][f"eval/{name}"] for name in ("avg_at_2", "pass_at_1", "pass_at_1_ci95_high")] == [1.0, 1.0, 1.0]
     assert lines[1]["eval/pass_at_1_ci95_low"] == pytest.approx(3 / (3 + 1.959964**2))  # Wilson's, of 3 right of 3
+
+
+def test_completions_of_every_evaluation_are_recorded(config, tmp_path):
+    config.record.eval_completions = 4
+    controller = controller_of(config, tmp_path)
+    controller.state.step = 3
+
+    async def run():
+        await controller.evaluate("validation", pass_at_k=2)
+        await controller.evaluate_sets()
+
+    asyncio.run(run())
+    frame = Run.open(tmp_path).completions()
+    assert set(frame.step) == {3} and set(frame.attempt) == {1}
+    counts = frame.groupby(["name", "split", "sample"]).size().to_dict()
+    assert counts == {
+        **{("letter_sort", "validation", sample): 4 for sample in (0, 1, 2)},
+        **{("pairs", "validation", sample): 3 for sample in (0, 1, 2)},
+        ("seen", "train", 0): 4,
+    }
+    assert frame[frame.name == "pairs"].correct.all() and not frame[frame.name == "letter_sort"].correct.any()
+    row = frame[frame.name == "letter_sort"].iloc[0]
+    assert row.text + "=" == row.prompt and row.answer == "".join(sorted(row.text))  # words come back unsorted
+
+
+def test_no_completions_are_recorded_where_none_are_asked_for(config, tmp_path):
+    config.record.eval_completions = 0
+    controller = controller_of(config, tmp_path)
+    asyncio.run(controller.evaluate("validation"))
+    assert not (tmp_path / "evaluations").exists() and len(controller.run_dir.read_metrics()) == 1
+    config.record.eval_completions = -1
+    with pytest.raises(ValueError, match="record.eval_completions=-1: must not be negative"):
+        validate(config)
 
 
 def test_without_sets_nothing_more_is_evaluated(config, tmp_path):

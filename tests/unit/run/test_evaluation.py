@@ -55,7 +55,7 @@ class CountedOut:
         return Completion(tokens=tokens, logprobs=[0.0], policy_versions=[0], finish_reason="stop")
 
 
-def evaluation(family=None, failures=None, sampler=None, workflow=single_turn, **fields):
+def evaluation(family=None, failures=None, sampler=None, workflow=single_turn, tasks_recorded=0, **fields):
     sampler = sampler or CountedOut()
 
     def policy(temperature):
@@ -74,6 +74,7 @@ def evaluation(family=None, failures=None, sampler=None, workflow=single_turn, *
             config=ControllerConfig(),
             workflow=workflow,
             failures=failures,
+            tasks_recorded=tasks_recorded,
         )
     )
 
@@ -99,6 +100,46 @@ def test_avg_and_pass_and_their_intervals():
     wilson = binomtest(2, 4).proportion_ci(0.95, method="wilson")
     assert line["eval/accuracy_ci95_low"] == pytest.approx(wilson.low, abs=1e-12)
     assert result.summary() == "validation accuracy 0.500, avg@4 0.438, pass@2 0.583"
+
+
+def test_the_completions_of_the_first_tasks_are_kept():
+    result = evaluation(tasks_recorded=2, num_samples=2)
+    assert [
+        tuple(record[name] for name in ("task_index", "task_id", "sample", "text", "reward", "correct"))
+        for record in result.completions
+    ] == [
+        (0, "letters/validation/0", 0, "n", 0.5, False),
+        (1, "letters/validation/1", 0, "n", 0.5, False),
+        (0, "letters/validation/0", 1, "n", 0.5, False),
+        (0, "letters/validation/0", 2, "n", 0.5, False),
+        (1, "letters/validation/1", 1, "y", 1.0, True),
+        (1, "letters/validation/1", 2, "n", 0.5, False),
+    ]
+    first = result.completions[0]
+    assert (first["name"], first["split"], first["prompt"], first["answer"]) == ("set", "validation", "a", None)
+    assert (first["num_tokens"], first["finish_reason"], first["failed"]) == ([1], "stop", "")
+    assert evaluation(num_samples=2).completions == []
+    assert result.metrics() == evaluation(num_samples=2).metrics()
+    assert "completions" not in repr(result) and result.summary_data()["completions"] == []
+
+
+def test_a_completion_that_could_not_be_judged_is_kept_with_the_reason():
+    class Flaky(Letters):
+        def reward(self, task, completions):
+            if task.prompt == "d":
+                raise OSError("judge is away")
+            return super().reward(task, completions)
+
+    async def lost(task, policy, **kwargs):
+        if task.prompt == "c":
+            raise OSError("there is no world")
+        return await single_turn(task, policy, **kwargs)
+
+    failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
+    kept = evaluation(Flaky(), failures, workflow=lost, tasks_recorded=4).completions
+    assert [record["correct"] for record in kept] == [False] * 4
+    assert (kept[2].get("text"), kept[2]["failed"]) == (None, "there is no world (0 retries)")
+    assert (kept[3]["text"], kept[3]["reward"]) == ("y", None) and "judge is away" in kept[3]["failed"]
 
 
 def test_the_pass_rates_it_measured():

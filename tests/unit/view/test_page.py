@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.made_runs import group, made_run, write_step
+from tests.made_runs import HOSTILE, completion, group, made_run, write_evaluation, write_step
 from torchtitan_rl import run_verbs
 from torchtitan_rl.cli import main
 from torchtitan_rl.observability.run_dir import RunDir
@@ -25,7 +25,8 @@ from torchtitan_rl.view import pages, text, verb  # noqa: E402
 from torchtitan_rl.view.app import application  # noqa: E402
 from torchtitan_rl.view.runs import open_runs  # noqa: E402
 
-ADDRESSES = ("/", "/curves", "/evaluations", "/configs", "/rollouts", "/groups")
+ADDRESSES = ("/", "/curves", "/evaluations", "/completions", "/configs", "/rollouts", "/groups")
+TASK = "name=sort&split=validation&id=sort/validation/1"
 
 
 def client(*paths) -> TestClient:
@@ -35,7 +36,10 @@ def client(*paths) -> TestClient:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
-    made_run(directory / "first")
+    first = made_run(directory / "first")
+    write_evaluation(first, 0, [completion(0, "at once", 1.0), completion(1, HOSTILE, 0.0)])
+    failed = completion(1, HOSTILE, None, sample=1, failed=HOSTILE)
+    write_evaluation(first, 3, [completion(0, "still", 1.0), completion(1, "learnt it", 1.0), failed])
     made_run(directory / "second", steps=2, lr=0.002)
     return directory
 
@@ -66,6 +70,9 @@ class Tags(HTMLParser):
         "/group?id=2/0",
         "/text?id=2/0/1",
         "/text?id=2/0/1&part=text-0",
+        "/completions?step=0&name=sort&split=validation&verdict=wrong&q=script",
+        f"/task?{TASK}",
+        f"/completion?{TASK}&step=0",
         "/api/curves?metric=reward/mean",
     ]
     + [f"/rollout?id=2/0/1&tint={tint}" for tint in text.TINTS],
@@ -84,7 +91,9 @@ def test_every_address_answers_and_lets_nothing_else_in(page, address):
 
 
 @pytest.mark.parametrize(
-    "address", ["/rollouts", "/group?id=2/0", "/rollout?id=2/0/1", "/text?id=2/0/1", "/rollouts?q=%3Cscript"]
+    "address",
+    ["/rollouts", "/group?id=2/0", "/rollout?id=2/0/1", "/text?id=2/0/1", "/rollouts?q=%3Cscript", "/completions"]
+    + [f"/task?{TASK}", f"/completion?{TASK}&step=0", f"/completion?{TASK}&step=3&sample=1"],
 )
 def test_what_a_model_said_is_text(page, address):
     answer = page.get(address)
@@ -92,6 +101,39 @@ def test_what_a_model_said_is_text(page, address):
     if address != "/rollout?id=2/0/1":  # which shows the tokens
         assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in Tags(answer.text).said
         assert "U+202E RIGHT-TO-LEFT OVERRIDE" in answer.text
+
+
+def test_completions_of_an_evaluation_are_listed_with_the_wrong_ones_first(page):
+    answer = page.get("/evaluations?run=first").text
+    assert answer.count("1 wrong of 2") == 1
+    (link,) = [a["href"] for tag, a in Tags(answer).tags if tag == "a" and a["href"].startswith("/completions?")]
+    listed = page.get(link).text
+    assert "2 of first, wrong ones first" in listed and listed.index("question 1") < listed.index("question 0")
+    assert "at once" in page.get("/completions?verdict=right").text
+    assert "at once" not in page.get("/completions?verdict=wrong").text
+    assert "at once" not in page.get("/completions?q=LEARNT").text
+    assert "record.eval_completions is 0" in page.get("/completions?run=second").text
+    assert "No completion fits" in page.get("/completions?split=test").text
+
+
+def test_one_task_is_shown_over_steps(page):
+    links = [a["href"] for tag, a in Tags(page.get("/completions").text).tags if tag == "a" and "/task?" in a["href"]]
+    answer = Tags(page.get(links[0]).text)
+    assert [a["id"] for tag, a in answer.tags if tag == "h2" and "id" in a] == ["step-0", "step-3"]
+    words = " ".join(answer.said.split())
+    first, second = words.index("greedy · wrong · reward 0.000"), words.index("greedy · right · reward 1.000")
+    assert first < second < words.index("sample 1 · failed · reward –") and "learnt it" in words
+    assert "question 1" in words and "abc" in words and "at once" not in words
+
+
+def test_a_long_completion_is_whole_on_a_page_of_its_own(tmp_path):
+    run_dir = made_run(tmp_path / "run")
+    write_evaluation(run_dir, 1, [completion(0, "x" * 100_000 + "end", 0.0)])
+    page, task = client(run_dir.path), "name=sort&split=validation&id=sort/validation/0"
+    answer = page.get(f"/task?{task}").text
+    assert len(answer) < 20_000 and "/completion?run=run&amp;name=sort" in answer
+    whole = page.get(f"/completion?{task}&step=1").text
+    assert "100\u202f003 characters" in whole and "xend</div>" in whole
 
 
 def test_text_without_seen_characters_is_marked():
@@ -237,6 +279,9 @@ def test_a_mean_over_many_steps_takes_as_long_as_one_over_few():
         ("/rollouts?step_min=1e99", 400, "whole number"),
         ("/rollouts?sort=text", 400, "sort='text'"),
         ("/rollout?id=<b>", 404, "rollout='<b>': is not recorded"),
+        ("/completions?verdict=good", 400, "verdict='good'"),
+        ("/task?id=<b>", 404, "task='<b>': no completion"),
+        (f"/completion?{TASK}&step=2", 404, "sample 0 at step 2 is not recorded in first"),
         ("/group?id=77/0", 404, "is not recorded in first"),
         ("/text?id=2/0/0&part=text-9", 404, "has 2 turns"),
         ("/nope", 404, "there is no such page"),
