@@ -8,6 +8,7 @@ import torch
 
 from tests.integration.helpers import random_datums
 from tests.integration.layouts import MODEL, trainer_config
+from torchtitan_rl.actors.operations import TrainerOperations
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy, reverse_kl
 from torchtitan_rl.config.actors import LoRAConfig, WeightSyncConfig
@@ -161,9 +162,9 @@ def test_a_teachers_head_is_not_in_checkpoints_and_leaves_the_device_with_the_mo
         first = await client.forward_backward(inputs, reverse_kl)
         await gradient(client)
         await client.save_checkpoint(tmp_path / "with")
-        await client._call("offload", ["model", "gradients"])
+        await client._call(TrainerOperations.offload, ["model", "gradients"])
         (gone,) = await client.residency()
-        await client._call("onload", ["model", "gradients"])
+        await client._call(TrainerOperations.onload, ["model", "gradients"])
         again = await client.forward_backward(inputs, reverse_kl)
         await gradient(client)
         await client.load_checkpoint(tmp_path / "with")

@@ -161,15 +161,18 @@ async def _monarchs(workers: list[str], timeout_s: float) -> list[str]:
     RuntimeError for a worker that does not say it."""
 
     async def ask(worker: str) -> str:
-        try:
-            while not (monarch_at := await asyncio.to_thread(ask_to_attach, *split(worker))):
-                await _listening(worker, timeout_s)  # the worker begins anew
-            return monarch_at
-        except OSError as error:
-            raise RuntimeError(
-                f"hosts={worker}: is no worker of torchtitan_rl ({error}); start it with "
-                f"`python -m torchtitan_rl.hosts.worker {worker}`"
-            ) from None
+        while True:
+            try:
+                if monarch_at := await asyncio.to_thread(ask_to_attach, *split(worker)):
+                    return monarch_at
+            except ConnectionRefusedError:
+                pass  # the worker was there a moment ago: nobody listens between its old program and its new one
+            except OSError as error:
+                raise RuntimeError(
+                    f"hosts={worker}: is no worker of torchtitan_rl ({error}); start it with "
+                    f"`python -m torchtitan_rl.hosts.worker {worker}`"
+                ) from None
+            await _listening(worker, timeout_s)
 
     return await asyncio.gather(*(ask(worker) for worker in workers))
 

@@ -8,6 +8,7 @@ import re
 from importlib import import_module
 from typing import Any, NoReturn
 
+from torchtitan_rl.actors.operations import Operation
 from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe
 
 __all__ = ["NoMesh", "Samplers", "answered", "not_offered", "sdk"]
@@ -78,8 +79,8 @@ class NoMesh:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
 
-    def _refuse(self, endpoint: str, *args: Any) -> NoReturn:
-        not_offered(endpoint)
+    def _refuse(self, operation: Operation, *args: Any) -> NoReturn:
+        not_offered(operation.__name__)
 
     call_all = call_each = call_leader = call_split = _refuse
 
