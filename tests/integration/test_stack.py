@@ -21,7 +21,7 @@ def test_trainer_generator_and_store_live_in_processes_of_their_own(controller):
     assert len(trainer_and_generator) == 2
     assert os.getpid() not in trainer_and_generator
     others = set(commands) - trainer_and_generator
-    assert len(others) >= 2, "the store's volume and its controller"
+    assert others, "the store's process"
 
 
 def test_engine_runs_torchtitan_blocks_on_vllm_attention(loop, controller):

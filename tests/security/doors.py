@@ -156,7 +156,7 @@ def _model(directory: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=False,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(directory)

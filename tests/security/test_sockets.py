@@ -163,7 +163,7 @@ def test_serve(start, tmp_path, checkpoint):
 def test_serve_tinker(start, tmp_path):
     verb = start("serve-tinker", QUICKSTART, "--port", "0", "--lora-rank", "4", "--output-dir", str(tmp_path / "run"))
     verb.watch("TINKER_BASE_URL=")
-    assert len(verb.processes) >= 6 and open_doors(verb.sockets) == {}  # under its supervisor
+    assert len(verb.processes) >= 5 and open_doors(verb.sockets) == {}  # under its supervisor
 
 
 def test_view(start, checkpoint):
