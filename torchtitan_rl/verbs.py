@@ -175,7 +175,7 @@ def _where(controller) -> str:
 def _sigterm(controller, task: asyncio.Task) -> None:
     """SIGTERM makes the run write a checkpoint after the present step and end, another one `SAME_REQUEST_S` later ends
     it at once. Slurm sends two together when it preempts."""
-    from torchtitan_rl.hosts.stop_request import SAME_REQUEST_S
+    from torchtitan_rl.run.ends import SAME_REQUEST_S
 
     controller.stop.ask("SIGTERM")
     loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_rl.hosts.stop_request import PREEMPTED_STATUS
+from torchtitan_rl.run.ends import PREEMPTED_STATUS
 
 __all__ = ["SlurmJob", "script", "check_tools", "submit"]
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torchtitan_rl.environment import HOST_ADDRESS, end_with_parent, without_torchrun
 from torchtitan_rl.hosts.agreement import joined, joined_problem
 from torchtitan_rl.hosts.heartbeats import BEAT_S, Watch
-from torchtitan_rl.hosts.stop_request import PREEMPTED_STATUS, SAME_REQUEST_S
+from torchtitan_rl.run.ends import PREEMPTED_STATUS, SAME_REQUEST_S
 from torchtitan_rl.hosts.watchdog import SIGNS_OF_LIFE, end_if_overdue
 
 __all__ = ["main"]

@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import time
 
-from torchtitan_rl.hosts.stop_request import PREEMPTED_STATUS
+__all__ = ["Diverged", "Ended", "PREEMPTED_STATUS", "Preempted", "SAME_REQUEST_S", "StopRequest"]
 
-__all__ = ["Ended", "Preempted", "StopRequest", "PREEMPTED_STATUS"]
+PREEMPTED_STATUS = 75
+"""The exit status of a run that was asked to stop and has written a checkpoint: EX_TEMPFAIL of sysexits.h, "try again
+later"."""
+SAME_REQUEST_S = 5.0
+"""Seconds within which several SIGTERMs are one request: Slurm sends two, and to every process of a run, and a launcher
+passes on what it gets."""
 
 
 class Ended(RuntimeError):
     """The run has ended for a reason that a restart cannot mend. `--resume auto` refuses such a run."""
+
+
+class Diverged(Ended):
+    """Too many optimizer steps in a row were skipped, or had a loss that is not finite, or the weights are not."""
 
 
 class Preempted(RuntimeError):

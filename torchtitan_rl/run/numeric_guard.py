@@ -1,5 +1,4 @@
-"""What follows a bad optimizer step: its batch goes to disk, and after several in a row the run ends. Weights that are
-not finite end the run at once: no generator gets them."""
+"""What follows a bad optimizer step: its batch goes to disk, and after several in a row the run ends."""
 
 from __future__ import annotations
 
@@ -8,30 +7,14 @@ import logging
 
 import torch
 
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.run.ends import Ended
+from torchtitan_rl.run.ends import Diverged
 from torchtitan_rl.run.state import RunState
 from torchtitan_rl.types import Datum, OptimStepOutput
-from torchtitan_rl.weights.finite import WeightsNotFinite
 
-__all__ = ["Diverged", "note_bad_step", "pull_newest"]
-
+__all__ = ["note_bad_step"]
 
 logger = logging.getLogger(__name__)
-
-
-class Diverged(Ended):
-    """Too many optimizer steps in a row were skipped, or had a loss that is not finite, or the weights are not."""
-
-
-async def pull_newest(generator: SamplingClient) -> int:
-    """Every generator loads what the trainer holds now. Returns the version. Raises Diverged for weights with a NaN or
-    an infinity, which are not published."""
-    try:
-        return await generator.pull_newest()
-    except WeightsNotFinite as error:
-        raise Diverged(str(error)) from error
 
 
 def note_bad_step(

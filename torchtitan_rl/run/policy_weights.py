@@ -8,7 +8,8 @@ from pathlib import Path
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.run.numeric_guard import pull_newest
+from torchtitan_rl.run.ends import Diverged
+from torchtitan_rl.weights.finite import WeightsNotFinite
 
 __all__ = ["PolicyWeights"]
 
@@ -27,8 +28,12 @@ class PolicyWeights:
         """The version of the snapshot; None before the first call of `teacher` or `set_teacher`."""
 
     async def publish(self) -> int:
-        """Sends the policy's weights to every generator. Returns their version."""
-        return await pull_newest(self._generator)
+        """Sends the policy's weights to every generator. Returns their version. Raises Diverged for weights with a NaN
+        or an infinity, which no generator gets."""
+        try:
+            return await self._generator.pull_newest()
+        except WeightsNotFinite as error:
+            raise Diverged(str(error)) from error
 
     async def copy_to(self, role: str) -> None:
         """`role` takes over the policy's weights, bit for bit, through the store."""

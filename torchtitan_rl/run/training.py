@@ -29,7 +29,7 @@ from torchtitan_rl.run.checkpoints import Checkpoints
 from torchtitan_rl.run.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, ends
 from torchtitan_rl.run.ends import Ended, Preempted, StopRequest
 from torchtitan_rl.run.lines import StepMetrics
-from torchtitan_rl.run.numeric_guard import note_bad_step, pull_newest
+from torchtitan_rl.run.numeric_guard import note_bad_step
 from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.run.resampling import fill_batch
 from torchtitan_rl.run.state import RunState
@@ -197,7 +197,7 @@ class Reinforcement(ABC):
         """Sends the trainer's weights to every generator. Returns the policy version that now serves unpinned
         requests."""
         began = time.perf_counter()
-        version = await pull_newest(self.generator)
+        version = await self.weights.publish()
         self.recorder.fact("version", step=self.state.step, version=version, seconds=time.perf_counter() - began)
         return version
 

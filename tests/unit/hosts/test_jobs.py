@@ -14,7 +14,7 @@ import pytest
 from torchtitan_rl import verbs
 from torchtitan_rl.hosts import jobs, torchrun
 from torchtitan_rl.hosts.slurm import SlurmJob, script
-from torchtitan_rl.hosts.stop_request import SAME_REQUEST_S
+from torchtitan_rl.run.ends import SAME_REQUEST_S
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.py")
 
@@ -121,9 +121,9 @@ def test_signals_that_come_together_are_one_request():
 
 
 def test_a_controller_ends_at_once_at_a_later_signal_only(monkeypatch):
-    from torchtitan_rl.hosts import stop_request
+    from torchtitan_rl.run import ends
 
-    monkeypatch.setattr(stop_request, "SAME_REQUEST_S", 0.2)
+    monkeypatch.setattr(ends, "SAME_REQUEST_S", 0.2)
     asked = []
 
     async def run() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from torchtitan_rl.run.ends import Ended
-from torchtitan_rl.run.numeric_guard import pull_newest
+from torchtitan_rl.run.policy_weights import PolicyWeights
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
 
@@ -20,9 +20,11 @@ class Generator:
 
 
 def test_a_run_whose_weights_are_not_finite_ends_for_good_and_other_failures_stay_what_they_are():
-    assert asyncio.run(pull_newest(Generator())) == 5
+    assert asyncio.run(PolicyWeights({}, Generator(), None).publish()) == 5
     with pytest.raises(Ended, match="policy_version=6: layers.0.w1 has a NaN or an infinity"):
-        asyncio.run(pull_newest(Generator(WeightsNotFinite(NotFinite(version=6, tensor="layers.0.w1")))))
+        asyncio.run(
+            PolicyWeights({}, Generator(WeightsNotFinite(NotFinite(version=6, tensor="layers.0.w1"))), None).publish()
+        )
     with pytest.raises(RuntimeError) as error:
-        asyncio.run(pull_newest(Generator(RuntimeError("policy-0.push_weights: OSError: gone"))))
+        asyncio.run(PolicyWeights({}, Generator(RuntimeError("policy-0.push_weights: OSError: gone")), None).publish())
     assert not isinstance(error.value, Ended)
