@@ -28,10 +28,10 @@ from pathlib import Path
 import torchtitan_rl.config as rl
 from torchtitan_rl.algorithm import presets, reductions
 from torchtitan_rl.environment import add_to_path
+from torchtitan_rl.rollout.external import external
+from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
 from torchtitan_rl.tasks.env import Env, Step
 from torchtitan_rl.tasks.openenv import OpenEnv
-from torchtitan_rl.workflows.external import external
-from torchtitan_rl.workflows.multi_turn import Limits, multi_turn
 
 SHAPE = rl.Qwen3Shape(
     vocab_size=264, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=512

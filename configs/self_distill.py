@@ -15,10 +15,10 @@ Differs from the quickstart:
 
 import torchtitan_rl.config as rl
 from torchtitan_rl.algorithm import presets
+from torchtitan_rl.rollout.policy import single_turn
+from torchtitan_rl.rollout.self_distill import self_distill
 from torchtitan_rl.tasks.letter_sort import LetterSort, hinted
 from torchtitan_rl.types import Rollout
-from torchtitan_rl.workflows.policy import single_turn
-from torchtitan_rl.workflows.self_distill import self_distill
 
 SHAPE = rl.Qwen3Shape(
     vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, max_seq_len=512

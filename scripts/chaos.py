@@ -28,10 +28,10 @@ from pathlib import Path
 import psutil
 from scipy.stats import ks_2samp
 
-from torchtitan_rl.observability.attempts import attempts as attempts_of
-from torchtitan_rl.observability.attempts import read_rollouts
-from torchtitan_rl.observability.audit import audit
-from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.record.attempts import attempts as attempts_of
+from torchtitan_rl.record.attempts import read_rollouts
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tools.audit import audit
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/", "completion/", "critic/")

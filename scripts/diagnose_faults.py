@@ -29,8 +29,8 @@ from scripts import diagnose_implants as implants
 from scripts.diagnose_records import recorded
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.inspection.diagnose import examine
-from torchtitan_rl.inspection.run import Run
+from torchtitan_rl.health.diagnose import examine
+from torchtitan_rl.health.run_reader import Run
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,7 +121,7 @@ CLEAN: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 
 
 async def trained(config: RunConfig, backend: Literal["actors", "local"] = "local") -> None:
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     torch.manual_seed(0)
     async with await Controller.launch(config, backend=backend) as controller:

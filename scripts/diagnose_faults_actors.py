@@ -21,9 +21,9 @@ from pathlib import Path
 
 from scripts.diagnose_faults import quickstart, trained
 from torchtitan_rl.actors.operations import WorkerProcess
-from torchtitan_rl.inspection.diagnose import examine
-from torchtitan_rl.inspection.run import Run
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.health.diagnose import examine
+from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.train.controller import Controller
 
 _STOPPED_S, _GOING_S = 0.3, 0.1
 _SILENT_S = 70.0

@@ -102,7 +102,7 @@ def sampled_with(**changes: Any) -> Iterator[None]:
 @contextmanager
 def weights_lost(*, told: bool) -> Iterator[None]:
     """From the eighth load on, an engine keeps the weights that it has. `told`: it says that they are the new ones."""
-    from torchtitan_rl.model.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine_steps import EngineSteps
 
     plain = EngineSteps._load_staged
 
@@ -120,7 +120,7 @@ def weights_lost(*, told: bool) -> Iterator[None]:
 
 @contextmanager
 def slow_engine() -> Iterator[None]:
-    from torchtitan_rl.model.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine_steps import EngineSteps
 
     plain = EngineSteps._step
 

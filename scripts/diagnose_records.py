@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.record.run_dir import RunDir
 
 __all__ = ["recorded"]
 

@@ -21,7 +21,7 @@ from statistics import median
 
 import psutil
 
-from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.record.run_dir import RunDir
 
 ROOT = Path(__file__).parents[1]
 GROWTH = 0.03

@@ -81,10 +81,10 @@ async def through(url: str, arguments: argparse.Namespace, seconds: float) -> di
 async def compare(arguments: argparse.Namespace, directory: str) -> dict:
     import torchtitan_rl.config as rl
     from torchtitan_rl import Controller
-    from torchtitan_rl.run.gateway import Address, policy_of
-    from torchtitan_rl.server.gateway import Served
+    from torchtitan_rl.rollout.chat import Chat
+    from torchtitan_rl.serve.gateway import Served
+    from torchtitan_rl.serve.run_gateway import Address, policy_of
     from torchtitan_rl.tasks.letter_sort import LetterSort
-    from torchtitan_rl.workflows.chat import Chat
 
     shape = rl.Qwen3Shape(
         vocab_size=264, dim=512, n_layers=10, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=1536, max_seq_len=512

@@ -34,7 +34,7 @@ def measure(flavor: str, loads: int, dtype: str, directory: Path) -> list[dict[s
     model = rl.ModelConfig(flavor=flavor, assets="chars")
     write_model_dir(directory, resolve_shape(model), assets_dir(model), eos=1, pad=0)
     adapters.prepare_vllm(eager=True)
-    from torchtitan_rl.model.vllm_engine import Engine
+    from torchtitan_rl.engine.engine_thread import Engine
 
     config = rl.GeneratorConfig(dtype=dtype, max_model_len=1024, max_num_seqs=8, kv_cache_gib=1.0)  # type: ignore[arg-type]
     engine = Engine(config, str(directory), 0, 0)

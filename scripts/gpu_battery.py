@@ -208,7 +208,7 @@ def dry_run(checks: list[Check], machine: Machine, say: Callable[[str], None] = 
 
 
 def _validate(config) -> None:
-    from torchtitan_rl.hosts.inventory import check_fits, local_host
+    from torchtitan_rl.launch.inventory import check_fits, local_host
     from torchtitan_rl.validation.run import validate
 
     validate(config)

@@ -27,13 +27,13 @@ from unittest.mock import patch
 import psutil
 import torch
 
-from torchtitan_rl.config.actors import LoRAConfig
 from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.observability.recorder import Listener, Span
-from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.run.explain_mismatch import ExplainMismatch
+from torchtitan_rl.mismatch.explainer import ExplainMismatch
+from torchtitan_rl.record.recorder import Listener, Span
 from torchtitan_rl.tasks.letter_sort import LetterSort
+from torchtitan_rl.train.controller import Controller
 
 
 class Instructed(LetterSort):
@@ -84,12 +84,12 @@ def stale_cache() -> Patches:
     """The prefix cache outlives a pull: one salt for all, and no reset. Blocks are short, so that prompts fill some."""
     from vllm import LLMEngine
 
-    from torchtitan_rl.model import engine_steps, vllm_engine
+    from torchtitan_rl.engine import engine_steps, engine_thread
 
-    built = vllm_engine.engine_args
+    built = engine_thread.engine_args
     yield patch.object(engine_steps, "tokens_input", _salted(engine_steps.tokens_input))
     yield patch.object(LLMEngine, "reset_prefix_cache", lambda self, **_: True)
-    yield patch.object(vllm_engine, "engine_args", lambda *a, **k: dataclasses.replace(built(*a, **k), block_size=32))
+    yield patch.object(engine_thread, "engine_args", lambda *a, **k: dataclasses.replace(built(*a, **k), block_size=32))
 
 
 def _salted(tokens_input: Callable) -> Callable:
@@ -133,7 +133,7 @@ def dtype() -> Patches:
 
 def older_version() -> Patches:
     """Every pull loads the version before the one that it names."""
-    from torchtitan_rl.model.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine_steps import EngineSteps
 
     stage, before = EngineSteps.stage, []
 
@@ -160,7 +160,7 @@ def stale_tensor() -> Patches:
 
 def layer_scaled() -> Patches:
     """After each load one tensor of the engine's model is off by a tenth."""
-    from torchtitan_rl.model.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine_steps import EngineSteps
 
     load = EngineSteps._load_staged
 
@@ -183,7 +183,7 @@ def label() -> Patches:
 
 def prompt() -> Patches:
     """The first token of a prompt does not reach the engine."""
-    from torchtitan_rl.model.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine_steps import EngineSteps
 
     add = EngineSteps._add
 
@@ -214,7 +214,7 @@ def trainer_temperature() -> Patches:
 
 
 def _completions(change: Callable[[Any], Any]) -> Any:
-    from torchtitan_rl.model import engine_steps
+    from torchtitan_rl.engine import engine_steps
 
     completion = engine_steps.completion
 
@@ -227,7 +227,7 @@ def _completions(change: Callable[[Any], Any]) -> Any:
 
 
 def _sampling(change: Callable[[Any], None]) -> Any:
-    from torchtitan_rl.model import engine_steps
+    from torchtitan_rl.engine import engine_steps
 
     engine_params = engine_steps.engine_params
 

@@ -30,10 +30,10 @@ from scipy.stats import ks_2samp
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.dispatch.replica import Replica
-from torchtitan_rl.observability.attempts import read_rollouts
-from torchtitan_rl.observability.audit import audit
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.record.attempts import read_rollouts
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tools.audit import audit
+from torchtitan_rl.train.controller import Controller
 
 ROOT = Path(__file__).parents[1]
 SIGNIFICANT = 0.01

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from torchtitan_rl.observability.attempts import read_rollouts
-from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.record.attempts import read_rollouts
+from torchtitan_rl.record.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("reward/", "loss/", "eval/", "optim/", "policy/", "mismatch/", "completion/", "advantage/")

@@ -29,7 +29,7 @@ import torch
 from scripts.gateway_load import cpu_s, direct, summary
 
 if TYPE_CHECKING:
-    from torchtitan_rl.server.tinker.service import Server
+    from torchtitan_rl.serve.tinker.service import Server
 
 _SWAPS = 20
 PROMPT = list(b"12+34=")
@@ -119,10 +119,10 @@ async def through(url: str, base_model: str, arguments: argparse.Namespace, seco
 async def serving(directory: str) -> AsyncIterator[Server]:
     """A server on a Qwen3 of 32M random parameters."""
     import torchtitan_rl.config as rl
+    from torchtitan_rl.cli.serve_tinker import TinkerOptions, adapted, open_server
     from torchtitan_rl.config.derive import settled
     from torchtitan_rl.launch.stack import hosts_for, launcher_for
-    from torchtitan_rl.observability.run_dir import RunDir
-    from torchtitan_rl.run.serve_tinker import TinkerOptions, adapted, open_server
+    from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.tasks.letter_sort import LetterSort
 
     shape = rl.Qwen3Shape(
@@ -148,9 +148,9 @@ async def serving(directory: str) -> AsyncIterator[Server]:
 
 
 async def compare(arguments: argparse.Namespace, directory: str) -> dict:
-    from torchtitan_rl.server.listening import Listening
-    from torchtitan_rl.server.tinker.app import make_app
-    from torchtitan_rl.server.tinker.owners import OneKey
+    from torchtitan_rl.serve.listening import Listening
+    from torchtitan_rl.serve.tinker.app import make_app
+    from torchtitan_rl.serve.tinker.owners import OneKey
 
     blocks: dict[str, list] = {"direct": [], "http": []}
     async with serving(directory) as server:

@@ -8,4 +8,4 @@ if [[ ! -x $python ]]; then
   echo "error: $python: is not there; run scripts/setup.sh, or set TORCHTITAN_RL_PYTHON" >&2
   exit 1
 fi
-exec "$python" -m torchtitan_rl.hosts.jobs "$@"
+exec "$python" -m torchtitan_rl.launch.jobs "$@"

@@ -31,7 +31,7 @@ done
 if [[ ${NNODES:-1} == 1 ]]; then # no host to meet: torchrun's store would listen on every interface for nobody
   exec "$python" -m torchtitan_rl.cli train "${arguments[@]}" --max-restarts "$max_restarts"
 fi
-"$python" -m torchtitan_rl.hosts.addresses # before torchrun waits for hosts that cannot find each other
+"$python" -m torchtitan_rl.launch.addresses # before torchrun waits for hosts that cannot find each other
 exec "$python" -m torch.distributed.run --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node 1 \
   --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
-  --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts "$max_restarts" -m torchtitan_rl.hosts.torchrun "${arguments[@]}"
+  --rdzv-conf "timeout=${TORCHTITAN_RL_JOIN_S:-300}" --max-restarts "$max_restarts" -m torchtitan_rl.launch.torchrun "${arguments[@]}"

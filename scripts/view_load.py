@@ -5,7 +5,7 @@
     .venv/bin/python scripts/view_load.py measure DIR
 
 `make` writes a run's directory of made-up rollouts, of one to three turns with everything per token, in the format of
-`observability.tables`: sealed parts, and a last part of JSON lines. `measure` starts `torchtitan-rl view` on it, and
+`record.tables`: sealed parts, and a last part of JSON lines. `measure` starts `torchtitan-rl view` on it, and
 prints the seconds of each request and the largest resident memory of the server.
 """
 
@@ -25,10 +25,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.schemas import SCHEMAS
-from torchtitan_rl.observability.tables import ROW_GROUP
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schemas import SCHEMAS
+from torchtitan_rl.record.tables import ROW_GROUP
 
 GROUP, GROUPS_PER_STEP, STEPS_PER_PART = 8, 16, 20
 WORDS = (

@@ -66,7 +66,7 @@ def outer_pid(bed: Bed, address: str, inner: int) -> int:
 def measure(bed: Bed, args: argparse.Namespace, directory: str) -> list[dict[str, Any]]:
     log = open(f"{directory}/driver.log", "w")  # noqa: SIM115
     for host in bed.hosts:
-        worker = [sys.executable, "-m", "torchtitan_rl.hosts.worker", f"tcp://{host.address}:{_PORT}"]
+        worker = [sys.executable, "-m", "torchtitan_rl.launch.worker", f"tcp://{host.address}:{_PORT}"]
         host.popen(worker, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     command = [sys.executable, "-m", "scripts.weight_sync_driver", "--directory", directory, "--layout", args.layout]
     command += ["--hosts", ",".join(f"tcp://{host.address}:{_PORT}" for host in bed.hosts)]

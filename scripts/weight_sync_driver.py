@@ -18,8 +18,8 @@ from tests.integration.helpers import random_datums
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.hosts.attach import attach
 from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.attach import attach
 from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for, settled_for, start_stack
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape

@@ -5,12 +5,14 @@ Importing the package is fast; each name below is imported from its module when 
 
 import importlib
 
+from torchtitan_rl import former_names
 from torchtitan_rl.environment import prepare_environment
 
 prepare_environment()
+former_names.install()
 
 _PUBLIC = {
-    "Controller": "run.controller",
+    "Controller": "train.controller",
     "RunConfig": "config",
     "load_config": "config",
     "apply_overrides": "config",
@@ -22,9 +24,9 @@ _PUBLIC = {
     "Completion": "types",
     "Rollout": "types",
     "RolloutGroup": "types",
-    "plot_curve": "observability.plot",
-    "Progress": "observability.progress",
-    "Run": "inspection.run",
+    "plot_curve": "record.plot",
+    "Progress": "record.progress",
+    "Run": "health.run_reader",
     "tinted": "html",
 }
 __all__ = list(_PUBLIC)

@@ -42,7 +42,7 @@ _DEFAULTS = {
 
 
 TIMELINE = "TORCHTITAN_RL_TIMELINE"
-"""The variable that tells the processes of a run to record what they do; see `observability.timeline.recording`."""
+"""The variable that tells the processes of a run to record what they do; see `record.timeline.recording`."""
 
 
 def has_nvidia_driver() -> bool:

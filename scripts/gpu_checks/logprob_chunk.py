@@ -16,7 +16,7 @@ from scripts.gpu_checks.result import Result, run_check
 from torchtitan_rl import platform
 from torchtitan_rl.actors.build import build_model
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.dispatch.microbatches import pack
 from torchtitan_rl.model.train_step import accumulate_gradients
 from torchtitan_rl.types import Datum, Microbatch

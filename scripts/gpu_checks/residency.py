@@ -23,7 +23,7 @@ def used_bytes() -> int:
 
 async def measure(result: Result, config: RunConfig) -> None:
     from tests.integration.helpers import random_datums
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     shape = resolve_shape(config.model)
     config.output_dir = result.run_directory()

@@ -14,7 +14,7 @@ from typing import Any
 from scripts.gpu_checks.configs import sized_model
 from scripts.gpu_checks.engines import random_weights, runner_of, started, untrained_dir
 from scripts.gpu_checks.result import Result, run_check
-from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.types import Request, SamplingParams
 
 RUNNERS = ("v1", "v2")

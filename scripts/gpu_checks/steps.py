@@ -41,7 +41,7 @@ def costs(line: dict, shape: Qwen3Shape, device_name: str) -> dict[str, float]:
 
 async def train(result: Result, config: RunConfig, *, whole: bool) -> list[dict]:
     """The lines of the reinforcement phase. `whole`: with warm start, evaluations and checkpoint."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     config.output_dir = result.run_directory()
     with PeakMemory() as peak:

@@ -51,7 +51,7 @@ def gpu_config(output_dir, **overrides):
 @pytest.fixture(scope="session")
 def stack(loop, gpu, tmp_path_factory):  # noqa: F811
     """One running stack, shared by the tests that do not break it."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     controller = loop.run_until_complete(Controller.launch(gpu_config(tmp_path_factory.mktemp("gpu") / "shared")))
     yield controller

@@ -6,7 +6,7 @@ import torch
 from tests.gpu.agreement import both, check_agreement, train
 from tests.gpu.conftest import gpu_config
 from torchtitan_rl.actors.operations import GeneratorOperations
-from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.meshes import LoRAConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ def split(state):
 
 
 def test_adapters_alone_train_and_generators_get_them_merged(loop, tmp_path):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     async def run():
         config = gpu_config(tmp_path / "run", trainer__lora=LoRAConfig(rank=4, alpha=8.0))

@@ -15,7 +15,7 @@ BOUNDS = {"bfloat16": dict(largest=0.5, kl=2e-3), "float32": dict(largest=2e-2, 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_generator_and_trainer_agree_on_experts(loop, tmp_path, dtype):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     async def run():
         config = moe_config(tmp_path / "run")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
     "dtype, colocation, eager", [("float32", "none", True), ("bfloat16", "all", True), ("bfloat16", "none", False)]
 )
 def test_two_steps_agree_with_the_generator(tmp_path, dtype, colocation, eager):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     config = gpu_config(
         tmp_path / "run",

@@ -9,7 +9,7 @@ from tests.gpu.conftest import ON_CPU, gpu_config
 from tests.integration.helpers import flat, random_datums
 from torchtitan_rl import platform
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.dispatch.microbatches import pack
 from torchtitan_rl.types import OptimParams
@@ -63,7 +63,7 @@ def test_offloaded_parts_leave_the_device_and_come_back_unchanged(rank):
 
 
 def test_roles_that_take_turns_leave_the_device_to_each_other(loop, tmp_path):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     async def run():
         async with await Controller.launch(gpu_config(tmp_path / "run", roles__colocation="all")) as controller:

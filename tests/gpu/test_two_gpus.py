@@ -49,7 +49,7 @@ def test_gradients_and_updates_are_those_of_one_rank(loop, one_rank, layout, dty
 @pytest.mark.parametrize("dp, tp, generator_tp, replicas", [(1, 1, 1, 1), (2, 1, 1, 2), (1, 2, 2, 1)])
 def test_trainer_and_generators_agree_whatever_their_layouts(loop, tmp_path, dp, tp, generator_tp, replicas):
     """The first case is one GPU each; in the others generators share the trainer's two."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     async def run():
         config = gpu_config(
@@ -76,7 +76,7 @@ def test_trainer_and_generators_agree_whatever_their_layouts(loop, tmp_path, dp,
 
 
 def test_experts_apart_give_the_gradients_of_experts_together(loop, tmp_path):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     async def run(name, **layout):
         config = moe_config(tmp_path / name, **layout)
@@ -95,7 +95,7 @@ def test_trainer_and_generator_have_a_gpu_each(loop, tmp_path):
     if ON_CPU:
         pytest.skip("asks nvidia-smi")
     from scripts.gpu_checks.device import gpus
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     def used():
         return torch.tensor([int(gpu["memory.used"]) for gpu in gpus()])

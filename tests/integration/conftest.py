@@ -99,7 +99,7 @@ def watched(arguments: list[str], path: Path, typed: str = "") -> SimpleNamespac
 def here(monkeypatch, capsys):
     """The command in this process: for what is refused before anything starts, and for `--backend local` while no other
     local run is open."""
-    from torchtitan_rl import cli, verbs
+    from torchtitan_rl.cli import main, verbs
 
     monkeypatch.chdir(ROOT)
     launchers = []
@@ -124,7 +124,7 @@ def here(monkeypatch, capsys):
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         capsys.readouterr()
-        status = cli.main(list(arguments))
+        status = main.main(list(arguments))
         return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
 
     return run
@@ -132,7 +132,7 @@ def here(monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def controller(loop, tmp_path_factory):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     controller = loop.run_until_complete(Controller.launch(small_config(tmp_path_factory.mktemp("run") / "shared")))
     yield controller

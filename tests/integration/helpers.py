@@ -6,7 +6,7 @@ import time
 import torch
 
 from tests.processes import ended
-from torchtitan_rl.run import training
+from torchtitan_rl.train import training
 from torchtitan_rl.types import Datum
 
 

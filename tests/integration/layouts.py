@@ -7,7 +7,7 @@ import torch
 
 from tests.integration.helpers import random_datums
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.config.actors import AdamWConfig, TrainerConfig, WeightSyncConfig
+from torchtitan_rl.config.meshes import AdamWConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions

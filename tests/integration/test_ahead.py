@@ -4,11 +4,11 @@ import contextlib
 from functools import partial
 
 from tests.integration.test_batches import algorithm
-from torchtitan_rl.observability.attempts import read_ledger, read_rollouts
-from torchtitan_rl.run.ahead import BatchesAhead
-from torchtitan_rl.run.finished import Finished
-from torchtitan_rl.run.first_finished import FirstFinished
-from torchtitan_rl.run.overlap import Overlap
+from torchtitan_rl.record.attempts import read_ledger, read_rollouts
+from torchtitan_rl.rollout.finished import Finished
+from torchtitan_rl.train.ahead import BatchesAhead
+from torchtitan_rl.train.first_finished import FirstFinished
+from torchtitan_rl.train.overlap import Overlap
 
 LAG, STEPS = 2, 6
 

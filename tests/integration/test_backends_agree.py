@@ -10,9 +10,9 @@ import pytest
 from tests.integration.conftest import SHORT, small_config, watched
 from tests.integration.test_command_line import COMMAND, QUICKSTART, ROOT, lines
 from torchtitan_rl.config.run import RoleConfig
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.schemas import SCHEMAS
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.schemas import SCHEMAS
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.weights import checkpoint
 
 
@@ -65,7 +65,7 @@ def test_a_local_run_leaves_the_same_files_and_one_log(runs):
     watching = ("events", "samples", "status.json", "timeline")  # nobody watches a run in a debugger
 
     def files(path):
-        """The files below `path`. A table counts once: how many parts it has depends on when a checkpoint is written."""
+        """The files below `path`. A table counts once: its parts depend on when a checkpoint is written."""
         found = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
         kept = [file for file in found if file.parent.name != "logs" and file.parts[0] not in watching]
         return sorted({file.parts[0] if file.parts[0] in SCHEMAS else str(file) for file in kept})

@@ -7,10 +7,10 @@ from statistics import mean
 import pytest
 
 from torchtitan_rl.config.algorithm import FilterConfig
+from torchtitan_rl.rollout.policy import single_turn
 from torchtitan_rl.tasks.limited import Limited
 from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import RolloutGroup
-from torchtitan_rl.workflows.policy import single_turn
 
 
 @contextlib.contextmanager

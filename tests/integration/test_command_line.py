@@ -15,8 +15,8 @@ import pytest
 from tests.integration.conftest import SHORT, small_config
 from tests.integration.leftovers import nothing_left
 from torchtitan_rl import metrics
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "torchtitan_rl.cli"]
@@ -178,7 +178,7 @@ def test_so_does_a_reward_function_that_hangs(tmp_path):
 
 
 def test_a_prompt_longer_than_its_limit_is_refused(loop, tmp_path):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     async def train():
         config = small_config(tmp_path / "run", sampling__max_prompt_tokens=5)
@@ -224,7 +224,7 @@ def test_ctrl_c_ends_a_run_within_five_seconds_and_says_where(tmp_path, generato
 def test_dry_run_and_show_need_neither_vllm_nor_monarch():
     configs = [f"configs/{name}.py" for name in ("qwen3_0_6b_gsm8k", "reasoning_gym", "quickstart")]
     script = (
-        "import sys; from torchtitan_rl.cli import main; "
+        "import sys; from torchtitan_rl.cli.main import main; "
         f"code = any(main(['train', config, '--dry-run']) or main(['show', config]) for config in {configs}); "
         "print([m for m in ('vllm', 'monarch') if m in sys.modules]); sys.exit(code)"
     )

@@ -8,8 +8,8 @@ import pytest
 
 from tests.integration.conftest import ROOT, SHORT
 from tests.integration.leftovers import nothing_left
-from tests.unit.observability.test_sinks import curves, float32, read_tensorboard, read_wandb
-from torchtitan_rl.observability.run_dir import RunDir
+from tests.unit.record.test_sinks import curves, float32, read_tensorboard, read_wandb
+from torchtitan_rl.record.run_dir import RunDir
 
 SINKS = """
 import json

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from tests.integration.conftest import ROOT, SHORT, watched
-from torchtitan_rl import cli
-from torchtitan_rl.inspection.diagnose import examine
-from torchtitan_rl.inspection.run import Run
-from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.cli import main
+from torchtitan_rl.health.diagnose import examine
+from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.record.run_dir import RunDir
 
 CONFIG = """
 from torchtitan_rl.config.load import load_config
@@ -35,7 +35,7 @@ def config():
 def test_nothing_is_said_of_a_short_run(short_run, capsys):
     diagnosis = examine(Run.open(short_run.path))
     assert diagnosis.findings == [] and diagnosis.missing == []
-    assert cli.main(["diagnose", str(short_run.path)]) == 0
+    assert main.main(["diagnose", str(short_run.path)]) == 0
     told = capsys.readouterr().out  # two steps are too few for most rules
     assert "rules could look, and found nothing" in told and "nothing wrong" not in told
     assert "not looked at: rule truncation: needs `completion/truncated_frac` of 5 batches; there are 2" in told

@@ -11,7 +11,7 @@ from tests.integration.layouts import MODEL, trainer_config
 from torchtitan_rl.actors.operations import TrainerOperations
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import cross_entropy, reverse_kl
-from torchtitan_rl.config.actors import LoRAConfig, WeightSyncConfig
+from torchtitan_rl.config.meshes import LoRAConfig, WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Datum, OptimParams

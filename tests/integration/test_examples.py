@@ -15,8 +15,8 @@ from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.run import training
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.train import training
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.validation.run import validate
 from torchtitan_rl.weights.checkpoint import hf_weights
 
@@ -92,17 +92,17 @@ def test_the_shell_of_a_page_is_marked_and_has_no_mistake_in_syntax(block):
 def test_the_commands_of_a_page_are_accepted(words, here, directory):
     """`train` dry, `doctor` and `show` as written; of `rehearse` the config; of the others, which need a run, the
     options."""
-    from torchtitan_rl import cli
+    from torchtitan_rl.cli import main
 
     _, verb, *arguments = words
     if verb in ("train", "quickstart"):
         arguments.append("--dry-run")
     elif verb == "rehearse":
-        args, overrides = cli._parser(verb).parse_known_args([verb, *arguments])
+        args, overrides = main._parser(verb).parse_known_args([verb, *arguments])
         apply_overrides(config := load_config(args.config), overrides)
         return validate(config)
     elif verb not in ("doctor", "show"):
-        _, unknown = cli._parser(verb).parse_known_args([verb, *arguments])
+        _, unknown = main._parser(verb).parse_known_args([verb, *arguments])
         assert not unknown
         return
     ran = here(verb, *arguments)

@@ -8,10 +8,10 @@ import pytest
 
 from scripts import mismatch_faults
 from tests.integration.conftest import ROOT
-from torchtitan_rl.observability.attempts import read_rollouts
-from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.run.explain_mismatch import ExplainMismatch
-from torchtitan_rl.run.explain_run import explain, text
+from torchtitan_rl.mismatch.explainer import ExplainMismatch
+from torchtitan_rl.record.attempts import read_rollouts
+from torchtitan_rl.tools.explain_mismatch import explain, text
+from torchtitan_rl.train.controller import Controller
 
 
 def played(loop, directory, every: int):
@@ -61,10 +61,10 @@ def test_a_run_that_has_ended_is_explained_from_its_records_and_checkpoints(loop
 
 @pytest.mark.slow
 def test_records_that_lie_are_explained_by_what_would_have_given_them(loop, run, monkeypatch):
-    from torchtitan_rl.run import explain_run
+    from torchtitan_rl.tools import explain_mismatch
 
     run_dir, _ = run
-    read = explain_run.read_rollouts
+    read = explain_mismatch.read_rollouts
 
     def of_the_version_before(directory):
         for record in read(directory):
@@ -72,7 +72,7 @@ def test_records_that_lie_are_explained_by_what_would_have_given_them(loop, run,
                 turn["policy_versions"] = [version - 1 for version in turn["policy_versions"]]
             yield record | {"policy_version_min": record["policy_version_min"] - 1}
 
-    monkeypatch.setattr(explain_run, "read_rollouts", of_the_version_before)
+    monkeypatch.setattr(explain_mismatch, "read_rollouts", of_the_version_before)
     found = loop.run_until_complete(explain(run_dir.path, step=3))
     assert [cause.name for cause in found.causes] == ["older_version"], text(found)
     assert "cause (rest: older_version): version 32 sampled the tokens" in text(found)

@@ -31,7 +31,7 @@ def _random_model(config, directory):
 @pytest.fixture(scope="module")
 def stack(loop, tmp_path_factory):
     """(transformers' model, its directory, a controller with two replicas of two ranks that hold it)."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     directory = tmp_path_factory.mktemp("failures")
     config = small_config(directory / "run", generator__num_replicas=2, generator__tensor_parallel_degree=2)

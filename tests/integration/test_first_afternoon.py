@@ -17,9 +17,9 @@ import torch
 
 from tests.integration.conftest import SHORT
 from torchtitan_rl.config.load import apply_overrides, load_config
-from torchtitan_rl.observability.attempts import read_rollouts
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.record.attempts import read_rollouts
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]

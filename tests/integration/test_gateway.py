@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.conftest import ROOT
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.train.controller import Controller
 
 
 def small(output_dir, **algorithm):

@@ -11,8 +11,8 @@ from tests.integration.conftest import ROOT
 from tests.integration.helpers import gone
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.run.gateway import Address, serving
+from torchtitan_rl.serve.run_gateway import Address, serving
+from torchtitan_rl.train.controller import Controller
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "1+2"}], "max_tokens": 16}
 

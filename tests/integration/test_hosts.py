@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests.integration.leftovers import nothing_left
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.weights import checkpoint
 
 pytestmark = [pytest.mark.timeout(600)]
@@ -175,7 +175,7 @@ def test_what_dies_is_named_with_its_host_within_fifteen_seconds(launch, tmp_pat
     run.wait_for_metrics()
     processes = run.descendants()
     (worker,) = [
-        p for p in processes if "torchtitan_rl.hosts.worker" in p.cmdline() and ADDRESSES[1] in p.cmdline()[-1]
+        p for p in processes if "torchtitan_rl.launch.worker" in p.cmdline() and ADDRESSES[1] in p.cmdline()[-1]
     ]
     start = time.monotonic()
     if victim == "worker":
@@ -204,7 +204,7 @@ def test_sigterm_on_one_host_writes_a_checkpoint_and_ends_both(launch, tmp_path,
     run.wait_for_metrics()
     processes = run.descendants()
     (door,) = [
-        p for p in psutil.Process(run.processes[host].pid).children() if "torchtitan_rl.hosts.torchrun" in p.cmdline()
+        p for p in psutil.Process(run.processes[host].pid).children() if "torchtitan_rl.launch.torchrun" in p.cmdline()
     ]
     for _ in range(2):  # as Slurm does when it preempts
         door.send_signal(signal.SIGTERM)
@@ -220,7 +220,7 @@ def test_sigterm_on_one_host_writes_a_checkpoint_and_ends_both(launch, tmp_path,
 def workers(tmp_path):
     """(processes, addresses): a worker on each of two loopback addresses, as they are started by hand."""
     at = [f"tcp://{address}:{free_port()}" for address in ADDRESSES]
-    command = [sys.executable, "-m", "torchtitan_rl.hosts.worker"]
+    command = [sys.executable, "-m", "torchtitan_rl.launch.worker"]
     with nothing_left(), (tmp_path / "workers.txt").open("w") as output:
         processes = [
             psutil.Popen([*command, address], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) for address in at
@@ -337,5 +337,5 @@ def test_a_slurm_job_is_printed_and_not_submitted(tmp_path):
     assert result.returncode == 0, result.stderr
     for line in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=01:00:00", "#SBATCH --requeue"):
         assert line in result.stdout.splitlines()
-    assert f"torchtitan_rl.hosts.torchrun {QUICKSTART} --output-dir runs/job --trainer.num-hosts 2" in result.stdout
+    assert f"torchtitan_rl.launch.torchrun {QUICKSTART} --output-dir runs/job --trainer.num-hosts 2" in result.stdout
     assert result.stderr == "" and list(tmp_path.iterdir()) == []

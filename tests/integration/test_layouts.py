@@ -30,7 +30,7 @@ async def _two_steps(config, backend="actors", export=None, transport=None):
     """Parameters and the trainer's forward at the start, exported to `export`. Then log-probabilities after two
     optimizer steps, published by `transport`: the trainer's on recorded data, the generator's on given tokens, and of
     sampled completions and the three likeliest tokens of the data both (generator's, trainer's)."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     async with await Controller.launch(config, backend=backend) as controller:
         data = random_datums(7)

@@ -14,7 +14,7 @@ from tests.integration.conftest import small_config
 from tests.integration.helpers import random_datums
 from torchtitan_rl.actors.operations import GeneratorOperations
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import OptimParams
 from torchtitan_rl.weights import checkpoint
@@ -51,7 +51,7 @@ def split(state):
 @pytest.fixture(scope="module")
 def trained(loop, tmp_path_factory):
     """A stack in this process after two steps, and what it was and wrote: before, after, base/, checkpoint."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     directory = tmp_path_factory.mktemp("lora")
 
@@ -162,7 +162,7 @@ def test_peft_reads_the_adapters(trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("dp, tp", [(2, 1), (1, 2)])
 def test_another_layout_continues_from_the_checkpoint(loop, trained, tmp_path, dp, tp):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     config = lora_config(
         tmp_path / "run",

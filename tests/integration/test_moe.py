@@ -66,7 +66,7 @@ async def _score(controller) -> dict:
 @pytest.fixture(scope="module")
 def one_rank(loop, tmp_path_factory):
     """In this process: a step from random weights, and the directories with the weights before and after it."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     directory = tmp_path_factory.mktemp("moe")
 
@@ -83,7 +83,7 @@ def one_rank(loop, tmp_path_factory):
 @pytest.fixture(scope="module")
 def expert_parallel(loop, one_rank, tmp_path_factory):
     """Starts from the weights after one rank's step, exports them, and makes that step itself."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     directory = tmp_path_factory.mktemp("ep")
     config = moe_config(directory / "run", dp=2, ep=2, generator_tp=2)

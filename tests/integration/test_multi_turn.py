@@ -13,8 +13,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_calculator(tmp_path, monkeypatch):
-    from torchtitan_rl.run import training as module
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train import training as module
+    from torchtitan_rl.train.controller import Controller
 
     config = load_config(str(ROOT / "configs" / "calculator.py"))
     config.output_dir = str(tmp_path / "run")

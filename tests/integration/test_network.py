@@ -39,7 +39,7 @@ def test_a_host_that_comes_back_is_used_again(tmp_path):
         workers = [f"tcp://{host.address}:{WORKER_PORT}" for host in bed.hosts]
 
         def start(index: int):
-            command = [sys.executable, "-m", "torchtitan_rl.hosts.worker", workers[index]]
+            command = [sys.executable, "-m", "torchtitan_rl.launch.worker", workers[index]]
             return bed.hosts[index].popen(command, stdin=subprocess.DEVNULL)
 
         start(0), start(1)
@@ -108,7 +108,7 @@ def test_other_code_on_one_host(tmp_path):
         mounted = f"mount --bind {tmp_path}/other/torchtitan_rl {ROOT}/torchtitan_rl"
         bed.hosts[1].run(["sh", "-c", mounted])
         told = refused(Run(bed, tmp_path, [*SHORT, *LAYOUTS["over-both"][1]]))
-    assert "10.77.0.2" in told and "has other code than this host (torchtitan_rl/hosts/gpus.py); install" in told
+    assert "10.77.0.2" in told and "has other code than this host (torchtitan_rl/launch/gpus.py); install" in told
 
 
 def test_another_config_on_one_host(tmp_path):
@@ -131,4 +131,4 @@ def test_a_name_that_resolves_to_the_loopback(tmp_path):
         with pytest.raises(RuntimeError, match="error: MASTER_ADDR=host0: resolves to 127.0.1.1, the loopback of this"):
             bed.hosts[0].run(script, env=launch)
         with pytest.raises(RuntimeError, match="host0 resolves to 127.0.1.1, the loopback of this host"):
-            bed.hosts[0].run([sys.executable, "-m", "torchtitan_rl.hosts.worker", "tcp://host0:26600"])
+            bed.hosts[0].run([sys.executable, "-m", "torchtitan_rl.launch.worker", "tcp://host0:26600"])

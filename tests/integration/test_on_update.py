@@ -8,7 +8,7 @@ import torch
 from tests.integration.conftest import small_config
 from tests.integration.helpers import random_datums
 from torchtitan_rl.algorithm.losses import cross_entropy
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import OptimParams, SamplingParams
 
 PROMPTS = [[20, 31, 27, 44, 14 + i] for i in range(8)]

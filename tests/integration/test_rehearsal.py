@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.integration.layouts import trainer_config
 from tests.integration.trainer_process import Alive
-from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
-from torchtitan_rl.memory import generator_parts, trainer_parts, working_parts
-from torchtitan_rl.rehearsal.shards import as_rank, cut_for, mesh_shards
-from torchtitan_rl.rehearsal.trace import _forward
+from torchtitan_rl.model.memory import generator_parts, trainer_parts, working_parts
+from torchtitan_rl.tools.rehearse.shards import as_rank, cut_for, mesh_shards
+from torchtitan_rl.tools.rehearse.trace_file import _forward
 
 ROOT = Path(__file__).parents[2]
 # 1,000 rows of vocabulary and 256 of a hidden size do not divide by 3.
@@ -102,7 +102,7 @@ def test_memory_is_within_a_tenth_of_what_ranks_hold(name):
 def test_a_generators_weights_are_those_of_its_model(tie):
     from torchtitan.models.common.config_utils import get_attention_config
 
-    from torchtitan_rl.model.generator_plan import generator_spec
+    from torchtitan_rl.engine.plan import generator_spec
     from torchtitan_rl.model.spec import build_spec
 
     shape = Qwen3Shape(**SHAPE, tie_embeddings=tie)

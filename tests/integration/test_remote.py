@@ -10,9 +10,9 @@ from tests.integration.conftest import small_config
 from tests.integration.helpers import random_datums
 from tests.integration.tinker_server import tinker_server
 from torchtitan_rl.algorithm import losses
-from torchtitan_rl.config.actors import LoRAConfig
-from torchtitan_rl.launch import remote
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.config.meshes import LoRAConfig
+from torchtitan_rl.launch import tinker
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import OptimParams
 
 pytest.importorskip("tinker")
@@ -126,6 +126,6 @@ def config_assets(config):
 def test_a_service_that_does_not_answer_is_named(loop, monkeypatch, tmp_path):
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("TINKER_API_KEY", "tml-any")
-    monkeypatch.setattr(remote, "_CONNECT_S", 3.0)
+    monkeypatch.setattr(tinker, "_CONNECT_S", 3.0)
     with pytest.raises(ValueError, match="backend='tinker': no answer within 3 s; look whether .*TINKER_BASE_URL"):
         opened(loop, small_config(tmp_path / "run"))

@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.conftest import small_config
 from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import SamplingParams
 
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]

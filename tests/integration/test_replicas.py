@@ -33,7 +33,7 @@ def num_replicas(request):
 
 @pytest.fixture(scope="module")
 def controller(loop, num_replicas, tmp_path_factory):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     config = small_config(
         tmp_path_factory.mktemp("replicas") / "run",

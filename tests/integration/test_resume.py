@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import small_config
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.audit import audit
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.run.controller import Controller
-from torchtitan_rl.run.ends import Preempted
-from torchtitan_rl.run.export import export
-from torchtitan_rl.run.resume import find
+from torchtitan_rl.cli.export import export
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tools.audit import audit
+from torchtitan_rl.train.controller import Controller
+from torchtitan_rl.train.resume import find
+from torchtitan_rl.types.ends import Preempted
 from torchtitan_rl.weights import checkpoint
 
 ROOT = Path(__file__).parents[2]

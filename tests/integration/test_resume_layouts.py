@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.integration.conftest import small_config
-from torchtitan_rl.config.actors import LoRAConfig
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.config.meshes import LoRAConfig
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]

@@ -14,7 +14,7 @@ from tests.integration.conftest import small_config
 from tests.integration.helpers import flat, random_datums, relative_l2
 from torchtitan_rl.algorithm.inputs import with_inputs
 from torchtitan_rl.algorithm.losses import importance_sampling, masked_difference, ppo, reverse_kl, value_loss
-from torchtitan_rl.config.actors import AdamWConfig, TrainerConfig
+from torchtitan_rl.config.meshes import AdamWConfig, TrainerConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.types import OptimParams
 
@@ -79,7 +79,7 @@ ACTORS = pytest.param("actors", marks=pytest.mark.slow)
 @pytest.fixture(scope="module", params=["local", ACTORS])
 def apart(loop, tmp_path_factory, request):
     """Roles that share nothing, as actors on devices of their own: the running controller, and what `run` gave."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     made = config(tmp_path_factory.mktemp("apart"), "none", request.param)
     controller = loop.run_until_complete(Controller.launch(made, backend=request.param))
@@ -353,7 +353,7 @@ def test_saving_before_the_first_step_does_not_change_it(loop, apart, tmp_path):
 
 @pytest.mark.parametrize("apart", [ACTORS], indirect=True)  # test_backends_agree.py has roles that share one device
 def test_sharing_every_device_changes_no_number_and_loses_no_gradient(loop, apart, tmp_path):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     _, (lines, policy, critic) = apart
 

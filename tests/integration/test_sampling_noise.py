@@ -10,8 +10,8 @@ from scipy import stats
 
 from scripts.gpu_checks.engines import random_weights, started, untrained_dir
 from tests.integration.conftest import ROOT
-from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.types import Request, SamplingParams
 
 SHORT = [20, 31, 27, 44]

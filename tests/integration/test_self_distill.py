@@ -11,10 +11,10 @@ from tests.integration.conftest import small_config
 from tests.integration.helpers import scored_by
 from torchtitan_rl.algorithm.losses import importance_sampling
 from torchtitan_rl.algorithm.soft_targets import with_soft_columns
+from torchtitan_rl.rollout.policy import single_turn
+from torchtitan_rl.rollout.self_distill import distill_group, self_distill
 from torchtitan_rl.tasks.letter_sort import hinted
 from torchtitan_rl.weights import checkpoint
-from torchtitan_rl.workflows.policy import single_turn
-from torchtitan_rl.workflows.self_distill import distill_group, self_distill
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,7 +31,7 @@ def best_sibling_as_hint(rollout, siblings):
 @pytest.fixture(scope="module")
 def running(loop, tmp_path_factory):
     """A controller after two warm-up and four reinforcement steps, with the (version, tokens) of every score."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     config = small_config(
         tmp_path_factory.mktemp("self_distill") / "run",

@@ -17,8 +17,8 @@ from scripts import same_bytes
 from tests.integration.leftovers import nothing_left
 from tests.integration.test_resume import audited, counted
 from tests.slurm.bed import Cluster, missing
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.weights import checkpoint
 
 pytestmark = [

@@ -15,8 +15,8 @@ import pytest
 
 from tests.integration.leftovers import nothing_left
 from tests.integration.test_command_line import ROOT, lines
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.run_dir import RunDir
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import chaos

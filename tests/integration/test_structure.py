@@ -7,9 +7,9 @@ import pytest
 
 from scripts.gpu_checks.engines import random_weights, started, untrained_dir
 from tests.integration.conftest import ROOT
-from tests.unit.server.opened import BYTES
-from torchtitan_rl.config.actors import GeneratorConfig
+from tests.unit.serve.opened import BYTES
 from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.types import Request, SamplingParams
 
 PROMPT = BYTES.encode("<|user|>12+7<|end|><|assistant|>")

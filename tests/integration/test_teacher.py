@@ -5,8 +5,8 @@ import pytest
 from tests.integration.conftest import small_config
 from tests.integration.helpers import scored_by
 from torchtitan_rl.algorithm.losses import importance_sampling, reverse_kl
-from torchtitan_rl.config.actors import TrainerConfig
 from torchtitan_rl.config.algorithm import DistillConfig, ScheduleConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.types import OptimParams
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 def running(loop, tmp_path_factory):
     """In one process: a teacher that has seen some demonstrations, and the directory with the policy's first
     weights."""
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     config = small_config(
         tmp_path_factory.mktemp("teacher") / "run",

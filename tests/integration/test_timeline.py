@@ -6,10 +6,10 @@ import json
 import pytest
 
 from tests.integration.conftest import ROOT, watched
-from torchtitan_rl import cli
-from torchtitan_rl.inspection.timeline.critical_path import critical_path
-from torchtitan_rl.inspection.timeline.reading import Timeline
-from torchtitan_rl.inspection.timeline.steps import accounted, leaves, shares, steps_of
+from torchtitan_rl.cli import main
+from torchtitan_rl.tools.timeline.critical_path import critical_path
+from torchtitan_rl.tools.timeline.reading import Timeline
+from torchtitan_rl.tools.timeline.step_spans import accounted, leaves, shares, steps_of
 
 NAMED = 0.98
 """The share of each step's wall time that leaf spans must account for."""
@@ -45,15 +45,15 @@ def test_steps_consist_of_named_work_and_named_waits(short_run):
 
 
 def test_the_command_prints_a_report_and_writes_a_trace(short_run, tmp_path, capsys):
-    assert cli.main(["timeline", str(short_run.path), "--step", "2"]) == 0
+    assert main.main(["timeline", str(short_run.path), "--step", "2"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("step 2: ") and "critical path of step 2" in printed
     assert "wait for generator-0.sample" in printed and "policy-0" in printed
     file = tmp_path / "trace.json.gz"
-    assert cli.main(["timeline", str(short_run.path), "--trace", str(file)]) == 0
+    assert main.main(["timeline", str(short_run.path), "--trace", str(file)]) == 0
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert {"M", "X"} == {event["ph"] for event in events}
-    assert cli.main(["timeline", str(tmp_path)]) == 1
+    assert main.main(["timeline", str(tmp_path)]) == 1
     assert "has no timeline; train with --record.timeline True" in capsys.readouterr().err
 
 

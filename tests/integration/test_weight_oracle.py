@@ -15,8 +15,8 @@ NAME = "layers.1.feed_forward.w2.weight"
 @pytest.mark.parametrize("dtype, requests", [pytest.param("float32", 0, marks=pytest.mark.slow), ("bfloat16", 8)])
 def test_a_generator_that_keeps_a_tensor_of_the_version_before_is_lost_at_once(loop, dtype, requests, tmp_path):
     """With requests in the engine the weights are checked while the engine goes on."""
-    from torchtitan_rl.model import vllm_internals
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.engine import vllm_internals
+    from torchtitan_rl.train.controller import Controller
 
     async def run():
         config = small_config(tmp_path / "run", generator__dtype=dtype)

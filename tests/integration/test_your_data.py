@@ -8,12 +8,12 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tests.unit.workflows.templates import QWEN_LIKE, byte_bpe
+from tests.unit.rollout.templates import QWEN_LIKE, byte_bpe
 from torchtitan_rl.config import AdamWConfig, GeneratorConfig, ModelConfig, Qwen3Shape, TrainerConfig
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.record import attempts
 from torchtitan_rl.tasks.dataset import Dataset
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.validation.run import validate
 
 DOCS = Path(__file__).parents[2] / "docs"

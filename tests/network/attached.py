@@ -14,7 +14,7 @@ import time
 
 from monarch.actor import Actor, endpoint
 
-from torchtitan_rl.hosts.attach import attach
+from torchtitan_rl.launch.attach import attach
 
 
 class Where(Actor):

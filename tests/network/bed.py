@@ -2,7 +2,7 @@
 bridge.
 
     with Bed(2, rate_mbit=100) as bed:
-        process = bed.hosts[0].popen(["python", "-m", "torchtitan_rl.hosts.worker", "tcp://10.77.0.1:26600"])
+        process = bed.hosts[0].popen(["python", "-m", "torchtitan_rl.launch.worker", "tcp://10.77.0.1:26600"])
 
 A host has its own network, process ids, host name, /etc/hosts, /dev/shm, /var/tmp (its TMPDIR) and a share of the
 cores; all other files are shared, as on a cluster's file system. No namespace has a name and no device outlives its

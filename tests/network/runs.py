@@ -68,7 +68,7 @@ class Run:
     def start_worker(self, index: int) -> None:
         """Starts the worker of a host by hand."""
         address = f"tcp://{self.bed.hosts[index].address}:{WORKER_PORT}"
-        self.workers[index] = self._start(index, [sys.executable, "-m", "torchtitan_rl.hosts.worker", address])
+        self.workers[index] = self._start(index, [sys.executable, "-m", "torchtitan_rl.launch.worker", address])
 
     def _by_torchrun(self) -> None:
         for index in range(len(self.bed.hosts)):

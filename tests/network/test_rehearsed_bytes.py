@@ -13,12 +13,12 @@ from tests.integration.layouts import trainer_config
 from tests.network.bed import ROOT, Bed
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
-from torchtitan_rl.hosts.inventory import meshes, places
-from torchtitan_rl.rehearsal.links import links_of
-from torchtitan_rl.rehearsal.placement import host_of_ranks, imagined_hosts
-from torchtitan_rl.rehearsal.shards import mesh_shards
-from torchtitan_rl.rehearsal.sync import SYNC, sync_links
-from torchtitan_rl.rehearsal.trace import Collective, trace_microbatch
+from torchtitan_rl.launch.inventory import meshes, places
+from torchtitan_rl.tools.rehearse.links import links_of
+from torchtitan_rl.tools.rehearse.process_placement import host_of_ranks, imagined_hosts
+from torchtitan_rl.tools.rehearse.shards import mesh_shards
+from torchtitan_rl.tools.rehearse.sync import SYNC, sync_links
+from torchtitan_rl.tools.rehearse.trace_file import Collective, trace_microbatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(Bed.missing()), reason=Bed.missing() or "-")]
 

@@ -3,11 +3,11 @@
 import asyncio
 import signal
 
-from tests.unit.server.fuzz import Chatter
-from tests.unit.server.opened import BYTES
-from torchtitan_rl.server.gateway import Gateway
-from torchtitan_rl.workflows.agent import SessionLimits
-from torchtitan_rl.workflows.policy import Policy
+from tests.unit.serve.fuzz import Chatter
+from tests.unit.serve.opened import BYTES
+from torchtitan_rl.rollout.agent import SessionLimits
+from torchtitan_rl.rollout.policy import Policy
+from torchtitan_rl.serve.gateway import Gateway
 
 
 async def main() -> None:

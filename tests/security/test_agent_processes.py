@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from tests.processes import ended
-from tests.unit.server.opened import BYTES, END
-from tests.unit.workflows.scripted import policy
-from torchtitan_rl.server.gateway import Gateway
+from tests.unit.rollout.scripted import policy
+from tests.unit.serve.opened import BYTES, END
+from torchtitan_rl.rollout import agent_process
+from torchtitan_rl.rollout import external as module
+from torchtitan_rl.rollout.external import AgentFailed, CommandLimits, external
+from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.types import Task
-from torchtitan_rl.workflows import agent_process
-from torchtitan_rl.workflows import external as module
-from torchtitan_rl.workflows.external import AgentFailed, CommandLimits, external
 
 TASK = Task(id="t/1", prompt="1+2", answer="the-answer")
 ROOT = Path(__file__).parents[2]
@@ -220,7 +220,7 @@ def test_a_process_that_left_its_session_and_environment_ends_with_the_attempt(i
 RUN = """
 import asyncio, sys
 from tests.security.test_agent_processes import ASKS, LEAVES, played
-from torchtitan_rl.server.gateway import Gateway
+from torchtitan_rl.serve.gateway import Gateway
 async def scene():
     async with Gateway(context_tokens=256) as gateway:
         await played(gateway, LEAVES.format(own=sys.argv[1]) + "time.sleep(1000)")

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.resolve import rebuilt, resolved
 from torchtitan_rl.weights import checkpoint
@@ -187,10 +187,10 @@ def test_export_refuses_a_hostile_checkpoint(hostile, tmp_path):
 
 
 def test_bad_steps_are_written_for_a_reader_that_runs_nothing(tmp_path):
-    from torchtitan_rl.observability.run_dir import RunDir
-    from torchtitan_rl.run.numeric_guard import note_bad_step
-    from torchtitan_rl.run.state import RunState
+    from torchtitan_rl.record.run_dir import RunDir
+    from torchtitan_rl.train.numeric_guard import note_bad_step
     from torchtitan_rl.types import Datum, OptimStepOutput
+    from torchtitan_rl.types.run_state import RunState
 
     ones = torch.ones(3)
     datum = Datum(

@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from torchtitan_rl.cli import main
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.audit import audit
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.run import finished
+from torchtitan_rl.cli.main import main
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.rollout import finished
+from torchtitan_rl.tools.audit import audit
 
 DEEP = "[" * 5000 + "]" * 5000
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.integration.test_tinker import SEQUENCE, logprobs, step
 from tests.integration.tinker_server import tinker_server
-from torchtitan_rl.server.tinker.app import make_app
-from torchtitan_rl.server.tinker.owners import OneKey, add_key
+from torchtitan_rl.serve.tinker.app import make_app
+from torchtitan_rl.serve.tinker.owners import OneKey, add_key
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types

@@ -15,17 +15,17 @@ from torchtitan_rl.dispatch import training_client
 from torchtitan_rl.dispatch.replica import Replica
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.version_holders import VersionHolders
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.run import ahead, rollouts
-from torchtitan_rl.run.ahead import BatchesAhead
-from torchtitan_rl.run.checkpoints import Checkpoints
-from torchtitan_rl.run.draws import Draw, Draws
-from torchtitan_rl.run.evaluation import Evaluations
-from torchtitan_rl.run.evaluation_beside import EvaluationBeside
-from torchtitan_rl.run.finished import Finished
-from torchtitan_rl.run.first_finished import FirstFinished
-from torchtitan_rl.run.training import Batches
-from torchtitan_rl.workflows import group
+from torchtitan_rl.record import attempts
+from torchtitan_rl.rollout import group, player
+from torchtitan_rl.rollout.draws import Draw, Draws
+from torchtitan_rl.rollout.finished import Finished
+from torchtitan_rl.train import ahead
+from torchtitan_rl.train.ahead import BatchesAhead
+from torchtitan_rl.train.checkpoints import Checkpoints
+from torchtitan_rl.train.evaluation import Evaluations
+from torchtitan_rl.train.evaluation_beside import EvaluationBeside
+from torchtitan_rl.train.first_finished import FirstFinished
+from torchtitan_rl.train.training import Batches
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -231,7 +231,7 @@ MUTANTS: dict[str, Mutant] = {
     "long rollouts discarded": _mutant(
         "the batch is full once most of it has finished, and the slowest group is thrown away",
         "each_draw_ends_once",
-        (rollouts, "asyncio", SimpleNamespace(gather=_gather_all_but_the_slowest)),
+        (player, "asyncio", SimpleNamespace(gather=_gather_all_but_the_slowest)),
     ),
     "one batch too many ahead": _mutant(
         "admission is off by one, so that tokens are a publication older than the bound",

@@ -15,11 +15,12 @@ from tests.simulation.world import FakeLauncher, World
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.stack import Stack, start_stack
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.observability.tables import Table
-from torchtitan_rl.run import checkpoints, controller, numeric_guard, overlap, resume, rollouts
-from torchtitan_rl.run.start import Inputs
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.tables import Table
+from torchtitan_rl.rollout import player
 from torchtitan_rl.tasks.family import source_of
+from torchtitan_rl.train import checkpoints, controller, numeric_guard, overlap, resume
+from torchtitan_rl.train.start import Inputs
 from torchtitan_rl.weights import checkpoint
 
 __all__ = ["patched", "pretended"]
@@ -59,7 +60,7 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
         (controller, "launcher_for", lambda *args: FakeLauncher(world)),
         (controller, "read_inputs", _inputs),
         (controller, "start", start),
-        (rollouts, "run_group", world.watched(rollouts.run_group)),
+        (player, "run_group", world.watched(player.run_group)),
         (resume, "resolved", lambda config: plain),
         (checkpoints, "resolved", lambda config: plain),
         (checkpoints, "random_states", dict),

@@ -18,11 +18,11 @@ from tests.simulation.tasks import BATCHES, config_of, faults_of
 from tests.simulation.virtual_clock import Stuck
 from tests.simulation.world import Log, Watch, World
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.observability import attempts
-from torchtitan_rl.observability.audit import audit
-from torchtitan_rl.observability.run_dir import RunDir
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tasks.family import source_of
+from torchtitan_rl.tools.audit import audit
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import SamplingParams
 
 __all__ = ["Run", "simulate"]
@@ -44,7 +44,7 @@ class Run:
     """One per attempt."""
     history: list[str]
     problems: list[str]
-    """What `observability.audit` says of the run directory."""
+    """What `tools.audit` says of the run directory."""
     evaluated: list[tuple[int, str]]
     """(step, split) of each evaluation in the metrics."""
     undisturbed: Run | None = None

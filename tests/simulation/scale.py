@@ -29,7 +29,7 @@ from torchtitan_rl.actors.operations import Operation
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.timed_router import TimedRouter
 from torchtitan_rl.environment import let_garbage_wait
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.train.controller import Controller
 
 __all__ = ["GROUP", "Cost", "Crowd", "config_at", "cost_of", "decision_s", "simulated"]
 

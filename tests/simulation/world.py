@@ -16,7 +16,7 @@ from tests.simulation.virtual_clock import VirtualLoop
 from torchtitan_rl.dispatch.role_mesh import ProcessDied
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.observability.recorder import Listener
+from torchtitan_rl.record.recorder import Listener
 from torchtitan_rl.types import Request, RolloutGroup
 
 __all__ = ["Asked", "FakeLauncher", "Log", "Watch", "World"]

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import torchtitan_rl
+from torchtitan_rl.rollout.chat import Chat
 from torchtitan_rl.tasks.calculator import TOOLS, Calculator
 from torchtitan_rl.tasks.vocabulary import unknown_characters
-from torchtitan_rl.workflows.chat import Chat
 
 BYTES = Path(torchtitan_rl.__file__).parent / "assets" / "bytes"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_byte_tokenizer.py"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl import cli
+from torchtitan_rl.cli import main
+from torchtitan_rl.cli.run_verbs import VERBS
 from torchtitan_rl.config.completion import field_flags
-from torchtitan_rl.run_verbs import VERBS
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
-EVERY = [*cli._VERBS, *VERBS]
+EVERY = [*main._VERBS, *VERBS]
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ EVERY = [*cli._VERBS, *VERBS]
     ],
 )
 def test_a_name_that_is_nearly_right_is_told_the_right_one(words, said, capsys):
-    assert cli.main(words) == 1
+    assert main.main(words) == 1
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", EVERY)
 def test_each_verbs_help_has_an_example_that_the_verb_takes(verb, capsys):
-    parser = cli._parser(verb)
+    parser = main._parser(verb)
     with pytest.raises(SystemExit):
         parser.parse_args([verb, "--help"])
     (example,) = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  torchtitan-rl ")]
@@ -47,12 +47,12 @@ def test_each_verbs_help_has_an_example_that_the_verb_takes(verb, capsys):
     assert program == "torchtitan-rl" and words[0] == verb
     _, unknown = parser.parse_known_args(words)
     flags = [word for word in unknown if word.startswith("--")]
-    assert set(flags) <= set(field_flags()) and (not flags or verb in cli.CONFIGURED or verb == "quickstart")
+    assert set(flags) <= set(field_flags()) and (not flags or verb in main.CONFIGURED or verb == "quickstart")
 
 
 def completions(shell: str, line: str, directory: Path, capsys) -> list[str]:
     """What a shell offers for the last word of a line."""
-    assert cli.main(["completion", shell]) == 0
+    assert main.main(["completion", shell]) == 0
     (directory / "script").write_text(capsys.readouterr().out)
     if shell == "fish":
         command = f"source script; complete -C {shlex.quote(line)}"
@@ -86,7 +86,7 @@ def test_a_shell_completes_verbs_options_config_files_and_fields(shell, tmp_path
 def test_zsh_reads_the_script_and_completes_by_it(tmp_path, capsys):
     if shutil.which("zsh") is None:
         pytest.skip("no zsh")
-    assert cli.main(["completion", "zsh"]) == 0
+    assert main.main(["completion", "zsh"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
     command = "source ./script; print -r -- $_comps[torchtitan-rl]; emulate ksh; COMP_WORDS=(torchtitan-rl tra); "
     command += "COMP_CWORD=1; _torchtitan_rl; print -r -- ${COMPREPLY[@]}"
@@ -97,12 +97,12 @@ def test_zsh_reads_the_script_and_completes_by_it(tmp_path, capsys):
 
 
 def test_a_gpus_memory_is_explained_and_its_parts_are_its_sum(capsys):
-    assert cli.main(["show", QUICKSTART]) == 0
+    assert main.main(["show", QUICKSTART]) == 0
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith("memory, a GPU with one rank of")]
     whole, parts = line.split("about ")[1].split(" GiB (")
     numbers = [float(part.rsplit(" ", 1)[1]) for part in parts.rstrip(")").split(", ")]
     assert sum(numbers) == pytest.approx(float(whole), abs=0.03) and "processes 2.00" in line
     assert "a rank's line counts tensors alone; a GPU's line is what the GPU must have" in out
-    assert cli.main(["show", QUICKSTART, "--roles.colocation", "all"]) == 0
+    assert main.main(["show", QUICKSTART, "--roles.colocation", "all"]) == 0
     assert "policy and generator-0 take turns: of their tensors the largest turn counts" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
-from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.validation.run import validate

@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from tests.unit.hosts.fake_nvml import GIB, fake_nvml, gpu
-from torchtitan_rl import cli, doctor
-from torchtitan_rl.hosts import gpus, toolchain
+from tests.unit.launch.fake_nvml import GIB, fake_nvml, gpu
+from torchtitan_rl.cli import doctor, main
+from torchtitan_rl.launch import gpus, toolchain
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ CONFIG = ["train", "configs/qwen3_4b_gsm8k.py", "--dry-run"]
 
 def test_a_dry_run_refuses_a_gpu_that_is_too_small(capsys, monkeypatch, cuda_build):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([gpu(total=40, free=40)]))
-    assert cli.main(CONFIG) == 1
+    assert main.main(CONFIG) == 1
     error = capsys.readouterr().err
     assert error.startswith(
         "error: gpu=0 (NVIDIA H100 80GB HBM3) of this host: has 40.0 GiB, and policy and generator-0"
@@ -79,7 +79,7 @@ def test_a_dry_run_refuses_a_gpu_that_is_too_small(capsys, monkeypatch, cuda_bui
 
 def test_a_dry_run_says_what_the_machine_still_needs(capsys, monkeypatch, cuda_build):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([gpu(free=8)], driver="570.1", cuda=12080))
-    assert cli.main(CONFIG) == 0
+    assert main.main(CONFIG) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "configs/qwen3_4b_gsm8k.py: valid; nothing was started"
     assert [line.split("=")[0] for line in out[1:]] == [
@@ -93,7 +93,7 @@ def test_a_dry_run_says_what_the_machine_still_needs(capsys, monkeypatch, cuda_b
 @pytest.mark.parametrize("config", ["qwen3_0_6b_gsm8k", "qwen3_4b_gsm8k"])
 def test_the_configs_for_an_80_gb_card_pass_a_dry_run_on_one(config, capsys, monkeypatch, cuda_build):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml([gpu(total=79, free=79)]))
-    assert cli.main(["train", f"configs/{config}.py", "--dry-run"]) == 0
+    assert main.main(["train", f"configs/{config}.py", "--dry-run"]) == 0
     _, missing, data = capsys.readouterr().out.splitlines()
     assert data.startswith("still needed: gsm8k.path=")
     assert missing.startswith("still needed: model.assets='chars': has no safetensors")

@@ -7,7 +7,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from torchtitan_rl import cli
+from torchtitan_rl.cli import main
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -36,8 +36,8 @@ def test_the_page_names_the_wheel_of_this_version():
 
 def test_the_package_has_the_quickstarts_config(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert cli.QUICKSTART.read_bytes() == (ROOT / "configs" / "quickstart.py").read_bytes()
-    assert cli.main(["quickstart", "--dry-run", "--seed", "3"]) == 0
-    assert capsys.readouterr().out == f"{cli.QUICKSTART}: valid; nothing was started\n"
-    assert cli.main(["quickstart", "--dry-run", "--sed", "3"]) == 1
+    assert main.QUICKSTART.read_bytes() == (ROOT / "configs" / "quickstart.py").read_bytes()
+    assert main.main(["quickstart", "--dry-run", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == f"{main.QUICKSTART}: valid; nothing was started\n"
+    assert main.main(["quickstart", "--dry-run", "--sed", "3"]) == 1
     assert "did you mean --seed?" in capsys.readouterr().err

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from torchtitan_rl import cli
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.cli import main
 from torchtitan_rl.config.load import load_config
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.validation.run import check_local
 
@@ -48,14 +48,14 @@ def test_several_engines_or_ranks_of_one_are_refused(field):
 
 
 def test_the_command_line_refuses_a_dry_run_of_what_does_not_fit(capsys):
-    assert cli.main(["train", QUICKSTART, "--backend", "local", "--dry-run", "--generator.num-replicas", "2"]) == 1
+    assert main.main(["train", QUICKSTART, "--backend", "local", "--dry-run", "--generator.num-replicas", "2"]) == 1
     assert capsys.readouterr().err.startswith("error: generator.num_replicas=2: backend='local'")
-    assert cli.main(["train", QUICKSTART, "--backend", "local", "--dry-run", "--hosts", "tcp://there:1"]) == 1
+    assert main.main(["train", QUICKSTART, "--backend", "local", "--dry-run", "--hosts", "tcp://there:1"]) == 1
     assert capsys.readouterr().err.startswith("error: --hosts=tcp://there:1: --backend local is this process alone")
 
 
 def test_an_unknown_backend_is_refused_before_anything_starts(tmp_path):
-    from torchtitan_rl.run.controller import Controller
+    from torchtitan_rl.train.controller import Controller
 
     config = load_config(QUICKSTART)
     config.output_dir = str(tmp_path / "run")

@@ -12,11 +12,18 @@ from torch.utils._pytree import tree_leaves
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from torchtitan_rl.config.actors import GeneratorConfig, LoRAConfig, TrainerConfig
 from torchtitan_rl.config.load import apply_overrides, load_config
+from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.run import RoleConfig, RunConfig
-from torchtitan_rl.memory import generator_parts, gpu_bytes, layer_activations, run_parts, trainer_parts, working_parts
+from torchtitan_rl.model.memory import (
+    generator_parts,
+    gpu_bytes,
+    layer_activations,
+    run_parts,
+    trainer_parts,
+    working_parts,
+)
 from torchtitan_rl.model.residency import device_bytes, gradient_tensors, model_tensors
 from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.model.train_step import head_outputs

@@ -11,8 +11,8 @@ from scipy.stats import binom, binomtest
 
 from tests.recorded import RECORDED
 from torchtitan_rl import metrics
-from torchtitan_rl.run import intervals, lines
-from torchtitan_rl.run.lines import StepMetrics
+from torchtitan_rl.train import intervals, lines
+from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.types import Completion, ForwardBackwardOutput, OptimStepOutput, Rollout, RolloutGroup, Task, Turn
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_rl import cli
+from torchtitan_rl.cli import main
 
 ROOT = Path(__file__).parents[2]
 HEAD = """import torchtitan_rl.config as rl
@@ -124,7 +124,7 @@ def printed(arguments: list[str]) -> str:
     """What `torchtitan-rl train ... --dry-run` writes to stderr."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-        cli.main(["train", *arguments, "--dry-run"])
+        main.main(["train", *arguments, "--dry-run"])
     return errors.getvalue().strip()
 
 

@@ -15,7 +15,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import set_default_dtype
 
 from torchtitan_rl import platform
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir, has_weights

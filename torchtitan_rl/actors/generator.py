@@ -11,7 +11,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
-from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.types import Request
 
 __all__ = ["Generator"]

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torchtitan_rl import platform
 from torchtitan_rl.actors.generator_steps import GeneratorSteps
 from torchtitan_rl.actors.profiling import profiled
-from torchtitan_rl.config.actors import GeneratorConfig
-from torchtitan_rl.model.vllm_engine import Engine
+from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.engine.engine_thread import Engine
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference
 from torchtitan_rl.weights.versioned import VersionedStore

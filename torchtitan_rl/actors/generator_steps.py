@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from torchtitan_rl.model.vllm_engine import Engine
+from torchtitan_rl.engine.engine_thread import Engine
 from torchtitan_rl.types import Request
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from torchtitan_rl import platform
 from torchtitan_rl.environment import TIMELINE, let_garbage_wait
-from torchtitan_rl.observability.logs import setup_rank_logging
+from torchtitan_rl.record.logs import setup_rank_logging
 
 __all__ = ["prepare_process", "setup_logs", "heavy_imports"]
 
@@ -26,7 +26,7 @@ def prepare_process(role: str, rank: int, world_size: int, num_threads: int, log
     platform.set_threads(num_threads)
     atexit.register(_leave)
     if TIMELINE in os.environ:
-        from torchtitan_rl.observability.timeline import recording
+        from torchtitan_rl.record.timeline import recording
 
         recording.begin(f"{role}-{rank}")
 
@@ -57,6 +57,6 @@ def heavy_imports():
         let_garbage_wait()
         gc.enable()
     if TIMELINE in os.environ:
-        from torchtitan_rl.observability.timeline import recording
+        from torchtitan_rl.record.timeline import recording
 
         recording.look()

@@ -11,7 +11,7 @@ from monarch.actor import Actor, endpoint
 
 from torchtitan_rl import platform
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights.finite import NotFinite

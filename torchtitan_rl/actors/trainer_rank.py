@@ -19,7 +19,7 @@ from torchtitan_rl.actors.build import build_model, build_optimizers
 from torchtitan_rl.actors.operations import TRAINED_ROLES, Operation, TrainerOperations, needed_parts
 from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.actors.trainer_files import TrainerFiles
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
 from torchtitan_rl.model.scoring import score

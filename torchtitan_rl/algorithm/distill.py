@@ -1,7 +1,7 @@
 """Learning from a teacher's distributions: the log-ratio of a sampled token as an advantage, or a divergence as a loss.
 
 The teacher q is another model (`roles.teacher`). In self-distillation q is the policy itself under a prompt that says
-more; workflows/self_distill.py uses `token_advantages` too. On samples of the policy pi, a policy gradient with the
+more; rollout/self_distill.py uses `token_advantages` too. On samples of the policy pi, a policy gradient with the
 advantage -(log pi - log q) is the gradient of -KL(pi || q), the reverse KL (Agarwal et al., "On-Policy Distillation of
 Language Models", arXiv:2306.13649).
 """

@@ -207,7 +207,7 @@ def distill(**changes: Any) -> AlgorithmConfig:
 def self_distill(*, workflow: Callable, **changes: Any) -> AlgorithmConfig:
     """On-policy self-distillation (arXiv:2601.18734): the policy learns from itself under a prompt that says more.
 
-    `workflow` is one that `workflows.self_distill` decorates: `workflow=self_distill(single_turn, prompt=...)`. Every
+    `workflow` is one that `rollout.self_distill` decorates: `workflow=self_distill(single_turn, prompt=...)`. Every
     group must carry its advantages (`precomputed_advantages="require"`); no reward is needed.
     """
     preset = AlgorithmConfig(

@@ -3,7 +3,6 @@
 `import torchtitan_rl.config as rl` gives a config file every config class except the Config of a task family.
 """
 
-from torchtitan_rl.config.actors import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.algorithm import (
     AlgorithmConfig,
     DistillConfig,
@@ -12,6 +11,7 @@ from torchtitan_rl.config.algorithm import (
     SupervisedConfig,
 )
 from torchtitan_rl.config.load import apply_overrides, load_config
+from torchtitan_rl.config.meshes import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.config.recording import RecordConfig, WandbConfig
 from torchtitan_rl.config.resolve import flat, function_name, resolved

@@ -167,14 +167,14 @@ class AlgorithmConfig:
     refresh_teacher_every: int = 0
     """Optimizer steps after which the newest policy version becomes the snapshot that scores for self-distillation; 0:
     the snapshot stays the version at which reinforcement starts. Acts only with the workflows and hooks of
-    workflows/self_distill.py."""
+    rollout/self_distill.py."""
     workflow: Callable | None = None
     """`async (task, policy, *, rollout_id, seed) -> Rollout`, or a list with one rollout for each role: plays a task
     once, in training and in evaluations. None: play the family's environment, or one turn where the family has no
     environment. See workflows/."""
     after_rewards: Callable | None = None
     """`async (group, policy) -> None`: called with the judged rollouts of each task before the rollouts are grouped for
-    training; may set advantages or soft targets of turns. None: no call. See workflows/self_distill.py."""
+    training; may set advantages or soft targets of turns. None: no call. See rollout/self_distill.py."""
     on_rollout_failure: Literal["fail", "retry", "drop_group"] = "fail"
     """What follows a workflow, environment, tool or reward that raises or is late. `fail`: the run ends. `retry`: the
     rollout is played again, in a fresh environment, and after `rollout_retries` its group is dropped whole.
@@ -213,7 +213,7 @@ class AlgorithmConfig:
 
     @property
     def asks_teacher(self) -> bool:
-        """Whether the run keeps a snapshot that scores the policy's samples; see workflows/self_distill.py."""
+        """Whether the run keeps a snapshot that scores the policy's samples; see rollout/self_distill.py."""
         return bool(self.own_teachers)
 
     @property

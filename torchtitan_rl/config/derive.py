@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.run import RunConfig
 
 __all__ = ["longest_rollout", "open_fields", "settled"]

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_origin
 
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.values import field_types, parsed, words_of

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from torchtitan_rl.environment import add_to_path
-from torchtitan_rl.observability.user_code import described, raised_at
+from torchtitan_rl.record.user_code import described, raised_at
 
 __all__ = ["load_module", "mistake"]
 

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.observability.user_code import defined_at
+from torchtitan_rl.record.user_code import defined_at
 
 __all__ = ["flat", "function_name", "named", "resolved", "rebuilt"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchtitan_rl.config.actors import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.algorithm import AlgorithmConfig, SupervisedConfig
+from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.recording import RecordConfig
 from torchtitan_rl.config.sampling import AlteredSampling

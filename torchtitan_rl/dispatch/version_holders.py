@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from torchtitan_rl.config.actors import WeightSyncConfig
+from torchtitan_rl.config.meshes import WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.weights.versioned import VersionedStore
 

@@ -19,14 +19,14 @@ import psutil
 from torchtitan_rl.actors.generator import Generator
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.actors.trainer import PolicyTrainer
-from torchtitan_rl.config.actors import GeneratorConfig, TrainerConfig
+from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, deadline
 from torchtitan_rl.environment import default_environment
-from torchtitan_rl.hosts.attach import Hosts, this_host
-from torchtitan_rl.hosts.bootstrap import claim_devices
-from torchtitan_rl.hosts.inventory import Devices, MeshSize, Place, interface_of
-from torchtitan_rl.hosts.rendezvous import Rendezvous
+from torchtitan_rl.launch.attach import Hosts, this_host
+from torchtitan_rl.launch.bootstrap import claim_devices
+from torchtitan_rl.launch.inventory import Devices, MeshSize, Place, interface_of
+from torchtitan_rl.launch.rendezvous import Rendezvous
 from torchtitan_rl.launch.spares import Spares
 
 __all__ = ["Launcher"]

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.actors.process import heavy_imports, setup_logs
-from torchtitan_rl.config.actors import GeneratorConfig, TrainerConfig
+from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.local_mesh import LocalMesh
-from torchtitan_rl.hosts.inventory import use_interface_of
+from torchtitan_rl.launch.inventory import use_interface_of
 from torchtitan_rl.weights.versioned import MemoryStore
 
 __all__ = ["LocalLauncher"]

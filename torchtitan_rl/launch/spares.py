@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torchtitan_rl.actors.spare import Spare
-from torchtitan_rl.hosts.inventory import Place
+from torchtitan_rl.launch.inventory import Place
 
 __all__ = ["Spares"]
 

@@ -15,17 +15,17 @@ from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.placement import Placement
-from torchtitan_rl.dispatch.remote.service import sdk
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.dispatch.tinker.session import sdk
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
-from torchtitan_rl.hosts.attach import Hosts, this_host
-from torchtitan_rl.hosts.inventory import local_host
-from torchtitan_rl.hosts.preflight import check_hosts
 from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.launch.remote import RemoteLauncher
+from torchtitan_rl.launch.attach import Hosts, this_host
+from torchtitan_rl.launch.inventory import local_host
+from torchtitan_rl.launch.preflight import check_hosts
 from torchtitan_rl.launch.threads import side_by_side
+from torchtitan_rl.launch.tinker import RemoteLauncher
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.remote import check_remote, without_export
 from torchtitan_rl.validation.run import check_local

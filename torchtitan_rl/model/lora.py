@@ -16,7 +16,7 @@ import xxhash
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_rl import adapters
-from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.model.sharding import whole
 
 adapters.adapt_torchtitan()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.files import read_shape
 

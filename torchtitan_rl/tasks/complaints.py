@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_rl.observability.user_code import defined_at, described, raised_at
+from torchtitan_rl.record.user_code import defined_at, described, raised_at
 from torchtitan_rl.tasks.reward_process import RewardProcessError
 from torchtitan_rl.types import MAX_REWARD, Task, is_reward
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchtitan_rl.tasks import splits, tables
+from torchtitan_rl.tasks import row_files, splits
 from torchtitan_rl.tasks.family import SPLITS, TaskSource, check_index, check_split, stable_hash
 from torchtitan_rl.tasks.row_tasks import RowTasks
 from torchtitan_rl.types import Task
@@ -69,7 +69,7 @@ class Dataset:
 
         def __post_init__(self) -> None:
             if isinstance(self.data, Mapping) or hasattr(self.data, "column_names"):
-                self.data = tables.InMemory(self.data)
+                self.data = row_files.InMemory(self.data)
             if self.system is not None and self.system_column is not None:
                 raise ValueError(f"dataset.system_column={self.system_column!r}: dataset.system is set too; keep one")
             if not self.chat and (self.system is not None or self.system_column is not None):
@@ -173,9 +173,9 @@ def _tables(config: Dataset.Config) -> Iterator[tuple[str, Any, str]]:
     if config.data is None:
         for split, path in chosen.items():
             if path is not None:
-                yield split, tables.read_file(path, f"dataset.{split}"), path
+                yield split, row_files.read_file(path, f"dataset.{split}"), path
         return
-    data = config.data.data if isinstance(config.data, tables.InMemory) else _returned(config.data)
+    data = config.data.data if isinstance(config.data, row_files.InMemory) else _returned(config.data)
     held = data if isinstance(data, Mapping) else {config.train: data}
     for split, name in chosen.items():
         if name is None and split in held and chosen["train"] != split:
@@ -185,7 +185,8 @@ def _tables(config: Dataset.Config) -> Iterator[tuple[str, Any, str]]:
         if name not in held:
             has = f"has the splits {', '.join(held)}" if held is data else "is one Dataset, of train rows"
             raise ValueError(
-                f"dataset.{split}={name!r}: is no split of dataset.data, which {has}; name one{tables.near(name, held)}"
+                f"dataset.{split}={name!r}: is no split of dataset.data, which {has}; name one"
+                f"{row_files.near(name, held)}"
             )
         if not hasattr(held[name], "num_rows"):
             kind = type(held[name]).__name__
@@ -205,7 +206,7 @@ def _returned(load: Any) -> Any:
         return load()
     except Exception as error:  # whatever loading raises: no network, no such data set, a mistake in the function
         raise RuntimeError(
-            f"dataset.data: its function raised {tables.one_line(error)}; mend it, or check the name and the network"
+            f"dataset.data: its function raised {row_files.one_line(error)}; mend it, or check the name and the network"
         ) from error
 
 

@@ -49,7 +49,7 @@ class Env(ABC):
     tools: list[dict] | None = None
     """Descriptions of tools for the chat template, where observations are messages; None: no tools."""
     played = False
-    """Set by `workflows.episode.Episode`: an environment is played once."""
+    """Set by `rollout.episode.Episode`: an environment is played once."""
 
     @abstractmethod
     def reset(self) -> Observation | Awaitable[Observation]:

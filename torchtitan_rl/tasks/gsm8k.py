@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from torchtitan_rl.tasks.family import check_index, check_split
-from torchtitan_rl.tasks.tables import one_line, read_file
+from torchtitan_rl.tasks.row_files import one_line, read_file
 from torchtitan_rl.types import Task
 
 __all__ = ["Gsm8k", "final_number"]

@@ -1,7 +1,7 @@
 """Environments of the OpenEnv kind: their seeds as a task family, and an agent that plays them as a conversation.
 
 https://github.com/meta-pytorch/OpenEnv. An environment is a server of its own, met by the package's client. The agent
-meets the policy at the gateway's endpoint (workflows/external.py). docs/environments.md shows a run.
+meets the policy at the gateway's endpoint (rollout/external.py). docs/environments.md shows a run.
 """
 
 from __future__ import annotations

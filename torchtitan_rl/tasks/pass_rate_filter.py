@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.observability.json_lines import parsed
+from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.tasks.family import check_index, check_split, stable_hash
 from torchtitan_rl.tasks.judging import Reward, reward_function
 from torchtitan_rl.types import Task

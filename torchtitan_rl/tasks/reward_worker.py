@@ -40,7 +40,7 @@ def main(parent: int) -> None:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     if TIMELINE in os.environ:
-        from torchtitan_rl.observability.timeline import recording
+        from torchtitan_rl.record.timeline import recording
 
         recording.begin("reward")
     function = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchtitan_rl.tasks.tables import check_column, near, one_line, value_at
+from torchtitan_rl.tasks.row_files import check_column, near, one_line, value_at
 
 __all__ = ["RowTasks"]
 

@@ -1,7 +1,7 @@
 """Environments of the `verifiers` package (0.4): their tasks as a family, their rollouts as an agent.
 
 https://github.com/PrimeIntellect-ai/verifiers. The environment runs as its author wrote it and meets the policy at the
-gateway's endpoint (workflows/external.py). docs/environments.md shows a run and says what does not fit.
+gateway's endpoint (rollout/external.py). docs/environments.md shows a run and says what does not fit.
 """
 
 from __future__ import annotations

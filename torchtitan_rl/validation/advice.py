@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.inspection.siblings import compares_siblings
+from torchtitan_rl.health.siblings import compares_siblings
 
 __all__ = ["advice"]
 

@@ -8,7 +8,7 @@ from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.resolve import function_name
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.inspection.siblings import compares_siblings
+from torchtitan_rl.health.siblings import compares_siblings
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
 __all__ = ["check_batches"]

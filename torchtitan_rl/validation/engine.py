@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_rl import platform
-from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.model.shape import kv_bytes_per_token
 

@@ -9,7 +9,7 @@ import torch
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.observability.user_code import defined_at, described, raised_at
+from torchtitan_rl.record.user_code import defined_at, described, raised_at
 from torchtitan_rl.types import LossInputs, Rollout, RolloutGroup, Task
 
 __all__ = ["probe_advantages", "probe_correction", "probe_loss", "probe_reduction", "reads"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_rl.config.recording import RecordConfig
 from torchtitan_rl.config.resolve import named
-from torchtitan_rl.observability.recorder import Listener
+from torchtitan_rl.record.recorder import Listener
 
 __all__ = ["check_sinks"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_rl import platform
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.converters import check_converters
 from torchtitan_rl.model.files import has_weights

@@ -6,7 +6,7 @@ step-80/hf/          if exported: the weights as a Hugging Face directory
 step-80/lora.json    with LoRA, when model/ holds adapters only: the LoRA config, and a fingerprint of the base
 step-80/adapter/     if exported, with LoRA: the adapters as a PEFT directory
 step-80/teacher.safetensors  with self-distillation: the snapshot that teaches, in the generators' dtype
-step-80/finished.jsonl  with a lag: groups that have been played and have not trained, see run/finished.py
+step-80/finished.jsonl  with a lag: groups that have been played and have not trained, see rollout/finished.py
 step-80/run_config.json  the resolved config of the run; a `config.json` would make a Hugging Face directory
 step-80/state.json   the controller's state: step, phase, policy and teacher version, data cursor, seed
 step-80/files.json   size and checksum of every other file

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan_rl.config.actors import TrainerConfig
+from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.sharding import plain_name
 from torchtitan_rl.weights import layout, sharded_push

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.model.lora import Adapters
 
 __all__ = ["write_peft_dir"]

@@ -12,7 +12,7 @@ adapters.prepare_vllm(eager=True)
 
 from torchtitan_rl.actors.generator_rank import GeneratorRank  # noqa: E402
 from torchtitan_rl.actors.trainer_files import TrainerFiles  # noqa: E402
-from torchtitan_rl.config.actors import TrainerConfig  # noqa: E402
+from torchtitan_rl.config.meshes import TrainerConfig  # noqa: E402
 from torchtitan_rl.weights import layout  # noqa: E402
 from torchtitan_rl.weights.exchange import WeightExchange  # noqa: E402
 

@@ -25,7 +25,7 @@ from torchtitan_rl.algorithm.advantages import (
 from torchtitan_rl.algorithm.filters import filtered
 from torchtitan_rl.algorithm.role_estimators import estimator_for
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
-from torchtitan_rl.run import lines
+from torchtitan_rl.train import lines
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
 

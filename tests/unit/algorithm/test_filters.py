@@ -17,10 +17,10 @@ from torchtitan_rl.algorithm.reductions import sequence_mean
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig, SamplingConfig
-from torchtitan_rl.run.draws import Draws, NothingToTrainOn
-from torchtitan_rl.run.state import RunState
-from torchtitan_rl.run.training import Batches
+from torchtitan_rl.rollout.draws import Draws, NothingToTrainOn
+from torchtitan_rl.train.training import Batches
 from torchtitan_rl.types import Task
+from torchtitan_rl.types.run_state import RunState
 
 
 def config(tasks_per_step=2, precomputed_advantages="auto", **filters):

@@ -11,9 +11,9 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, Filte
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RoleConfig, RolesConfig
+from torchtitan_rl.rollout.policy import single_turn
+from torchtitan_rl.rollout.self_distill import self_distill
 from torchtitan_rl.validation.run import validate
-from torchtitan_rl.workflows.policy import single_turn
-from torchtitan_rl.workflows.self_distill import self_distill
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.py"
 

@@ -14,13 +14,13 @@ import pytest
 
 from torchtitan_rl.algorithm.advantages import grpo
 from torchtitan_rl.algorithm.losses import ppo
-from torchtitan_rl.config.actors import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig
+from torchtitan_rl.cli.show import show
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.load import apply_overrides, load_config
+from torchtitan_rl.config.meshes import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.config.resolve import flat, function_name, resolved
 from torchtitan_rl.config.run import RoleConfig, RunConfig, SamplingConfig
-from torchtitan_rl.show import show
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
 from torchtitan_rl.validation.run import missing_weights, validate
@@ -68,7 +68,7 @@ from torchtitan_rl.tasks.letter_sort import LetterSort
 GOOD = HEADER + "\ndef config():\n    return RunConfig(name='x', task=LetterSort.Config(), model=ModelConfig())\n"
 
 
-def written(tmp_path, text, name="run.py"):
+def written(tmp_path, text, name="train.py"):
     path = tmp_path / name
     path.write_text(text)
     return str(path)
@@ -629,7 +629,7 @@ def test_neither_vllm_nor_monarch_is_needed_to_read_a_config():
 import sys
 from torchtitan_rl.config import apply_overrides, load_config, resolved
 from torchtitan_rl.validation.run import validate
-from torchtitan_rl.show import show
+from torchtitan_rl.cli.show import show
 for path in sys.argv[1:]:
     config = load_config(path)
     apply_overrides(config, ["--seed", "3", "--controller.eval-tasks", "32"])

@@ -11,13 +11,13 @@ import pytest
 
 from tests.unit.config.test_load import overridden, refusal, run_config
 from torchtitan_rl.algorithm import advantages, losses, reductions
-from torchtitan_rl.config.actors import LoRAConfig, TrainerConfig
+from torchtitan_rl.cli.show import show
 from torchtitan_rl.config.derive import open_fields, settled
 from torchtitan_rl.config.load import apply_overrides, load_config
+from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RoleConfig, RunConfig
-from torchtitan_rl.show import show
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.validation.run import validate
 
@@ -150,13 +150,13 @@ def test_a_module_beside_the_config_is_found_and_hides_no_package(tmp_path, monk
         "def ones(task, completions):\n    return [1.0 for _ in completions]\n"
     )
     (tmp_path / "numpy.py").write_text("raise ImportError('hides numpy')\n")
-    (tmp_path / "run.py").write_text(
+    (tmp_path / "train.py").write_text(
         "import beside_the_config\nfrom torchtitan_rl.config import ModelConfig, RunConfig\n"
         "from torchtitan_rl.tasks.letter_sort import LetterSort\n\ndef config():\n"
         "    task = LetterSort.Config(reward=beside_the_config.ones)\n"
         "    return RunConfig(name='x', task=task, model=ModelConfig())\n"
     )
-    reward = load_config(str(tmp_path / "run.py")).task.reward
+    reward = load_config(str(tmp_path / "train.py")).task.reward
     program = (
         "import sys, pickle, torchtitan_rl, numpy; sys.path.index(numpy.__file__.rsplit('/', 2)[0]);"
         f"print(pickle.loads({pickle.dumps(reward)!r})(None, 'ab'))"

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import torch
 
 from torchtitan_rl import adapters
-from torchtitan_rl.config.actors import GeneratorConfig
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.types import Request, SamplingParams
 
 adapters.prepare_vllm(eager=True)
 
-from torchtitan_rl.model.engine_scores import has_nan, scores  # noqa: E402
-from torchtitan_rl.model.engine_steps import EngineSteps, completion, engine_params  # noqa: E402
+from torchtitan_rl.engine.engine_steps import EngineSteps, completion, engine_params  # noqa: E402
+from torchtitan_rl.engine.prompt_scores import has_nan, scores  # noqa: E402
 from torchtitan_rl.model.spec import build_spec  # noqa: E402
 
 SHAPE = Qwen3Shape(vocab_size=8, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=16, max_seq_len=16)

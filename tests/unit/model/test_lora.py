@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchtitan.config import ParallelismConfig
 
-from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.logprobs import LogprobHead, chunked_logprobs

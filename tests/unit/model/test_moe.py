@@ -10,13 +10,13 @@ from torchtitan.config import ParallelismConfig
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchtitan_rl import platform
-from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.load import apply_overrides
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.config.run import RunConfig, SamplingConfig
-from torchtitan_rl.memory import layer_activations
 from torchtitan_rl.model.experts import Experts, Gate
 from torchtitan_rl.model.files import assets_dir, write_model_dir
+from torchtitan_rl.model.memory import layer_activations
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec, flavor_shape, shape_of, training_spec
 from torchtitan_rl.model.train_step import head_outputs
@@ -228,40 +228,40 @@ def test_weights_survive_hugging_faces_names(coeff):
 
 
 @pytest.fixture(scope="module")
-def generator_plan():
+def plan():
     """The module, imported once and late: it needs vLLM, which takes seconds."""
-    from torchtitan_rl.model import generator_plan
+    from torchtitan_rl.engine import plan as module
 
-    return generator_plan
+    return module
 
 
 @pytest.fixture(scope="module")
-def generator_layers():
+def layers():
     """The module, imported late for the same reason."""
-    from torchtitan_rl.model import generator_layers
+    from torchtitan_rl.engine import layers as module
 
-    return generator_layers
+    return module
 
 
-def test_a_generator_rank_has_every_expert_and_its_share_of_their_features(generator_plan):
-    from torchtitan_rl.model import generator_slices
+def test_a_generator_rank_has_every_expert_and_its_share_of_their_features(plan):
+    from torchtitan_rl.engine import slices
 
     shared = build_spec(ModelConfig(shape=tiny()))
-    spec = generator_plan.generator_spec(shared, 2)
+    spec = plan.generator_spec(shared, 2)
     for layer, whole in zip(spec.model.layers, shared.model.layers):
         routed = layer.moe.routed_experts
-        assert isinstance(routed, generator_slices.SlicedExperts.Config)
+        assert isinstance(routed, slices.SlicedExperts.Config)
         assert isinstance(routed.inner_experts, Experts.Config) and isinstance(layer.moe.router.gate, Gate.Config)
         assert (routed.inner_experts.num_experts, routed.inner_experts.hidden_dim) == (6, 12)
         assert repr(layer.moe.router.to_dict()) == repr(whole.moe.router.to_dict())
         assert whole.moe.routed_experts.inner_experts.hidden_dim == 24
-    alone = generator_plan.generator_spec(shared, 1)
-    assert not isinstance(alone.model.layers[0].moe.routed_experts, generator_slices.SlicedExperts.Config)
+    alone = plan.generator_spec(shared, 1)
+    assert not isinstance(alone.model.layers[0].moe.routed_experts, slices.SlicedExperts.Config)
     with pytest.raises(ValueError, match="generator.tensor_parallel_degree=2: must divide the model's hidden_dim=25"):
-        generator_plan.generator_spec(build_spec(ModelConfig(shape=tiny(hidden_dim=25))), 2)
+        plan.generator_spec(build_spec(ModelConfig(shape=tiny(hidden_dim=25))), 2)
 
 
-def test_slices_of_experts_sum_to_the_whole(generator_layers):
+def test_slices_of_experts_sum_to_the_whole(layers):
     layer = with_random_weights(for_training(tiny())).layers["0"].moe
     part = build_spec(ModelConfig(shape=tiny(hidden_dim=12))).model.layers[0].moe.build().eval()
     x_BLD = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
@@ -270,7 +270,7 @@ def test_slices_of_experts_sum_to_the_whole(generator_layers):
         for rank in range(2):
             part.load_state_dict(
                 {
-                    name: generator_layers.shard_for_rank(f"layers.0.moe.{name}", tensor, rank, 2)
+                    name: layers.shard_for_rank(f"layers.0.moe.{name}", tensor, rank, 2)
                     for name, tensor in layer.state_dict().items()
                 }
             )

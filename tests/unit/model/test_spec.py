@@ -32,19 +32,19 @@ def snapshot(spec):
 
 
 @pytest.fixture(scope="module")
-def generator_plan():
+def plan():
     """The module, imported once and late: it needs vLLM, which takes seconds."""
-    from torchtitan_rl.model import generator_plan
+    from torchtitan_rl.engine import plan as module
 
-    return generator_plan
+    return module
 
 
 @pytest.fixture(scope="module")
-def generator_layers():
+def layers():
     """The module, imported late for the same reason."""
-    from torchtitan_rl.model import generator_layers
+    from torchtitan_rl.engine import layers as module
 
-    return generator_layers
+    return module
 
 
 # The spec to train from.
@@ -74,31 +74,31 @@ def test_a_spec_is_built_anew_each_time():
 # The generator's spec.
 
 
-def test_a_generator_spec_leaves_the_shared_spec_as_it_was(generator_plan):
+def test_a_generator_spec_leaves_the_shared_spec_as_it_was(plan):
     spec = build_spec(ModelConfig(shape=tiny()))
     before = snapshot(spec)
     for degree in (1, 2):
-        made = generator_plan.generator_spec(spec, degree)
+        made = plan.generator_spec(spec, degree)
         assert snapshot(spec) == before
         assert made is not spec and made.model is not spec.model
 
 
-def test_a_generator_rank_has_its_share_of_heads_and_features(generator_plan, generator_layers):
-    from torchtitan_rl.model import generator_slices
+def test_a_generator_rank_has_its_share_of_heads_and_features(plan, layers):
+    from torchtitan_rl.engine import slices
 
-    spec = generator_plan.generator_spec(build_spec(ModelConfig(shape=tiny())), 2)
+    spec = plan.generator_spec(build_spec(ModelConfig(shape=tiny())), 2)
     for index, layer in enumerate(spec.model.layers):
         attention, ffn = layer.attention, layer.feed_forward
         assert (attention.n_heads, attention.n_kv_heads) == (2, 1)
         assert (attention.qkv_linear.n_heads, attention.qkv_linear.n_kv_heads) == (2, 1)
-        assert attention.inner_attention == generator_layers.PagedAttention.Config(
+        assert attention.inner_attention == layers.PagedAttention.Config(
             layer=index, n_heads=2, n_kv_heads=1, head_dim=8
         )
         # Half of 4 query, 2 key and 2 value heads of 8; half of the feed-forward's 24.
-        layers = (attention.qkv_linear.wqkv, attention.wo, ffn.w1, ffn.w3, ffn.w2)
-        assert [(x.in_features, x.out_features) for x in layers] == [(16, 32), (16, 16), (16, 12), (16, 12), (12, 16)]
-        assert isinstance(attention.wo, generator_slices.RowParallelLinear.Config)
-        assert isinstance(ffn.w2, generator_slices.RowParallelLinear.Config)
+        linears = (attention.qkv_linear.wqkv, attention.wo, ffn.w1, ffn.w3, ffn.w2)
+        assert [(x.in_features, x.out_features) for x in linears] == [(16, 32), (16, 16), (16, 12), (16, 12), (12, 16)]
+        assert isinstance(attention.wo, slices.RowParallelLinear.Config)
+        assert isinstance(ffn.w2, slices.RowParallelLinear.Config)
     assert spec.model.lm_head.out_features == 11  # embedding and head are whole on every rank
 
 
@@ -106,18 +106,18 @@ def test_a_generator_rank_has_its_share_of_heads_and_features(generator_plan, ge
     ("degree", "changes", "complaint"),
     [(3, {}, "n_heads=4"), (4, {}, "n_kv_heads=2"), (2, {"hidden_dim": 25}, "hidden_dim=25")],
 )
-def test_degrees_that_do_not_divide_are_refused(degree, changes, complaint, generator_plan):
+def test_degrees_that_do_not_divide_are_refused(degree, changes, complaint, plan):
     spec = build_spec(ModelConfig(shape=tiny(**changes)))
     before = snapshot(spec)
     with pytest.raises(ValueError) as caught:
-        generator_plan.generator_spec(spec, degree)
+        plan.generator_spec(spec, degree)
     assert str(caught.value) == f"generator.tensor_parallel_degree={degree}: must divide the model's {complaint}"
     assert snapshot(spec) == before
 
 
-def test_parts_of_parameters_are_the_shapes_a_generator_rank_holds(generator_layers):
+def test_parts_of_parameters_are_the_shapes_a_generator_rank_holds(layers):
     state = for_training(tiny()).model.build().state_dict()
-    halves = {name: generator_layers.shard_for_rank(name, tensor, 1, 2).shape for name, tensor in state.items()}
+    halves = {name: layers.shard_for_rank(name, tensor, 1, 2).shape for name, tensor in state.items()}
     layer = {name.removeprefix("layers.1."): tuple(shape) for name, shape in halves.items() if "layers.1." in name}
     assert layer == {
         "attention.qkv_linear.wq.weight": (16, 16),
@@ -135,7 +135,7 @@ def test_parts_of_parameters_are_the_shapes_a_generator_rank_holds(generator_lay
     assert halves["tok_embeddings.weight"] == halves["lm_head.weight"] == (11, 16)
 
 
-def test_a_column_then_a_row_layer_in_parts_sum_to_the_whole(generator_layers):
+def test_a_column_then_a_row_layer_in_parts_sum_to_the_whole(layers):
     # x -> w1 -> w2 without the activation between; each rank has half of w1's outputs and of w2's inputs.
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 16, generator=generator, dtype=torch.float64)
@@ -143,12 +143,12 @@ def test_a_column_then_a_row_layer_in_parts_sum_to_the_whole(generator_layers):
     w2 = torch.randn(16, 24, generator=generator, dtype=torch.float64)
     parts = [
         x
-        @ generator_layers.shard_for_rank("layers.0.feed_forward.w1.weight", w1, rank, 2).T
-        @ generator_layers.shard_for_rank("layers.0.feed_forward.w2.weight", w2, rank, 2).T
+        @ layers.shard_for_rank("layers.0.feed_forward.w1.weight", w1, rank, 2).T
+        @ layers.shard_for_rank("layers.0.feed_forward.w2.weight", w2, rank, 2).T
         for rank in range(2)
     ]
     torch.testing.assert_close(parts[0] + parts[1], x @ w1.T @ w2.T)
-    assert generator_layers.shard_for_rank("layers.0.feed_forward.w1.weight", w1, 0, 1) is w1
+    assert layers.shard_for_rank("layers.0.feed_forward.w1.weight", w1, 0, 1) is w1
 
 
 # Standard flavours.

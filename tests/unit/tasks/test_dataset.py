@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from torchtitan_rl.config.compare import differences
+from torchtitan_rl.config.config_difference import differences
 from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.resolve import flat, resolved

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.server.opened import BYTES, END
-from tests.unit.workflows.scripted import policy
-from torchtitan_rl.server.gateway import Gateway
+from tests.unit.rollout.scripted import policy
+from tests.unit.serve.opened import BYTES, END
+from torchtitan_rl.rollout.external import AgentFailed, external
+from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.tasks.openenv import OpenEnv, served
-from torchtitan_rl.workflows.external import AgentFailed, external
 
 ENVIRONMENTS = str(Path(__file__).parents[3] / "environments")
 

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.config.test_load import refusal, run_config
 from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.resolve import flat, rebuilt, resolved
+from torchtitan_rl.rollout.group import run_group
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.limited import Limited
@@ -22,7 +23,6 @@ from torchtitan_rl.tasks.reward_process import cpu_bound
 from torchtitan_rl.tasks.rewards import Rewards
 from torchtitan_rl.types import Task
 from torchtitan_rl.validation.run import validate
-from torchtitan_rl.workflows.group import run_group
 
 TASK = Task(id="t/0", prompt="p", answer="ab")
 
@@ -238,7 +238,7 @@ def test_a_limited_function_that_has_been_used_can_be_pickled():
 
 
 def test_the_parts_stand_in_the_rollouts_of_a_group():
-    from tests.unit.run.test_failures import attempts
+    from tests.unit.rollout.test_failures import attempts
 
     reward = Rewards({"exact": (exact, 1.0), "short": (short, 0.5)})
     group = asyncio.run(run_group(attempts(), TASK, None, 2, group_id="0/0", seed=0, reward=reward, reward_timeout_s=5))

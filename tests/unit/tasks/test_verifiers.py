@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.server.opened import BYTES, END
-from tests.unit.workflows.scripted import policy
-from torchtitan_rl.server.gateway import Gateway
+from tests.unit.rollout.scripted import policy
+from tests.unit.serve.opened import BYTES, END
+from torchtitan_rl.rollout.external import AgentFailed, SessionLimits, external
+from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.tasks.verifiers import Verifiers
-from torchtitan_rl.workflows.external import AgentFailed, SessionLimits, external
 
 vf = pytest.importorskip("verifiers.v1", reason="an extra of its own: bash scripts/setup.sh verifiers")
 

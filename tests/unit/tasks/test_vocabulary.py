@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.workflows.scripted import CHARS, policy
-from tests.unit.workflows.templates import QWEN_LIKE, byte_bpe
+from tests.unit.rollout.scripted import CHARS, policy
+from tests.unit.rollout.templates import QWEN_LIKE, byte_bpe
 from torchtitan_rl.tasks.dataset import Dataset
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.vocabulary import unknown_characters, warn_unknown_text

@@ -7,8 +7,8 @@ import pytest
 
 from torchtitan_rl.algorithm import corrections, losses, reductions
 from torchtitan_rl.algorithm.advantages import grpo, reinforce, reinforce_pp_baseline, rloo
-from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort

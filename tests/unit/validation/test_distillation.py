@@ -6,17 +6,17 @@ import pytest
 
 from torchtitan_rl.algorithm import corrections, losses
 from torchtitan_rl.algorithm.advantages import reinforce_pp_baseline
-from torchtitan_rl.config.actors import GeneratorConfig
 from torchtitan_rl.config.algorithm import AlgorithmConfig, DistillConfig, FilterConfig
 from torchtitan_rl.config.load import apply_overrides
+from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
+from torchtitan_rl.rollout.policy import single_turn
+from torchtitan_rl.rollout.self_distill import distill_group, postprocess_opsd, self_distill
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.validation.algorithm import check_algorithm
 from torchtitan_rl.validation.distillation import check_distill
-from torchtitan_rl.workflows.policy import single_turn
-from torchtitan_rl.workflows.self_distill import distill_group, postprocess_opsd, self_distill
 
 
 def check(*roles, distill=None, **algorithm):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.config.test_load import refusal, run_config
 from torchtitan_rl.algorithm import advantages
-from torchtitan_rl.config.actors import AdamWConfig, LoRAConfig
+from torchtitan_rl.config.meshes import AdamWConfig, LoRAConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.letter_sort import LetterSort
@@ -43,7 +43,7 @@ def with_value(path: str, value: Any):
         ("trainer.optimizer.betas", (0.9,), "trainer.optimizer.betas=(0.9,): is of type tuple, the field takes tu"),
         ("generator.model_runner", "v3", "generator.model_runner='v3': there is no such choice; use one of 'auto',"),
         ("generator.dtype", "float23", "generator.dtype='float23': there is no such choice; did you mean 'float32' or"),
-        ("trainer.lora", 8, "trainer.lora=8: is of type int, the field takes actors.LoRAConfig | None; give"),
+        ("trainer.lora", 8, "trainer.lora=8: is of type int, the field takes meshes.LoRAConfig | None; give"),
         ("trainer.optimizer", AdamWConfig, "trainer.optimizer=AdamWConfig: is a class; write optimizer=AdamWConfig()"),
         ("task", LetterSort, "task=LetterSort: is a class, not a config of one; write task=LetterSort.Config()"),
         ("task", LetterSort.Config, "task=LetterSort.Config: is a class, not a config of one; write task"),
@@ -188,7 +188,7 @@ def test_an_environments_rewards_are_its_own():
 
 def test_a_closed_pipe_is_no_error():
     program = (
-        "import sys, time; from torchtitan_rl.observability.progress import Progress; p = Progress();"
+        "import sys, time; from torchtitan_rl.record.progress import Progress; p = Progress();"
         "[(p.line('line ' * 500), time.sleep(0.001)) for _ in range(200)]; p.final_table([('a', 'b')]);"
         "sys.stderr.write('the end')"
     )

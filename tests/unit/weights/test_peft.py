@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-from torchtitan_rl.config.actors import LoRAConfig
+from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.weights.peft import write_peft_dir
 
 

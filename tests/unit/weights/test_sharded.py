@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchtitan_rl.config.actors import LoRAConfig, WeightSyncConfig
+from torchtitan_rl.config.meshes import LoRAConfig, WeightSyncConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.environment import HOST_ADDRESS

@@ -1,0 +1,91 @@
+"""Addresses that lead back to the host that uses them: each sentence, and what is not refused."""
+
+import socket
+
+import pytest
+
+from torchtitan_rl.launch import addresses
+from torchtitan_rl.launch.addresses import torchrun_problem, worker_problem, workers_problem
+
+NAMES = {"own": "127.0.1.1", "other": "10.0.0.2", "localhost": "127.0.0.1"}
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch):
+    """A host whose /etc/hosts says `127.0.1.1 own`, as Debian's does."""
+    ask = socket.getaddrinfo
+
+    def getaddrinfo(host, *arguments, **options):
+        if host == "unknown":
+            raise socket.gaierror(-2, "Name or service not known")
+        return ask(NAMES.get(host, host), *arguments, **options)
+
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", getaddrinfo)
+
+
+def torchrun(**environment: str) -> str:
+    return torchrun_problem({"NNODES": "2", "NODE_RANK": "0", **environment})
+
+
+def test_one_host_may_be_its_own_loopback():
+    assert torchrun_problem({}) == torchrun_problem({"NNODES": "1", "MASTER_ADDR": "own"}) == ""
+
+
+def test_rank_0_by_the_name_that_its_own_host_has_for_it():
+    assert torchrun(MASTER_ADDR="own") == (
+        "MASTER_ADDR=own: resolves to 127.0.1.1, the loopback of this host, where none of the other 1 finds it; set "
+        "TORCHTITAN_RL_HOST_ADDRESS to this host's address on the network that the hosts share"
+    )
+    assert torchrun(MASTER_ADDR="own", TORCHTITAN_RL_HOST_ADDRESS="10.0.0.1") == ""  # rank 0 listens everywhere
+
+
+def test_rank_0_by_an_address_that_leads_another_host_to_itself():
+    for master in ("own", "localhost", "127.0.0.1"):
+        problem = torchrun(MASTER_ADDR=master, NODE_RANK="1", TORCHTITAN_RL_HOST_ADDRESS="10.0.0.2")
+        assert (
+            problem.startswith(f"MASTER_ADDR={master}: resolves to 127.0.") and "rank 0 is on another host" in problem
+        )
+    assert torchrun(NODE_RANK="1").startswith("MASTER_ADDR=127.0.0.1: ")
+
+
+def test_the_own_address_by_name():
+    problem = torchrun(MASTER_ADDR="10.0.0.1", TORCHTITAN_RL_HOST_ADDRESS="own")
+    assert problem.startswith("TORCHTITAN_RL_HOST_ADDRESS=own: resolves to 127.0.1.1, the loopback of this host")
+
+
+def test_a_loopback_as_a_number_says_that_all_hosts_are_one_machine():
+    assert torchrun(TORCHTITAN_RL_HOST_ADDRESS="127.0.0.1") == ""
+    assert torchrun(NODE_RANK="1", TORCHTITAN_RL_HOST_ADDRESS="127.0.0.2") == ""
+
+
+def test_what_resolves_to_nothing_is_left_to_who_connects():
+    assert torchrun(MASTER_ADDR="unknown") == torchrun(MASTER_ADDR="other") == ""
+
+
+@pytest.mark.parametrize("name, value", [("NNODES", "two"), ("NODE_RANK", "-1")])
+def test_what_is_no_number_of_hosts(name, value):
+    assert torchrun(**{name: value}).startswith(f"{name}={value!r}: is not a number; ")
+
+
+def test_workers_are_all_of_one_machine_or_none_is():
+    outside, inside = ["tcp://other:1", "tcp://10.0.0.3:1"], ["tcp://127.0.0.1:1", "tcp://localhost:2"]
+    assert workers_problem(outside, "10.0.0.1") == workers_problem(inside, "127.0.0.1") == ""
+    assert workers_problem(["tcp://own:7", *outside], "10.0.0.1") == (
+        "hosts=tcp://own:7: resolves to 127.0.1.1, the loopback of this host, where tcp://other:1 does not find it; "
+        "give its address on the network that the hosts share"
+    )
+    assert workers_problem(outside, "own").startswith("TORCHTITAN_RL_HOST_ADDRESS=own: resolves to 127.0.1.1, ")
+
+
+def test_a_worker_is_not_started_where_its_name_hides_it():
+    assert worker_problem("tcp://own:26600") == (
+        "tcp://own:26600: own resolves to 127.0.1.1, the loopback of this host, where no other host finds the worker; "
+        "give the address that the others reach it at (tcp://127.0.0.1:26600 if they are on this machine)"
+    )
+    assert (
+        worker_problem("tcp://127.0.0.2:1") == worker_problem("tcp://other:1") == worker_problem("tcp://[::1]:1") == ""
+    )
+    for everywhere in ("0.0.0.0", "[::]"):
+        assert "give the address that the others reach it at" in worker_problem(f"tcp://{everywhere}:26600")
+    with pytest.raises(ValueError, match="is not the address of a worker"):
+        worker_problem("other:1")

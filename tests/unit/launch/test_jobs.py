@@ -1,0 +1,141 @@
+"""A run as a job of a scheduler: what is submitted, and what is refused before."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from torchtitan_rl.cli import verbs
+from torchtitan_rl.launch import jobs, torchrun
+from torchtitan_rl.launch.slurm import SlurmJob, script
+from torchtitan_rl.types.ends import SAME_REQUEST_S
+
+QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.py")
+
+
+def job(**changes) -> SlurmJob:
+    settings = {"name": "a run", "num_hosts": 2, "directory": Path("/shared/100% mine"), "stop_before_s": 90}
+    return SlurmJob(**settings | changes)
+
+
+def test_the_batch_script_asks_for_what_was_asked_and_leaves_the_rest_to_slurm():
+    text = script(job(), ["configs/a b.py", "--seed", "1"])
+    assert text.startswith("#!/bin/bash\n")
+    assert [line for line in text.splitlines() if line.startswith("#SBATCH")] == [
+        "#SBATCH --job-name='a run'",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --output='/shared/100%% mine/slurm-%j.txt'",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --signal=B:USR1@90",
+        "#SBATCH --exclusive",
+        "#SBATCH --requeue",
+    ]
+    assert f"{sys.executable} -m torchtitan_rl.launch.torchrun 'configs/a b.py' --seed 1 &\n" in text
+    more = script(
+        job(gpus_per_host=8, time_limit="01:00:00", partition="p", account="a", requeue=False), ["configs/a.py"]
+    ).splitlines()
+    for line in ("gpus-per-node=8", "time=01:00:00", "partition=p", "account=a", "no-requeue"):
+        assert f"#SBATCH --{line}" in more
+    assert not any("scontrol requeue" in line for line in more)
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_bash_reads_the_batch_script(requeue):
+    done = subprocess.run(["bash", "-n"], input=script(job(requeue=requeue), ["a.py"]), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "status, restarts, known, again",
+    [
+        (75, 0, "", True),  # a checkpoint was written: the time limit, or a preemption with a grace time
+        (75, 9, "late=1", True),
+        (75, 0, "slurm_ends_it=1", False),  # a requeue, which needs no other, or scancel
+        (143, 9, "", True),  # preempted during the start
+        (143, 9, "late=1", False),  # the start takes longer than the time limit
+        (143, 0, "slurm_ends_it=1", False),
+        (1, 0, "", True),
+        (1, 1, "", True),
+        (1, 2, "", False),  # --max-restarts are used up
+        (1, 0, "slurm_ends_it=1", False),
+        (0, 0, "", False),
+    ],
+)
+def test_which_ends_are_queued_again(status, restarts, known, again):
+    (_, end) = script(job(max_restarts=2), ["a.py"]).split("  # a trap ends `wait` before the run has ended\n")
+    said = f"scontrol() {{ echo $*; }}\nstatus={status} late=0 slurm_ends_it=0\n{known}\n{end}"
+    environment = os.environ | {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": str(restarts)}
+    done = subprocess.run(["bash"], input=said, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "requeue 12\n" if again else "", "")
+
+
+def submitted(arguments: list[str], capsys) -> tuple[int, str]:
+    status = jobs.main(["slurm", QUICKSTART, *arguments])
+    return status, capsys.readouterr().err
+
+
+def test_without_slurm_nothing_is_made_and_the_error_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, error = submitted(["--output-dir", str(tmp_path / "run")], capsys)
+    assert status == 1 and error.startswith("error: scheduler=slurm: sbatch, srun, scontrol, scancel not on PATH; ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["--resume", "runs/mine"], "--resume=runs/mine: a job that is started again would begin there each time"),
+        (["--max-restarts", "1", "--no-requeue"], "--max-restarts=1: a job with --no-requeue is never started again"),
+        (["--stop-before", "70000"], "--stop-before=70000: sbatch takes 0 to 65535 seconds"),
+        (["--num-hosts", "3"], "hosts=3: the config's meshes use"),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused(arguments, expected, capsys):
+    status, error = submitted(["--dry-run", *arguments], capsys)
+    assert status == 1 and f"error: {expected}" in error
+
+
+def test_a_job_that_goes_on_by_itself_goes_on_in_one_directory(capsys):
+    assert jobs.main(["slurm", QUICKSTART, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert " --output-dir runs/quickstart-" in text and text.count("--resume auto") == 1
+    assert jobs.main(["slurm", QUICKSTART, "--dry-run", "--no-requeue", "--output-dir", "here"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("--output-dir here") == 1 and "--resume" not in text
+
+
+def test_signals_that_come_together_are_one_request():
+    watch = SimpleNamespace(asked_at=0.0)
+    for _ in range(2):
+        torchrun._ask(watch, signal.SIGTERM, None)
+    watch.asked_at = time.monotonic() - SAME_REQUEST_S - 0.1
+    with pytest.raises(torchrun._Interrupted):
+        torchrun._ask(watch, signal.SIGTERM, None)
+
+
+def test_a_controller_ends_at_once_at_a_later_signal_only(monkeypatch):
+    from torchtitan_rl.types import ends
+
+    monkeypatch.setattr(ends, "SAME_REQUEST_S", 0.2)
+    asked = []
+
+    async def run() -> None:
+        task, stop = asyncio.current_task(), SimpleNamespace(ask=asked.append)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, verbs._sigterm, SimpleNamespace(stop=stop), task)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+        assert asked == ["SIGTERM"]
+        await asyncio.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(5)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())

@@ -1,0 +1,77 @@
+"""What listeners of a run hear, and what a person sees of it."""
+
+import io
+
+import pytest
+
+from torchtitan_rl.record.display import Display
+from torchtitan_rl.record.progress import Progress
+from torchtitan_rl.record.recorder import Listener, Recorder
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.run_log import RunDirWriter
+
+
+class Notes(Listener):
+    def __init__(self):
+        self.heard = []
+
+    def fact(self, kind, what):
+        self.heard.append((kind, what))
+
+    def begin(self, span):
+        self.heard.append(("begin", span.name))
+
+    def advance(self, span, pieces, text):
+        self.heard.append((span.name, pieces, text))
+
+    def end(self, span, failed):
+        self.heard.append(("end", span.name, failed))
+
+
+def test_listeners_hear_facts_and_spans_in_order():
+    notes = Notes()
+    recorder = Recorder([notes])
+    with pytest.raises(KeyError), recorder.span("phase", total=2) as phase:
+        with recorder.span("step") as step:
+            recorder.fact("metrics", line={"step": 1}, text="")
+        recorder.advance(phase, text="half")
+        raise KeyError
+    assert notes.heard == [
+        ("begin", "phase"),
+        ("begin", "step"),
+        ("metrics", {"line": {"step": 1}, "text": ""}),
+        ("end", "step", False),
+        ("phase", 1, "half"),
+        ("end", "phase", True),
+    ]
+    assert 0 <= step.seconds <= phase.seconds and step.ended is not None
+
+
+def test_a_span_that_goes_on_says_how_long_it_has_taken_so_far():
+    with Recorder().span("step") as step:
+        first = step.seconds
+        assert step.ended is None and step.seconds >= first >= 0
+
+
+def test_a_run_directory_gets_lines_of_metrics(tmp_path):
+    run_dir = RunDir.create(tmp_path / "run")
+    Recorder([RunDirWriter(run_dir)]).fact("metrics", line={"step": 3, "phase": "evaluation"}, text="for people")
+    assert run_dir.read_metrics() == [{"step": 3, "phase": "evaluation"}]
+
+
+def test_a_person_sees_phases_waits_and_lines_but_no_parts_of_a_step():
+    shown = io.StringIO()
+    recorder = Recorder([Display(Progress(file=shown, clock=lambda: 0.0))])
+    with recorder.span("starting", expected_s=15, shown=True):
+        pass
+    with pytest.raises(KeyError), recorder.span("reinforcement", total=2) as phase:
+        with recorder.span("generate"):
+            recorder.fact("metrics", line={}, text="step 1")
+        recorder.advance(phase, text="reward 0.5")
+        raise KeyError
+    assert shown.getvalue().splitlines() == [
+        "starting: about 15 s",
+        "starting: done in 0.0 s",
+        "step 1",
+        "reinforcement: 1/2 stopped after 0.0 s, reward 0.5",
+    ]

@@ -1,0 +1,34 @@
+"""A sampler that says what a test tells it to, with the interface of SamplingClient, and its policy."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+import torchtitan_rl
+from torchtitan_rl.rollout.policy import Policy
+from torchtitan_rl.types import Completion, SamplingParams
+
+CHARS = AutoTokenizer.from_pretrained(Path(torchtitan_rl.__file__).parent / "assets" / "chars")
+
+
+class Scripted:
+    """Says the next of its texts (or token lists) whatever it is asked; ends as an engine would."""
+
+    def __init__(self, *said: str | list[int], tokenizer=CHARS):
+        self.said, self.tokenizer = list(said), tokenizer
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+
+    async def sample(self, tokens, params, *, policy_version=None):
+        self.asked.append((list(tokens), params))
+        said = self.said.pop(0)
+        said = self.tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
+        reason = "stop" if len(said) <= params.max_tokens else "length"
+        said = said[: params.max_tokens]
+        return Completion(
+            tokens=said, logprobs=[-0.5] * len(said), policy_versions=[3] * len(said), finish_reason=reason
+        )
+
+
+def policy(*said, tokenizer=CHARS, **settings) -> Policy:
+    settings = {"max_tokens": 32, "max_prompt_tokens": 64} | settings
+    return Policy(generator=Scripted(*said, tokenizer=tokenizer), tokenizer=tokenizer, **settings)

@@ -1,0 +1,114 @@
+"""Groups that have been played, as a checkpoint holds them: written and read exactly, restored by draw."""
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan_rl.rollout.finished import Finished, read, write
+from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
+
+TASK = Task(id="sort/train/3", prompt="cab=", answer="abc")
+
+
+def rollout(number, **changed):
+    logprobs = [-0.1, -math.pi, -5e-324]  # the last is the smallest number of double precision
+    completion = Completion(tokens=[3, 1, 2], logprobs=logprobs, policy_versions=[4, 4, 5], finish_reason="stop")
+    turns = [Turn(prompt_tokens=[7, 8], completion=completion, reward=1 / 3, advantages=[0.5, -0.25, 1.0])]
+    made = Rollout(
+        id=f"3/0/{number}", task=TASK, turns=turns, reward=0.1 + 0.2, reward_parts={"right": 1.0}, group="3/0"
+    )
+    made.text, made.seconds, made.end_reason = "a\nb \u2028 \u00e9", {"play": 0.125}, "done"
+    for name, value in changed.items():
+        setattr(made, name, value)
+    return made
+
+
+def played(*groups):
+    """A `Finished` that has played one group for each of the slots from 0 on, and the slots that it asked to play."""
+    asked = []
+
+    async def run_group(workflow, task, policy, n, *, group_id, seed):
+        assert (workflow, policy, n, seed) == ("workflow", "policy", 2, 5)
+        asked.append(group_id)
+        return groups[int(group_id.split("/")[0])]
+
+    finished = Finished(run_group)
+    for slot in range(len(groups)):
+        asyncio.run(run(finished, f"{slot}/0"))
+    return finished, asked
+
+
+async def run(finished, draw, task=TASK):
+    return await finished.run_group("workflow", task, "policy", 2, group_id=draw, seed=5)
+
+
+def test_a_group_comes_back_exactly_and_without_what_hooks_have_made_of_it(tmp_path):
+    def group():
+        return RolloutGroup(id="0/0", rollouts=[rollout(0), rollout(1, masked=True)])
+
+    one = group()
+    finished, asked = played(one)
+    one.left_out, one.advantages = "zero_variance", [1.0, 2.0]
+    one.rollouts[0].turns[0].completion.tokens.append(9)
+    one.rollouts[0].turns[0].advantages, one.rollouts[0].reward = torch.ones(4), 7.0
+    write(tmp_path / "finished.jsonl", finished.since(0))
+    resumed, played_again = played()
+    assert resumed.restore(read(tmp_path / "finished.jsonl")) == []
+    again = asyncio.run(run(resumed, "0/0"))
+    assert again == group() and played_again == [] and asked == ["0/0"]
+    assert again.rollouts[0].task is TASK
+    again.rollouts[0].turns[0].completion.tokens.clear()
+    assert resumed.since(0) == finished.since(0)  # the next checkpoint holds it too
+
+
+def test_a_restored_group_serves_its_own_draw_once():
+    finished, asked = played(RolloutGroup(id="0/0", rollouts=[rollout(0)]))
+    resumed = Finished(finished._run_group)
+    lines = finished.since(0)
+    resumed.restore(lines)
+    asyncio.run(run(resumed, "0/0"))
+    assert asked == ["0/0"]
+    asyncio.run(run(resumed, "0/0"))  # asked for once more, by a loop of somebody's own: played from the newest policy
+    assert asked == ["0/0"] * 2
+    resumed.restore(lines)
+    asyncio.run(run(resumed, "0/0", Task(id="another", prompt="")))
+    assert asked == ["0/0"] * 3
+
+
+def test_slots_that_have_trained_are_forgotten():
+    finished, _ = played(*(RolloutGroup(id=f"{slot}/0", rollouts=[rollout(0)]) for slot in range(12)))
+    assert [line["draw"] for line in finished.since(9)] == ["9/0", "10/0", "11/0"]
+    finished.forget(set(range(10)))
+    assert [line["draw"] for line in finished.since(0)] == ["10/0", "11/0"]
+
+
+def test_what_is_not_plain_data_is_played_again_and_a_note_says_so(tmp_path):
+    @dataclass
+    class Mine(Rollout):
+        board: str = ""
+
+    tensors = rollout(0)
+    tensors.turns[0].advantages = torch.ones(3)
+    groups = [
+        RolloutGroup(id=f"{slot}/0", rollouts=[made])
+        for slot, made in enumerate(
+            [tensors, rollout(0, task=Task(id=TASK.id, prompt="")), Mine(id="2/0/0", task=TASK, turns=[]), rollout(0)]
+        )
+    ]
+    finished, _ = played(*groups)
+    write(tmp_path / "finished.jsonl", finished.since(0))
+    lines = read(tmp_path / "finished.jsonl")
+    assert [line.get("why", "") for line in lines] == [
+        "is not plain data (Object of type Tensor is not JSON serializable)",
+        "rollout 3/0/0 has another task than its draw",
+        "rollout 2/0/0 has a Mine, a class of the workflow's own",
+        "",
+    ]
+    resumed, _ = played(groups[0])
+    assert resumed.restore(lines) == [
+        "3 draws had finished and are played again, such as 0/0: is not plain data "
+        "(Object of type Tensor is not JSON serializable)"
+    ]
+    assert asyncio.run(run(resumed, "3/0")) == groups[3] and read(tmp_path / "missing") == []

@@ -1,0 +1,42 @@
+"""A tokenizer whose end-of-sequence token does not end a turn of its chat template."""
+
+import datasets
+import pytest
+
+from tests.unit.rollout.scripted import CHARS
+from tests.unit.rollout.templates import QWEN_LIKE, byte_bpe
+from torchtitan_rl.rollout.turn_end import warn_open_turns
+from torchtitan_rl.tasks.calculator import Calculator
+from torchtitan_rl.tasks.dataset import Dataset
+
+BASE = byte_bpe(QWEN_LIKE)  # its eos is <|endoftext|>, as in Qwen's base models
+END = BASE.convert_tokens_to_ids("<|im_end|>")
+ROWS = datasets.Dataset.from_list([{"prompt": f"{i}?", "answer": str(i)} for i in range(9)])
+
+
+def test_a_turn_that_would_not_end_is_said_with_what_to_set(caplog):
+    warn_open_turns(BASE, Dataset.Config(data=ROWS).build(), [])
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "tokenizer.eos_token='<|endoftext|>': the chat template ends a turn with '<|im_end|>', where a completion "
+        f"would not stop; set --sampling.stop-token-ids {END}"
+    )
+
+
+@pytest.mark.parametrize(
+    "tokenizer, task, stop_token_ids",
+    [
+        (BASE, Dataset.Config(data=ROWS), [END]),
+        (CHARS, Dataset.Config(data=ROWS), []),  # its eos ends turns
+        (BASE, Dataset.Config(data=ROWS, chat=False), []),
+        (BASE, Calculator.Config(chat=True), []),  # of several turns, which stop there
+    ],
+)
+def test_a_turn_that_ends_is_silent(tokenizer, task, stop_token_ids, caplog):
+    warn_open_turns(tokenizer, task.build(), stop_token_ids)
+    assert not caplog.records
+
+
+def test_messages_without_a_template_are_refused_at_the_start():
+    with pytest.raises(ValueError, match="has no chat template"):
+        warn_open_turns(byte_bpe(None), Dataset.Config(data=ROWS).build(), [])

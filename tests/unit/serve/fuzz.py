@@ -1,0 +1,185 @@
+"""Throws requests at a gateway that hypothesis makes up: no answer is a 500, and every refusal has OpenAI's form.
+
+python -m tests.unit.serve.fuzz --seconds 300
+"""
+
+import argparse
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import httpx
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from openai.types import Completion as TextCompletion
+from openai.types.chat import ChatCompletion
+
+from tests.unit.serve.opened import ADD, BYTES
+from torchtitan_rl.rollout.agent import SessionLimits
+from torchtitan_rl.rollout.policy import Policy
+from torchtitan_rl.serve.gateway import Gateway, Served
+from torchtitan_rl.types import Completion
+
+TEXTS = st.text(st.characters(), max_size=12) | st.sampled_from(
+    ["", "hi", "what-the-policy-said", "<|end|>", "{{ 1 }}"]
+)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=8,
+)
+CALL = st.fixed_dictionaries(
+    {"id": TEXTS, "type": st.just("function")},
+    optional={"function": st.fixed_dictionaries({"name": TEXTS, "arguments": TEXTS}) | ANYTHING},
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "king"])},
+    optional={
+        "content": TEXTS | st.lists(st.just({"type": "text", "text": "a"}) | ANYTHING, max_size=3) | st.none(),
+        "tool_calls": st.lists(CALL, max_size=2),
+        "tool_call_id": TEXTS,
+        "name": ANYTHING,
+        "reasoning_content": TEXTS,
+    },
+)
+GOOD = {
+    "model": st.sampled_from(["policy", "policy@1", "policy@99999999999999999999999", "gpt"]),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0.1, 1),
+    "top_k": st.integers(-1, 50),
+    "n": st.integers(1, 4),
+    "seed": st.integers(),
+    "stop": TEXTS | st.lists(TEXTS, max_size=3),
+    "stop_token_ids": st.lists(st.integers(0, 300), max_size=3),
+    "max_tokens": st.integers(-1, 600),
+    "max_completion_tokens": st.integers(0, 600),
+    "stream": st.booleans(),
+    "stream_options": st.just({"include_usage": True}),
+    "logprobs": st.booleans() | st.integers(0, 3),
+    "top_logprobs": st.integers(0, 3),
+    "tools": st.lists(st.just(ADD) | ANYTHING, max_size=2),
+    "tool_choice": st.sampled_from(["auto", "none", "required"])
+    | st.just({"type": "function", "function": {"name": "add"}}),
+    "parallel_tool_calls": st.booleans(),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}])
+    | st.builds(lambda schema: {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, ANYTHING),
+    "return_token_ids": st.booleans(),
+    "return_policy_versions": st.booleans(),
+    "logit_bias": ANYTHING,
+    "anything": ANYTHING,
+}
+OPTIONS = {name: values | ANYTHING for name, values in GOOD.items()}
+CHAT = st.fixed_dictionaries({}, optional={"messages": st.lists(MESSAGE, max_size=5) | ANYTHING} | OPTIONS)
+IDS = st.lists(st.integers(-2, 300) | st.integers(), max_size=5)
+TEXT = st.fixed_dictionaries(
+    {}, optional={"prompt": TEXTS | IDS | st.lists(IDS | TEXTS, max_size=3) | ANYTHING} | OPTIONS
+)
+# Most bodies should get past the first check: a good half has what is required.
+SOUND = st.fixed_dictionaries({"messages": st.lists(MESSAGE, min_size=1, max_size=4)}, optional=GOOD)
+BODY = st.one_of(CHAT, TEXT, SOUND, SOUND, ANYTHING).map(lambda body: json.dumps(body).encode()) | st.binary(
+    max_size=40
+)
+PATHS = st.sampled_from(
+    ["/chat/completions", "/completions", "/models", "/models/policy", "/nowhere", "/chat//completions"]
+)
+METHODS = st.sampled_from(["POST", "POST", "POST", "POST", "GET", "PUT", "DELETE", "OPTIONS"])
+
+
+class Chatter:
+    """Says the same thing to everybody."""
+
+    async def sample(self, tokens, params, *, policy_version=None):
+        said = BYTES.encode("[add(a=1)] é.")[: params.max_tokens]
+        return Completion(
+            tokens=said, logprobs=[-0.5] * len(said), policy_versions=[1] * len(said), finish_reason="stop"
+        )
+
+
+class Target:
+    """A gateway on a thread of its own, with an open session."""
+
+    def __init__(self):
+        self.ready, self.done = threading.Event(), None
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    async def _serve(self):
+        policy = Policy(generator=Chatter(), tokenizer=BYTES, max_tokens=64, max_prompt_tokens=64)
+        served = Served(name="policy", policy=policy, versions=lambda: [1], tool_parser="pythonic")
+        self.loop, self.done = asyncio.get_running_loop(), asyncio.Event()
+        async with Gateway(context_tokens=512, served=served) as self.gateway:
+            limits = SessionLimits(max_turns=0, max_parallel=0)
+            self.session = self.gateway.open_session(policy, seed=0, limits=limits, tool_parser="pythonic")
+            self.ready.set()
+            await self.done.wait()
+
+    def __enter__(self):
+        self.thread.start()
+        assert self.ready.wait(30)
+        return self
+
+    def __exit__(self, *exc_info):
+        self.loop.call_soon_threadsafe(self.done.set)
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+def check(answer, path):
+    assert answer.status_code < 500, (answer.status_code, answer.text)
+    if answer.status_code >= 400:
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert answer.json()["error"]["message"]
+    elif answer.headers["content-type"] == "text/event-stream":
+        assert answer.text.endswith("data: [DONE]\n\n")
+    elif path.endswith("/chat/completions") and answer.request.method == "POST":
+        ChatCompletion.model_validate(answer.json())
+    elif path.endswith("/completions") and answer.request.method == "POST":
+        TextCompletion.model_validate(answer.json())
+
+
+def fuzz(seconds, max_examples=10**9, same=False):
+    """Requests until time is up, `same`: the same ones each time. Returns how many of each status."""
+    statuses, end = {}, time.monotonic() + seconds
+    with Target() as target, httpx.Client(timeout=20) as http:
+        url, session = target.gateway.url, target.session
+
+        @settings(
+            max_examples=min(max_examples, 500), derandomize=same, deadline=None, database=None,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(BODY, PATHS, METHODS, st.sampled_from(["", "session", "header", "wrong", "reward"]))
+        def one(body, path, method, who):
+            if time.monotonic() > end:
+                return
+            headers = {"Content-Type": "application/json"}
+            headers |= {"Authorization": f"Bearer {session.secret if who != 'wrong' else 'x'}"}
+            headers |= {"X-Session-ID": session.id} if who == "header" else {}
+            path = "/reward" if who == "reward" else f"/v1{path}"
+            inside = who in ("session", "wrong", "reward")
+            answer = http.request(
+                method, f"{url}{f'/sessions/{session.id}' if inside else ''}{path}", content=body, headers=headers
+            )
+            statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+            check(answer, path)
+            if len(session.answers) > 200:
+                target.loop.call_soon_threadsafe(session.answers.clear)
+
+        while time.monotonic() < end and sum(statuses.values()) < max_examples:
+            one()
+        for raw in (
+            b"\0\xff\r\n\r\n",
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+            b"GET / HTTP/9\r\n\r\n",
+        ):
+            with socket.create_connection((target.gateway.host, target.gateway.port), timeout=5) as connection:
+                connection.sendall(raw)
+                assert b" 500 " not in connection.recv(1000)
+        assert http.get(f"{url}/healthz").json()["status"] == "ok"
+    return statuses
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300)
+    print(fuzz(parser.parse_args().seconds))

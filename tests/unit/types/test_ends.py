@@ -1,0 +1,40 @@
+"""When a run stops after the present step."""
+
+from torchtitan_rl.types.ends import StopRequest
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_run_goes_on_until_somebody_asks(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    stop = StopRequest(0.0, clock=Clock())
+    assert stop.reason() == ""
+    stop.ask("SIGTERM")
+    assert stop.reason() == stop.asked == "SIGTERM"
+
+
+def test_the_last_step_that_fits_into_the_limit_is_taken(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    clock = Clock()
+    stop = StopRequest(0.1, clock=clock)  # 360 s
+    clock.now += 170
+    assert stop.reason() == ""  # another 170 s would end after 340 s
+    clock.now += 100
+    assert stop.reason() == "controller.max_hours=0.1 leaves no time for another step"  # 270 s + 100 s
+    clock.now += 10
+    assert stop.reason() == ""  # 280 s + 10 s
+
+
+def test_the_end_of_a_slurm_job_is_a_limit(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
+    clock = Clock()
+    stop = StopRequest(0.0, clock=clock)
+    clock.now += 40
+    assert stop.reason() == ""
+    clock.now += 40
+    assert stop.reason() == "the Slurm job's time limit leaves no time for another step"

@@ -1,0 +1,7 @@
+"""`python -m torchtitan_rl.cli` is the command `torchtitan-rl`."""
+
+import sys
+
+from torchtitan_rl.cli.main import main
+
+sys.exit(main())

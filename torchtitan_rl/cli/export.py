@@ -1,0 +1,63 @@
+"""A Hugging Face directory out of any checkpoint, without the run that wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from torchtitan_rl.config.meshes import TrainerConfig
+from torchtitan_rl.config.resolve import rebuilt
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.launch.local import LocalLauncher
+from torchtitan_rl.model.files import assets_dir, pad_token_id
+from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.weights import checkpoint
+
+__all__ = ["export"]
+
+_TIMEOUT_S = 3600.0
+
+
+async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[Path]:
+    """Writes the policy of a checkpoint as a Hugging Face directory, and with LoRA its adapters alone, for PEFT, in
+    `directory/adapter`. Returns the directories. One process, one device; the layout of the run does not matter.
+
+    Nothing that the checkpoint's files name is run but config classes of this package and of torchtitan; `trusted`:
+    also others that its config names, such as model converters of the run's own.
+    Raises ValueError for a checkpoint that is incomplete or damaged or names other code, and for a directory that is
+    not empty.
+    """
+    if problem := checkpoint.problem(checkpoint.require_complete(path)):
+        raise ValueError(f"checkpoint={str(path)!r}: cannot be used: {problem}; use another checkpoints/step-N")
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"directory={str(directory)!r}: is not empty; give a new one")
+    config = json.loads((path / checkpoint.RUN_CONFIG).read_text())
+    model = rebuilt(config["model"], trusted=trusted)
+    saved = rebuilt(config["trainer"] | {"post_optimizer_build_fn": None}, trusted=trusted)
+    trainer = TrainerConfig(lora=saved.lora, converters=saved.converters)
+    trainer = dataclasses.replace(trainer, training=saved.training, attention=saved.attention)
+    tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(model)))
+    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as logs:
+        launcher = LocalLauncher(log_dir=logs, start_timeout_s=_TIMEOUT_S, call_timeout_s=_TIMEOUT_S)
+        try:
+            mesh: Any = await launcher.start_trainer(trainer, model, role="policy", seed=config["seed"])
+            client = TrainingClient(
+                mesh,
+                max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
+                max_datum_tokens=trainer.training.seq_len,
+                temperature=1.0,
+                vocab_size=resolve_shape(model).vocab_size,
+            )
+            await client.load_checkpoint(path, optimizer=False)
+            await client.save_hf_model(directory, eos=tokenizer.eos_token_id, pad=pad_token_id(tokenizer))
+            if saved.lora is None:
+                return [directory]
+            await client.save_adapter(checkpoint.adapter_dir(directory))
+            return [directory, checkpoint.adapter_dir(directory)]
+        finally:
+            await launcher.stop()

@@ -1,0 +1,49 @@
+"""A generator's config in vLLM's terms."""
+
+from __future__ import annotations
+
+from vllm import EngineArgs
+from vllm.config import StructuredOutputsConfig
+
+from torchtitan_rl import platform
+from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.engine import vllm_model
+
+__all__ = ["engine_args"]
+
+# For a class without `@support_torch_compile`, vLLM's V2 model runner reduces vLLM's default (compiled pieces, and
+# graphs) to these settings. Set explicitly, V1 does the same and neither runner compiles.
+_CAPTURE_DECODING = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: bool = False) -> EngineArgs:
+    """vLLM's arguments for one rank. `sleeps`: the engine shares devices with trainers."""
+    return EngineArgs(
+        model=model_dir,
+        dtype=config.dtype,
+        load_format="dummy",
+        seed=seed,
+        hf_overrides={"architectures": [vllm_model.ARCHITECTURE]}
+        if config.model_impl == "torchtitan"
+        else {"tie_word_embeddings": False},  # a reload does not refresh a tied head
+        tensor_parallel_size=config.tensor_parallel_degree,
+        distributed_executor_backend="external_launcher" if config.tensor_parallel_degree > 1 else None,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+        enable_chunked_prefill=platform.can_cut_prompts(),
+        # vLLM's default on CUDA is True: an engine step in flight during a load would return after the load, and tokens
+        # that the old weights sampled would be labelled with the new version.
+        async_scheduling=False,
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+        gpu_memory_utilization=0.1,  # bounds only the memory free at the start: kv_cache_memory_bytes sizes the cache
+        enforce_eager=config.enforce_eager,
+        compilation_config=_CAPTURE_DECODING if config.model_impl == "torchtitan" and not config.enforce_eager else {},
+        enable_sleep_mode=sleeps and platform.can_sleep(),
+        enable_prefix_caching=True,
+        # One for all requests: vLLM keeps the backend of the first, and `auto` would check later ones against another.
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
+        disable_log_stats=True,
+        logprobs_mode="processed_logprobs",  # of the sampling distribution, after temperature
+        max_logprobs=-1,  # `Request.top_k` may be as large as the vocabulary
+    )

@@ -1,0 +1,87 @@
+"""torchtitan's Qwen3 as a vLLM model class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from torchtitan_rl.config.model import Qwen3Shape
+from torchtitan_rl.engine.layers import shard_for_rank
+from torchtitan_rl.engine.plan import generator_spec
+from torchtitan_rl.model.held_state import places
+from torchtitan_rl.model.spec import ModelConfig, build_spec
+
+__all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE"]
+
+ARCHITECTURE = "TorchtitanQwen3ForCausalLM"
+
+
+class TorchtitanQwen3ForCausalLM(nn.Module):
+    """vLLM's model interface over torchtitan's decoder, built from the generator's spec."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        hf = vllm_config.model_config.hf_config
+        shape = Qwen3Shape.from_hf_config(hf.to_dict(), f"model={vllm_config.model_config.model!r}")
+        self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        spec = generator_spec(build_spec(ModelConfig(shape=shape)), self.tp_size)
+        self.decoder = spec.model.build()
+        self.decoder.requires_grad_(False)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.decoder.tok_embeddings(input_ids)
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs) -> torch.Tensor:
+        """Hidden states (T, D) of the scheduled tokens."""
+        hidden = self.decoder.tok_embeddings(input_ids)[None] if inputs_embeds is None else inputs_embeds[None]
+        for layer in self.decoder.layers.values():
+            hidden = layer(hidden, None, positions[None])
+        return self.decoder.norm(hidden)[0]
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.decoder.lm_head(hidden_states)
+
+    def canonical_state(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters under torchtitan's names (fused QKV appears as wq, wk, wv)."""
+        state = self.decoder.state_dict()
+        return {name: tensor for name, tensor in state.items() if ".inner_attention." not in name}  # vLLM's own scales
+
+    @cached_property
+    def places(self) -> dict[str, torch.Tensor]:
+        """The memory of this rank's parameters under torchtitan's names, see `held_state.places`."""
+        return {name: place for name, place in places(self.decoder).items() if ".inner_attention." not in name}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copies whole tensors under torchtitan's names into this rank's parameters, in place; a tied head once."""
+        given = dict(weights)  # names and shapes were compared where the weights were fetched
+        for name in {id(place): name for name, place in self.places.items()}.values():
+            part = shard_for_rank(name, given[name], self.tp_rank, self.tp_size)
+            self.places[name].copy_(part.reshape(self.places[name].shape))
+        return {name for name, _ in self.named_parameters()}
+
+    @torch.inference_mode()
+    def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
+        for name, tensor in weights:
+            held = self._held(name)
+            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(held.device, held.dtype)
+            if not torch.equal(_bits(held), _bits(expected)):
+                raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
+
+    def _held(self, name: str) -> torch.Tensor:
+        """One tensor of `canonical_state`, which copies the parts of every fused weight."""
+        *path, owner, last = name.split(".")
+        module = self.decoder.get_submodule(".".join(path))
+        module, key = (getattr(module, owner), last) if hasattr(module, owner) else (module, f"{owner}.{last}")
+        return module.state_dict()[key]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, in words as long as they fit: torch compares such words four times as fast as bfloat16."""
+    flat = tensor.reshape(-1)
+    return flat.view(torch.int64 if flat.nbytes % 8 == 0 else torch.uint8)

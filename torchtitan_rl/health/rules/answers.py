@@ -1,0 +1,137 @@
+"""Rules about what the newest rollouts say."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from statistics import fmean
+from typing import Any
+
+from torchtitan_rl.health.facts import Facts, Reading
+from torchtitan_rl.health.rules.rule import Rule, Said, few, last, middle
+
+__all__ = ["ANSWERS"]
+
+_FEW_TASKS, _FEW_ROLLOUTS, _FEW_NATS = 8, 32, 2.0
+_RIGHT = 0.9
+"""Share of the best reward from which an answer counts as right."""
+_TAIL, _LONGEST_PIECE, _TIMES = 512, 32, 8
+_FORM = re.compile(r"format|parse|valid|schema|well_?formed")
+
+
+def duplicates(facts: Facts, threshold: float) -> Said | None:
+    """The policy says the same to different tasks, or siblings are copies although the policy is not sure."""
+    rollouts = facts.rollouts
+    if len(rollouts) < _FEW_ROLLOUTS or len({rollout["task_id"] for rollout in rollouts}) < _FEW_TASKS:
+        return None
+    return _one_answer(facts, threshold) or _copies(facts, threshold)
+
+
+def _one_answer(facts: Facts, threshold: float) -> Said | None:
+    rollouts = facts.rollouts
+    text, number = Counter(rollout["text"] for rollout in rollouts).most_common(1)[0]
+    same, share = [rollout for rollout in rollouts if rollout["text"] == text], number / len(rollouts)
+    right = fmean(rollout["reward"] or 0.0 for rollout in same) >= _RIGHT * facts.best_reward
+    if share < threshold or right or len({rollout["task_id"] for rollout in same}) < _FEW_TASKS:
+        return None
+    what = f"{share:.0%} of {len(rollouts)} answers to different tasks are the same, {_shown(text)}"
+    return Said(what, [Reading("share of the commonest answer", rollouts[-1]["step"], share)])
+
+
+def _copies(facts: Facts, threshold: float) -> Said | None:
+    """With n nats of chance in an answer, equal siblings are rare: a few groups in a thousand at n = 2."""
+    entropy, length = (last(facts.series(name)) for name in ("policy/entropy", "completion/length_mean"))
+    if not entropy or not length or (nats := middle(entropy) * middle(length)) < _FEW_NATS:
+        return None
+    groups: dict[str, list[str]] = defaultdict(list)
+    for rollout in facts.rollouts:
+        groups[f"{rollout['step']}/{rollout['group_id']}"].append(rollout["text"])
+    alike = [len(set(texts)) == 1 for texts in groups.values() if len(texts) > 2]
+    if not alike or fmean(alike) < threshold:
+        return None
+    what = (
+        f"in {fmean(alike):.0%} of the groups all rollouts are the same, while an answer has {nats:.1f} nats of chance"
+    )
+    evidence = [Reading("share of groups of copies", facts.rollouts[-1]["step"], fmean(alike)), *entropy]
+    return Said(f"{what}: siblings are not sampled independently", evidence)
+
+
+def unparsable(facts: Facts, threshold: float) -> Said | None:
+    """Many answers cannot be read: empty, undecodable, or one piece over and over."""
+    rollouts = facts.rollouts
+    if len(rollouts) < _FEW_ROLLOUTS:
+        return None
+    step = rollouts[-1]["step"]
+    found = Counter(why for rollout in rollouts if (why := _unreadable(rollout)))
+    if not found or found.total() / len(rollouts) <= threshold:
+        return None
+    evidence = [Reading(f"share that is {why}", step, number / len(rollouts)) for why, number in found.most_common()]
+    example = next(rollout["text"] for rollout in rollouts if _unreadable(rollout))
+    what = f"{found.total() / len(rollouts):.0%} of the newest {len(rollouts)} answers cannot be read"
+    return Said(f"{what}, mostly because they are {found.most_common(1)[0][0]}, such as {_shown(example)}", evidence)
+
+
+def _unreadable(rollout: dict[str, Any]) -> str:
+    """What is wrong with the form of an answer; empty for nothing."""
+    text = rollout["text"] or ""
+    if not text.strip():
+        return "empty"
+    odd = sum(sign == "\ufffd" or (sign < " " and sign not in "\n\t\r") for sign in text)
+    if 10 * odd > len(text):
+        return "undecodable"
+    if _loops(text[-_TAIL:]):
+        return "one piece over and over"
+    parts = [number for name, number in (rollout["reward_parts"] or {}).items() if _FORM.search(name.lower())]
+    return "without the form that the reward asks for" if parts and max(parts) <= 0 else ""
+
+
+def _loops(text: str) -> bool:
+    """Whether a text ends in a piece of at most 32 letters 8 times or more, and that is most of the text."""
+    for period in range(1, min(_LONGEST_PIECE, len(text) - 1) + 1):
+        same = 0  # letters at the end that are equal to the letter a period before
+        while same + period < len(text) and text[-1 - same] == text[-1 - same - period]:
+            same += 1
+        if same >= (_TIMES - 1) * period and 2 * (same + period) > len(text):
+            return True
+    return False
+
+
+def _shown(text: str | None) -> str:
+    return repr((text or "")[:40])
+
+
+def _lacks_rollouts(facts: Facts) -> str:
+    return few("the texts", len(facts.rollouts), _FEW_ROLLOUTS, "rollouts")
+
+
+def _lacks_answers(facts: Facts) -> str:
+    tasks = {rollout["task_id"] for rollout in facts.rollouts}
+    return _lacks_rollouts(facts) or few("the rollouts", len(tasks), _FEW_TASKS, "tasks")
+
+
+ANSWERS = (
+    Rule(
+        "duplicates",
+        "learning",
+        duplicates,
+        threshold=0.8,
+        means="share of answers to different tasks that are one text that earns little; share of groups of copies",
+        reads="texts of the newest rollouts, `policy/entropy`",
+        advice="one text: the policy has settled on what is often right; more entropy, other tasks, a finer reward. "
+        "Copies: look at the seeds of a workflow of your own",
+        lacks=_lacks_answers,
+        live="answers",
+    ),
+    Rule(
+        "unparsable",
+        "learning",
+        unparsable,
+        threshold=0.5,
+        means="share of answers that are empty, undecodable or a loop, or whose reward part of a form is 0",
+        reads="texts and reward parts of the newest rollouts",
+        advice="a longer warm start, a lower learning rate; look at the chat template and at what ends a completion",
+        lacks=_lacks_rollouts,
+        live="answers",
+    ),
+)
+"""The rules, in the order in which they are told."""

@@ -1,0 +1,321 @@
+"""Rules about who works, who waits, and who is gone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from statistics import median
+from typing import Any
+
+from torchtitan_rl.health.facts import Facts, Reading, Series
+from torchtitan_rl.health.rules.rule import RECENT, Rule, Said, batches, few, last, middle
+from torchtitan_rl.health.whereabouts import end_of
+
+__all__ = ["LIVENESS"]
+
+_LEAST_SILENCE_S, _START_S = 60.0, 300.0
+_LEAST_EXCESS_S = 5.0
+_FEW_STEPS = 5
+_FEW_SAMPLES, _LATE_SAMPLES = 12, 60
+_LEAST_GROWTH_MIB = 128.0
+_PARTS = ("time/reward_s", "time/generate_s", "time/forward_backward_s", "time/optim_s", "time/score_s", "time/sync_s")
+
+
+def dead_replica(facts: Facts, threshold: float) -> Said | None:
+    """A replica of the generator died or was given up, replaced or not."""
+    lost = [event for event in facts.events if event.get("kind") == "replica_lost"]
+    evidence = [Reading(str(event.get("who")), event.get("step"), str(event.get("text"))) for event in lost]
+    number, replicas = len(lost), int(facts.setting("generator.num_replicas", 1))
+    healthy = facts.series("generator/healthy_replicas")
+    if fewest := min((float(reading.value) for reading in healthy), default=None):
+        number = max(number, replicas - int(fewest))
+        evidence += [reading for reading in healthy if reading.value == fewest][:1] if fewest < replicas else []
+    if number < threshold or not number:
+        return None
+    replaced = sum(event.get("kind") == "replica_replaced" for event in facts.events)
+    who = ", ".join(sorted({str(event.get("who")) for event in lost})) or f"{number} of {replicas} replicas"
+    return Said(f"{who}: lost; losses in all: {number}, replacements that have started: {replaced}", evidence)
+
+
+def slow_replica(facts: Facts, threshold: float) -> Said | None:
+    """One replica takes much longer for a request than its siblings."""
+    waits, known = _seconds_per_request(facts.samples)
+    who, slowest = max(waits.items(), key=lambda item: item[1], default=("", 0.0))
+    others = [seconds for other, seconds in waits.items() if other != who and other in known]
+    usual = median(others) if others else math.inf
+    if slowest <= threshold * usual:
+        return None
+    evidence: Series = [Reading(f"{name} s/request", None, seconds) for name, seconds in sorted(waits.items())]
+    return Said(f"{who}: takes {slowest:.3g} s for a request, the other replicas {usual:.3g} s", evidence)
+
+
+def _seconds_per_request(samples: list[dict[str, Any]]) -> tuple[dict[str, float], set[str]]:
+    """Replica -> mean seconds from sending a request to its answer, by Little's law: requests in flight, summed over
+    time, over requests answered. Of the newest samples of the newest attempt: counts begin again with each attempt.
+
+    Also the replicas that have answered enough to know; for the others the seconds are a lower bound."""
+    waits: dict[str, float] = {}
+    known: set[str] = set()
+    newest = max((sample.get("attempt") or 0 for sample in samples), default=0)
+    by_replica: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for sample in samples:
+        if sample.get("in_flight_s") is not None and (sample.get("attempt") or 0) == newest:
+            by_replica[str(sample["who"])].append(sample)
+    for who, own in by_replica.items():
+        own = own[-_LATE_SAMPLES:]
+        seconds, answered = (float(own[-1][name] - own[0][name]) for name in ("in_flight_s", "answered"))
+        waits[who] = seconds / max(answered, _FEW_SAMPLES)
+        if answered >= _FEW_SAMPLES:
+            known.add(who)
+    return waits, known
+
+
+def idle_trainer(facts: Facts, threshold: float) -> Said | None:
+    """The trainers wait for most of a step."""
+    recent = last(_idle(facts))
+    if not recent or middle(recent) <= threshold:
+        return None
+    parts = {
+        "the rewards": "time/reward_s",
+        "the generators": "time/generate_s",
+        "new weights": "time/sync_s",
+        "an evaluation": "time/eval_wait_s",
+    }
+    seconds = {who: last(facts.series(name)) for who, name in parts.items()}
+    waits = {who: middle(series) for who, series in seconds.items() if series}
+    waits["the generators"] = max(0.0, waits.get("the generators", 0.0) - waits.get("the rewards", 0.0))
+    cause = max(waits, key=lambda who: waits[who])
+    step_s = middle(last(facts.series("time/step_s")))
+    what = f"trainers wait for {middle(recent):.0%} of a step, most of it for {cause}"
+    return Said(f"{what} ({waits[cause]:.2f} of {step_s:.2f} s)", [*recent, *seconds[cause]])
+
+
+def _idle(facts: Facts) -> Series:
+    """The share of each step in which no trainer trained or scored."""
+    if told := facts.series("trainer/idle_frac"):
+        return told
+    names = ("time/forward_backward_s", "time/optim_s", "time/score_s")
+    return [
+        Reading("trainer idle", line["step"], 1 - sum(line.get(name, 0.0) for name in names) / line["time/step_s"])
+        for line in facts.steps
+        if line.get("time/step_s") and names[0] in line
+    ]
+
+
+def stall(facts: Facts, threshold: float) -> Said | None:
+    """The run's process is there and nothing goes on."""
+    where = facts.whereabouts
+    if where is None or where.state != "running" or where.written is None:
+        return None
+    silence = facts.now - where.written
+    steps = [line["time/step_s"] for line in facts.lines[-20:] if line.get("time/step_s")]
+    usual = median(steps) if steps else 0.0
+    limit = max(_LEAST_SILENCE_S, threshold * usual) if steps else _START_S
+    if silence <= limit:
+        return None
+    step = facts.lines[-1]["step"] if facts.lines else None
+    evidence = [Reading("seconds since the run last wrote", step, silence), Reading("usual step, seconds", step, usual)]
+    return Said(
+        f"nothing was written for {silence:.0f} s, a step usually takes {usual:.2g} s; {_doing(facts)}", evidence
+    )
+
+
+def _doing(facts: Facts) -> str:
+    spans = [str(span.get("name", span)) for span in facts.status.get("spans", ())]
+    return f"the controller is in: {' > '.join(spans)}" if spans else "what it waits for is not recorded"
+
+
+def gone(facts: Facts, threshold: float) -> Said | None:
+    """The run's process is gone, and the run has not come to an end."""
+    where = facts.whereabouts
+    if where is None or where.state in ("running", "unknown"):
+        return None
+    end, planned = end_of(facts.status, facts.events), facts.setting("controller.num_steps", "?")
+    if _finished(facts) and end.get("kind") != "run_failed":  # which it may after its last evaluation
+        return None
+    if where.state == "elsewhere" and facts.now - (where.written or facts.now) <= threshold:
+        return None
+    phase, step = (facts.lines[-1]["phase"], facts.lines[-1]["step"]) if facts.lines else ("start-up", 0)
+    if end.get("kind") in ("preempted", "interrupted"):
+        return None  # as it was asked to
+    why = where.ended or end.get("text") or "it left no reason: it was killed, or its host failed"
+    evidence = [Reading("last step", step, phase), Reading("controller.num_steps", None, planned)]
+    if where.pid is not None:
+        evidence.append(Reading(f"pid on {where.host}", None, where.pid))
+    return Said(f"the run ended in the {phase} phase at step {step} of {planned}: {why}", evidence)
+
+
+def _finished(facts: Facts) -> bool:
+    """Whether the run came to its end. The evaluation on test tasks is the last act of training."""
+    last_ones = facts.own_evaluations[-1:]
+    return facts.status.get("ended") == "finished" or any(line.get("eval/split") == "test" for line in last_ones)
+
+
+def slow_step(facts: Facts, threshold: float) -> Said | None:
+    """One step took far longer than its peers."""
+    steps = []
+    for number, line in enumerate(facts.steps):
+        early = any(earlier["step"] in facts.begun for earlier in facts.steps[max(0, number - 2) : number])
+        if line.get("time/step_s") and number > 1 and not early:  # first steps compile and fill caches
+            seconds = line["time/step_s"] - line.get("time/eval_wait_s", 0.0)
+            steps.append(Reading("time/step_s", line["step"], seconds))
+    if len(steps) < _FEW_STEPS:
+        return None
+    usual, slowest = middle(steps), max(steps, key=lambda reading: float(reading.value))
+    if float(slowest.value) <= max(threshold * usual, usual + _LEAST_EXCESS_S):
+        return None
+    line = next(line for line in facts.steps if line["step"] == slowest.step)
+    parts = [Reading(name, slowest.step, line[name]) for name in _PARTS if line.get(name)]
+    what = f"step {slowest.step} took {slowest.value:.1f} s, a step usually takes {usual:.2g} s"
+    # Rewards are within the generation: the first part that is most of the step says most.
+    if most := next((part for part in parts if float(part.value) > 0.5 * float(slowest.value)), None):
+        what += f"; {most.value:.1f} s of it are {most.name}"
+    return Said(what, [slowest, *parts])
+
+
+def memory(facts: Facts, threshold: float) -> Said | None:
+    """The memory of a process grows and grows."""
+    grown = []
+    by_process: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for sample in facts.samples:
+        if sample.get("rss_mib") is not None and sample.get("step", 0) > 0:
+            by_process[sample.get("attempt"), sample["who"], sample.get("pid")].append(sample)
+    for own in by_process.values():
+        own = own[len(own) // 4 :]  # caches and pools fill at first
+        if len(own) < _FEW_SAMPLES:
+            continue
+        quarters = [own[i * len(own) // 4 : (i + 1) * len(own) // 4] for i in range(4)]
+        levels = [median(sample["rss_mib"] for sample in quarter) for quarter in quarters]
+        growth = levels[3] - levels[0]
+        steady = all(later - earlier >= growth / 8 for earlier, later in zip(levels, levels[1:], strict=False))
+        if steady and growth >= max(_LEAST_GROWTH_MIB, threshold * levels[0]):
+            grown.append((growth, levels, quarters))
+    if not grown:
+        return None
+    growth, levels, quarters = max(grown, key=lambda item: item[0])
+    who = quarters[0][0]["who"]
+    begin, end = (round(median(sample["step"] for sample in quarter)) for quarter in (quarters[0], quarters[3]))
+    evidence = [
+        Reading(f"{who} MiB", quarter[-1]["step"], level) for level, quarter in zip(levels, quarters, strict=True)
+    ]
+    per_step = f", {growth / (end - begin):.2g} MiB a step" if end > begin else ""
+    return Said(f"{who}: its memory grew by {growth:.0f} MiB from step {begin} to step {end}{per_step}", evidence)
+
+
+def _lacks_events(facts: Facts) -> str:
+    known = facts.status or facts.events or facts.series("generator/healthy_replicas")
+    return "" if known else "needs status.json, events or `generator/healthy_replicas`; there is none of them"
+
+
+def _lacks_request_times(facts: Facts) -> str:
+    replicas = facts.setting("generator.num_replicas")
+    if replicas is not None and int(replicas) < 2:
+        return ""  # nobody to compare with
+    timed = [sample for sample in facts.samples if sample.get("in_flight_s") is not None]
+    return "" if timed else "needs samples of requests; there are none"
+
+
+def _lacks_idle(facts: Facts) -> str:
+    return few("the parts of `time/step_s`", len(_idle(facts)), RECENT)
+
+
+def _lacks_process(facts: Facts) -> str:
+    where = facts.whereabouts
+    return "needs run.lock, which says whose process the run is" if where is None or where.state == "unknown" else ""
+
+
+def _lacks_samples(facts: Facts) -> str:
+    kept = _FEW_SAMPLES * 4 // 3  # the first quarter does not count
+    processes = Counter(
+        (sample.get("attempt"), sample["who"], sample.get("pid"))
+        for sample in facts.samples
+        if sample.get("rss_mib") is not None and sample.get("step", 0) > 0
+    )
+    return few("the memory", max(processes.values(), default=0), kept, "samples of a process")
+
+
+LIVENESS = (
+    Rule(
+        "dead_replica",
+        "liveness",
+        dead_replica,
+        threshold=1,
+        means="replicas lost so far",
+        reads="events; `generator/healthy_replicas`",
+        advice="look at the log of the generator that is named; a kill by the kernel for memory is in `dmesg`; "
+        "`generator.max_replica_restarts` says how many replacements may start",
+        lacks=_lacks_events,
+        live="",  # the sampling client warns of each
+    ),
+    Rule(
+        "slow_replica",
+        "liveness",
+        slow_replica,
+        threshold=2.5,
+        means="times the seconds per request of the other replicas",
+        reads="samples: requests in flight and answered, per replica",
+        advice="look at what else runs on its host or device (`nvidia-smi`, `top`); end the process of the replica: "
+        "another one takes its place",
+        lacks=_lacks_request_times,
+        live="samples",
+    ),
+    Rule(
+        "idle_trainer",
+        "liveness",
+        idle_trainer,
+        threshold=0.9,
+        means="share of a step in which no trainer works",
+        reads="`trainer/idle_frac`, or `time/forward_backward_s`, `time/optim_s`, `time/score_s` of `time/step_s`",
+        advice="rewards: make them faster, or mark them cpu_bound; generators: more replicas, or "
+        "`algorithm.max_policy_lag=1`, which generates while it trains; weights: look at `time/sync_s`",
+        lacks=_lacks_idle,
+    ),
+    Rule(
+        "stall",
+        "liveness",
+        stall,
+        threshold=20,
+        means="times the usual step, and at least 60 s, without a sign of life",
+        reads="when metrics, tables and checkpoints were last written",
+        advice="look at the newest lines in logs/; a reward, an environment or a collective may hang: "
+        "`py-spy dump --pid` shows where; `--max-restarts` begins again by itself",
+        lacks=_lacks_process,
+        live="",
+    ),
+    Rule(
+        "gone",
+        "liveness",
+        gone,
+        threshold=600,
+        means="seconds without a sign of life, for a run of another host; a process of this host is seen at once",
+        reads="run.lock, ended.json, the last line of metrics.jsonl, events",
+        advice="mend what is named, then go on with `torchtitan-rl train CONFIG --resume latest --output-dir RUN`; "
+        "`--max-restarts N` does that by itself",
+        lacks=_lacks_process,
+        live="",
+    ),
+    Rule(
+        "slow_step",
+        "liveness",
+        slow_step,
+        threshold=10,
+        means="times the median step, and at least 5 s more",
+        reads="`time/step_s` without `time/eval_wait_s`",
+        advice="look at the part of the step that is named: a reward that waits for a service, a generator that was "
+        "replaced, a store on a slow disk",
+        lacks=batches("time/step_s", number=_FEW_STEPS + 2),
+    ),
+    Rule(
+        "memory",
+        "liveness",
+        memory,
+        threshold=0.25,
+        means="growth, as a share of what the process held after its first quarter, and at least 128 MiB",
+        reads="samples: memory of each process of the run on this host",
+        advice="look at what the process keeps: a reward or an environment that collects, a cache without a bound; "
+        "`tracemalloc` in the reward shows where",
+        lacks=_lacks_samples,
+        live="samples",
+    ),
+)
+"""The rules, in the order in which they are told."""

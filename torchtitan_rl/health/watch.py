@@ -1,0 +1,121 @@
+"""The rules that look while a run goes on, and warn once each."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan_rl.health.diagnose import RULES, look
+from torchtitan_rl.health.facts import Facts
+from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.health.samples import Samples
+from torchtitan_rl.record.recorder import Listener
+from torchtitan_rl.record.run_dir import RunDir
+
+__all__ = ["Watch"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST, _LAST, _BATCHES, _SAMPLES = 16, 64, 5, 4000
+"""Kept of a run: the first and the last batches' lines, the last batches' rollouts, the last samples."""
+_PACE_S = 2.0
+
+
+class Watch(Listener):
+    """Takes samples of the run's processes, and looks by the rules after batches, evaluations and samples, at most once
+    in `pace_s` seconds. What a rule finds is a warning, once in the process's life. Belongs behind an `Aside`: it
+    computes and writes.
+
+    The fact `generator` (`client`) brings the client whose replicas are timed.
+    """
+
+    HEARS = "generator", "rollouts", "metrics"
+    """The facts that it looks at."""
+
+    def __init__(self, run_dir: RunDir, thresholds: Mapping[str, float], *, pace_s: float = _PACE_S) -> None:
+        self._run_dir, self._thresholds, self._pace_s = run_dir, thresholds, pace_s
+        self._new, self._looked = set[str](), -math.inf
+        """What has come that rules look at (`Rule.live`), and when they looked last."""
+        self._settings = Run(run_dir).config()
+        self._first: list[dict[str, Any]] = []
+        self._last: deque[dict[str, Any]] = deque(maxlen=_LAST)
+        self._others: deque[dict[str, Any]] = deque(maxlen=_LAST)
+        """Lines of evaluations, and of supervised steps that were skipped."""
+        self._rollouts: deque[list[dict[str, Any]]] = deque(maxlen=_BATCHES)
+        self._taken: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
+        self._samples = Samples(run_dir.logs)
+        self._step, self._batches, self._num_lines, self._said = 0, 0, 0, set[str]()
+        self._begun: list[int] | None = None
+        for line in run_dir.read_metrics():  # of the attempts before
+            self._keep(line)
+
+    def fact(self, kind: str, what: dict[str, Any]) -> None:
+        if kind == "generator":
+            self._samples.times = what["client"].request_times
+            self._samples.look_again()
+        elif kind == "rollouts":
+            self._rollouts.append(_light(what["step"], what["groups"]))
+            self._batches += 1
+            self._new |= {"batches", "answers"} if self._batches % _BATCHES == 0 else {"batches"}
+        elif kind == "metrics":
+            self._keep(what["line"])
+            if what["line"]["phase"] == "evaluation":
+                self._new.add("batches")
+        self.beat()
+
+    def beat(self) -> None:
+        if self._samples.due():
+            records = self._samples.take()
+            self._run_dir.record("samples", self._step, records)
+            self._taken += [{"step": self._step, "attempt": self._run_dir.attempt, **record} for record in records]
+            self._new.add("samples")
+        if self._new and time.monotonic() - self._looked >= self._pace_s:
+            self._look()
+
+    def close(self) -> None:
+        self._look()
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        if line["phase"] == "reinforcement":
+            self._step, self._num_lines = line["step"], self._num_lines + 1
+            (self._first if len(self._first) < _FIRST else self._last).append(line)
+        elif line["phase"] == "evaluation" or line.get("optim/skipped"):
+            self._others.append(line)
+
+    def _look(self) -> None:
+        rules = tuple(rule for rule in RULES if rule.live in self._new and rule.name not in self._said)
+        self._new, self._looked = set(), time.monotonic()
+        if self._begun is None:
+            self._begun = [record["step"] for record in self._run_dir.tables["attempts"].read()]
+        facts = Facts(
+            lines=[*self._others, *self._first, *self._last],
+            settings=self._settings,
+            rollouts=lambda: [rollout for batch in self._rollouts for rollout in batch],
+            samples=lambda: list(self._taken),
+            begun=self._begun,
+            left_out=self._num_lines - len(self._first) - len(self._last),
+        )
+        for finding in look(facts, self._thresholds, rules):
+            self._said.add(finding.rule)
+            text = f"{finding.what}; {finding.advice} (rule {finding.rule}, threshold {finding.threshold:g})"
+            logger.warning("%s", text, extra={"event": "finding", "who": finding.rule})
+
+
+def _light(step: int, groups: list[Any]) -> list[dict[str, Any]]:
+    """What the rules read of a batch's rollouts; see `health.newest.COLUMNS`."""
+    return [
+        {
+            "step": step,
+            "group_id": group.id,
+            "task_id": rollout.task.id,
+            "text": rollout.text,
+            "reward": rollout.reward,
+            "reward_parts": rollout.reward_parts,
+        }
+        for group in groups
+        for rollout in group.rollouts
+    ]

@@ -1,0 +1,253 @@
+"""A worker serves a controller for as long as it hears from the controller.
+
+The worker listens at its known address, and says to whoever connects where its Monarch listens: on another port after
+each start, because Monarch's connections to an address do not outlive the process that listened there. A thread of the
+controller keeps a connection to the known address, says who it is, sends a byte every other second and reads it back. A
+worker that has heard nothing for 30 s ends every process that it started for the controller, and begins anew: a
+controller that was killed, or is behind a network that has parted, leaves nothing running. Neither side depends on an
+event loop or on Monarch.
+
+A controller that attaches is answered once the worker knows whether every controller before it lives that has not said
+goodbye. Where all of them are dead, the worker ends what they left and begins anew, and the newcomer asks again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+
+import psutil
+
+from torchtitan_rl.environment import end_with_parent, signal_of_parents_end
+
+__all__ = ["SILENT_S", "serve", "monarch_at", "ask_to_attach", "Lease"]
+
+SILENT_S = float(os.environ.get("TORCHTITAN_RL_LEASE_S", 30))
+"""Seconds without a word from its controller after which a worker ends what it started for it."""
+_EVERY_S, _ANSWER_S = min(2.0, SILENT_S / 4), 5.0
+_GONE_S = 2 * _EVERY_S
+"""Seconds after the end of its connection within which a controller that lives has connected again."""
+_QUIET_S = min(10.0, SILENT_S)
+"""Seconds without a word after which a controller is dead to another one that attaches. Monarch takes its processes for
+dead after 8."""
+_END_S = 10.0
+"""Seconds for killed processes to end."""
+_BEAT, _BYE, _READY = b".", b"!", b"+"
+_ATTACHES, _KEEPS = "attach", "keep"
+
+
+@dataclass
+class _Controller:
+    """A controller as the worker knows it."""
+
+    name: str
+    """Random, one for each process."""
+    pid: int
+    began: float
+    """Seconds since 1970."""
+    machine: str
+    """The same for processes that see each other by their ids."""
+    last_word: float = field(default_factory=time.monotonic)
+    closed: float | None = None
+    """When its connection ended; None while it is open."""
+
+    def is_dead(self) -> bool:
+        now = time.monotonic()
+        if self.closed is not None and (now - self.closed > _GONE_S or self._process_is_gone()):
+            return True
+        return now - self.last_word > _QUIET_S
+
+    def _process_is_gone(self) -> bool:
+        if self.machine != _machine():
+            return False
+        try:
+            return psutil.Process(self.pid).create_time() != self.began
+        except psutil.NoSuchProcess:
+            return True
+
+
+def _machine() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+@functools.cache
+def _identity(pid: int) -> str:
+    """This process, as a worker is told of it: JSON in one line."""
+    began = psutil.Process(pid).create_time()
+    return json.dumps({"name": uuid.uuid4().hex, "pid": pid, "began": began, "machine": _machine()})
+
+
+class _Worker:
+    """The worker's side: the controllers that have said a word and no goodbye, by their names."""
+
+    def __init__(self, server: socket.socket, monarch: str):
+        self.server, self.monarch = server, monarch
+        self.ends_by = signal_of_parents_end()
+        self._controllers: dict[str, _Controller] = {}
+        self._lock = threading.Lock()
+        self._ending = threading.Lock()
+
+    def accept(self) -> None:
+        while True:
+            connection, _ = self.server.accept()
+            connection.settimeout(SILENT_S)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb", buffering=0) as stream:
+            try:
+                connection.sendall(f"{self.monarch}\n".encode())
+                if not (line := stream.readline().decode()):
+                    return  # somebody has looked whether a worker listens here
+                wish, identity = line.split(" ", 1)
+                controller = _Controller(**json.loads(identity))
+                if wish == _KEEPS:
+                    self._listen(connection, controller)
+                elif wish == _ATTACHES:
+                    if self._left_by_the_dead(controller.name):
+                        self._begin_anew("another controller attaches, and the one before is dead")
+                    connection.sendall(_READY)
+            except (OSError, ValueError, TypeError):
+                pass  # the controller has ended or connects again, or it was none
+
+    def _listen(self, connection: socket.socket, controller: _Controller) -> None:
+        with self._lock:
+            controller = self._controllers.setdefault(controller.name, controller)
+            controller.last_word, controller.closed = time.monotonic(), None
+        try:
+            while word := connection.recv(1):
+                controller.last_word = time.monotonic()
+                if word == _BYE:
+                    with self._lock:
+                        self._controllers.pop(controller.name, None)
+                connection.sendall(word)
+        finally:
+            controller.closed = time.monotonic()
+
+    def _left_by_the_dead(self, newcomer: str) -> bool:
+        """Whether there are controllers before the newcomer and all are dead. Waits until one that is not has said a
+        word: `_QUIET_S` at most."""
+        asked = time.monotonic()
+        with self._lock:
+            before = [controller for name, controller in self._controllers.items() if name != newcomer]
+        while not all(controller.is_dead() for controller in before):
+            if any(controller.last_word > asked for controller in before):
+                return False
+            time.sleep(0.05)
+        return bool(before)
+
+    def watch(self) -> None:
+        while True:
+            time.sleep(_EVERY_S)
+            with self._lock:
+                words = [controller.last_word for controller in self._controllers.values()]
+            if words and time.monotonic() - max(words) > SILENT_S:
+                self._begin_anew(f"the controller has not been heard of for {SILENT_S:g} s")
+
+    def _begin_anew(self, reason: str) -> None:
+        """Ends every process that this one has started, and runs the worker's program again. The kernel forgets the
+        signal of the parent's end where another thread than the first one does that."""
+        self._ending.acquire()  # never released: this program ends
+        children = psutil.Process().children(recursive=True)
+        for child in children:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(children, timeout=_END_S)
+        print(
+            f"{reason}: {len(children)} processes of its run were ended, and this worker waits for another controller",
+            file=sys.stderr,
+            flush=True,
+        )
+        end_with_parent(self.ends_by)
+        os.execv(sys.executable, [sys.executable, "-m", "torchtitan_rl.launch.worker", *sys.argv[1:]])
+
+
+def serve(host: str, port: int, monarch: str) -> None:
+    """Listens at a worker's known address and says `monarch`, the address of its Monarch. Once a controller has said a
+    word, its silence ends what this process has started, and begins this process anew; so does its death once another
+    controller attaches. Raises OSError where the address is taken, or is not of this host."""
+    worker = _Worker(socket.create_server((host, port)), monarch)
+    for work in (worker.accept, worker.watch):
+        threading.Thread(target=work, daemon=True).start()
+
+
+def monarch_at(connection: socket.socket) -> str:
+    """Where the Monarch of the worker listens that this connection leads to. Raises OSError when nothing is said."""
+    with connection.makefile("rb", buffering=0) as stream:
+        if not (line := stream.readline()).endswith(b"\n"):
+            raise ConnectionError("closed without saying where its Monarch listens")
+        return line.decode().strip()
+
+
+def ask_to_attach(host: str, port: int) -> str:
+    """Where the Monarch of the worker at `host` and `port` listens, where nothing is left of a controller that is dead;
+    "" where the worker has just ended that and begins anew. Blocks for some `_QUIET_S`. Raises OSError where no worker
+    is."""
+    with socket.create_connection((host, port), timeout=_ANSWER_S) as connection:
+        monarch = monarch_at(connection)
+        connection.sendall(f"{_ATTACHES} {_identity(os.getpid())}\n".encode())
+        connection.settimeout(_QUIET_S + _END_S + _ANSWER_S)
+        try:
+            return monarch if connection.recv(1) == _READY else ""
+        except ConnectionResetError:
+            return ""
+
+
+class Lease(threading.Thread):
+    """The controller's side, for the worker at `host` and `port` whose Monarch listens at `monarch`."""
+
+    def __init__(self, host: str, port: int, monarch: str):
+        super().__init__(daemon=True, name=f"lease-{host}:{port}")
+        self._to, self._over, self._answered = (host, port), threading.Event(), threading.Condition()
+        self._monarch = monarch
+        self._num_answers, self._replaced = 0, False
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            try:
+                with socket.create_connection(self._to, timeout=_ANSWER_S) as connection:
+                    if monarch_at(connection) != self._monarch:
+                        with self._answered:
+                            self._replaced = True  # by another worker
+                            return self._answered.notify_all()
+                    connection.sendall(f"{_KEEPS} {_identity(os.getpid())}\n".encode())
+                    self._keep(connection)
+            except OSError:
+                self._over.wait(_EVERY_S)
+
+    def _keep(self, connection: socket.socket) -> None:
+        while True:
+            over = self._over.is_set()
+            connection.sendall(_BYE if over else _BEAT)
+            if not connection.recv(1):
+                raise ConnectionError("the worker has closed the connection")
+            with self._answered:
+                self._num_answers += 1
+                self._answered.notify_all()
+            if over:
+                return
+            self._over.wait(_EVERY_S)
+
+    def answers(self, within_s: float) -> bool:
+        """Whether the worker answers to a word that is said from now on: the same worker, still running. Blocks for
+        `within_s` seconds at most."""
+        with self._answered:
+            wanted = self._num_answers + 2  # the next answer may be to a word before
+            self._answered.wait_for(lambda: self._replaced or self._num_answers >= wanted, within_s)
+            return self._num_answers >= wanted
+
+    def end(self) -> None:
+        """Tells the worker that the run is over: it keeps what it started, which the run has stopped itself."""
+        self._over.set()
+        self.join(_ANSWER_S)

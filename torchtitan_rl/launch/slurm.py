@@ -1,0 +1,116 @@
+"""A run as a Slurm job: one batch script, which Slurm starts again after a preemption, a requeue or its time limit.
+
+`srun` starts `torchtitan_rl.launch.torchrun` once on each node, in the place of torchrun. monarch.job has a Slurm job
+too. A signal of Slurm ends the workers of that job before the run can write a checkpoint, every node listens at one
+fixed port, and its state lies in the directory from which it was submitted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_rl.types.ends import PREEMPTED_STATUS
+
+__all__ = ["SlurmJob", "script", "check_tools", "submit"]
+
+_TOOLS = ("sbatch", "srun", "scontrol", "scancel")
+
+_BODY = """\
+# Slurm sends USR1 to this shell before the time limit. It sends TERM to this shell and to the run when it ends the job
+# for a preemption, a requeue or scancel: then the shell only waits, and Slurm decides what follows.
+late=0 slurm_ends_it=0
+trap 'late=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
+trap 'slurm_ends_it=1' TERM
+address=$(scontrol --oneliner show node "$SLURMD_NODENAME") || exit
+export MASTER_ADDR=$(sed 's/.* NodeAddr=\\([^ ]*\\).*/\\1/' <<< "$address")
+export MASTER_PORT=$({python} -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
+export WORLD_SIZE=$SLURM_JOB_NUM_NODES
+# The whole node is the run's: --cpu-bind=none. When one node's process has ended, the others have 60 s to end.
+srun --ntasks-per-node=1 --cpu-bind=none --wait=60 \\
+  bash -c 'RANK=$SLURM_PROCID exec "$@"' rank {train} &
+run=$!
+while wait $run; status=$?; kill -0 $run 2> /dev/null; do :; done  # a trap ends `wait` before the run has ended
+"""
+
+_REQUEUE = """\
+# Status {preempted}: the run has written a checkpoint and can go on from there. 143: SIGTERM came during the start;
+# where it came because of the time limit, the job would come no further the next time.
+can_go_on=$((status == {preempted} || status == 143 && !late))
+may_try_again=$((status != 0 && ${{SLURM_RESTART_COUNT:-0}} < {max_restarts}))
+if (((can_go_on || may_try_again) && !slurm_ends_it)); then scontrol requeue "$SLURM_JOB_ID"; fi
+"""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class SlurmJob:
+    """What is asked of Slurm. Empty strings and zeros leave a choice to Slurm."""
+
+    name: str
+    num_hosts: int
+    directory: Path
+    """The run's directory, where `slurm-JOB.txt` has the job's output; a job that is started again appends to it."""
+    gpus_per_host: int = 0
+    time_limit: str = ""
+    """In one of sbatch's forms, such as HH:MM:SS."""
+    stop_before_s: int
+    """Seconds before the time limit at which the run is asked for a checkpoint. Slurm may be a minute early."""
+    partition: str = ""
+    account: str = ""
+    requeue: bool = True
+    max_restarts: int = 0
+    """A run that fails is queued again too, unless Slurm has started the job so many times again."""
+
+
+def script(job: SlurmJob, arguments: list[str]) -> str:
+    """The batch script of a job that runs `torchtitan-rl train ARGUMENTS` on all its nodes. Raises ValueError for a
+    number of seconds that sbatch does not take."""
+    if not 0 <= job.stop_before_s <= 65535:
+        raise ValueError(f"--stop-before={job.stop_before_s}: sbatch takes 0 to 65535 seconds")
+    asked = {
+        "job-name": job.name,
+        "nodes": job.num_hosts,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus_per_host,
+        "time": job.time_limit,
+        "partition": job.partition,
+        "account": job.account,
+        "output": str(job.directory.absolute()).replace("%", "%%") + "/slurm-%j.txt",
+        "open-mode": "append",
+        "signal": f"B:USR1@{job.stop_before_s}",
+    }
+    lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in asked.items() if value]
+    lines += ["#SBATCH --exclusive", f"#SBATCH --{'requeue' if job.requeue else 'no-requeue'}"]
+    train = shlex.join([sys.executable, "-m", "torchtitan_rl.launch.torchrun", *arguments])
+    body = _BODY.format(python=shlex.quote(sys.executable), train=train)
+    again = _REQUEUE.format(preempted=PREEMPTED_STATUS, max_restarts=job.max_restarts) if job.requeue else ""
+    return "\n".join(["#!/bin/bash", *lines, f"{body}{again}exit $status", ""])
+
+
+def check_tools() -> None:
+    """Raises ValueError naming the commands of Slurm that are not on PATH."""
+    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        raise ValueError(
+            f"scheduler=slurm: {', '.join(missing)} not on PATH; submit from a machine of the cluster (Debian: apt "
+            "install slurm-client, and the cluster's slurm.conf), or print the job with --dry-run"
+        )
+
+
+def submit(job: SlurmJob, arguments: list[str]) -> str:
+    """Submits the job and returns its number. Makes the run's directory, for the job's output. Raises ValueError where
+    that fails, RuntimeError with Slurm's words where Slurm refuses the job."""
+    try:
+        job.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={str(job.directory)!r}: cannot be made ({error.strerror}); choose another"
+        ) from None
+    text = script(job, arguments)
+    done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"sbatch: the job was not accepted: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip().split(";")[0]

@@ -1,0 +1,248 @@
+"""A run on several hosts under torchrun, which starts this module once on each host (scripts/train_torchrun.sh).
+
+Each process starts the Monarch worker of its host. Rank 0 also starts the controller (`torchtitan-rl train CONFIG
+--hosts ...`), once the addresses of all workers are in torchrun's store. From then on each process watches its own
+children, rank 0 watches the heartbeats of all other ranks in the store, and they watch the heartbeat of rank 0. A
+process that ends, or sends no heartbeat for 10 s, ends the run on all hosts. SIGTERM on any host asks the controller
+for a checkpoint, after which the run ends on all hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from torchtitan_rl.environment import HOST_ADDRESS, end_with_parent, without_torchrun
+from torchtitan_rl.launch.agreement import joined, joined_problem
+from torchtitan_rl.launch.heartbeats import BEAT_S, Watch
+from torchtitan_rl.launch.watchdog import SIGNS_OF_LIFE, end_if_overdue
+from torchtitan_rl.types.ends import PREEMPTED_STATUS, SAME_REQUEST_S
+
+__all__ = ["main"]
+
+_JOIN_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
+"""Seconds for all hosts to join."""
+_LAST_WORDS_S = 10.0
+"""Seconds for the controller to report an error, and for the other ranks to read that the run has ended."""
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the run's exit status on rank 0. Other ranks return 0, or 1 when the run failed."""
+    end_with_parent(signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    children: list[subprocess.Popen] = []
+    try:
+        return _run(arguments, children)
+    except (RuntimeError, ValueError) as error:
+        return _fail(str(error))
+    except _Interrupted as interrupt:
+        return _interrupted(interrupt, children)
+    finally:
+        _end(children)
+
+
+class _Interrupted(BaseException):
+    """SIGTERM or SIGINT, raised as an exception in the main thread."""
+
+
+def _interrupt(number: int, _frame) -> None:
+    raise _Interrupted(number)
+
+
+def _ask(watch: Watch, number: int, _frame) -> None:
+    """The first SIGTERM asks the controller for a checkpoint, another one `SAME_REQUEST_S` later ends this host."""
+    if watch.asked_at and time.monotonic() > watch.asked_at + SAME_REQUEST_S:
+        raise _Interrupted(number)
+    watch.asked_at = watch.asked_at or time.monotonic()
+
+
+def _run(arguments: list[str], children: list[subprocess.Popen]) -> int:
+    store, rank, size = _join()
+    own = _own_address()
+    worker = f"tcp://{own}:{_free_port(own)}"
+    store.set(f"beat/{rank}", "0")
+    store.set(f"joined/{rank}", json.dumps(joined(worker, arguments)))
+    hosts = _gather(store, size)
+    if problem := joined_problem(hosts):
+        time.sleep(4 * BEAT_S * (rank == 0))  # the store ends with rank 0, and all are to read why
+        raise ValueError(problem)
+    workers = [host["worker"] for host in hosts]
+    children.append(_start("torchtitan_rl.launch.worker", worker, ignore=[signal.SIGTERM]))
+    print(f"host {rank} of {size}: worker {worker}", file=sys.stderr)
+    watch = Watch(store, rank, workers)
+    watch.start()
+    signal.signal(signal.SIGTERM, partial(_ask, watch))
+    if rank == 0:
+        again = ["--resume", "auto"] if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else []
+        with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
+            os.environ[SIGNS_OF_LIFE] = file = f"{directory}/signs_of_life.json"
+            children.append(_start("torchtitan_rl.cli", "train", *arguments, *again, "--hosts", ",".join(workers)))
+            return _lead(watch, Path(file), *children)
+    return _follow(watch, *children)
+
+
+def _join() -> tuple[dist.Store, int, int]:
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}: torchrun is to start one process per host; "
+            "ranks are started by the run itself, as the config says"
+        )
+    if "RANK" not in os.environ:
+        raise ValueError("RANK: is not set; start this through torchrun, as scripts/train_torchrun.sh does")
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_S)))
+
+
+def _gather(store: dist.Store, size: int) -> list[dict]:
+    """What every host says of itself (`agreement.joined`), by rank. Raises RuntimeError naming the ranks that have
+    not joined in time."""
+    end = time.monotonic() + _JOIN_S
+    while missing := [rank for rank in range(size) if not store.check([f"joined/{rank}"])]:
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"NNODES={size}: no host has come as rank {missing} within {_JOIN_S:g} s; start the "
+                "script there with the same MASTER_ADDR, MASTER_PORT and NNODES"
+            )
+        time.sleep(BEAT_S)
+    return [json.loads(store.get(f"joined/{rank}")) for rank in range(size)]
+
+
+def _own_address() -> str:
+    """The address to bind: TORCHTITAN_RL_HOST_ADDRESS, or the address of the interface that leads to rank 0's host."""
+    from torchtitan_rl.launch.inventory import address_towards
+
+    return os.environ.get(HOST_ADDRESS) or address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise ValueError(
+                f"TORCHTITAN_RL_HOST_ADDRESS={address!r}: cannot be bound ({error.strerror}); give an "
+                "address of this host"
+            ) from None
+        return probe.getsockname()[1]
+
+
+def _lead(watch: Watch, signs_of_life: Path, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
+    """Rank 0: waits for the controller to end and announces its exit status. After a host has failed, the controller
+    has 10 s to report the failure before the run ends. A controller that gives no sign of life is killed."""
+    deadline, told = None, False
+    while (status := controller.poll()) is None:
+        end_if_overdue(signs_of_life)
+        if watch.asked_at and not told:
+            told = True
+            controller.send_signal(signal.SIGTERM)
+        trouble = watch.trouble() or _ended(worker, watch.address(0))
+        if trouble and deadline is None:
+            deadline = time.monotonic() + _LAST_WORDS_S
+            print(f"error: {trouble}", file=sys.stderr)
+        if deadline is not None and time.monotonic() > deadline:
+            status = 1
+            break
+        time.sleep(BEAT_S)
+    if status < 0:
+        print(f"error: the controller was ended by signal {-status}", file=sys.stderr)
+        status = 128 - status
+    watch.announce("outcome", str(status))
+    others = set(range(1, len(watch.workers)))
+    end = time.monotonic() + _LAST_WORDS_S
+    while not others <= watch.gone | watch.failures.keys() and time.monotonic() < end:
+        time.sleep(BEAT_S)
+    if status == 0 and (trouble := watch.trouble()):
+        return _fail(f"{trouble}; the run itself had ended well")
+    return status
+
+
+def _follow(watch: Watch, worker: subprocess.Popen) -> int:
+    """Other ranks: wait until rank 0 announces how the run ended."""
+    while watch.outcome is None:
+        if failure := _ended(worker, watch.address(watch.rank)):
+            watch.announce(f"failed/{watch.rank}", failure.split(": ", 1)[1])
+            time.sleep(4 * BEAT_S)  # until the announcement is in the store and read
+            return _fail(failure)
+        if trouble := watch.trouble():
+            return _fail(f"{trouble}; it leads the run, which ends here too")
+        if watch.asked_at:
+            watch.announce(f"asked/{watch.rank}", "")
+        time.sleep(BEAT_S)
+    watch.announce(f"gone/{watch.rank}", "")
+    time.sleep(2 * BEAT_S)
+    if watch.outcome == str(PREEMPTED_STATUS):
+        return PREEMPTED_STATUS
+    if watch.outcome != "0":
+        return _fail(f"the run failed with exit status {watch.outcome}; see the output of host {watch.address(0)}")
+    return 0
+
+
+def _ended(worker: subprocess.Popen, address: str) -> str | None:
+    status = worker.poll()
+    if status is None:
+        return None
+    how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
+    return f"host {address}: its worker ended {how}"
+
+
+def _start(module: str, *arguments: str, ignore: Sequence[signal.Signals] = ()) -> subprocess.Popen:
+    """Starts a module of the package. It and all that it starts ignore the signals `ignore`."""
+
+    def prepare() -> None:
+        end_with_parent(signal.SIGKILL)
+        for number in ignore:
+            signal.signal(number, signal.SIG_IGN)
+
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, env=without_torchrun(os.environ), preexec_fn=prepare)
+
+
+def _interrupted(interrupt: _Interrupted, children: list[subprocess.Popen]) -> int:
+    """128 + the signal's number. A terminal's Ctrl-C reaches the controller too, which has 5 s to print where the run
+    was."""
+    if len(children) == 2:
+        try:
+            children[1].wait(_LAST_WORDS_S / 2)
+        except subprocess.TimeoutExpired:
+            pass
+    return 128 + interrupt.args[0]
+
+
+def _end(children: list[subprocess.Popen]) -> None:
+    """Kills the children and all their descendants, and waits until they have ended."""
+    processes = []
+    for child in children:
+        try:
+            processes += [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            pass  # the child has ended, and its own children with it
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(processes, timeout=_LAST_WORDS_S)
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # `Watch` may be waiting for a store that is gone

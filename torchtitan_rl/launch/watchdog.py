@@ -1,0 +1,95 @@
+"""Signs of life of a controller: a supervisor kills a controller that gives none, and begins another attempt.
+
+The controller's event loop writes every few seconds, and promises the next sign within so many seconds. Torch's own
+watchdog for elastic workers (`FileTimerServer`) ends the supervisor together with the worker: nobody would begin again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan_rl.record.console import say
+
+__all__ = ["SIGNS_OF_LIFE", "START_S", "sign_of_life", "alive", "end_if_overdue", "watch"]
+
+SIGNS_OF_LIFE = "TORCHTITAN_RL_SIGNS_OF_LIFE"
+"""The environment variable with the file of the signs of life; the supervisor sets it for the controller."""
+START_S = 300.0
+"""Seconds from the start of the process to the first sign of life of its event loop."""
+_LOOK_EVERY_S = 1.0
+
+
+def sign_of_life(within_s: float) -> None:
+    """Promises another sign of life within `within_s` seconds. Does nothing without a supervisor."""
+    if name := os.environ.get(SIGNS_OF_LIFE):
+        beside = Path(f"{name}.new")
+        try:
+            beside.write_text(json.dumps({"pid": os.getpid(), "within_s": within_s}))
+            beside.rename(name)
+        except OSError:  # a full disk takes no file, but another date of the last one
+            if os.path.exists(name):
+                os.utime(name)
+
+
+@contextmanager
+def alive(hang_timeout_s: float) -> Iterator[None]:
+    """Gives signs of life from the running event loop, while the block runs."""
+
+    async def beat() -> None:
+        while True:
+            sign_of_life(hang_timeout_s)
+            await asyncio.sleep(min(5.0, hang_timeout_s / 4))
+
+    beating = asyncio.ensure_future(beat()) if SIGNS_OF_LIFE in os.environ else None
+    try:
+        yield
+    finally:
+        if beating is not None:
+            beating.cancel()
+
+
+def end_if_overdue(file: Path) -> None:
+    """Kills the process that has promised a sign of life in `file` and given none, and says so on stderr."""
+    try:
+        promise = json.loads(file.read_text())
+        until = file.stat().st_mtime + promise["within_s"]
+    except FileNotFoundError:
+        return
+    if time.time() > until:
+        file.unlink()  # the next attempt has not promised anything yet
+        say(
+            f"error: the controller (pid {promise['pid']}) gave no sign of life for {promise['within_s']:g} s "
+            "(controller.hang_timeout_s) and was killed",
+            event="error",
+            level="error",
+        )
+        try:
+            os.kill(promise["pid"], signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+@contextmanager
+def watch(file: Path) -> Iterator[None]:
+    """Lets child processes give signs of life in `file`, and kills one that is overdue, while the block runs."""
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(_LOOK_EVERY_S):
+            end_if_overdue(file)
+
+    os.environ[SIGNS_OF_LIFE] = str(file)
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        del os.environ[SIGNS_OF_LIFE]

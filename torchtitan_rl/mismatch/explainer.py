@@ -1,0 +1,243 @@
+"""During training: why trainer and generators disagree, every few steps on a few rollouts, in parts and in words."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import numpy as np
+
+from torchtitan_rl.algorithm.inputs import parts_of, tasks_of
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.launch.stack import Stack
+from torchtitan_rl.mismatch import gap
+from torchtitan_rl.mismatch.causes import Cause, left
+from torchtitan_rl.mismatch.gap import Sample, joined
+from torchtitan_rl.mismatch.scores import Rescorer, VersionGone, samples_of
+from torchtitan_rl.mismatch.search import Remembered, Search, wrong_labels
+from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.record.recorder import Listener, Recorder
+from torchtitan_rl.record.records import Trained
+from torchtitan_rl.types import Rollout, RolloutGroup
+from torchtitan_rl.types.run_state import RunState
+
+__all__ = ["ExplainMismatch"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_Async = Callable[..., Coroutine[Any, Any, _T]]
+
+_REMEMBERED, _PER_STEP = 8, 2
+"""Steps whose tokens the trainer's log-probabilities are kept of, and sequences of a step."""
+_LOOKED_AT_PARAMETERS = 100_000_000
+"""Models with more parameters are not compared tensor by tensor."""
+
+
+class ExplainMismatch(Listener):
+    """Scores a few rollouts again by the generators, while they serve the version that sampled, and once more by the
+    newest version while their batch trains. The trainer's log-probabilities are those that training computes anyway.
+    No version is held for it, and no replica changes weights."""
+
+    def __init__(self, config: RunConfig, stack: Stack, state: RunState, recorder: Recorder) -> None:
+        self._every, self._number = config.record.explain_mismatch_every, config.record.explain_mismatch_rollouts
+        self._algorithm, self._state, self._recorder = config.algorithm, state, recorder
+        self._generator, self._stack, shape = stack.generator, stack, resolve_shape(config.model)
+        rescorer = Rescorer(stack.generator, config.algorithm.temperature, shape.vocab_size)
+        self._limits, self._keeps = gap.LIMITS[config.generator.dtype], config.generator.on_update == "keep"
+        self._search = Search(
+            rescorer=rescorer,
+            limits=self._limits,
+            dtype=config.generator.dtype,
+            adapted=config.trainer.lora is not None,
+            tensors=self._tensors if shape.num_parameters <= _LOOKED_AT_PARAMETERS else None,
+        )
+        self._rescorer, self._lagging = rescorer, bool(config.algorithm.max_policy_lag)
+        self._max_model_len = config.generator.max_model_len
+        self._early: dict[str, asyncio.Task[list[Sample]]] = {}
+        """With a lag: the samples of a rollout, scored by the version that was served when the rollout ended."""
+        self._trained: list[Trained] = []
+        self._memory: deque[Remembered] = deque(maxlen=_REMEMBERED)
+        self._first: Remembered | None = None
+        self.cause: Cause | None = None
+        """What was found, once something was."""
+
+    # Where a run calls: when a group has been played, when a batch trains.
+
+    def played(self, run_group: _Async[RolloutGroup]) -> _Async[RolloutGroup]:
+        """`run_group`, after which rollouts of batches that will be explained are scored by the version that is
+        served."""
+
+        async def run_group_and_score(*args: Any, group_id: str, **named: Any) -> RolloutGroup:
+            group = await run_group(*args, group_id=group_id, **named)
+            batch, place = divmod(int(group_id.split("/")[0]), self._algorithm.tasks_per_step)
+            steps = self._algorithm.steps_per_batch
+            if place < self._number and self._due(batch * steps, steps):
+                share = math.ceil(self._number / self._algorithm.tasks_per_step)
+                for rollout in group.rollouts[:share]:
+                    self._early[rollout.id] = asyncio.ensure_future(self._scored_early(rollout))
+            return group
+
+        return run_group_and_score
+
+    def beside(self, train_on: _Async[dict]) -> _Async[dict]:
+        """`train_on`, with the parts of the gap in the metrics of every batch in which an explanation is due."""
+
+        async def train_and_explain(groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
+            parts = parts_of(tasks_of(groups), self._algorithm)
+            due = self._due(self._state.step, self._algorithm.num_epochs * len(parts))
+            chosen = await self._chosen(groups) if due else {}
+            if not chosen:
+                return await train_on(groups, sampled)
+            samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
+            scoring = asyncio.ensure_future(self._score(samples, newest=True))
+            try:
+                line = await train_on(groups, sampled)
+            except BaseException:
+                scoring.cancel()
+                raise
+            began = time.perf_counter()
+            if await scoring:
+                line |= await self._explained(chosen)
+            return line | {"time/mismatch_s": time.perf_counter() - began}
+
+        return train_and_explain
+
+    def fact(self, kind: str, what: dict[str, Any]) -> None:
+        if kind == "trained":
+            self._trained = what["sequences"]
+            if found := self._remembered():
+                self._first = self._first or found
+                self._memory.append(found)
+
+    # Choosing rollouts, and scoring them.
+
+    def _due(self, step: int, steps: int) -> bool:
+        return (step + steps) // self._every > step // self._every
+
+    async def _chosen(self, groups: list[RolloutGroup]) -> dict[int, list[Sample]]:
+        """Place of a rollout among all rollouts of the batch -> its samples. The rollouts are of the first minibatch,
+        the first of each group before the second of any."""
+        first, found, start = parts_of(tasks_of(groups), self._algorithm)[0], [], 0
+        for index, group in enumerate(groups):
+            found.append([(start + i, rollout) for i, rollout in enumerate(group.rollouts)] if index in first else [])
+            start += len(group.rollouts)
+        turns = [pair for pairs in zip_longest(*found) for pair in pairs if pair is not None]
+        if not self._lagging:
+            chosen = {place: samples_of(rollout) for place, rollout in turns[: self._number]}
+        else:
+            early = {place: self._early[rollout.id] for place, rollout in turns if rollout.id in self._early}
+            self._early = dict(list(self._early.items())[-8 * self._number :])
+            chosen = {place: await task for place, task in early.items()}
+        return {place: samples for place, samples in chosen.items() if self._fits(samples)}
+
+    def _fits(self, samples: list[Sample]) -> bool:
+        return bool(samples) and max(len(sample.tokens) for sample in samples) < self._max_model_len
+
+    async def _scored_early(self, rollout: Rollout) -> list[Sample]:
+        samples = samples_of(rollout)
+        if self._fits(samples):
+            await self._score(samples, newest=False)
+        return samples
+
+    async def _score(self, samples: list[Sample], *, newest: bool) -> bool:
+        """Fills in what the version that is served says; False where new weights came in between, and where the
+        generators failed. At once, while the version is served, looks for the cause of what it does not explain."""
+        try:
+            if (served := await self._rescorer.served(samples)) is None:
+                return False
+            version, scores = served
+            if newest and version != self._generator.policy_version:
+                return False
+            for sample, scores_N in zip(samples, scores, strict=True):
+                if newest:
+                    sample.between_N = scores_N
+                if not (newest and self._lagging):
+                    sample.ended_N, sample.ended_version = scores_N, version
+                sample.sampled_N = np.where(sample.version_N == version, scores_N, sample.sampled_N)
+            if self.cause is None:
+                await self._look_at_generators(samples, version, newest)
+        except VersionGone:  # in the middle of a search: the next explanation looks again
+            return True
+        except (RuntimeError, ValueError) as error:
+            logger.warning("mismatch: rollouts could not be scored again: %s", error)
+            return False
+        return True
+
+    def _add_trainer(self, chosen: dict[int, list[Sample]]) -> None:
+        """Fills in the trainer's log-probabilities, except where the data have several targets a token."""
+        for place, samples in chosen.items():
+            pairs = [pair for pair in self._trained if pair[0].rollout == place]
+            for sample, (_, logprobs_T) in zip(samples, pairs):
+                if logprobs_T.dim() == 1 and len(logprobs_T) == len(sample.tokens) - 1:
+                    sample.trainer_N = sample.scored(logprobs_T.tolist())
+
+    def _remembered(self) -> Remembered | None:
+        """A few of the tokens that train now, with the trainer's log-probabilities."""
+        samples = []
+        for datum, logprobs_T in self._trained[:_PER_STEP]:
+            place_N = datum.loss_inputs["loss_mask"].nonzero()[:, 0].numpy() + 1
+            if logprobs_T.dim() != 1 or not len(place_N):
+                continue
+            nobody = gap.unknown(len(place_N))
+            sample = Sample(
+                rollout="",
+                tokens=[*datum.tokens.tolist(), int(datum.target_tokens[-1])],
+                place_N=place_N,
+                turn_N=np.zeros(len(place_N), int),
+                version_N=np.zeros(len(place_N), int),
+                reported_N=nobody,
+            )
+            sample.trainer_N = sample.scored(logprobs_T.tolist())
+            samples.append(sample)
+        return Remembered(self._generator.policy_version, samples) if samples else None
+
+    # What it means.
+
+    async def _explained(self, chosen: dict[int, list[Sample]]) -> dict[str, float]:
+        self._add_trainer(chosen)
+        samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
+        parts = gap.parts_of(samples, between="newest")
+        served = self._generator.policy_version
+        memory = [then for then in (self._first, *self._memory) if then is not None and then.version != served]
+        noisy = "noise" in gap.beyond(parts, self._limits, keeps=self._keeps)
+        if self.cause is None and noisy and memory:  # without memory no earlier version is known: the next time
+            try:
+                self._report(await self._search.of_noise(samples, memory))
+            except (RuntimeError, ValueError) as error:
+                logger.warning("mismatch: the cause could not be looked for: %s", error)
+        return gap.part_metrics(parts)
+
+    async def _look_at_generators(self, samples: list[Sample], version: int, newest: bool) -> None:
+        """Looks for labels that are wrong, and at what the version that sampled leaves unexplained."""
+        moved = left(joined(samples, "between_N"), joined(samples, "ended_N")) if self._lagging else math.inf
+        if newest and (label := wrong_labels(samples, self._limits, moved=moved)):
+            return self._report(label)
+        known = [sample for sample in samples if np.isfinite(sample.sampled_N).any()]
+        if not known:
+            return
+        rest_N, kept_N = joined(known, "sampled_N") - joined(known, "reported_N"), joined(known, "kept_N")
+        if self._limits.broken_by(rest_N[~kept_N]):
+            search = dataclasses.replace(self._search, rescorer=self._rescorer.of_version(version))
+            self._report(await search.of_rest(known))
+        elif not self._keeps and self._limits.broken_by(rest_N[kept_N]):
+            words = "requests went on with the attention cache of older weights, which generator.on_update rules out"
+            self._report(Cause("rest", "stale_cache", words, math.nan))
+
+    def _report(self, cause: Cause) -> None:
+        self.cause = cause
+        text = f"mismatch: step {self._state.step}: {cause.words} ({cause.part}: {cause.name}; see docs/mismatch.md)"
+        logger.warning("%s", text)
+        self._recorder.fact("note", text=text)
+
+    async def _tensors(self) -> tuple[dict, dict, dict]:
+        version = self._generator.policy_version
+        published = await self._stack.versions.tensors(version)
+        return published, await self._generator.weights(), await self._stack.roles["policy"].parameters()

@@ -1,0 +1,44 @@
+"""A listener of the recorder that draws a progress display."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torchtitan_rl.record.progress import Bar, Progress
+from torchtitan_rl.record.recorder import Listener, Span
+
+__all__ = ["Display"]
+
+
+class Display(Listener):
+    """Shows metrics as lines, and as bars each span that has a `total` or is `shown`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self._open: dict[int, tuple[Bar, AbstractContextManager]] = {}
+
+    def fact(self, kind: str, what: dict[str, Any]) -> None:
+        if kind == "note":
+            self.progress.line(what["text"])
+        elif kind == "metrics":
+            self.progress.metrics(what["line"], what["text"])
+
+    def begin(self, span: Span) -> None:
+        if not span.total and not span.shown:
+            return
+        if span.total:
+            context = self.progress.phase(span.name, span.total)
+        else:
+            context = self.progress.waiting(span.name, span.expected_s or None)
+        self._open[id(span)] = context.__enter__(), context
+
+    def advance(self, span: Span, pieces: int, text: str) -> None:
+        if id(span) in self._open:
+            self._open[id(span)][0].advance(pieces, text=text)
+
+    def end(self, span: Span, failed: bool) -> None:
+        if id(span) in self._open:
+            _, context = self._open.pop(id(span))
+            # The line of a failed phase says "stopped" instead of "done".
+            context.__exit__(*((RuntimeError, RuntimeError(span.name), None) if failed else (None, None, None)))

@@ -1,0 +1,56 @@
+"""Progress of a run as JSON, for `--json-logs`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from torchtitan_rl.record.console import as_object, say
+from torchtitan_rl.record.progress import Bar, Progress
+
+__all__ = ["JsonProgress"]
+
+
+class JsonProgress(Progress):
+    """Progress without bars. Events: `begin` and `end` of a phase or wait, `metrics` with all numbers of a line,
+    `note`, `error`, and `summary` at the run's end. `quiet` prints nothing except `error` and `summary`."""
+
+    def __init__(self, *, quiet: bool = False, file: TextIO | None = None) -> None:
+        super().__init__(quiet=quiet, file=file)
+        self._file = file or sys.stdout
+
+    def metrics(self, line: dict[str, Any], text: str) -> None:
+        self._write("metrics", line)
+
+    def line(self, text: str) -> None:
+        self._write("note", {"message": text})
+
+    def error(self, text: str) -> None:
+        say(text, event="error", level="error")
+
+    def final_table(self, rows: list[tuple[str, str]]) -> None:
+        self._print(as_object("summary", "info", dict(rows)))
+
+    @contextmanager
+    def _bar(self, name: str, total: float, counts: bool) -> Iterator[Bar]:
+        bar = Bar(name, total, self._clock, lambda bar: None, counts)
+        self._write("begin", {"name": name, **({"total": total} if counts else {})})
+        outcome = "stopped"
+        try:
+            yield bar
+            outcome = "done"
+        finally:
+            self._write("end", {"name": name, "outcome": outcome, "seconds": round(bar.elapsed_s, 3)})
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        if not self._quiet:
+            self._print(as_object(event, "info", fields))
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, file=self._file, flush=True)
+        except BrokenPipeError:  # whoever read it has enough
+            self._file = open(os.devnull, "w")

@@ -1,0 +1,123 @@
+"""A run's directory: plain files that any program can read.
+
+config.json            what ran
+metrics.jsonl          one line per step or evaluation
+logs/                  one file per process
+rollouts/              a table with one record per rollout; see `record.tables` and `record.schemas`
+evaluations/           a table with one record per attempt at a task of an evaluation
+ledger/                a table with two records per draw: admitted, and how it ended; see `rollout.draws`
+versions/              a table with one record per publication of the policy's weights
+attempts/              a table with one record per start of the run; see `record.attempts`
+events/                a table with one record per warning of the controller; see `record.status`
+samples/               a table with one record per process and replica every few seconds; see `health.samples`
+checksums.jsonl        checksums of finished files; see `record.checksums`
+status.json            what the run is doing now; see `record.status`
+checkpoints/step-N     resumable state after N steps; see `weights.checkpoint`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.record.checksums import Checksums
+from torchtitan_rl.record.json_lines import parsed
+from torchtitan_rl.record.run_log import RunLog, encode
+from torchtitan_rl.record.schemas import SCHEMAS
+from torchtitan_rl.record.tables import SharedTable, Table
+
+__all__ = ["RunDir"]
+
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+class RunDir(RunLog):
+    """The files of one run below `path`. `RunDir.create` starts a new run; `RunDir(path)` opens an existing run."""
+
+    tables: Mapping[str, Table]
+
+    def __init__(self, path: str | Path) -> None:
+        kinds = {"events": SharedTable, "samples": SharedTable}  # written in threads of their own
+        tables = {name: kinds.get(name, Table)(Path(path) / name, schema) for name, schema in SCHEMAS.items()}
+        super().__init__(Path(path), tables)
+        self.config_file = self.path / "config.json"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.checksums = Checksums(self.path)
+
+    @classmethod
+    def create(cls, path: str | Path) -> RunDir:
+        """Makes the directories of a new run. Raises ValueError when `path` cannot be written or already holds a
+        run."""
+        run_dir = cls(path)
+        try:
+            for directory in (run_dir.path, run_dir.logs, run_dir.checkpoints):
+                directory.mkdir(parents=True, exist_ok=True)
+                # Write a file: permissions do not show that a file system is read-only or full.
+                probe = directory / ".probe"
+                probe.write_text("probe")
+                probe.unlink()
+            run_dir.metrics_file.touch()
+            used = run_dir.metrics_file.stat().st_size > 0
+        except OSError as error:
+            raise ValueError(
+                f"output_dir={str(path)!r}: cannot be written ({error.strerror}: {error.filename}); choose a directory "
+                "you may write to"
+            ) from error
+        if used:
+            raise ValueError(
+                f"output_dir={str(path)!r}: already holds a run (its metrics.jsonl has lines); pick another "
+                "output_dir, or go on with that run: torchtitan-rl train CONFIG --resume latest --output-dir "
+                f"{shlex.quote(str(path))}"
+            )
+        return run_dir
+
+    def checkpoint_path(self, step: int) -> Path:
+        """The path of the checkpoint after `step` steps. Makes no directory."""
+        return self.checkpoints / f"step-{step}"
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Writes config.json. `config` is plain data, such as `config.resolve.resolved` returns."""
+        self.config_file.write_text(json.dumps(encode(config), indent=2) + "\n", encoding="utf-8")
+        self.checksums.replace(self.config_file)
+
+    def note_checksums(self, metrics_bytes: int | None = None) -> None:
+        """Notes the checksums of what is on disk now of metrics and tables, of metrics.jsonl the first `metrics_bytes`
+        (None: all)."""
+        if self.metrics_file.exists():
+            self.checksums.note(self.metrics_file, size=metrics_bytes)
+        for table in self.tables.values():
+            self.checksums.note(*table.files())
+
+    def metrics_size(self) -> int:
+        """Bytes of metrics.jsonl, all of them on disk."""
+        with self.metrics_file.open("rb") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every complete line, in order; [] before the first line. A last line that a crash cut off is left out.
+
+        Raises RuntimeError when a line is not JSON.
+        """
+        if not self.metrics_file.exists():
+            return []
+        lines = self.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]
+        metrics = []
+        for number, line in enumerate(lines, 1):
+            try:
+                metrics += [_decode(parsed(line))] if line else []
+            except json.JSONDecodeError as error:
+                raise RuntimeError(
+                    f"{self.metrics_file}, line {number}: holds a line that is not JSON ({error}): {error.doc[:80]!r}; "
+                    "remove that line"
+                ) from error
+        return metrics
+
+
+def _decode(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(value) if value in _NOT_FINITE else value for name, value in metrics.items()}

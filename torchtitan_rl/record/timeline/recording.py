@@ -1,0 +1,144 @@
+"""The timeline of this process: begun where a process is prepared, ended with it.
+
+The environment variable `environment.TIMELINE` tells a process to record: JSON with `directory`, `offset_ns`, `boot`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torchtitan_rl.environment import TIMELINE
+from torchtitan_rl.record.recorder import Listener, Span
+from torchtitan_rl.record.timeline.points import GARBAGE, POINTS
+from torchtitan_rl.record.timeline.span_file import Kind, SpanFile
+from torchtitan_rl.record.timeline.spans import Spans
+from torchtitan_rl.record.timeline.wrapping import wrap
+
+__all__ = ["LOOPS", "Timeline", "Phases", "phases_of", "begin", "look"]
+
+logger = logging.getLogger(__name__)
+
+LOOPS = ("supervised", "reinforcement")
+"""The recorder's spans that consist of steps."""
+_LEAST_COLLECTION_NS = 1_000_000
+
+
+class Timeline:
+    """What this process records, into a file of its own below `directory`."""
+
+    def __init__(self, name: str, directory: str, offset_ns: int, boot: str) -> None:
+        """`offset_ns` is the wall clock minus the monotonic clock, as read on the host that booted as `boot`."""
+        self.name, here = name, _boot()
+        header = {"process": name, "pid": os.getpid(), "boot": here, "clock": offset_ns}
+        if here != boot:
+            offset_ns = _offset_ns()
+        self.file = SpanFile(Path(directory) / f"{name}.{os.getpid()}.jsonl", header)
+        self.spans = Spans(self.file, offset_ns)
+        self.file.before_write = self.spans.settle
+        self._wrapped: dict[str, Callable[[], None]] = {}
+        self._collecting = 0
+        gc.callbacks.append(self._collects)
+
+    def look(self) -> None:
+        """Times the functions of `POINTS` in the modules that are imported by now."""
+        wrap(self.spans, POINTS, self._wrapped)
+
+    def _collects(self, phase: str, info: dict[str, int]) -> None:
+        """Hears of each garbage collection, which stops every thread of the process."""
+        now = self.spans.now()
+        if phase == "start":
+            self._collecting = now
+        elif now - self._collecting >= _LEAST_COLLECTION_NS:
+            self.spans.leaf(GARBAGE, "work", self._collecting, now)
+
+    def close(self) -> None:
+        """Puts the functions back, and writes what is left."""
+        for put_back in self._wrapped.values():
+            put_back()
+        self._wrapped.clear()
+        gc.callbacks.remove(self._collects)
+        self.spans.settle(all=True)
+        self.file.shutdown()
+
+
+_mine: list[Timeline] = []
+"""The timeline of this process, where it records one."""
+
+
+def phases_of(directory: Path) -> list[Listener]:
+    """What records the controller's process; nothing where this process records another run already, whose wrapped
+    functions would time this one too."""
+    if _mine:
+        logger.warning("record.timeline: this process records another run's timeline already; %s gets none", directory)
+        return []
+    return [Phases(directory)]
+
+
+def begin(name: str) -> None:
+    """Begins to record this process under `name`, where the environment says so."""
+    if not _mine and (told := os.environ.get(TIMELINE)):
+        _mine.append(timeline := Timeline(name, **json.loads(told)))
+        timeline.look()
+        atexit.register(timeline.close)
+
+
+def look() -> None:
+    """Times the functions of modules that have been imported since, where this process records."""
+    for timeline in _mine:
+        timeline.look()
+
+
+class Phases(Listener):
+    """Records the controller's process: the spans that the loop tells the recorder are the phases of the timeline."""
+
+    def __init__(self, directory: Path) -> None:
+        """Makes the directory, and has the processes that this one starts record too."""
+        directory.mkdir(parents=True, exist_ok=True)
+        told = {"directory": str(directory.absolute()), "offset_ns": _offset_ns(), "boot": _boot()}
+        os.environ[TIMELINE] = json.dumps(told)
+        self.timeline = Timeline("controller", **told)  # type: ignore[arg-type]  # the values are those of its arguments
+        self.timeline.look()
+        _mine.append(self.timeline)
+        self._open: dict[int, tuple] = {}
+        self._num_steps = 0
+
+    def begin(self, span: Span) -> None:
+        attributes = {"step": self._num_steps + 1} if span.name == "step" else None
+        start = int(span.began * 1e9) + self.timeline.spans.offset_ns
+        kind: Kind = "wait" if span.name.startswith("wait for") else "phase"
+        self._open[id(span)] = self.timeline.spans.begin(span.name, start, attributes, kind=kind)
+
+    def advance(self, span: Span, pieces: int, text: str) -> None:
+        if span.name in LOOPS:
+            self._num_steps += pieces
+
+    def end(self, span: Span, failed: bool) -> None:
+        if span.name in LOOPS:
+            self._num_steps = 0
+        if id(span) in self._open:
+            self.timeline.spans.end(self._open.pop(id(span)))
+
+    def close(self) -> None:
+        if self.timeline in _mine:
+            os.environ.pop(TIMELINE, None)
+            _mine.remove(self.timeline)
+            self.timeline.close()
+
+
+def _offset_ns() -> int:
+    return time.time_ns() - time.perf_counter_ns()
+
+
+def _boot() -> str:
+    """What tells a start of this host's system from every other host's: one such start, one monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return os.uname().nodename

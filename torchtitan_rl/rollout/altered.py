@@ -1,0 +1,47 @@
+"""Refuses to draw rollouts that train from another distribution than the policy's, before a token is spent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtitan_rl.types import Completion, SamplingParams
+
+__all__ = ["AlteredForTraining", "TrainingSampler", "refuse_altered"]
+
+
+class AlteredForTraining(ValueError):
+    """A workflow asked for a completion that could not train."""
+
+
+def refuse_altered(params: SamplingParams, call: str = "policy.complete") -> None:
+    """Raises AlteredForTraining for a setting that alters the policy's distribution. `call` is what asked."""
+    for name, value in params.altered().items():
+        raise AlteredForTraining(
+            f"{call}({name}={value}): this rollout is to train, and its log-probabilities would not be "
+            f"those of the policy; leave {name} out where policy.for_training is True"
+        )
+
+
+class TrainingSampler:
+    """The sampler of a policy whose rollouts train, for a workflow that asks it without `Policy.complete`: refuses the
+    same settings."""
+
+    def __init__(self, sampler: Any):
+        """`sampler` is a `rollout.policy.Sampler`."""
+        self._sampler = sampler
+
+    async def sample(
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
+    ) -> Completion:
+        refuse_altered(params, "policy.sampler.sample")
+        return await self._sampler.sample(tokens, params, policy_version=policy_version)
+
+    async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]:
+        return await self._sampler.score(tokens, policy_version=policy_version)
+
+    async def score_top(
+        self, tokens: list[int], top_k: int, *, policy_version: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return await self._sampler.score_top(tokens, top_k, policy_version=policy_version)

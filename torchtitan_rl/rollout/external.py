@@ -1,0 +1,257 @@
+"""Agents that others wrote, as a workflow: started for one attempt, they meet the policy at an OpenAI endpoint.
+
+The agent is a function or a command. It gets a base URL and a key of its own, asks for completions as its author meant
+to, and gives a reward. What the policy was given and said becomes the rollout. docs/gateway.md shows one of each kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torchtitan_rl.rollout.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
+from torchtitan_rl.rollout.agent_process import no_isolation, run_command
+from torchtitan_rl.rollout.ignored_parameters import check_ignored
+from torchtitan_rl.rollout.policy import Policy, SamplingFailed
+from torchtitan_rl.tasks.outcomes import outcome_in_thread
+from torchtitan_rl.tasks.reward_parts import PartNames
+from torchtitan_rl.types import A_REWARD, Rollout, Task, Turn, is_reward
+
+__all__ = ["external", "External", "Endpoint", "SessionLimits", "CommandLimits", "AgentFailed", "Gateway", "Session"]
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 2.0
+"""Seconds that a cancelled agent has to end; then it is left behind, and its session is closed."""
+
+
+class Session(Protocol):
+    """One attempt, as `serve.openai.sessions` keeps it."""
+
+    endpoint: Endpoint
+    reward: tuple[float, dict[str, float]] | None
+    ended_by: str
+    failure: SamplingFailed | None
+    fault: str
+    counts: dict[str, int]
+
+    def turns(self) -> list[Turn]: ...
+
+
+class Gateway(Protocol):
+    """What opens sessions: `serve.gateway.Gateway`."""
+
+    def open_session(
+        self,
+        policy: Policy,
+        *,
+        seed: int,
+        limits: SessionLimits,
+        model: str,
+        tool_parser: str,
+        ignored: tuple[str, ...],
+    ) -> Session: ...
+
+    def end_session(self, session: Any) -> None: ...
+
+
+@dataclass(kw_only=True)
+class External:
+    """A workflow that lets an agent play; made by `external`."""
+
+    agent: Callable | list[str]
+    timeout_s: float = 600.0
+    """Seconds for one attempt; later: failure."""
+    model: str = "policy"
+    """The name of the policy, which the agent asks for."""
+    tool_parser: str = ""
+    """vLLM's parser of tool calls, such as `hermes`; empty: the policy's text is not read for calls."""
+    ignored: tuple[str, ...] = ()
+    """Parameters that the agent sends and its requests are answered without, such as `temperature` or
+    `response_format`: names of `rollout.ignored_parameters.IGNORABLE`."""
+    session: SessionLimits = field(default_factory=SessionLimits)
+    command: CommandLimits = field(default_factory=CommandLimits)
+    """Limits of an agent that is a command."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Further environment variables of a command. The run's directory records them: no secrets."""
+    imitated: Callable | None = None
+    """The workflow that plays demonstrations in the supervised phase; None: the agent does, by way of the gateway."""
+    with_answer: bool = False
+    """Whether a command reads the task's answer too, for an agent that judges itself."""
+    task_data: Callable | None = None
+    """What a command reads of a task: `task -> data for JSON`. None: id and prompt, and as `with_answer` says."""
+    _gateway: Gateway | None = field(default=None, init=False, repr=False, compare=False)
+    _places: asyncio.Semaphore | None = field(default=None, init=False, repr=False, compare=False)
+    _part_names: PartNames | None = field(default=None, init=False, repr=False, compare=False)
+
+    def attach(self, gateway: Gateway) -> None:
+        """The gateway on which sessions are opened from now on. A controller attaches its own. Raises RuntimeError for
+        a command whose isolation is required and cannot be had."""
+        if isinstance(self.agent, list) and self.command.isolate != "off" and (problem := no_isolation()):
+            exposed = (
+                f"commands cannot have namespaces of their own here ({problem}), so an agent may read the keys and "
+                "answers of other attempts and write their rewards"
+            )
+            if self.command.isolate == "require":
+                raise RuntimeError(
+                    f"external(command=CommandLimits(isolate='require')): {exposed}; allow unprivileged user "
+                    "namespaces on this machine, or set isolate='auto'"
+                )
+            logger.warning(
+                "external(agent=%r): %s; allow unprivileged user namespaces, or set "
+                "external(command=CommandLimits(isolate='off')) to accept it", self.agent[0], exposed,
+            )  # fmt: skip
+        self._gateway, self._places = gateway, asyncio.Semaphore(self.command.num_parallel)
+        self._part_names = PartNames()
+
+    async def __call__(self, task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
+        """Plays a task once. Raises AgentFailed when the agent raises, is late, samples nothing or gives what is no
+        reward (`types.is_reward`), SamplingFailed when the generators are at fault."""
+        if self._gateway is None:
+            raise RuntimeError("external: has no gateway; a controller opens one, elsewhere call attach(gateway)")
+        session = self._gateway.open_session(
+            policy, seed=seed, limits=self.session, model=self.model, tool_parser=self.tool_parser, ignored=self.ignored
+        )
+        given, failed = None, None
+        try:
+            given = await self._played(task, session.endpoint)
+        except AgentFailed as error:
+            failed = error
+        finally:
+            self._gateway.end_session(session)
+        if failed is not None and not (session.ended_by and not failed.breach):
+            raise session.failure or failed
+        limit = session.ended_by if failed else ""
+        rollout = _rollout(task, policy, session, given, rollout_id, self.agent, limit)
+        try:
+            self._part_names.admit(rollout.reward_parts)
+        except ValueError as error:
+            raise AgentFailed(f"agent: gave a reward for task {task.id!r} that is refused ({error})") from error
+        return rollout
+
+    async def _played(self, task: Task, endpoint: Endpoint) -> Any:
+        """What the agent gives as its reward; None: nothing."""
+        if isinstance(self.agent, list):
+            data = self._data(task) if self.task_data is None else self.task_data(task)
+            async with self._places:
+                return await run_command(
+                    self.agent, endpoint, _json(task, data), self.env, self.command, self.timeout_s
+                )
+        work = asyncio.ensure_future(_called(self.agent, task, endpoint))
+        try:
+            done, _ = await asyncio.wait({work}, timeout=self.timeout_s)
+        finally:
+            if not work.done():
+                work.cancel()
+                await asyncio.wait({work}, timeout=_GRACE_S)
+                work.add_done_callback(_forget)
+        if not done:
+            raise AgentFailed(f"agent: was not done with task {task.id!r} within {self.timeout_s:g} s", breach=True)
+        if work.cancelled():
+            raise AgentFailed(f"agent: cancelled itself on task {task.id!r}")
+        if (error := work.exception()) is not None:
+            message = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+            raise AgentFailed(f"agent: raised {message[:500]} for task {task.id!r}; mend it") from error
+        return work.result()
+
+    def _data(self, task: Task) -> dict[str, Any]:
+        return {"id": task.id, "prompt": task.prompt} | ({"answer": task.answer} if self.with_answer else {})
+
+
+def external(agent: Callable | list[str], **settings: Any) -> External:
+    """A workflow that plays tasks with an agent; `settings` are the fields of `External`.
+
+    `agent` is called as `agent(task, endpoint)`: an async function on the controller's event loop, a plain function in
+    a thread. Or it is a command, which runs in a directory and a process group of its own, with limits. What it returns
+    is the reward: a number, `(number, {"part": number})`, or None where it posts a reward, writes one to the file
+    `REWARD_FILE`, or leaves judging to the task family.
+    Raises ValueError for settings without meaning.
+    """
+    if isinstance(agent, (list, tuple)):
+        agent = [str(word) for word in agent]
+        if not agent:
+            raise ValueError("external: agent=[]: is no command; give a program and its arguments")
+    elif not callable(agent):
+        raise ValueError(f"external: agent={agent!r}: is neither a function nor a list of words; give one of them")
+    made = External(agent=agent, **settings)
+    if not made.timeout_s > 0:
+        raise ValueError(f"external: timeout_s={made.timeout_s}: must be above 0")
+    if made.command.isolate not in ("auto", "require", "off"):
+        raise ValueError(
+            f"external: command.isolate={made.command.isolate!r}: there is no such way; use auto, require or off"
+        )
+    if not made.model:
+        raise ValueError("external: model='': agents ask for a name; give one")
+    check_ignored(made.ignored, "external: ignored")
+    return made
+
+
+async def _called(agent: Callable, task: Task, endpoint: Endpoint) -> Any:
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
+        return await agent(task, endpoint)
+    value, error = await outcome_in_thread(agent, task, endpoint)
+    if error is not None:
+        raise error
+    return await value if inspect.isawaitable(value) else value
+
+
+def _forget(work: asyncio.Future) -> None:
+    """Takes the exception of an agent that nobody waits for any more."""
+    if not work.cancelled():
+        work.exception()
+
+
+def _json(task: Task, data: Any) -> str:
+    try:
+        return json.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"task={task.id!r}: cannot be written as JSON for a command ({error}); give external(task_data=...) a "
+            "function that makes plain data of a task"
+        ) from error
+
+
+def _rollout(
+    task: Task, policy: Policy, session: Session, given: Any, rollout_id: str, agent: Callable | list[str], limit: str
+) -> Rollout:
+    """The rollout of a session; `limit` is the one at which the agent failed, empty where it came to its end."""
+    turns = session.turns()
+    if session.fault:
+        raise AgentFailed(f"{session.fault}, for task {task.id!r}")
+    if not turns:
+        raise session.failure or AgentFailed(f"agent: took no completion for task {task.id!r}; ask for one")
+    by_function = not isinstance(agent, list)  # a command gives what its file holds, which counts after what was posted
+    written = _reward(given, task)
+    first_reward, then = (written, session.reward) if by_function else (session.reward, written)
+    reward, parts = first_reward or then or (0.0 if limit else None, {})
+    first, last = turns[0].prompt_tokens, [*turns[-1].prompt_tokens, *turns[-1].completion.tokens]
+    said = last[len(first) :] if last[: len(first)] == first else turns[-1].completion.tokens
+    return Rollout(
+        id=rollout_id,
+        task=task,
+        turns=turns,
+        reward=reward,
+        reward_parts=dict(parts),
+        text=policy.tokenizer.decode(said, skip_special_tokens=True),
+        end_reason=limit or "done",
+        counts=dict(session.counts),
+    )
+
+
+def _reward(given: Any, task: Task) -> tuple[float, dict[str, float]] | None:
+    """A reward with its parts, of what an agent gave; None where it gave none. Raises AgentFailed."""
+    if given is None:
+        return None
+    number, parts = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
+    number = number.item() if hasattr(number, "item") else number
+    if not isinstance(parts, dict) or not all(map(is_reward, [number, *parts.values()])):
+        raise AgentFailed(
+            f"agent: gave reward {repr(given)[:80]} for task {task.id!r}; give {A_REWARD}, or "
+            "(number, {'part': number})"
+        )
+    return float(number), {str(name): float(value) for name, value in parts.items()}

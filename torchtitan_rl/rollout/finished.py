@@ -1,0 +1,140 @@
+"""Groups that have been played and have not trained: a checkpoint holds them, and a resumed run does not play them
+again.
+
+A group is kept as `run_group` returned it, before hooks, filters and penalties, which a resumed run applies again. The
+file in a checkpoint has a line of JSON per draw, `{"draw": "37/0", "task": id of the task, "group": {...}}`, or
+`{"draw": "37/0", "why": "..."}` for a group that is not plain data. Tasks are not written: the draws give them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl.record.json_lines import parsed
+from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
+
+__all__ = ["Finished", "Kept", "read", "write"]
+
+Kept = dict[str, Any]
+"""A line of the file."""
+
+
+class Finished:
+    """Plays groups and keeps what has been played, by draw. With a lag `Rollouts.run_group` is the method of that
+    name."""
+
+    def __init__(self, run_group: Callable[..., Awaitable[RolloutGroup]]) -> None:
+        """`run_group` is `rollout.group.run_group`."""
+        self._run_group = run_group
+        self._kept: dict[str, Kept] = {}
+        self._restored: set[str] = set()
+        """The draws of `restore` that have not been asked for."""
+
+    async def run_group(
+        self, workflow: Callable, task: Task, policy: Any, n: int, *, group_id: str, **named: Any
+    ) -> RolloutGroup:
+        """What `rollout.group.run_group` returns, played or restored. A group that fails is not kept."""
+        if group_id in self._restored and self._kept[group_id]["task"] == task.id:
+            self._restored.remove(group_id)
+            return _group(self._kept[group_id]["group"], task)
+        group = await self._run_group(workflow, task, policy, n, group_id=group_id, **named)
+        self._kept[group_id] = _kept(group, group_id, task)
+        return group
+
+    def forget(self, slots: set[int]) -> None:
+        """Drops the groups of slots that train now."""
+        self._kept = {draw: kept for draw, kept in self._kept.items() if _slot(draw) not in slots}
+        self._restored &= self._kept.keys()
+
+    def since(self, slot: int) -> list[Kept]:
+        """The groups of `slot` and the slots after it, for `write`; nothing changes them."""
+        return [kept for draw, kept in self._kept.items() if _slot(draw) >= slot]
+
+    def restore(self, lines: Iterable[Kept]) -> list[str]:
+        """Takes over what `read` returned. Returns what a user wants to know about groups that are played again."""
+        again = []
+        for kept in lines:
+            if "why" in kept:
+                again.append(kept)
+            else:
+                self._kept[kept["draw"]] = kept
+        self._restored = set(self._kept)
+        first = [f", such as {kept['draw']}: {kept['why']}" for kept in again[:1]]
+        return [f"{len(again)} draws had finished and are played again{''.join(first)}"] if again else []
+
+
+def write(file: Path, lines: Iterable[Kept]) -> None:
+    """Writes a file for `read`. Numbers are exact."""
+    with open(file, "w") as f:
+        for kept in lines:
+            try:
+                text = json.dumps(kept)
+            except (TypeError, ValueError) as error:  # tensors and other values of a workflow's own
+                text = json.dumps({"draw": kept["draw"], "why": f"is not plain data ({error})"})
+            f.write(text + "\n")
+
+
+def read(file: Path) -> list[Kept]:
+    """The lines of a file that `write` wrote; none where the file is missing. Raises ValueError for another file."""
+    lines = []
+    for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
+        try:
+            lines.append(parsed(line))
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: is not JSON ({error}); use another checkpoint") from error
+    return lines
+
+
+def _slot(draw: str) -> int:
+    return int(draw.split("/")[0])
+
+
+def _kept(group: RolloutGroup, draw: str, task: Task) -> Kept:
+    """A copy of a group that shares no list with the group, or why there is none."""
+    for rollout in group.rollouts:
+        parts = (rollout, Rollout), *((turn, Turn) for turn in rollout.turns)
+        parts += tuple((turn.completion, Completion) for turn in rollout.turns)
+        if odd := next((type(part).__name__ for part, kind in parts if type(part) is not kind), ""):
+            return {"draw": draw, "why": f"rollout {rollout.id} has a {odd}, a class of the workflow's own"}
+        if rollout.task is not task:
+            return {"draw": draw, "why": f"rollout {rollout.id} has another task than its draw"}
+    rollouts = [
+        _fields(rollout, without="task")
+        | {"turns": [_fields(turn) | {"completion": _fields(turn.completion)} for turn in rollout.turns]}
+        for rollout in group.rollouts
+    ]
+    return {"draw": draw, "task": task.id, "group": _fields(group) | {"rollouts": rollouts}}
+
+
+def _fields(item: Any, without: str = "") -> dict[str, Any]:
+    names = _names(type(item))  # type: ignore[arg-type]  # a class has a hash
+    return {name: _copied(getattr(item, name)) for name in names if name != without}
+
+
+@functools.cache
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _group(kept: dict[str, Any], task: Task) -> RolloutGroup:
+    """A group with lists of its own."""
+    rollouts = []
+    for rollout in kept["rollouts"]:
+        turns = []
+        for turn in rollout["turns"]:
+            completion = Completion(**{name: _copied(value) for name, value in turn["completion"].items()})
+            turns.append(Turn(**{name: _copied(value) for name, value in turn.items()} | {"completion": completion}))
+        fields = {name: _copied(value) for name, value in rollout.items()}
+        rollouts.append(Rollout(**fields | {"task": task, "turns": turns}))
+    return RolloutGroup(**{name: _copied(value) for name, value in kept.items()} | {"rollouts": rollouts})

@@ -1,0 +1,175 @@
+"""Playing a task several times and judging the attempts together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
+from torchtitan_rl.rollout.policy import Policy, single_turn
+from torchtitan_rl.rollout.refusals import check_rewards, refuse_attempt, refuse_id
+from torchtitan_rl.tasks.family import stream
+from torchtitan_rl.tasks.judging import judge
+from torchtitan_rl.types import Rollout, RolloutGroup, Task
+
+__all__ = ["run_attempts", "run_group", "rollouts_of", "workflow_of", "GroupFailed"]
+
+Tried = Callable[[Callable[[int], Awaitable[Any]], str], Awaitable[Any]]
+
+
+class GroupFailed(RuntimeError):
+    """An attempt, or the judging of attempts, that failed after its last retry. A group that trains is dropped whole,
+    because without the attempts that failed it would be biased; in an evaluation the attempt counts as wrong."""
+
+    rollout: Rollout | None = None
+    """The attempt, where it was played and its judging failed."""
+
+
+async def _once(call: Callable[[int], Awaitable[Any]], stage: str) -> Any:
+    return await call(0)
+
+
+def workflow_of(environment: Callable, limits: Limits) -> Callable:
+    """The workflow of a family with environments: `multi_turn` in what `environment(task)` returns, or `single_turn`
+    where that is None."""
+
+    async def attempt(task: Task, policy: Policy, *, rollout_id: str, seed: int) -> Rollout:
+        env = environment(task)
+        if env is None:
+            return await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
+        return await multi_turn(task, policy, rollout_id=rollout_id, seed=seed, env=env, limits=limits)
+
+    return attempt
+
+
+async def run_group(
+    workflow: Callable,
+    task: Task,
+    policy: Policy,
+    n: int,
+    *,
+    group_id: str,
+    seed: int,
+    reward,
+    reward_timeout_s: float,
+    tried: Tried | None = None,
+) -> RolloutGroup:
+    """The rollouts of `n` attempts at one task, with rewards. `reward` is a family or a function, see
+    `tasks.judging.judge`; it judges the rollouts that neither the workflow nor an environment has rewarded.
+
+    Attempt i samples from the streams (seed, group_id, i, retry, turn), whatever else is running. `tried(call, stage)`
+    returns what `call(retry)` returns, and decides what follows a failure in the stage `workflow` or `reward`; None
+    raises the failure. Raises RuntimeError for what `rollouts_of` refuses, and when two rollouts have one id.
+    """
+    attempts = await _played(workflow, task, policy, n, group_id, seed, tried)
+    if failed := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
+        raise failed
+    rollouts = [rollout for attempt in attempts if isinstance(attempt, list) for rollout in attempt]
+    _check_ids(rollouts, task)
+    if unjudged := [rollout for rollout in rollouts if _is_unjudged(rollout)]:
+        await _judged(unjudged, task, reward, reward_timeout_s, tried)
+    return RolloutGroup(id=group_id, rollouts=rollouts)
+
+
+async def run_attempts(
+    workflow: Callable,
+    task: Task,
+    policy: Policy,
+    n: int,
+    *,
+    group_id: str,
+    seed: int,
+    reward,
+    reward_timeout_s: float,
+    tried: Tried | None = None,
+) -> list[Rollout | GroupFailed]:
+    """`n` attempts at one task, each for itself, as evaluations count them: entry i is the first rollout of attempt i,
+    with its reward, or why attempt i failed. Arguments and streams are those of `run_group`.
+
+    The rollouts are judged in one call, as those of a group are. Where that call fails each of them is judged alone,
+    and fails alone. Raises what `tried` raises but for GroupFailed, and what `run_group` refuses.
+    """
+    results: list[Rollout | GroupFailed] = []
+    for attempt in await _played(workflow, task, policy, n, group_id, seed, tried):
+        if isinstance(attempt, BaseException) and not isinstance(attempt, GroupFailed):
+            raise attempt
+        results.append(attempt[0] if isinstance(attempt, list) else attempt)
+    rollouts = [result for result in results if isinstance(result, Rollout)]
+    _check_ids(rollouts, task)
+    unjudged = [rollout for rollout in rollouts if _is_unjudged(rollout)]
+    if not unjudged:
+        return results
+    try:
+        await _judged(unjudged, task, reward, reward_timeout_s, tried)
+        return results
+    except GroupFailed as error:
+        failures: list[GroupFailed | None] = [error]
+    if len(unjudged) > 1:
+        failures = await asyncio.gather(
+            *(_judged_alone(rollout, task, reward, reward_timeout_s, tried) for rollout in unjudged)
+        )
+    failed: dict[str, GroupFailed] = {}
+    for rollout, failure in zip(unjudged, failures, strict=True):
+        if failure is not None:
+            failure.rollout, failed[rollout.id] = rollout, failure
+    return [failed.get(result.id, result) if isinstance(result, Rollout) else result for result in results]
+
+
+async def _played(
+    workflow: Callable, task: Task, policy: Policy, n: int, group_id: str, seed: int, tried: Tried | None
+) -> list[list[Rollout] | BaseException]:
+    """The rollouts of each attempt, or with `tried` the attempt's failure, in the order of attempts."""
+
+    async def played(i: int, retry: int) -> list[Rollout]:
+        began = time.perf_counter()
+        attempt = await workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
+        for rollout in (rollouts := rollouts_of(attempt, task)):
+            rollout.seconds["play"], rollout.group = time.perf_counter() - began, group_id
+            check_rewards(rollout)
+        return rollouts
+
+    patient = tried is not None  # attempts whose siblings may fail are first played to their end
+    calls = ((tried or _once)(partial(played, i), "workflow") for i in range(n))
+    return await asyncio.gather(*calls, return_exceptions=patient)
+
+
+def _is_unjudged(rollout: Rollout) -> bool:
+    """Whether neither the workflow nor an environment has rewarded a rollout."""
+    return rollout.reward is None and bool(rollout.turns) and all(turn.reward is None for turn in rollout.turns)
+
+
+async def _judged(rollouts: list[Rollout], task: Task, reward, timeout_s: float, tried: Tried | None) -> None:
+    """Sets the rewards of rollouts, in one call of the reward."""
+    texts, parts, began = [rollout.text for rollout in rollouts], {}, time.perf_counter()
+    rewards = await (tried or _once)(lambda retry: judge(reward, task, texts, timeout_s, parts), "reward")
+    for i, (rollout, value) in enumerate(zip(rollouts, rewards, strict=True)):
+        rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began
+        rollout.reward_parts |= {name: values[i] for name, values in parts.items()}
+
+
+async def _judged_alone(
+    rollout: Rollout, task: Task, reward, timeout_s: float, tried: Tried | None
+) -> GroupFailed | None:
+    """Sets the reward of one rollout. Returns why that failed; None: it did not."""
+    try:
+        await _judged([rollout], task, reward, timeout_s, tried)
+    except GroupFailed as error:
+        return error
+    return None
+
+
+def _check_ids(rollouts: list[Rollout], task: Task) -> None:
+    if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
+        refuse_id(twice[0], task)
+
+
+def rollouts_of(attempt: Rollout | list[Rollout], task: Task) -> list[Rollout]:
+    """A workflow's result as a list of rollouts. Raises RuntimeError for an empty list and for other types."""
+    rollouts = attempt if isinstance(attempt, list) else [attempt]
+    if not rollouts or not all(isinstance(rollout, Rollout) for rollout in rollouts):
+        refuse_attempt(attempt, task)
+    return rollouts

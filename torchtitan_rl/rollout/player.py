@@ -1,0 +1,105 @@
+"""From draws to judged groups: a workflow plays each draw's task several times, rewards judge the rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from torchtitan_rl.algorithm.grouping import form_groups
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.policy_weights import PolicyWeights
+from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.rollout.demonstrate import demonstrate
+from torchtitan_rl.rollout.draws import Draw
+from torchtitan_rl.rollout.failures import Failures
+from torchtitan_rl.rollout.group import run_group, workflow_of
+from torchtitan_rl.rollout.multi_turn import Limits
+from torchtitan_rl.rollout.policy import Policy, single_turn
+from torchtitan_rl.tasks.family import TaskFamily
+from torchtitan_rl.types import RolloutGroup, Task
+
+__all__ = ["Rollouts"]
+
+
+class Rollouts:
+    """Plays tasks with the newest policy. `generator` samples; `weights` has the snapshot for self-distillation."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        family: TaskFamily,
+        tokenizer,
+        generator: SamplingClient,
+        weights: PolicyWeights,
+        counted: dict[str, int],
+    ) -> None:
+        """`counted` counts calls and failures, see `rollout.failures`."""
+        self.config, self.family, self.tokenizer = config, family, tokenizer
+        self.generator, self.weights, self.run_group = generator, weights, run_group
+        self.failures = None if config.algorithm.on_rollout_failure == "fail" else Failures(config.algorithm, counted)
+
+    async def play(self, draws: list[Draw], counts: Counter) -> list[RolloutGroup]:
+        """`group_size` rollouts of each draw's task, with rewards, grouped as the algorithm says.
+
+        Adds to `counts` the rollouts that grouping leaves out, and failures where they do not end the run.
+        """
+        config = self.config.algorithm
+        policy, workflow = self.policy(config.temperature), self.workflow(self.family)
+        policy.for_training = True
+        extended = config.workflow is not None or config.after_rewards is not None
+        if extended and config.asks_teacher:
+            policy.teacher_version = await self.weights.teacher()
+        failures, limit_s = self.failures, self.config.controller.reward_timeout_s
+        run = partial(self.run_group, workflow, policy=policy, n=config.group_size, seed=self.config.seed)
+        run = partial(run, reward=self.family, reward_timeout_s=limit_s, tried=failures and failures.tried)
+        attempts = (run(draw.task, group_id=draw.id) for draw in draws)
+        played: list = await asyncio.gather(*attempts, return_exceptions=failures is not None)
+        if failures is not None:
+            played = failures.complete(played, counts)
+        for hook in config.hooks if extended else ():
+            await asyncio.gather(*(hook(group, policy) for group in played))
+        if config.trajectory_grouping_hook is None and all(map(_is_plain, played)):
+            return played
+        rollouts = [rollout for group in played for rollout in group.rollouts]
+        return form_groups(rollouts, config, counts, policy_version=self.generator.policy_version)
+
+    def policy(self, temperature: float) -> Policy:
+        """The newest policy at a temperature, with the run's tokenizer and limits."""
+        names = ("max_tokens", "max_prompt_tokens", "stop_token_ids", "stop")
+        limits = {name: getattr(self.config.sampling, name) for name in names}
+        return Policy(generator=self.generator, tokenizer=self.tokenizer, temperature=temperature, **limits)
+
+    def workflow(self, family: TaskFamily) -> Callable:
+        """The workflow that plays the tasks of a family: the config's own, else the default for the family."""
+        if self.config.algorithm.workflow is not None:
+            return self.config.algorithm.workflow
+        return self._in_environments(family.environment) if hasattr(family, "environment") else single_turn
+
+    def _in_environments(self, environment: Callable) -> Callable:
+        sampling = self.config.sampling
+        limits = Limits(
+            max_turns=sampling.max_turns,
+            timeout_s=sampling.rollout_timeout_s,
+            max_tokens=sampling.max_rollout_tokens or sampling.max_prompt_tokens + sampling.max_tokens,
+            step_timeout_s=self.config.controller.reward_timeout_s,
+        )
+        return workflow_of(environment, limits)
+
+    async def demonstrations(self, tasks: list[Task], family: TaskFamily) -> list[tuple[list[int], list[int]]]:
+        """(prompt tokens, completion tokens) of every turn of the tasks' demonstrations. Raises ValueError for a task
+        without a demonstration."""
+        policy, workflow = self.policy(1.0), self.workflow(family)
+        pairs = await asyncio.gather(*(demonstrate(workflow, task, policy) for task in tasks))
+        return [pair for turns in pairs for pair in turns]
+
+
+def _is_plain(group: RolloutGroup) -> bool:
+    """Whether a draw's rollouts are a group as they stand: complete, of one role, with nothing precomputed."""
+    for rollout in group.rollouts:
+        carried = any(turn.advantages is not None or turn.soft_targets is not None for turn in rollout.turns)
+        own = rollout.group == group.id and rollout.role == "policy"
+        if carried or not (own and rollout.turns and rollout.reward is not None):
+            return False
+    return bool(group.rollouts)

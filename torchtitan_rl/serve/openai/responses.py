@@ -1,0 +1,148 @@
+"""What clients are sent: chat completions and completions, whole or as a stream, in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan_rl.serve.openai.requests import ChatRequest, CompletionRequest, Sampled
+from torchtitan_rl.serve.openai.sessions import Answer
+
+__all__ = ["chat_answer", "completion_answer", "event_stream", "chat_chunks", "completion_chunks", "model_list"]
+
+_NEVER = -9999.0
+"""JSON has no infinity; vLLM writes the same."""
+
+
+def chat_answer(answers: list[Answer], asked: ChatRequest, model: str, name: str, tokenizer) -> dict[str, Any]:
+    """A `chat.completion`; `name` is its id."""
+    choices = [
+        {
+            "index": i,
+            "message": _message(answer),
+            "logprobs": _chat_logprobs(answer, tokenizer) if asked.logprobs else None,
+            "finish_reason": answer.finish_reason,
+            **_tokens(answer, asked),
+        }
+        for i, answer in enumerate(answers)
+    ]
+    whole = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model, "choices": choices}
+    if asked.return_token_ids:
+        whole["prompt_token_ids"] = answers[0].prompt.tokens
+    return whole | {"usage": _usage(answers)}
+
+
+def completion_answer(
+    answers: list[Answer], asked: CompletionRequest, model: str, name: str, tokenizer
+) -> dict[str, Any]:
+    """A `text_completion`."""
+    choices = [
+        {
+            "index": i,
+            "text": answer.text,
+            "logprobs": None if asked.logprobs is None else _completion_logprobs(answer, tokenizer),
+            "finish_reason": answer.completion.finish_reason,
+            **_tokens(answer, asked),
+            **({"prompt_token_ids": answer.prompt.tokens} if asked.return_token_ids else {}),
+        }
+        for i, answer in enumerate(answers)
+    ]
+    head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+    return head | {"choices": choices, "usage": _usage(answers)}
+
+
+def chat_chunks(whole: dict[str, Any], asked: ChatRequest) -> Iterator[dict[str, Any]]:
+    """The same answer as chunks: for each choice its role, its text with calls, and its end."""
+    head = {key: whole[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    if "prompt_token_ids" in whole:
+        head["prompt_token_ids"] = whole["prompt_token_ids"]
+    for choice in whole["choices"]:
+        index, message = choice["index"], choice["message"]
+        yield head | {
+            "choices": [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+        }
+        head.pop("prompt_token_ids", None)
+        delta: dict[str, Any] = {} if message["content"] is None else {"content": message["content"]}
+        if calls := message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        said = {"index": index, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+        yield head | {
+            "choices": [said | {key: choice[key] for key in ("token_ids", "policy_versions") if key in choice}]
+        }
+        yield head | {"choices": [{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    if asked.stream_options is not None and asked.stream_options.include_usage:
+        yield head | {"choices": [], "usage": whole["usage"]}
+
+
+def completion_chunks(whole: dict[str, Any], asked: CompletionRequest) -> Iterator[dict[str, Any]]:
+    head = {key: whole[key] for key in ("id", "object", "created", "model")}
+    for choice in whole["choices"]:
+        yield head | {"choices": [choice]}
+    if asked.stream_options is not None and asked.stream_options.include_usage:
+        yield head | {"choices": [], "usage": whole["usage"]}
+
+
+def event_stream(chunks: Iterator[dict[str, Any]]) -> bytes:
+    """Chunks as server-sent events, with the end that SDKs wait for."""
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+
+
+def model_list(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Name of a model -> what else is said of it, as a `list` of models."""
+    made = [
+        {"id": name, "object": "model", "created": 0, "owned_by": "torchtitan-rl", **more}
+        for name, more in models.items()
+    ]
+    return {"object": "list", "data": made}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    return message
+
+
+def _tokens(answer: Answer, asked: Sampled) -> dict[str, Any]:
+    """What a request may ask for beyond OpenAI's fields, of each sampled token."""
+    more: dict[str, Any] = {}
+    if asked.return_token_ids:
+        more["token_ids"] = answer.completion.tokens
+    if asked.return_policy_versions:
+        more["policy_versions"] = answer.completion.policy_versions
+    return more
+
+
+def _chat_logprobs(answer: Answer, tokenizer) -> dict[str, Any]:
+    texts = [tokenizer.decode([token]) for token in answer.completion.tokens]
+    content = [
+        {"token": text, "logprob": _finite(value), "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
+        for text, value in zip(texts, answer.completion.logprobs)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(answer: Answer, tokenizer) -> dict[str, Any]:
+    texts = [tokenizer.decode([token]) for token in answer.completion.tokens]
+    offsets, at = [], 0
+    for text in texts:
+        offsets.append(at)
+        at += len(text)
+    logprobs = [_finite(value) for value in answer.completion.logprobs]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _NEVER
+
+
+def _usage(answers: list[Answer]) -> dict[str, int]:
+    prompts = {id(answer.prompt): len(answer.prompt.tokens) for answer in answers}
+    given, said = sum(prompts.values()), sum(len(answer.completion.tokens) for answer in answers)
+    return {"prompt_tokens": given, "completion_tokens": said, "total_tokens": given + said}

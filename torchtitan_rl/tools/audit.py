@@ -1,0 +1,92 @@
+"""Checks a run's records: no finished file is damaged, every draw ends once, and ledger, metrics, rollouts and
+checkpoints agree."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from torchtitan_rl.record.attempts import attempts, read_ledger, read_rollouts
+from torchtitan_rl.record.json_lines import parsed
+from torchtitan_rl.record.run_dir import RunDir
+
+__all__ = ["audit"]
+
+_ENDS = ("trained", "filtered", "failed")
+
+
+def audit(run_dir: RunDir) -> tuple[dict[str, int], list[str]]:
+    """(counts, problems) of a run; also of a run that is going on or was killed. No problems: an empty list.
+
+    Counts: `attempts`, `steps`, `rollouts`, the draws `admitted`, how many of them were `trained`, `filtered`,
+    `failed`, and `cut_short`: admitted, and the run ended before they did.
+    """
+    records = list(read_ledger(run_dir))
+    admitted = Counter(record["draw"] for record in records if record["event"] == "admitted")
+    ended: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        if record["event"] in _ENDS:
+            ended[record["draw"]].append(record)
+    steps = [line["step"] for line in run_dir.read_metrics() if line["phase"] == "reinforcement"]
+    last = max(steps, default=0)
+    problems = run_dir.checksums.problems()
+    problems += [f"draw {draw}: was admitted {count} times" for draw, count in admitted.items() if count > 1]
+    problems += [f"draw {draw}: ended {len(ends)} times" for draw, ends in ended.items() if len(ends) > 1]
+    problems += [f"draw {draw}: ended without having been admitted" for draw in ended if draw not in admitted]
+    open_draws = [r for r in records if r["event"] == "admitted" and r["draw"] not in ended]
+    problems += [
+        f"draw {r['draw']}: was admitted after step {r['step']} and never ended, though step {last} was reached"
+        for r in open_draws
+        if r["step"] < last
+    ]
+    slots = sorted(int(draw.split("/")[0]) for draw in admitted if draw.endswith("/0"))
+    if slots != list(range(len(slots))):
+        problems.append(f"slots: {len(slots)} were filled, and they are not 0 to {len(slots) - 1}")
+    rollouts, of_rollouts = _of_rollouts(run_dir, ended)
+    problems += _of_steps(steps, ended) + of_rollouts + _of_checkpoints(run_dir, records)
+    ends = Counter(of_draw[-1]["event"] for of_draw in ended.values())
+    counts = {"attempts": len(attempts(run_dir)), "steps": last, "rollouts": rollouts, "admitted": len(admitted)}
+    return counts | {event: ends[event] for event in _ENDS} | {"cut_short": len(open_draws)}, problems
+
+
+def _of_steps(steps: list[int], ended: dict[str, list[dict[str, Any]]]) -> list[str]:
+    problems = [f"metrics: step {step} has {count} lines" for step, count in Counter(steps).items() if count > 1]
+    trained = {record["step"] for of_draw in ended.values() for record in of_draw if record["event"] == "trained"}
+    problems += [f"step {step}: has a line of metrics, and no draw was trained" for step in sorted({*steps} - trained)]
+    return problems + [f"step {step}: trained draws, and has no line of metrics" for step in sorted(trained - {*steps})]
+
+
+def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]]) -> tuple[int, list[str]]:
+    """(number of rollouts, problems)."""
+    recorded: dict[str, set[int]] = defaultdict(set)
+    rollouts = list(read_rollouts(run_dir, ("step", "attempt", "draw")))
+    for record in rollouts:
+        if record["draw"]:  # a hook's own rollouts may name none
+            recorded[record["draw"]].add(record["step"])
+    problems = []
+    for draw, of_draw in ended.items():
+        if of_draw[-1]["event"] != "failed" and recorded.get(draw, set()) != {of_draw[-1]["step"]}:
+            where = sorted(recorded.get(draw, ()))
+            problems.append(f"draw {draw}: ended at step {of_draw[-1]['step']}, its rollouts are recorded at {where}")
+    problems += [f"draw {draw}: has rollouts, and no end" for draw in recorded if draw not in ended]
+    return len(rollouts), problems
+
+
+def _of_checkpoints(run_dir: RunDir, records: list[dict[str, Any]]) -> list[str]:
+    ended, problems = {r["draw"]: r["step"] for r in records if r["event"] in _ENDS}, []
+    for path in sorted(run_dir.checkpoints.glob("step-*")):
+        if not (path / "COMPLETE").exists():
+            continue
+        state = parsed((path / "state.json").read_text())
+        admitted = {r["draw"]: r["step"] for r in records if r["event"] == "admitted"}
+        before = [draw for draw, step in admitted.items() if ended.get(draw, step + 1) <= state["step"]]
+        slots = sum(draw.endswith("/0") for draw in before)
+        if state["draws"] and (trained := _num_trained(state["draws"])) != slots:
+            problems.append(f"{path.name}: goes on with slot {trained}, {slots} were filled before")
+    return problems
+
+
+def _num_trained(draws: dict[str, Any]) -> int:
+    """The slots that had trained, by a checkpoint's state of the draws: all before the next one, or with
+    `batch_order="finished"` all that were admitted but those in flight."""
+    return draws["admitted"] - len(draws["in_flight"]) if "in_flight" in draws else draws["next_slot"]

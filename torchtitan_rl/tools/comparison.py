@@ -1,0 +1,223 @@
+"""What differs between runs, in their configs and in their numbers, beside the spread over seeds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, variance
+from typing import Any
+
+from torchtitan_rl.config.config_difference import leaves
+from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.tools.selection import curves, labels, matching, opened
+
+__all__ = ["Comparison", "Group", "Row", "add_arguments", "compare", "run"]
+
+_LABELS = ("seed", "output_dir", "name")
+_RECORDING = "record."
+"""Fields of a config that do not tell one group of runs from another: these names, and a section."""
+_UNCOMPARED = ("num_tasks", "_ci95_low", "_ci95_high")
+_LEGEND = """A value is the last evaluation, or the mean of the last quarter of the steps; +- its spread (standard
+deviation) over seeds. After a difference stands its standard error, and how many of them the difference is: less than
+two may well be chance, and with two or three seeds so may more."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """Runs whose configs differ in nothing but the seed."""
+
+    letter: str
+    runs: list[Run]
+    names: list[str]
+    """A short name for each run."""
+    config: dict[str, Any]
+    """Dotted path -> value, without seed, name and output directory."""
+    seeds: list[Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """One metric: its value in each run of each group."""
+
+    name: str
+    values: list[list[float]]
+    """One list per group, one value per run that has the metric."""
+
+    def mean(self, group: int) -> float | None:
+        return fmean(self.values[group]) if self.values[group] else None
+
+    def spread(self, group: int) -> float | None:
+        """Standard deviation over the group's runs, divided by n - 1; None for fewer than two."""
+        return math.sqrt(variance(self.values[group])) if len(self.values[group]) > 1 else None
+
+    def standard_error(self, first: int, second: int) -> float | None:
+        """Of the difference of two groups' means, from the variance pooled over all groups with two runs or more; None
+        where no group has two."""
+        many = [values for values in self.values if len(values) > 1]
+        if not many or not self.values[first] or not self.values[second]:
+            return None
+        pooled = sum(variance(values) * (len(values) - 1) for values in many) / sum(len(values) - 1 for values in many)
+        return math.sqrt(pooled * (1 / len(self.values[first]) + 1 / len(self.values[second])))
+
+
+@dataclass(kw_only=True, slots=True)
+class Comparison:
+    groups: list[Group]
+    config: dict[str, list[Any]]
+    """Dotted path -> value in each group, for fields that differ; None where a config lacks the field."""
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory; two or more")
+    parser.add_argument("--metrics", default="", metavar="A,B", help="default: every metric that two groups have")
+
+
+def run(args: argparse.Namespace) -> int:
+    if len(args.runs) < 2:
+        raise ValueError(f"runs={args.runs[0]}: there is nothing to compare it with; give two runs or more")
+    metrics = [name for name in args.metrics.split(",") if name]
+    print(text(compare([opened(path) for path in args.runs], metrics)))
+    return 0
+
+
+def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
+    """Groups the runs, and compares the groups. A metric of an evaluation is the last one, any other metric the mean of
+    the last quarter of the phase's steps. Raises ValueError for metrics that no run has."""
+    groups = _grouped(runs)
+    paths = list(dict.fromkeys(path for group in groups for path in group.config))
+    config = {path: [group.config.get(path) for group in groups] for path in paths}
+    differing = {path: found for path, found in config.items() if any(value != found[0] for value in found)}
+    finals = [[_final(run) for run in group.runs] for group in groups]
+    names = list(dict.fromkeys(name for of_group in finals for of_run in of_group for name in of_run))
+    if metrics:
+        names = [name for metric in metrics for name in matching(metric, names)]
+    elif len(groups) > 1:
+        names = [n for n in names if sum(any(n in of_run for of_run in of_group) for of_group in finals) > 1]
+    if not names:
+        asked = f"metrics={','.join(metrics)}" if metrics else "runs"
+        raise ValueError(f"{asked}: the runs have no such numbers to compare; let them make some steps")
+    rows = [
+        Row(name=name, values=[[of_run[name] for of_run in of_group if name in of_run] for of_group in finals])
+        for name in sorted(names, key=lambda name: (not name.startswith("eval/"), name))
+        if metrics or not name.endswith(_UNCOMPARED)
+    ]
+    notes = _notes(groups)
+    if equal := [row.name for row in rows if len({value for values in row.values for value in values}) == 1]:
+        notes.append(f"equal in all runs: {', '.join(equal)}")
+    rows = [row for row in rows if row.name not in equal]
+    return Comparison(groups=groups, config=differing, rows=rows, notes=notes)
+
+
+def _grouped(runs: Sequence[Run]) -> list[Group]:
+    groups: dict[str, Group] = {}
+    for index, (run, name) in enumerate(zip(runs, labels(runs))):
+        plain = run.config()
+        config = {path: value for path, value in leaves(plain) if not _is_label(path)} if plain else {}
+        key = json.dumps(config, sort_keys=True) if config else f"unknown {index}"
+        if key not in groups:
+            letter = chr(ord("A") + len(groups)) if len(groups) < 26 else str(len(groups) + 1)
+            groups[key] = Group(letter=letter, runs=[], names=[], config=config, seeds=[])
+        groups[key].runs.append(run)
+        groups[key].names.append(name)
+        groups[key].seeds.append(plain.get("seed"))
+    return list(groups.values())
+
+
+def _num_steps(run: Run) -> int:
+    return max((line["step"] for line in run.lines() if line["phase"] == "reinforcement"), default=0)
+
+
+def _is_label(path: str) -> bool:
+    return path in _LABELS or path.startswith(_RECORDING)
+
+
+def _final(run: Run) -> dict[str, float]:
+    """Curve -> the last value of an evaluation, the mean of the last quarter of steps of anything else; finite ones."""
+    found = {}
+    for name, curve in curves(run).items():
+        last = max(curve)
+        counted = [curve[last]] if name.startswith("eval/") else [x for step, x in curve.items() if step > 0.75 * last]
+        if counted and all(map(math.isfinite, counted)):
+            found[name] = fmean(counted)
+    return found
+
+
+def _notes(groups: list[Group]) -> list[str]:
+    notes = []
+    for group in groups:
+        for run, name in zip(group.runs, group.names):
+            notes += [f"{name}: {missing}" for missing in run.missing() if "rollouts" not in missing]
+        if len(group.runs) > len(set(map(str, group.seeds))) and group.config:
+            notes.append(
+                f"group {group.letter} has runs of one seed: they are copies, and say nothing about the spread"
+            )
+    if len(groups) == 1:
+        notes.append("the runs differ in nothing but the seed")
+    lasts = {_num_steps(run) for group in groups for run in group.runs}
+    if len(lasts) > 1:
+        notes.append(f"the runs made different numbers of steps of reinforcement: {', '.join(map(str, sorted(lasts)))}")
+    alone = [group.letter for group in groups if len(group.runs) == 1]
+    if len(alone) == len(groups):
+        notes.append("one seed only in every group: nobody knows which of these differences are chance; add seeds")
+    elif alone:
+        notes.append(f"one seed only in {', '.join(alone)}: the spread is taken from the other groups")
+    return notes
+
+
+def text(comparison: Comparison) -> str:
+    """The comparison as aligned lines."""
+    groups, parts = comparison.groups, []
+    rows = [[g.letter, _seeds(g), ", ".join(g.names)] for g in groups]
+    parts.append(_aligned([["group", "seeds", "runs"], *rows]))
+    letters = [group.letter for group in groups]
+    if comparison.config:
+        rows = [[path, *(_short(value) for value in found)] for path, found in comparison.config.items()]
+        parts.append(_aligned([["config", *letters], *rows]))
+    heads = [f"{letter} - {letters[0]}" for letter in letters[1:]]
+    table = [["metric", *letters, *(column for head in heads for column in (head, "+-"))]]
+    for row in comparison.rows:
+        cells = [_mean(row, i) for i in range(len(groups))]
+        for i in range(1, len(groups)):
+            cells += _difference(row, i)
+        table.append([row.name, *cells])
+    parts.append(_aligned(table))
+    parts.append(_LEGEND)
+    parts += ["\n".join(f"note: {note}" for note in comparison.notes)] if comparison.notes else []
+    return "\n\n".join(parts)
+
+
+def _seeds(group: Group) -> str:
+    return ", ".join("?" if seed is None else str(seed) for seed in group.seeds)
+
+
+def _mean(row: Row, group: int) -> str:
+    mean, spread = row.mean(group), row.spread(group)
+    if mean is None:
+        return "-"
+    return f"{mean:.4g}" if spread is None else f"{mean:.4g} +- {spread:.2g}"
+
+
+def _difference(row: Row, group: int) -> list[str]:
+    first, second, error = row.mean(0), row.mean(group), row.standard_error(0, group)
+    if first is None or second is None:
+        return ["-", ""]
+    difference = second - first
+    if error is None:
+        return [f"{difference:+.4g}", ""]
+    times = f" ({abs(difference) / error:.1f} x)" if error else ""
+    return [f"{difference:+.4g}", f"{error:.2g}{times}"]
+
+
+def _short(value: Any) -> str:
+    shown = "-" if value is None else json.dumps(value) if not isinstance(value, str) else value
+    return shown if len(shown) <= 40 else shown[:37] + "..."
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -1,0 +1,133 @@
+"""Questions about the completions of a run's evaluations: lists with the wrong ones first, one task over steps."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.tools.rollout_parts import EVALUATION_COLUMNS
+from torchtitan_rl.tools.table_index import TableIndex
+
+__all__ = ["VERDICTS", "CompletionPage", "CompletionQuery", "Completions"]
+
+VERDICTS = {"wrong": "not is_right", "right": "is_right", "failed": "failed <> ''"}
+"""Verdict on a completion -> the SQL condition of the completions that have it."""
+_MOST_OF_TASK = 500
+_EVALUATION = "step, name, split"
+
+
+@dataclass(kw_only=True, slots=True)
+class CompletionQuery:
+    """Which completions. A step that is None, or a text that is empty, does not restrict."""
+
+    text: str = ""
+    """Contained in prompt or completion, whatever the case of the letters."""
+    task: str = ""
+    """Contained in the task's id."""
+    name: str = ""
+    """The task family, or the evaluation set."""
+    split: str = ""
+    step: int | None = None
+    verdict: str = ""
+    """One of `VERDICTS`."""
+    page: int = 1
+    per_page: int = 50
+
+
+@dataclass(kw_only=True, slots=True)
+class CompletionPage:
+    """One page of a list: rows with the columns of the index, `is_right`, and beginnings of `prompt` and `text`."""
+
+    rows: list[dict[str, Any]]
+    total: int
+    """Completions on all pages."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, or was left out."""
+
+
+class Completions:
+    """The completions of a run's evaluations that count, as `record.attempts.read_evaluations` counts them, also
+    while the run goes on. Threads may share it.
+
+    Example: `Completions(RunDir("runs/first")).find(CompletionQuery(split="test"))`.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._lock = threading.Lock()
+        self._index = TableIndex(run_dir, "evaluations", EVALUATION_COLUMNS, "completions")
+
+    def find(self, query: CompletionQuery) -> CompletionPage:
+        """One page of the completions that a query asks for: wrong ones before right ones, then by step, newest first,
+        set, split, task and sample. Raises ValueError for a verdict that is not in `VERDICTS`."""
+        conditions, values = _conditions(query)
+        with self._lock:
+            self._index.refresh()
+            counting = self._index.counting()
+            source, searched = _counted(counting), []
+            if query.text:
+                source, searched = self._index.containing(query.text, source)
+            rows = self._index.rows(
+                f"select *, count(*) over () as total from {source} where {' and '.join(conditions)} order by "
+                "is_right, step desc, name, split, task_index, sample limit ? offset ?",
+                [*searched, *values, query.per_page, (max(1, query.page) - 1) * query.per_page],
+            )
+            total = rows[0]["total"] if rows else 0
+            self._index.preview(rows)
+            return CompletionPage(rows=rows, total=total, notes=self._index.notes(counting))
+
+    def of_task(self, name: str, split: str, task_id: str, length: int) -> list[dict[str, Any]]:
+        """The completions of one task, by step and sample, with `length` characters of `prompt` and `text`."""
+        with self._lock:
+            self._index.refresh()
+            rows = self._index.rows(
+                f"select * from {_counted(self._index.counting())} where name = ? and split = ? and task_id = ? "
+                f"order by step, sample limit {_MOST_OF_TASK}",
+                [name, split, task_id],
+            )
+            self._index.preview(rows, length)
+            return rows
+
+    def whole(self, name: str, split: str, step: int, task_id: str, sample: int) -> dict[str, Any] | None:
+        """The whole record of one completion; None where there is none."""
+        with self._lock:
+            self._index.refresh()
+            counted = _counted(self._index.counting())
+            place = f"select part, line from {counted} where name = ? and split = ? and step = ? and task_id = ?"
+            where = f"(part, line) in ({place} and sample = ?)"
+            return self._index.whole(where, [name, split, step, task_id, sample])
+
+    def counts(self) -> dict[tuple[int, str, str], tuple[int, int]]:
+        """(step, name, split) of an evaluation -> how many of its completions are recorded, and how many are wrong."""
+        with self._lock:
+            self._index.refresh()
+            rows = self._index.rows(
+                f"select {_EVALUATION}, count(*) as num, count(*) filter (not is_right) as wrong from "
+                f"{_counted(self._index.counting())} group by {_EVALUATION} order by {_EVALUATION}"
+            )
+            return {(row["step"], row["name"], row["split"]): (row["num"], row["wrong"]) for row in rows}
+
+
+def _counted(counting: str) -> str:
+    """A relation of the records that count, with `is_right` in place of a `correct` that may be null."""
+    return (
+        f"(select *, coalesce(correct, false) as is_right from records where {counting} "
+        f"qualify coalesce(attempt, 0) = max(coalesce(attempt, 0)) over (partition by {_EVALUATION}) "
+        f"and row_number() over (partition by {_EVALUATION}, task_index, sample order by part desc, line desc) = 1)"
+    )
+
+
+def _conditions(query: CompletionQuery) -> tuple[list[str], list[Any]]:
+    """SQL conditions on the index, and their values."""
+    if query.verdict and query.verdict not in VERDICTS:
+        raise ValueError(f"verdict={query.verdict!r}: is no verdict; choose one of {', '.join(VERDICTS)}")
+    bounds = {
+        "name = ?": query.name or None,
+        "split = ?": query.split or None,
+        "step = ?": query.step,
+        "contains(lower(task_id), lower(?))": query.task or None,
+    }
+    conditions = [condition for condition, value in bounds.items() if value is not None]
+    values = [value for value in bounds.values() if value is not None]
+    return [*conditions, VERDICTS.get(query.verdict, "true")], values

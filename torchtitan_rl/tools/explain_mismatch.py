@@ -1,0 +1,292 @@
+"""Why trainer and generator disagreed in a run that has ended or goes on: from its records and its checkpoints.
+
+Everything is scored again in this process, on one device: by the trainer's model and by a generator, under each version
+that a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.config.meshes import TrainerConfig
+from torchtitan_rl.config.resolve import rebuilt
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.launch.local import LocalLauncher
+from torchtitan_rl.launch.stack import Stack, start_stack
+from torchtitan_rl.mismatch import gap
+from torchtitan_rl.mismatch.causes import Cause
+from torchtitan_rl.mismatch.gap import Limits, Parts, Sample
+from torchtitan_rl.mismatch.scores import Rescorer
+from torchtitan_rl.mismatch.search import Others, Search
+from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
+from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.record.attempts import read_rollouts
+from torchtitan_rl.types import Datum
+from torchtitan_rl.weights import checkpoint
+
+__all__ = ["Explanation", "explain", "text", "samples_of_record"]
+
+_TIMEOUT_S = 3600.0
+_NEIGHBOURS = 4
+"""Checkpoints of other versions that are tried as the one that really sampled."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Explanation:
+    """The parts of the gap on the tokens of a step, and the cause of what is more than it may be."""
+
+    step: int
+    """The batch is that of the line of metrics with this step."""
+    samples: list[Sample]
+    parts: Parts
+    limits: Limits
+    versions: dict[int, str]
+    """Each version that the tokens name -> its checkpoint, or why there are no scores under it."""
+    causes: list[Cause] = field(default_factory=list)
+
+
+async def explain(path: Path, *, step: int | None = None, num_rollouts: int = 8, trusted: bool = False) -> Explanation:
+    """Explains the batch of `step`; None: the newest that a checkpoint's version has sampled. Raises ValueError for a
+    run without the records or checkpoints that this needs."""
+    run = Run.open(path)
+    config = _config(run, trusted)
+    held = _checkpoints(run)
+    records = _records(run, held, step, num_rollouts)
+    samples = [sample for record in records for sample in samples_of_record(record)]
+    if not samples:
+        raise ValueError(f"step={records[0]['step']}: no rollout of the records trained; give --step of another batch")
+    named = sorted({int(version) for sample in samples for version in np.unique(sample.version_N)})
+    if not held.keys() & named:
+        raise ValueError(
+            f"step={records[0]['step']}: version {_listed(named)} sampled its tokens, and checkpoints hold version "
+            f"{_listed(held)}; give --step of another batch, or none"
+        )
+    with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as scratch:
+        launcher = LocalLauncher(log_dir=scratch, start_timeout_s=_TIMEOUT_S, call_timeout_s=_TIMEOUT_S)
+        try:
+            stack = await _started(config, launcher, Path(scratch) / "model")
+            explanation = Explanation(
+                step=records[0]["step"],
+                samples=samples,
+                parts=gap.parts_of(samples, between="trainer"),
+                limits=gap.LIMITS[config.generator.dtype],
+                versions={version: str(held.get(version, "no checkpoint holds it")) for version in named},
+            )
+            await _score(explanation, config, stack, held)
+            return explanation
+        finally:
+            await launcher.stop()
+
+
+def samples_of_record(record: dict[str, Any]) -> list[Sample]:
+    """The training sequences of a record of the table `rollouts`, with what generator and trainer said at the time.
+    [] for a rollout that did not train, or whose data had several targets a token."""
+    turns, found = list(enumerate(record["turns"] or [])), []
+    for sequence in record["sequences"] or []:
+        if sequence["target_tokens"] is None or sequence["policy_logprobs"] is None:
+            return []
+        tokens = [*sequence["tokens"], sequence["target_tokens"][-1]]
+        place, turn_of, reported, versions = [], [], [], []
+        while turns:
+            index, turn = turns[0]
+            start = turn["num_prompt_tokens"]
+            if tokens[start : start + len(turn["tokens"])] != list(turn["tokens"]):
+                break
+            turns.pop(0)
+            place += range(start, start + len(turn["tokens"]))
+            turn_of += [index] * len(turn["tokens"])
+            reported += [float(value) for value in turn["logprobs"]]
+            versions += turn["policy_versions"]
+        if not place:
+            return []
+        nobody = gap.unknown(len(place))
+        sample = Sample(
+            rollout=record["rollout_id"],
+            tokens=tokens,
+            place_N=np.array(place),
+            turn_N=np.array(turn_of),
+            reported_N=np.where(np.isfinite(reported), reported, np.nan),
+            version_N=np.array(versions),
+            between_N=nobody.copy(),
+            sampled_N=nobody.copy(),
+        )
+        sample.trainer_N = sample.scored(sequence["policy_logprobs"])
+        found.append(sample)
+    return found
+
+
+def _config(run: Run, trusted: bool) -> RunConfig:
+    """What of the run's config says how its tokens were scored, for one process."""
+    if not (saved := run.config()):
+        raise ValueError(
+            f"run={str(run.path)!r}: has no readable config.json; give the directory of a run that started"
+        )
+    if not saved["controller"]["record_tokens"]:
+        raise ValueError(
+            f"run={str(run.path)!r}: was recorded with controller.record_tokens=False, without its tokens; set "
+            "record.explain_mismatch_every to have the gap explained while the run goes on"
+        )
+    trainer = rebuilt(saved["trainer"] | {"post_optimizer_build_fn": None}, trusted=trusted)
+    alone = TrainerConfig(lora=trainer.lora, converters=trainer.converters, attention=trainer.attention)
+    alone = dataclasses.replace(
+        alone, training=trainer.training, max_tokens_per_microbatch=trainer.max_tokens_per_microbatch
+    )
+    generator = dataclasses.replace(
+        rebuilt(saved["generator"], trusted=trusted), num_replicas=1, tensor_parallel_degree=1, num_threads=0
+    )
+    return RunConfig(
+        name=saved["name"],
+        task=None,
+        model=rebuilt(saved["model"], trusted=trusted),
+        trainer=alone,
+        generator=generator,
+        algorithm=AlgorithmConfig(temperature=saved["algorithm"]["temperature"]),
+        seed=saved["seed"],
+    )
+
+
+def _checkpoints(run: Run) -> dict[int, Path]:
+    """Policy version -> the complete checkpoint that holds it."""
+    found = {}
+    paths = sorted(run.directory.checkpoints.glob("*-*")) if run.directory.checkpoints.is_dir() else []
+    for path in (path for path in paths if path.suffix != ".writing" and checkpoint.is_complete(path)):
+        found[int(checkpoint.read_state(path)["policy_version"])] = path
+    if not found:
+        raise ValueError(
+            f"run={str(run.path)!r}: has no complete checkpoint; set controller.checkpoint_every, or "
+            "record.explain_mismatch_every to have the gap explained while the run goes on"
+        )
+    return found
+
+
+def _records(run: Run, held: dict[int, Path], step: int | None, number: int) -> list[dict[str, Any]]:
+    """Records of one batch, of rollouts that trained; those sampled by a version that a checkpoint holds first."""
+    chosen: list[dict[str, Any]] = []
+    steps: set[int] = set()
+    for record in _with_tokens(read_rollouts(run.directory)):
+        fits = held.keys() & {record["policy_version_min"], record["policy_version_max"]}
+        if step is None and not fits or step is not None and record["step"] != step:
+            continue
+        steps.add(record["step"])
+        if chosen and chosen[0]["step"] != record["step"]:
+            chosen = []
+        if len(chosen) < number:
+            chosen.append(record)
+    if chosen:
+        return chosen
+    if step is not None:
+        raise ValueError(f"step={step}: has no recorded rollouts that trained; give --step of another batch")
+    raise ValueError(
+        f"run={str(run.path)!r}: no recorded rollout was sampled by a version that a checkpoint holds "
+        f"({_listed(held)}); controller.checkpoint_every keeps versions that go on sampling"
+    )
+
+
+def _listed(versions: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(versions)))
+
+
+def _with_tokens(records: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    return (record for record in records if record.get("turns") and record.get("sequences"))
+
+
+async def _started(config: RunConfig, launcher: LocalLauncher, model_dir: Path) -> Stack:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(config.model)))
+    shape, eos, pad = resolve_shape(config.model), tokenizer.eos_token_id, pad_token_id(tokenizer)
+    write_model_dir(model_dir, shape, assets_dir(config.model), eos=eos, pad=pad)
+    return await start_stack(config, launcher, model_dir)
+
+
+async def _score(explanation: Explanation, config: RunConfig, stack: Stack, held: dict[int, Path]) -> None:
+    """Fills in the scores under every version that the tokens name, the parts, and the causes."""
+    samples = explanation.samples
+    others: Others = {}
+    rescorer = Rescorer(stack.generator, config.algorithm.temperature, resolve_shape(config.model).vocab_size)
+    if config.trainer.lora is not None:  # adapters begin at zero: the trainer holds the base alone
+        await stack.generator.pull_newest()
+        words = "the tokens were sampled by the base model: the adapters had not reached the generator"
+        others["adapter", words] = np.concatenate(await rescorer.scores(samples))
+    named = [version for version in explanation.versions if version in held]
+    near = sorted(held.keys() - set(named), key=lambda version: abs(version - min(explanation.versions)))
+    for version in near[:_NEIGHBOURS]:
+        await _load(stack, held[version], version)
+        words = f"version {version} sampled the tokens, not the one that they name"
+        others["older_version", words] = np.concatenate(await rescorer.scores(samples))
+    for version in named:
+        await _load(stack, held[version], version)
+        await _score_under(version, samples, stack, rescorer)
+    explanation.parts = gap.parts_of(samples, between="trainer")
+    keeps = config.generator.on_update == "keep"
+    broken = gap.beyond(explanation.parts, explanation.limits, keeps=keeps)
+    search = Search(
+        rescorer=rescorer,
+        limits=explanation.limits,
+        dtype=config.generator.dtype,
+        adapted=config.trainer.lora is not None,
+    )
+    if "rest" in broken:  # the generator holds the last version that was loaded
+        alike = [
+            dataclasses.replace(s, sampled_N=np.where(s.version_N == named[-1], s.sampled_N, np.nan)) for s in samples
+        ]
+        explanation.causes.append(await search.of_rest(alike, others))
+    if "noise" in broken:
+        explanation.causes.append(await search.of_noise(samples, []))
+
+
+def text(explanation: Explanation) -> str:
+    """The explanation as lines for a person."""
+    parts, samples = explanation.parts, explanation.samples
+    lines = [f"step {explanation.step}: {len(parts.gap_N)} tokens of {len({s.rollout for s in samples})} rollouts"]
+    lines += [f"  version {version}: {where}" for version, where in explanation.versions.items()]
+    lines.append(f"{'nats':<42}{'mean':>10}{'largest':>10}")
+    metrics = gap.part_metrics(parts)
+    gaps_M = np.abs(parts.gap_N[np.isfinite(parts.gap_N)])
+    lines.append(f"{'gap: trainer - reported':<42}{gaps_M.mean():>10.1e}{gaps_M.max():>10.1e}")
+    for name, words in _WORDS.items():
+        if f"mismatch/{name}_mean" in metrics:
+            mean, largest = metrics[f"mismatch/{name}_mean"], metrics[f"mismatch/{name}_max"]
+            lines.append(f"{words:<42}{mean:>10.1e}{largest:>10.1e}")
+        else:
+            lines.append(f"{words:<42}{'no such token' if name == 'kept' else 'unknown':>20}")
+    for cause in explanation.causes:
+        lines.append(f"cause ({cause.part}: {cause.name}): {cause.words}")
+    if not explanation.causes:
+        lines.append(f"nothing unusual: every known part is within rounding ({explanation.limits.largest:g} at most)")
+    return "\n".join(lines)
+
+
+_WORDS = {
+    "noise": "= noise: trainer against generator",
+    "stale": "+ staleness: weights since sampling",
+    "kept": "+ kept attention cache of older weights",
+    "unexplained": "+ rest: generator now against reported",
+}
+
+
+async def _load(stack: Stack, path: Path, version: int) -> None:
+    await stack.roles["policy"].load_checkpoint(path, policy_version=version, optimizer=False)
+    await stack.generator.pull_newest()
+
+
+async def _score_under(version: int, samples: list[Sample], stack: Stack, rescorer: Rescorer) -> None:
+    data = [
+        Datum(tokens=torch.tensor(sample.tokens[:-1]), target_tokens=torch.tensor(sample.tokens[1:]), loss_inputs={})
+        for sample in samples
+    ]
+    output = await stack.roles["policy"].forward(data)
+    for sample, logprobs_T, scores_N in zip(samples, output.policy_logprobs, await rescorer.scores(samples)):
+        of_version = sample.version_N == version
+        sample.between_N = np.where(of_version, sample.scored(logprobs_T.tolist()), sample.between_N)
+        sample.sampled_N = np.where(of_version, scores_N, sample.sampled_N)

@@ -1,0 +1,133 @@
+"""The steps of a run, and what each one's time was: a named piece of work or a named wait at every moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torchtitan_rl.record.timeline.points import GARBAGE
+from torchtitan_rl.tools.timeline.reading import Piece, Process, Timeline
+
+__all__ = ["Step", "UNNAMED", "steps_of", "leaves", "shares", "accounted", "busy", "union_ns"]
+
+UNNAMED = "(unnamed)"
+"""Time of a step in which no span says what happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A batch of the reinforcement phase: generation, training, publication."""
+
+    number: int
+    """The number of its first optimizer step, from 1."""
+    phase: Piece
+    controller: Process
+
+    @property
+    def seconds(self) -> float:
+        return (self.phase.end - self.phase.start) / 1e9
+
+
+def steps_of(timeline: Timeline) -> list[Step]:
+    """The steps of the reinforcement phase in order. After a resume, without those that the attempt before had made
+    beyond its checkpoint."""
+    found: dict[int, Step] = {}
+    attempts = [steps for controller in timeline.controllers if (steps := _steps_in(controller))]
+    for steps in sorted(attempts, key=lambda steps: steps[0].phase.start):
+        found = {number: step for number, step in found.items() if number < steps[0].number}
+        found |= {step.number: step for step in steps}
+    return [found[number] for number in sorted(found)]
+
+
+def _steps_in(controller: Process) -> list[Step]:
+    """The steps that one attempt made, the earliest first."""
+    return [
+        Step(piece.more["step"], piece, controller)
+        for piece in controller.pieces
+        if piece.name == "step" and "step" in piece.more and not _supervised(piece, controller)
+    ]
+
+
+def _supervised(step: Piece, controller: Process) -> bool:
+    phases = (piece for piece in controller.pieces if piece.kind == "phase" and piece.name == "supervised")
+    return any(phase.start <= step.start <= phase.end for phase in phases)
+
+
+def leaves(step: Step) -> list[Piece]:
+    """The work and the waits that the step consists of, cut to the step.
+
+    Waits count where they belong to the step: a batch that is played for a later step is not what this one waits for.
+    Work of the controller's thread counts whatever it is for: meanwhile nothing else is done there.
+    """
+    start, end = step.phase.start, step.phase.end
+    near = [piece for piece in step.controller.pieces if piece.start < end and piece.end > start]
+    phases = {piece.id: piece for piece in step.controller.pieces if piece.kind == "phase"}
+    own = {step.phase.id: True}
+
+    def belongs(phase: int) -> bool:
+        if phase not in own:
+            piece = phases.get(phase)
+            above = None if piece is None else phases.get(piece.parent)
+            inside = above is not None and above.start <= piece.start and piece.end <= above.end
+            own[phase] = inside and belongs(piece.parent)
+        return own[phase]
+
+    mine = [
+        piece
+        for piece in near
+        if (piece.kind == "wait" and belongs(piece.parent))
+        or (piece.kind == "work" and (piece.thread == step.phase.thread or piece.name == GARBAGE))
+    ]
+    return [Piece(piece.name, piece.kind, max(start, piece.start), min(end, piece.end), piece.thread) for piece in mine]
+
+
+def moments(step: Step) -> list[tuple[int, int, str]]:
+    """The step from beginning to end as (start, end, name): work goes before waits, the latest begun first; of waits
+    the one that began first, since calls are answered in order."""
+    pieces = leaves(step)
+    bounds = sorted({step.phase.start, step.phase.end, *(p.start for p in pieces), *(p.end for p in pieces)})
+    begins = sorted(pieces, key=lambda piece: piece.start, reverse=True)
+    going: list[Piece] = []
+    found = []
+    for start, end in zip(bounds, bounds[1:]):
+        while begins and begins[-1].start <= start:
+            going.append(begins.pop())
+        going = [piece for piece in going if piece.end > start]
+        work = [piece for piece in going if piece.kind == "work"]
+        if work:
+            name = max(work, key=lambda piece: piece.start).name
+        else:
+            name = min(going, key=lambda piece: (piece.start, piece.end)).name if going else UNNAMED
+        found.append((start, end, name))
+    return found
+
+
+def shares(step: Step) -> Counter[str]:
+    """Seconds of the step by what happened. Their sum is the step's time."""
+    seconds: Counter[str] = Counter()
+    for start, end, name in moments(step):
+        seconds[name] += (end - start) / 1e9  # type: ignore[assignment]  # a Counter of seconds
+    return seconds
+
+
+def accounted(step: Step) -> float:
+    """The share of the step's wall time that leaves account for, between 0 and 1."""
+    return union_ns(leaves(step), step.phase.start, step.phase.end) / max(1, step.phase.end - step.phase.start)
+
+
+def busy(process: Process, steps: Sequence[Step]) -> float:
+    """The share of the steps' time in which a process worked, on any of its threads."""
+    work = [piece for piece in process.pieces if piece.kind == "work"]
+    total = sum(step.phase.end - step.phase.start for step in steps)
+    return sum(union_ns(work, step.phase.start, step.phase.end) for step in steps) / max(1, total)
+
+
+def union_ns(pieces: Iterable[Piece], start: int, end: int) -> int:
+    """Nanoseconds from `start` to `end` in which at least one of the pieces goes on."""
+    covered, reached = 0, start
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        begins, ends = max(piece.start, reached), min(piece.end, end)
+        if ends > begins:
+            covered, reached = covered + ends - begins, ends
+    return covered

@@ -1,0 +1,107 @@
+"""`torchtitan-rl timeline RUN`: where the time of steps went, in words."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.tools.timeline import trace
+from torchtitan_rl.tools.timeline.critical_path import Stretch, critical_path
+from torchtitan_rl.tools.timeline.reading import Timeline
+from torchtitan_rl.tools.timeline.step_spans import Step, accounted, busy, shares, steps_of
+
+__all__ = ["add_arguments", "run", "report", "chosen"]
+
+_SMALL = 0.005
+"""Shares of a step below this one are told together."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the batch that optimizer step N belongs to")
+    which.add_argument("--last", type=int, default=10, metavar="K", help="the last K batches; default: 10")
+    parser.add_argument("--trace", default="", metavar="FILE", help="write a .json or .json.gz for ui.perfetto.dev")
+
+
+def run(args: argparse.Namespace) -> int:
+    directory = Run.open(args.run).path / "timeline"
+    if args.trace:
+        number = trace.write(Timeline.read(directory), Path(args.trace))
+        print(f"{args.trace}: {number} events; open it at https://ui.perfetto.dev")
+        return 0
+    steps = chosen(steps_of(Timeline.read(directory, phases_only=True)), args.step, args.last)
+    window = min(step.phase.start for step in steps), max(step.phase.end for step in steps)
+    timeline = Timeline.read(directory, window=window)
+    wanted = {step.number for step in steps}
+    print("\n".join(report(timeline, [step for step in steps_of(timeline) if step.number in wanted])))
+    return 0
+
+
+def chosen(steps: list[Step], number: int | None, last: int) -> list[Step]:
+    """The batch of optimizer step `number`, or the last so many. Raises ValueError where the timeline has none."""
+    if last < 1:
+        raise ValueError(f"last={last}: must be at least 1")
+    if not steps:
+        raise ValueError("steps=[]: the timeline has no complete step of the reinforcement phase yet; look again later")
+    if number is None:
+        return steps[-last:]
+    before = [step for step in steps if step.number <= number]
+    if not before:
+        raise ValueError(f"step={number}: the timeline has steps {steps[0].number} to {steps[-1].number}; give one")
+    return before[-1:]
+
+
+def report(timeline: Timeline, steps: Sequence[Step]) -> list[str]:
+    """The lines that the command prints about these steps; the critical path is of the last one."""
+    total = sum(step.seconds for step in steps)
+    seconds: Counter[str] = sum((shares(step) for step in steps), Counter())
+    named = f"step {steps[0].number}" if len(steps) == 1 else f"steps {steps[0].number} to {steps[-1].number}"
+    least = min(accounted(step) for step in steps)
+    lines = [f"{named}: {total / len(steps):.3f} s a step; spans account for {least:.1%} or more of each", ""]
+    lines += ["where the time of a step went, as the controller saw it"]
+    lines += _table({name: of_name / len(steps) for name, of_name in seconds.most_common()}, total / len(steps))
+    lines += ["", "busy"]
+    for process in timeline.processes:
+        here = [step for step in steps if process.pieces and _overlaps(process, step)]
+        if here:
+            lines.append(f"  {busy(process, here):6.1%}  {process.name} ({process.pid})")
+    lines += ["", f"critical path of step {steps[-1].number}"]
+    lines += _path(critical_path(steps[-1], timeline), steps[-1].seconds)
+    if moved := {process.name: process.moved_ns / 1e6 for process in timeline.processes if process.moved_ns}:
+        lines += ["", f"clocks of other hosts, ahead of the controller's by ms: {moved}"]
+    if dropped := {process.name: process.dropped for process in timeline.processes if process.dropped}:
+        lines += ["", f"spans that could not be written: {dropped}"]
+    return lines
+
+
+def _table(seconds: dict[str, float], total: float) -> list[str]:
+    shown = {name: of_name for name, of_name in seconds.items() if of_name >= _SMALL * total}
+    rest = sum(seconds.values()) - sum(shown.values())
+    if rest > 0:
+        shown[f"{len(seconds) - len(shown)} smaller ones"] = rest
+    return [f"  {of_name:9.3f} s {of_name / total:6.1%}  {name}" for name, of_name in shown.items()]
+
+
+def _path(path: Sequence[Stretch], total: float) -> list[str]:
+    """The path in order; stretches of one name with only short ones between them are one line."""
+    shown: list[tuple[str, float, int]] = []
+    short = [stretch for stretch in path if stretch.seconds < _SMALL * total]
+    for stretch in path:
+        if stretch.seconds >= _SMALL * total:
+            what = f"{stretch.process}: {stretch.name}" if stretch.process else stretch.name
+            same = bool(shown) and shown[-1][0] == what
+            _, seconds, pieces = shown.pop() if same else (what, 0.0, 0)
+            shown.append((what, seconds + stretch.seconds, pieces + stretch.pieces))
+    rest = sum(stretch.seconds for stretch in short)
+    lines = [f"{s:9.3f} s {s / total:6.1%}  {what}" + f" x {n}" * (n > 1) for what, s, n in shown]
+    lines += [f"{rest:9.3f} s {rest / total:6.1%}  {len(short)} shorter stretches between them"] if short else []
+    return [f"  {line}" for line in lines]
+
+
+def _overlaps(process, step: Step) -> bool:
+    last = max(piece.end for piece in process.pieces)
+    return process.pieces[0].start < step.phase.end and last > step.phase.start

@@ -1,0 +1,90 @@
+"""The verb `view`: serves the page over some runs on this machine until it is interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan_rl.serve.listening import Listening
+    from torchtitan_rl.tools.view.access import ReadOnly
+    from torchtitan_rl.tools.view.runs import ShownRun
+
+__all__ = ["add_arguments", "run"]
+
+_HOST = "127.0.0.1"
+_TRIED = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory, which need not be there yet")
+    parser.add_argument("--port", type=int, default=8765, help="the next one where it is in use")
+    parser.add_argument(
+        "--allow-host",
+        dest="allow_host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of this machine, as a proxy sends it in Host; may be repeated",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until interrupted. A run may begin later: its directory need not be there yet. Raises ValueError for a
+    path that is no directory, when no port is free, and where the package that the page needs is not installed."""
+    try:
+        from torchtitan_rl.tools.rollouts import Query
+        from torchtitan_rl.tools.view.app import application
+        from torchtitan_rl.tools.view.runs import open_runs
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in (
+            "fastapi",
+            "starlette",
+            "uvicorn",
+            "httptools",
+            "duckdb",
+            "jinja2",
+            "markupsafe",
+        ):
+            raise
+        raise ValueError(f"view: needs the package {error.name}; pip install it, or run scripts/setup.sh") from error
+    runs = open_runs(args.runs)
+    app = application(runs, args.allow_host)
+    runs[0].rollouts.find(Query())  # reads what lists need, so that the first list is quick
+    asyncio.run(_serve(app, args.port, runs))
+    return 0
+
+
+async def _serve(app: ReadOnly, port: int, runs: list[ShownRun]) -> None:
+    listening = await _listening(app, port)
+    names = [shown.name for shown in runs]
+    taken = f" (port {port} is in use)" if port and listening.port != port else ""
+    print(f"{', '.join(names)}: {listening.url}{taken}; Ctrl-C ends it", flush=True)
+    for shown in runs:
+        if not (path := shown.run.path).exists():
+            near = difflib.get_close_matches(path.name, _directories(path.parent), 1)
+            hint = f" (did you mean {path.parent / near[0]}?)" if near else ""
+            print(f"{path}: is not there yet{hint}; the page shows the run when it begins", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await listening.close()
+
+
+def _directories(parent: Path) -> list[str]:
+    return [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+
+
+async def _listening(app: ReadOnly, port: int) -> Listening:
+    """A server on the first free port from `port` on. Raises ValueError when none of some is free."""
+    from torchtitan_rl.serve.listening import Listening
+
+    for tried in range(port, port + _TRIED if port else 1):
+        try:
+            return await Listening(app, _HOST, tried).__aenter__()
+        except (ValueError, OverflowError) as error:
+            last = error
+    raise ValueError(f"--port={port}: neither it nor the next {_TRIED - 1} are free ({last}); give another")

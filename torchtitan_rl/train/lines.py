@@ -1,0 +1,109 @@
+"""Lines of metrics: the optimizer steps of a batch in one line, statistics of a batch's rollouts, a line in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from statistics import mean
+
+from torchtitan_rl.algorithm.advantages import all_equal
+from torchtitan_rl.train.line_features import of_features
+from torchtitan_rl.types import RolloutGroup
+
+__all__ = ["StepMetrics", "of_batch", "of_times", "summary", "mean_std"]
+
+
+class StepMetrics:
+    """Gathers the optimizer steps of one batch into one line: means over tokens or steps, maxima, sums of seconds."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[float, float]]] = {}
+        self._steps = 0
+
+    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Adds a value to a weighted mean. Names that end in `_max` become maxima; names that begin with `time/` or
+        `tokens/`, or end in `/skipped`, become sums, which stay whole numbers where the values are."""
+        self._values.setdefault(name, []).append((value, weight))
+
+    def add(self, output, optim=None) -> None:
+        """Adds the outputs of `forward_backward` and, for the policy, of `optim_step`. `mismatch/*` count before the
+        policy's first step only: later steps follow training on other parts of the batch."""
+        first = self._steps == 0
+        for name, value in output.metrics.items():
+            if first or not name.startswith("mismatch/"):
+                self.mean(name, value, max(1, output.num_tokens))
+        if optim is not None:
+            self._steps += 1
+            self.mean("loss/mean", output.loss)
+            self.mean("optim/grad_norm", optim.grad_norm)
+            self.mean("optim/skipped", optim.skipped)
+            self.mean("tokens/trained", output.num_tokens)
+            self._values["optim/lr"] = [(optim.lr, 1.0)]
+
+    def line(self) -> dict[str, float]:
+        line = {"policy/clip_frac": 0.0}  # for a loss that does not clip
+        for name, values in self._values.items():
+            if name.endswith("_max"):
+                line[name] = max(value for value, _ in values)
+            elif name.startswith(("time/", "tokens/")) or name.endswith("/skipped"):
+                line[name] = sum(value for value, _ in values)
+            elif len(values) == 1:
+                line[name] = values[0][0]
+            else:
+                line[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+        return line | {"optim/num_steps": self._steps}
+
+
+def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, str]) -> dict[str, float | str]:
+    """Statistics of a batch's rollouts. `policy_version` is the version that training starts from."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    completions = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
+    oldest = min(version for completion in completions for version in completion.policy_versions)
+    reward_mean, reward_std = mean_std(rewards)
+    line: dict[str, float | str] = {
+        "phase": "reinforcement",
+        "reward/mean": reward_mean,
+        "reward/std": reward_std,
+        "reward/zero_std_frac": mean(all_equal(group.rewards) for group in groups),
+        "policy/lag_max": policy_version - oldest,
+        "completion/length_mean": mean(len(c.tokens) for c in completions),
+        "completion/truncated_frac": mean(c.truncated for c in completions),
+        "tokens/generated": sum(len(c.tokens) for c in completions),
+    }
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    line["time/reward_s"] = max(rollout.seconds.get("reward", 0.0) for rollout in rollouts)
+    if any(rollout.role != "policy" or rollout.end_reason or rollout.reward_parts for rollout in rollouts):
+        line |= of_features(rollouts)
+    if len(health) > 1:
+        line["generator/healthy_replicas"] = list(health.values()).count("healthy")
+    return line
+
+
+def of_times(line: dict, step_s: float, generate_s: float, sync_s: float) -> dict[str, float]:
+    """Seconds of a step and of its parts, and tokens per second: of the step, or of the generation if it is apart."""
+    return {
+        "time/step_s": step_s,
+        "time/generate_s": generate_s,
+        "time/sync_s": sync_s,
+        "tokens/trained_per_s": line["tokens/trained"] / step_s,
+        "tokens/generated_per_s": line["tokens/generated"] / (step_s if "policy/lag_mean" in line else generate_s),
+    }
+
+
+def summary(line: dict, num_steps: int) -> str:
+    """A line of metrics as text for the console."""
+    return (
+        f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
+        f"no signal {line['reward/zero_std_frac']:.0%}  "
+        f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
+        f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
+    )
+
+
+def mean_std(values: Iterable[float]) -> tuple[float, float]:
+    """Mean and population standard deviation (divided by n: 0 for one value). Raises ValueError on no values."""
+    values = [float(value) for value in values]
+    if not values:
+        raise ValueError("values=[]: have no mean; give at least one")
+    average = math.fsum(values) / len(values)
+    return average, math.sqrt(math.fsum((value - average) ** 2 for value in values) / len(values))

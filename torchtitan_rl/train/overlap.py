@@ -1,0 +1,115 @@
+"""Metrics of a run with batches ahead: how far tokens of each age have drifted, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.record.recorder import Listener, Span
+from torchtitan_rl.record.records import Trained
+from torchtitan_rl.rollout.lag import ages
+from torchtitan_rl.train.ahead import BatchesAhead
+from torchtitan_rl.train.evaluation_beside import WAIT
+from torchtitan_rl.types import RolloutGroup
+
+__all__ = ["Overlap", "ratios_by_age"]
+
+_EVERY_S = 0.05
+FAR = 0.2
+"""A probability ratio is far when it lies outside [1 - FAR, 1 + FAR]."""
+_NONE = -1
+"""The age of a token that does not train."""
+
+
+class Overlap(Listener):
+    """Adds to every line of metrics of the reinforcement phase what `metrics.py` lists under a lag. Needs a place among
+    the recorder's listeners before those that write lines."""
+
+    def __init__(self, batches: BatchesAhead, generator: SamplingClient, publications: list[int]) -> None:
+        self._batches, self._generator, self._publications = batches, generator, publications
+        self._watch: asyncio.Task | None = None
+        self._looks = self._seen = self._idle = self._in_flight = 0
+        """Looks at the generators; the replicas, those without a request, and the unanswered requests, over looks."""
+        self._ready = 0
+        self._training_s = self._waited_s = 0.0
+        self._by_age: dict[str, float] = {}
+
+    def begin(self, span: Span) -> None:
+        if span.name == "reinforcement":
+            self._watch = asyncio.ensure_future(self._look())
+        elif span.name == "step":
+            self._ready, self._training_s, self._waited_s = self._batches.num_ready(), 0.0, 0.0
+        elif span.name == "score":  # the first part of training
+            self._training_s -= span.began
+        elif span.name == "sync":
+            self._training_s += span.began
+
+    def end(self, span: Span, failed: bool) -> None:
+        if span.name == "reinforcement" and self._watch is not None:
+            self._watch.cancel()
+        elif span.name == WAIT:
+            self._waited_s = span.seconds
+
+    def fact(self, kind: str, what: dict[str, Any]) -> None:
+        if kind == "trained":
+            self._by_age = ratios_by_age(what["sequences"], self._batches.groups, self._publications[:])
+        elif kind == "metrics" and "policy/lag_mean" in what["line"]:
+            line, looks = what["line"], self._looks
+            line["batches/ready"] = self._ready
+            line["trainer/idle_frac"] = max(0.0, 1.0 - self._training_s / line["time/step_s"])
+            if looks:
+                line["generator/idle_frac"] = _mean(self._idle, self._seen)
+                line["generator/in_flight_mean"] = _mean(self._in_flight, looks)
+            line["time/eval_wait_s"], line["time/sync_s"] = self._waited_s, line["time/sync_s"] - self._waited_s
+            line["generator/stall_s"] = max(self._generator.stalls())
+            line |= self._by_age
+            self._looks = self._seen = self._idle = self._in_flight = 0
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            in_flight = self._generator.in_flight()
+            self._looks, self._seen = self._looks + 1, self._seen + len(in_flight)
+            self._idle, self._in_flight = self._idle + in_flight.count(0), self._in_flight + sum(in_flight)
+
+
+def _mean(total: int, number: int) -> float:
+    """`statistics.mean` of whole numbers, by their sum."""
+    return total / number if total % number else total // number
+
+
+def ratios_by_age(trained: Sequence[Trained], groups: list[RolloutGroup], publications: list[int]) -> dict[str, float]:
+    """Per age a, in publications, of the tokens that trained: `policy/ratio_lagA_mean`, the mean probability ratio of
+    the trainer before its step to the policy that sampled; `policy/far_lagA_frac`, the share of ratios outside
+    [0.8, 1.2]; `tokens/trained_lagA`, the number of tokens.
+
+    `trained` has one pair of datum and log-probabilities (T,) per sequence of `groups`; a rollout is found by
+    `Datum.rollout`, its turns by `Datum.turns`. Sequences with several targets a token are left out.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    age = ages(publications)
+    counted = [(datum, logprobs_T) for datum, logprobs_T in trained if logprobs_T.dim() == 1]
+    if not counted:
+        return {}
+    of_tokens: list[int] = []
+    for datum, _ in counted:
+        first = len(of_tokens)
+        of_tokens += [_NONE] * len(datum)
+        for index, start, length in datum.turns:
+            versions = rollouts[datum.rollout].turns[index].completion.policy_versions
+            of_tokens[first + start : first + start + length] = [age[version] for version in versions]
+    sampled_N = torch.cat([datum.loss_inputs["sampling_logprobs"] for datum, _ in counted])
+    ratio_N = (torch.cat([logprobs_T for _, logprobs_T in counted]) - sampled_N).exp()
+    age_N = torch.tensor(of_tokens)
+    age_N[torch.cat([datum.loss_inputs["loss_mask"] for datum, _ in counted]) <= 0] = _NONE
+    line: dict[str, float] = {}
+    for of_age in sorted(set(age_N.tolist()) - {_NONE}):
+        ratios = ratio_N[age_N == of_age]
+        line[f"policy/ratio_lag{of_age}_mean"] = float(ratios.mean())
+        line[f"policy/far_lag{of_age}_frac"] = float(((ratios - 1).abs() > FAR).float().mean())
+        line[f"tokens/trained_lag{of_age}"] = len(ratios)
+    return line

@@ -1,0 +1,184 @@
+"""Going on with a run from one of its checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchtitan_rl.config.config_difference import differences, is_harmless
+from torchtitan_rl.config.resolve import resolved
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.policy_weights import PolicyWeights
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.rollout.draws import Draws
+from torchtitan_rl.train.checkpoints import checkpointed_roles
+from torchtitan_rl.train.retention import position
+from torchtitan_rl.train.start import output_path
+from torchtitan_rl.types.run_state import RunState, set_random_states
+from torchtitan_rl.weights import checkpoint
+
+__all__ = ["Resumption", "find", "place", "open_run", "state_of", "restore"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Resumption:
+    """Where a run goes on. `checkpoint` is None for a run that was killed before its first checkpoint: it begins
+    again, in the same directory."""
+
+    path: Path
+    """The run directory."""
+    checkpoint: Path | None
+    state: dict = field(default_factory=dict)
+    """`checkpoint.read_state`, empty without a checkpoint."""
+    notes: list[str] = field(default_factory=list)
+    """What a user wants to know: checkpoints that cannot be used, and fields of the config that have changed."""
+
+
+def find(config: RunConfig, resume: str) -> Resumption | None:
+    """The checkpoint to go on from; None where `auto` finds no run to resume.
+
+    `resume`: `latest` or `auto` look into `config.output_dir`; anything else is a run directory or a checkpoint.
+    `auto` also begins a run that is not there yet or has no checkpoint. Raises ValueError where there is nothing to
+    resume, where no checkpoint is usable, and for a config that does not fit the checkpoint.
+    """
+    path, chosen = place(config, resume)
+    checkpoints = path / "checkpoints"
+    candidates = [chosen] if chosen else _candidates(checkpoints)
+    if not candidates:
+        if resume != "auto":
+            raise ValueError(f"--resume={resume}: there is no checkpoint in {checkpoints}; start the run without it")
+        return Resumption(path=path, checkpoint=None) if (path / "metrics.jsonl").exists() else None
+    if resume == "auto" and (reason := attempts.reason_of_end(RunDir(path))):
+        raise ValueError(
+            f"--resume=auto: a restart cannot mend why this run ended: {reason}; mend that, then use --resume latest"
+        )
+    notes = []
+    for candidate in candidates:
+        if problem := checkpoint.problem(candidate):
+            notes.append(f"{candidate.name} cannot be used: {problem}")
+            continue
+        if not checkpoint.is_complete(candidate):
+            checkpoint.mark(candidate)
+        state = checkpoint.read_state(candidate)
+        notes += _compared(candidate, config)
+        return Resumption(path=path, checkpoint=candidate, state=state, notes=notes)
+    raise ValueError(
+        f"--resume={resume}: no checkpoint in {checkpoints} is usable ({'; '.join(notes)}); start a new run in another "
+        "output_dir, or put back the file from a copy"
+    )
+
+
+def place(config: RunConfig, resume: str) -> tuple[Path, Path | None]:
+    """(run directory, the checkpoint that `resume` names or None). Raises ValueError as `find` does."""
+    if resume in ("latest", "auto"):
+        if not config.output_dir:
+            raise ValueError(f"--resume={resume}: needs the run's directory; give it as --output-dir")
+        return Path(config.output_dir), None
+    given = Path(resume)
+    if not given.is_dir():
+        raise ValueError(
+            f"--resume={resume}: there is no such directory; give a run directory, one of its checkpoints/step-N, "
+            "latest or auto"
+        )
+    path, chosen = given, None
+    if position(given.name) and given.parent.name == "checkpoints":
+        path, chosen = given.parent.parent, given
+    if not (path / "checkpoints").is_dir():
+        raise ValueError(f"--resume={resume}: is no run directory, it has no checkpoints; give one, or start a new run")
+    if config.output_dir and Path(config.output_dir).absolute() != path.absolute():
+        raise ValueError(
+            f"--output-dir={config.output_dir}: a run is resumed in its own directory, {path}; leave it out, or start "
+            "a new run from the checkpoint's hf directory with --model.assets"
+        )
+    return path, chosen
+
+
+def _candidates(checkpoints: Path) -> list[Path]:
+    """The checkpoint that `latest` names, then all others, newest first."""
+    found = sorted(
+        (path for path in checkpoints.glob("*-*") if position(path.name)), key=lambda p: position(p.name), reverse=True
+    )
+    first = checkpoint.latest(checkpoints)
+    return [path for path in found if path == first] + [path for path in found if path != first]
+
+
+def _compared(found: Path, config: RunConfig) -> list[str]:
+    """The harmless changes of the config, as notes. Raises ValueError for the others."""
+    changed = differences(json.loads((found / checkpoint.RUN_CONFIG).read_text()), resolved(config))
+    texts = {path: f"{path}: was {before!r}, is {now!r}" for path, (before, now) in changed.items()}
+    if harmful := [text for path, text in texts.items() if not is_harmless(path)]:
+        more = f" and {len(harmful) - 3} more" if len(harmful) > 3 else ""
+        raise ValueError(
+            f"--resume: the config does not fit {found}: {'; '.join(harmful[:3])}{more}; set it back, or start a new "
+            "run from the checkpoint's weights with --model.assets"
+        )
+    return [f"changed: {text}" for text in texts.values()]
+
+
+def open_run(config: RunConfig, resume: str, *, absolute: bool) -> tuple[RunDir, Resumption | None]:
+    """The run's directory, locked by this process, and where the run goes on: with `resume` as `find` says, else (None)
+    at its beginning in a directory of its own. Raises ValueError as `find` and `RunDir.create` do, and for a directory
+    in use by a live run."""
+    found = find(config, resume) if resume else None
+    if found is None:
+        run_dir = RunDir.create(output_path(config, absolute=absolute))
+    else:
+        run_dir = RunDir(found.path.absolute() if absolute else found.path)
+    with attempts.locked(run_dir):
+        if found is None:
+            attempts.begin(run_dir, None)
+        else:
+            _take_over(run_dir, found)
+        run_dir.write_config(resolved(config))
+    return run_dir, found
+
+
+def _take_over(run_dir: RunDir, resumption: Resumption) -> None:
+    """Makes a run's directory ready for another attempt: metrics after the checkpoint are put aside, checkpoints that
+    were being written are deleted."""
+    state = resumption.state
+    for half in run_dir.checkpoints.glob("*.writing"):
+        checkpoint.remove(half)
+    attempts.forget_end(run_dir)
+    run_dir.note_checksums()  # of what an attempt wrote that was killed
+    name = resumption.checkpoint.name if resumption.checkpoint else None
+    number = attempts.begin(run_dir, name, state.get("phase", ""), state.get("phase_step", 0))
+    cut = attempts.cut_metrics(run_dir, state.get("metrics_bytes", 0), number)
+    where = f"at {name}" if name else "at the beginning: there is no checkpoint yet"
+    resumption.notes.append(f"attempt {number} goes on {where}; {cut} lines of metrics after it are put aside")
+
+
+def state_of(resumption: Resumption) -> RunState:
+    """The controller's state in the checkpoint."""
+    extra = ("random", "metrics_bytes")
+    return RunState(**{name: value for name, value in resumption.state.items() if name not in extra})
+
+
+async def restore(
+    resumption: Resumption,
+    config: RunConfig,
+    state: RunState,
+    roles: dict[str, TrainingClient],
+    weights: PolicyWeights,
+    draws: Draws,
+) -> None:
+    """Loads weights, optimizers, snapshot, position in the data and random states of a checkpoint, and publishes the
+    policy's weights."""
+    found = resumption.checkpoint
+    await asyncio.gather(
+        *(
+            roles[role].load_checkpoint(
+                found / part, policy_version=state.policy_version, optimizer=role != "reference"
+            )
+            for role, part in checkpointed_roles(config).items()
+        )
+    )
+    draws.load_state_dict(state.draws)
+    await weights.publish()
+    if state.teacher_version is not None:
+        await weights.load_teacher(state.teacher_version, checkpoint.teacher_file(found))
+    set_random_states(resumption.state["random"])

@@ -1,0 +1,106 @@
+"""Scores of a batch by reference, teacher and critic, and the critic's optimizer step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from torchtitan_rl.algorithm import soft_targets
+from torchtitan_rl.algorithm.distill import teacher_request, with_teacher
+from torchtitan_rl.algorithm.gae import with_gae
+from torchtitan_rl.algorithm.inputs import with_inputs, without_inputs
+from torchtitan_rl.algorithm.terms import with_kept_weights, with_kl_reward
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.train.lines import StepMetrics
+from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup
+
+__all__ = ["with_roles", "before_step"]
+
+
+async def with_roles(
+    data: list[Datum], groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig
+) -> list[Datum]:
+    """The data with log-probabilities of reference and teacher, and GAE advantages from the critic's values. Forwards
+    of roles on devices of their own overlap.
+
+    A critic's advantages are per token and stay in the datums: `advantages` of a group becomes None, unless the group
+    has precomputed advantages. With distillation that does not use rewards, `advantages` of every group becomes None.
+    """
+    waits = {
+        role: client.forward(data, **(teacher_request(config.distill) if role == "teacher" else {}))
+        for role, client in roles.items()
+        if role != "policy" or config.recompute_logprobs_per_batch
+    }
+    outputs = dict(zip(waits, await asyncio.gather(*waits.values())))
+    if "policy" in outputs:
+        data = with_inputs(data, old_logprobs=outputs["policy"].policy_logprobs)
+    for role in outputs.keys() & {"reference", "teacher"}:
+        data = with_inputs(data, **{f"{role}_logprobs": outputs[role].policy_logprobs})
+    if "critic" in outputs:
+        rewards = [reward for group in groups for reward in group.rewards]
+        data = with_gae(
+            data,
+            [rewards[datum.rollout] for datum in data],
+            outputs["critic"].values,
+            config,
+            keep_groups={index for index, group in enumerate(groups) if group.precomputed},
+        )
+    if config.distill is not None:
+        data = with_teacher(data, outputs["teacher"], config.distill)
+    taught = config.distill is not None and not config.distill.rewards
+    for group in groups:
+        if taught or ("critic" in outputs and not group.precomputed):
+            group.advantages = None
+    return with_kl_reward(data, config)
+
+
+async def before_step(
+    data: list[Datum],
+    roles: dict[str, TrainingClient],
+    config: AlgorithmConfig,
+    critic_params: Callable[[], OptimParams],
+    line: StepMetrics,
+) -> tuple[list[Datum], dict[str, Awaitable[tuple[OptimStepOutput, float]]]]:
+    """What some algorithms do before a policy's step: (the minibatch as the policy trains on it, role -> step of that
+    role, submitted before the policy's, because the two may take turns on shared devices)."""
+    if config.recompute_logprobs_per_minibatch:
+        data = await _with_old_logprobs(data, roles["policy"], line)
+    steps = {}
+    if "critic" in roles:
+        steps["critic"] = _critic_step(data, roles["critic"], config, critic_params(), line)
+    if config.correction_denominator == "kept":
+        data = with_kept_weights(data, config)
+    return soft_targets.appended(data) if "soft_tokens" in data[0].loss_inputs else data, steps
+
+
+async def _with_old_logprobs(data: list[Datum], policy: TrainingClient, line: StepMetrics) -> list[Datum]:
+    """The data with `old_logprobs`: the policy's log-probabilities now, the denominator of the loss's ratios."""
+    start = time.perf_counter()
+    output = await policy.forward(data)
+    line.mean("time/score_s", time.perf_counter() - start)
+    return with_inputs(data, old_logprobs=output.policy_logprobs)
+
+
+def _critic_step(
+    data: list[Datum], critic: TrainingClient, config: AlgorithmConfig, params: OptimParams, line: StepMetrics
+) -> Awaitable[tuple[OptimStepOutput, float]]:
+    """Submits an optimizer step of the critic. The awaitable adds the critic's metrics to `line`, and returns the
+    step's output and loss."""
+    forward_backward = critic.forward_backward(
+        without_inputs(data, "soft_tokens", "soft_shares", "teacher_hidden"),
+        config.critic_loss_fn,
+        loss_config=config.critic_loss_config,
+    )
+    optim_step = critic.optim_step(params)
+
+    async def gather() -> tuple[OptimStepOutput, float]:
+        output, optim = await forward_backward, await optim_step
+        line.add(output)
+        line.mean("critic/loss", output.loss)
+        line.mean("critic/grad_norm", optim.grad_norm)
+        line.mean("critic/skipped", optim.skipped)
+        return optim, output.loss
+
+    return gather()

@@ -1,0 +1,135 @@
+"""Start-up of a run, before a controller exists: reads data, starts meshes, gives the generators weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.stack import Stack, start_generators, start_stack
+from torchtitan_rl.launch.tinker import RemoteLauncher
+from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
+from torchtitan_rl.model.shape import resolve_shape
+from torchtitan_rl.record import attempts
+from torchtitan_rl.record.recorder import Recorder
+from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.status import note_end
+from torchtitan_rl.record.user_code import told
+from torchtitan_rl.rollout.turn_end import warn_open_turns
+from torchtitan_rl.tasks.family import TaskFamily, source_of
+from torchtitan_rl.tasks.vocabulary import warn_unknown_text
+from torchtitan_rl.train.evaluation import eval_families
+
+if TYPE_CHECKING:
+    from torchtitan_rl.launch.local import LocalLauncher
+
+__all__ = ["Inputs", "read_inputs", "start", "stopped_on_failure", "output_path", "dated"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Inputs:
+    """The data of a run: its tokenizer, its task families and the order of its train tasks."""
+
+    tokenizer: Any
+    family: TaskFamily
+    source: Any
+    """The source of the family's train split; see `tasks.family.source_of`."""
+    supervised_family: TaskFamily
+    eval_families: dict[str, TaskFamily]
+    """Name of each of `controller.eval_sets` -> its task family."""
+
+
+def read_inputs(config: RunConfig) -> Inputs:
+    """Builds the task families, which may read files. Raises ValueError for a split without tasks."""
+    from transformers import AutoTokenizer
+
+    family = config.task.build()
+    for split in ("validation", "test"):
+        source_of(family, split, config.seed)  # refuses an empty split now, not at the end of the run
+    supervised_family = family if config.supervised.task is None else config.supervised.task.build()
+    source_of(supervised_family, "train", config.seed)
+    evaluated = eval_families(config, family)
+    tokenizer = AutoTokenizer.from_pretrained(str(assets_dir(config.model)))
+    warn_unknown_text(tokenizer, [family, supervised_family, *evaluated.values()])
+    if config.algorithm.workflow is None:
+        warn_open_turns(tokenizer, family, config.sampling.stop_token_ids)
+    return Inputs(
+        tokenizer=tokenizer,
+        family=family,
+        source=source_of(family, "train", config.seed),
+        supervised_family=supervised_family,
+        eval_families=evaluated,
+    )
+
+
+def output_path(config: RunConfig, *, absolute: bool) -> Path:
+    """The path of the run's directory. Use `absolute` when processes run on other hosts, whose working directory may
+    differ."""
+    path = Path(config.output_dir or dated(config.name))
+    return path.absolute() if absolute else path
+
+
+def dated(name: str) -> str:
+    """The path of a new run directory: runs/NAME-DATE-TIME."""
+    return f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+async def start(
+    config: RunConfig,
+    inputs: Inputs,
+    launcher: Launcher | LocalLauncher | RemoteLauncher,
+    model_dir: Path,
+    hf_weights: Path | None,
+) -> Stack:
+    """Starts the meshes, or a session with a service. The generators hold no weights yet, except with `hf_weights`, a
+    Hugging Face directory: then only generators start and load that directory."""
+    tokenizer = inputs.tokenizer
+    write_model_dir(
+        model_dir,
+        resolve_shape(config.model),
+        assets_dir(config.model),
+        eos=tokenizer.eos_token_id,
+        pad=pad_token_id(tokenizer),
+    )
+    if isinstance(launcher, RemoteLauncher):
+        policy, generator, versions = await launcher.start(config, eos=tokenizer.eos_token_id)
+        return Stack(
+            launcher=launcher, roles={"policy": policy}, generator=generator, versions=versions, placement=None
+        )
+    if hf_weights is not None:
+        stack = await start_generators(config, launcher, model_dir)
+        await stack.generator.load_hf(str(hf_weights))
+        return stack
+    stack = await start_stack(config, launcher, model_dir)
+    if config.algorithm.distill is not None and config.algorithm.distill.divergence == "full":
+        await stack.versions.copy_head(stack.roles["teacher"], stack.roles["policy"])
+    return stack
+
+
+@asynccontextmanager
+async def stopped_on_failure(
+    launcher: Launcher | LocalLauncher | RemoteLauncher, run_dir: RunDir, recorder: Recorder
+) -> AsyncIterator[None]:
+    """Stops the meshes that have started, tells the recorder that the run has ended, and unlocks the run's directory,
+    when the block fails or is interrupted."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        launcher.kill()  # an interrupt does not wait
+        if launcher.attached:  # `kill` ends no process there
+            await launcher.stop()
+        recorder.close()
+        attempts.unlock(run_dir)
+        raise
+    except Exception as error:
+        await launcher.stop()
+        note_end(recorder, "run_failed", told(error))
+        recorder.close()
+        attempts.unlock(run_dir)
+        raise

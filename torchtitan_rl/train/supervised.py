@@ -1,0 +1,73 @@
+"""The supervised phase: cross-entropy on the task's demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from torchtitan_rl.algorithm.demonstrations import demonstration_datums
+from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.record.recorder import Recorder
+from torchtitan_rl.rollout.player import Rollouts
+from torchtitan_rl.tasks.family import TaskFamily, source_of
+from torchtitan_rl.train.training import count_bad, lr_factor, timed
+from torchtitan_rl.types import Datum, OptimParams
+from torchtitan_rl.types.run_state import RunState
+
+__all__ = ["supervise"]
+
+
+async def supervise(
+    config: RunConfig,
+    family: TaskFamily,
+    player: Rollouts,
+    trainer: TrainingClient,
+    state: RunState,
+    recorder: Recorder,
+    *,
+    bad_step: Callable[[list[str], dict, list[Datum]], None],
+    between_steps: Callable[[int], Awaitable[None]],
+) -> None:
+    """The steps of the phase that `state` does not have yet, on the family's train split. Resets the optimizer's state
+    at the end.
+
+    `bad_step(roles, steps, data)` is told of a step that was skipped or had no finite loss; `between_steps(n)` is
+    awaited between step n + 1 and the next."""
+    supervised = config.supervised
+    if state.phase != "supervised" or state.phase_step >= supervised.num_steps:  # not resumed within the phase
+        state.phase, state.phase_step, state.supervised_source = "supervised", 0, {}
+    source = source_of(family, "train", config.seed)
+    if state.supervised_source:
+        source.load_state_dict(state.supervised_source)
+    with recorder.span("supervised", total=supervised.num_steps) as phase:
+        recorder.advance(phase, state.phase_step, text="")
+        for step in range(state.phase_step, supervised.num_steps):
+            with recorder.span("step") as span:
+                pairs = await player.demonstrations(source.next(supervised.batch_size), family)
+                data = demonstration_datums(pairs, config.algorithm)
+                lr = supervised.lr * lr_factor(supervised.schedule, step, supervised.num_steps)
+                forward_backward = trainer.forward_backward(data, cross_entropy, temperature=1.0)
+                optim_step = trainer.optim_step(OptimParams(lr=lr, betas=supervised.betas))
+                output, forward_backward_s = await timed(forward_backward, span.began)
+                optim, step_s = await timed(optim_step, span.began)
+            state.phase_step, state.supervised_source = step + 1, source.state_dict()
+            steps = {"policy": (optim, output.loss)}
+            if bad := count_bad(state, steps):
+                bad_step(bad, steps, data)
+            line = {
+                "step": step + 1,
+                "phase": "supervised",
+                "loss/mean": output.loss,
+                "optim/grad_norm": optim.grad_norm,
+                "optim/lr": optim.lr,
+                "tokens/trained_per_s": output.num_tokens / step_s,
+                "time/step_s": step_s,
+                "time/forward_backward_s": forward_backward_s,
+                "time/optim_s": step_s - forward_backward_s,
+            }
+            recorder.fact("metrics", line=line, text="")
+            recorder.advance(phase, text=f"loss {output.loss:.3f}")
+            if step + 1 < supervised.num_steps:
+                await between_steps(step)
+    await trainer.reset_optimizer()
