@@ -63,8 +63,10 @@ class Door:
         connections = self.process.net_connections("tcp")
         return sum(c.laddr.port == self.address[1] and c.status != psutil.CONN_LISTEN for c in connections)
 
-    def resident_mib(self) -> float:
-        return self.process.memory_info().rss / 2**20
+    def memory_mib(self) -> float:
+        """Without the pages of files, such as libraries: the system drops them and reads them again as it likes."""
+        memory = self.process.memory_info()
+        return (memory.rss - memory.shared) / 2**20
 
     def tracebacks(self) -> list[str]:
         """Of the log, the lines that begin a traceback."""
