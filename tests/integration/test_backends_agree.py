@@ -65,7 +65,7 @@ def test_a_local_run_leaves_the_same_files_and_one_log(runs):
     watching = ("events", "samples", "status.json", "timeline")  # nobody watches a run in a debugger
 
     def files(path):
-        """The files below `path`. A table counts once: how many parts it has depends on when a checkpoint is written."""
+        """The files below `path`. A table counts once: its parts depend on when a checkpoint is written."""
         found = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
         kept = [file for file in found if file.parent.name != "logs" and file.parts[0] not in watching]
         return sorted({file.parts[0] if file.parts[0] in SCHEMAS else str(file) for file in kept})
