@@ -55,6 +55,8 @@ class Replica:
         self._num_tickets, self.stall_s = 0, 0.0
         """`stall_s`: the seconds for which the engine stood still at the last load of weights."""
         self.unanswered = 0  # requests in the engine
+        self.has_answered = False
+        """Whether the replica has answered a request."""
 
     async def sample(
         self, requests: list[Request], version: int | None, timeout_s: float
@@ -70,6 +72,7 @@ class Replica:
                         GeneratorOperations.sample, ticket, requests, timeout_s=timeout_s
                     )
                 left, self.unanswered, requests = left - len(answers), self.unanswered - len(answers), []
+                self.has_answered = True
                 yield answers
 
     async def pull(self, version: int) -> None:
