@@ -124,7 +124,7 @@ class Launcher:
 
     def keep_spares(self, config: GeneratorConfig) -> None:
         """Prepares processes for replacements of lost replicas. On other hosts replacements start from scratch."""
-        if not self.hosts.attached:
+        if config.num_spares and not self.hosts.attached:
             self._spares = Spares(
                 config.num_spares,
                 config.tensor_parallel_degree,
@@ -211,7 +211,7 @@ class Launcher:
         pids = await mesh.call_each(WorkerProcess.where, timeout_s=self.start_timeout_s)
         if not self.hosts.attached:
             self.pids += [pid for pid in pids if pid not in self.pids]  # a spare is known already
-            self._role_pids[role] = pids
+            self._role_pids[role] = mesh.pids = pids
         await mesh.call_each(WorkerProcess.setup, timeout_s=self.start_timeout_s)
         return mesh
 

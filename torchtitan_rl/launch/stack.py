@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,10 +137,9 @@ def _repair(config: RunConfig, launcher: Launcher | LocalLauncher) -> Repair | N
     generator = config.generator
     if not generator.max_replica_restarts or not isinstance(launcher, Launcher):
         return None
-    if generator.num_spares:
-        launcher.keep_spares(generator)
     return Repair(
         launcher.restart_generator,
+        on_answered=partial(launcher.keep_spares, generator) if generator.num_spares else None,
         max_restarts=generator.max_replica_restarts,
         window_s=generator.restart_window_s,
         probe_every_s=generator.probe_every_s,
