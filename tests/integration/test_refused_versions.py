@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import small_config
-from torchtitan_rl.run.controller import Controller
+from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import OptimParams, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

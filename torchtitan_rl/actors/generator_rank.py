@@ -13,7 +13,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.actors.generator_steps import GeneratorSteps
 from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.config.meshes import GeneratorConfig
-from torchtitan_rl.engine.engine_thread import Engine
+from torchtitan_rl.engine.engine import Engine
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference
 from torchtitan_rl.weights.versioned import VersionedStore
@@ -61,7 +61,7 @@ class GeneratorRank(GeneratorSteps):
         for file in sorted(Path(directory).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
-        state, held = self.engine.from_hf(tensors), self.engine.held
+        state, held = self.engine.from_hf(tensors), self.engine.parameter_specs
         offered = {
             name: layout.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
             for name, tensor in state.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from torchtitan_rl.engine.engine_thread import Engine
+from torchtitan_rl.engine.engine import Engine
 from torchtitan_rl.types import Request
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference
@@ -48,8 +48,9 @@ class GeneratorSteps:
     async def fetch(self, version: int, verify: bool) -> ValueError | None:
         """Stages a version from the store. Returns why its tensors do not fit this model; None where they do."""
         manifest, payload = await self.store.fetch(version, verify=verify)
-        if {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()} != self.engine.held:
-            difference = explain_difference(manifest.entries, self.engine.held)
+        published = {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()}
+        if published != self.engine.parameter_specs:
+            difference = explain_difference(manifest.entries, self.engine.parameter_specs)
             return ValueError(f"policy_version={version}: does not fit this generator: {difference}")
         tensors = layout.read(payload, manifest)
         if name := self.engine.unequal_tie(tensors):
