@@ -99,7 +99,7 @@ _RANKS = (
     Point("torchtitan_rl.actors.trainer_rank:clip_and_step", "clip and step"),
     Point("torchtitan_rl.model.train_step:head_outputs", "forward"),
     Point("torch:Tensor.backward", "backward"),
-    Point("torchtitan_rl.actors.generator_steps:GeneratorSteps.fetch", "fetch weights", attributes={"version": "{0}"}),
+    Point("torchtitan_rl.actors.generator_rank:GeneratorRank.fetch", "fetch weights", attributes={"version": "{0}"}),
     Point("torchtitan_rl.engine.engine:Engine._next", "", "whole", "wait for a request", least_us=1000.0),
     Point("torchtitan_rl.engine.engine:Engine._step", "engine step", least_us=100.0),
     Point("torchtitan_rl.engine.engine:Engine._add_all", "add requests", least_us=50.0),
