@@ -86,16 +86,16 @@ def wrong_sign(inputs):
 @contextmanager
 def sampled_with(**changes: Any) -> Iterator[None]:
     """Generators sample with other parameters than they are asked for; a callable value is called with the prompt."""
-    from torchtitan_rl.dispatch.sampling_steps import SamplingSteps
+    from torchtitan_rl.dispatch.sampling_client import SamplingClient
 
-    plain = SamplingSteps.sample
+    plain = SamplingClient.sample
 
     async def sample(self, tokens, params, *, policy_version=None):
         new = {name: value(tokens) if callable(value) else value for name, value in changes.items()}
         params = dataclasses.replace(params, **new) if params.temperature else params
         return await plain(self, tokens, params, policy_version=policy_version)
 
-    with mock.patch.object(SamplingSteps, "sample", sample):
+    with mock.patch.object(SamplingClient, "sample", sample):
         yield
 
 

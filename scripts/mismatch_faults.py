@@ -116,10 +116,10 @@ def top_p() -> Patches:
 
 def dtype() -> Patches:
     """The generator's engine computes in bfloat16 though the config says float32."""
-    from torchtitan_rl.dispatch.version_holders import VersionHolders
+    from torchtitan_rl.dispatch.versions import PolicyVersions
     from torchtitan_rl.launch.local import LocalLauncher
 
-    start, init = LocalLauncher.start_generator, VersionHolders.__init__
+    start, init = LocalLauncher.start_generator, PolicyVersions.__init__
 
     def start_generator(self, config, model_dir, **named):
         return start(self, dataclasses.replace(config, dtype="bfloat16"), model_dir, **named)
@@ -128,7 +128,7 @@ def dtype() -> Patches:
         init(self, trainer, store, config, torch.bfloat16, **named)
 
     yield patch.object(LocalLauncher, "start_generator", start_generator)
-    yield patch.object(VersionHolders, "__init__", in_bfloat16)
+    yield patch.object(PolicyVersions, "__init__", in_bfloat16)
 
 
 def older_version() -> Patches:

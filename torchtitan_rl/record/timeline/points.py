@@ -81,8 +81,8 @@ _CONTROLLER = (
     Point(f"{_DISPATCH}.role_mesh:RoleMesh.call_each", f"send {_ROLE}", "sent", f"wait for {_ROLE}"),
     Point(f"{_DISPATCH}.role_mesh:RoleMesh.call_rank", "send {self.role}.{1}", "sent", "wait for {self.role}.{1}"),
     Point(f"{_DISPATCH}.local_mesh:LocalMesh.call_all", f"send {_ROLE}", "sent", f"wait for {_ROLE}"),
-    Point(f"{_DISPATCH}.sampling_steps:SamplingSteps._send", "hand requests and answers over", "running"),
-    Point(f"{_DISPATCH}.sampling_steps:SamplingSteps._some_healthy", "", "running", "wait for a replacement"),
+    Point(f"{_DISPATCH}.sampling_client:SamplingClient._send", "hand requests and answers over", "running"),
+    Point(f"{_DISPATCH}.sampling_client:SamplingClient._some_healthy", "", "running", "wait for a replacement"),
     Point(f"{_DISPATCH}.replica:Replica._until", "", "running", "wait for pinned requests"),
     # Between steps.
     Point("torchtitan_rl.record.run_log:RunDirWriter.fact", "write records"),
