@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import Qwen3Shape
-from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.dispatch.versions import OneVersion
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.serve.gateway import Served

@@ -14,13 +14,12 @@ import torch
 from torchtitan_rl import platform
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import COLOCATION, RunConfig
-from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.tinker.session import sdk
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.launch.attach import Hosts, this_host
 from torchtitan_rl.launch.inventory import local_host

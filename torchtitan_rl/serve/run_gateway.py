@@ -101,7 +101,7 @@ async def serving(controller: Any, address: Address | None, *, quiet: bool) -> A
     served = Served(
         name="policy",
         policy=policy_of(controller.generator, controller.tokenizer, context),
-        versions=lambda: [] if versions is None else list(versions.held()),
+        versions=lambda: [] if versions is None else list(versions.holders()),
     )
     vocab_size = resolve_shape(config.model).vocab_size
     async with address.gateway(served, context_tokens=context, vocab_size=vocab_size) as gateway:
