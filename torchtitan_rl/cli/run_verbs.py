@@ -29,7 +29,7 @@ def _view_verb() -> ModuleType:
 
 
 def _diagnose() -> ModuleType:
-    from torchtitan_rl.health import diagnose
+    from torchtitan_rl.tools import diagnose
 
     return diagnose
 
@@ -64,10 +64,10 @@ def _owners() -> ModuleType:
     return owners
 
 
-def _explain_verb() -> ModuleType:
-    from torchtitan_rl.tools import explain_verb
+def _explain_mismatch() -> ModuleType:
+    from torchtitan_rl.tools import explain_mismatch
 
-    return explain_verb
+    return explain_mismatch
 
 
 VERBS = {
@@ -99,7 +99,7 @@ VERBS = {
     ),
     "explain-mismatch": Verb(
         "why trainer and generators disagree about sampled tokens",
-        _explain_verb,
+        _explain_mismatch,
         "torchtitan-rl explain-mismatch runs/first",
     ),
 }
