@@ -14,7 +14,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.made_runs import HOSTILE, completion, group, made_run, write_evaluation, write_step
-from torchtitan_rl.cli import main, run_verbs
+from torchtitan_rl.cli import main, verbs
 from torchtitan_rl.record.run_dir import RunDir
 
 pytest.importorskip("duckdb")
@@ -419,7 +419,7 @@ def test_a_port_in_use_picks_the_next_one(runs):
 
 
 def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
-    assert "view" in run_verbs.VERBS
+    assert "view" in verbs.VERBS
     (tmp_path / "file").touch()
     assert main.main(["view", str(tmp_path / "file")]) == 1
     assert "is no directory" in capsys.readouterr().err
