@@ -36,16 +36,16 @@ def listed(parameters: Parameters) -> dict[str, Any]:
         **{name: parameters.number(name) for name in _NUMBERS},  # type: ignore[arg-type]
         **{name: parameters.whole(name) for name in _WHOLE},
     )
-    found = shown.rollouts.find(query)
+    records = shown.rollouts.find(query)
     return {
         "chosen": [shown],
         "run": shown,
         "query": query,
-        "found": found,
+        "records": records,
         "reasons": ["trained", "masked", *shown.rollouts.reasons()],
-        "num_pages": -(-found.total // query.per_page),
+        "num_pages": -(-records.total // query.per_page),
         "columns": SORTS,
-        "empty": _why_empty(shown) if not found.total else "",
+        "empty": _why_empty(shown) if not records.total else "",
     }
 
 
@@ -55,7 +55,7 @@ def groups(parameters: Parameters) -> dict[str, Any]:
     step = parameters.whole("step")
     if step is None and steps:
         step = steps[-1]
-    found = shown.rollouts.groups(step) if step is not None else []
+    step_groups = shown.rollouts.groups(step) if step is not None else []
     page = max(1, parameters.whole("page") or 1)
     return {
         "chosen": [shown],
@@ -64,13 +64,13 @@ def groups(parameters: Parameters) -> dict[str, Any]:
         "previous": max((s for s in steps if step is not None and s < step), default=None),
         "next": min((s for s in steps if step is not None and s > step), default=None),
         "last": steps[-1] if steps else None,
-        "scale": _scale([reward for one in found for reward in one["rewards"]]),
+        "scale": _scale([reward for one in step_groups for reward in one["rewards"]]),
         "bar_of": _bar,
-        "groups": found[(page - 1) * _GROUPS_PER_PAGE : page * _GROUPS_PER_PAGE],
-        "total": len(found),
+        "groups": step_groups[(page - 1) * _GROUPS_PER_PAGE : page * _GROUPS_PER_PAGE],
+        "total": len(step_groups),
         "page": page,
-        "num_pages": -(-len(found) // _GROUPS_PER_PAGE),
-        "empty": _why_empty(shown) if not found else "",
+        "num_pages": -(-len(step_groups) // _GROUPS_PER_PAGE),
+        "empty": _why_empty(shown) if not step_groups else "",
     }
 
 
