@@ -21,7 +21,7 @@ pytest.importorskip("duckdb")
 from fastapi.testclient import TestClient  # noqa: E402
 
 from torchtitan_rl.tools.view import pages, text, view_verb  # noqa: E402
-from torchtitan_rl.tools.view.app import application  # noqa: E402
+from torchtitan_rl.tools.view.application import application  # noqa: E402
 from torchtitan_rl.tools.view.runs import open_runs  # noqa: E402
 
 ADDRESSES = ("/", "/curves", "/evaluations", "/completions", "/configs", "/rollouts", "/groups")
@@ -423,10 +423,10 @@ def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").touch()
     assert main.main(["view", str(tmp_path / "file")]) == 1
     assert "is no directory" in capsys.readouterr().err
-    monkeypatch.setitem(__import__("sys").modules, "torchtitan_rl.tools.view.app", None)
+    monkeypatch.setitem(__import__("sys").modules, "torchtitan_rl.tools.view.application", None)
 
     def without(name, *args, **kwargs):
-        if name == "torchtitan_rl.tools.view.app":
+        if name == "torchtitan_rl.tools.view.application":
             raise ModuleNotFoundError("No module named 'duckdb'", name="duckdb")
         return imported(name, *args, **kwargs)
 
