@@ -85,7 +85,7 @@ def _tokenizer(weights: Path) -> Any:
 
 
 async def _asked_to_end() -> None:
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    loop, end_requested = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, asked.set)
-    await asked.wait()
+        loop.add_signal_handler(number, end_requested.set)
+    await end_requested.wait()

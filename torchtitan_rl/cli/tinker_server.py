@@ -63,8 +63,8 @@ class TinkerOptions:
 def adapted(config: RunConfig, options: TinkerOptions) -> RunConfig:
     """The config of a server: with adapters, and with generators that are replaced when they are lost. Raises
     ValueError for roles beside the policy."""
-    if others := [name for name in config.trainers() if name != "policy"]:
-        raise ValueError(f"roles.{others[0]}: a server trains the policy alone; leave roles.{others[0]} out")
+    if other_roles := [name for name in config.trainers() if name != "policy"]:
+        raise ValueError(f"roles.{other_roles[0]}: a server trains the policy alone; leave roles.{other_roles[0]} out")
     trainer, generator = config.trainer, config.generator
     if trainer.lora is None and options.lora_rank:
         # alpha / rank = 1 for the largest rank; smaller ranks learn at about the same rate with the same alpha.
@@ -155,7 +155,7 @@ async def serve_tinker(config: RunConfig, options: TinkerOptions, *, quiet: bool
             if not quiet:
                 print(
                     f"serving TINKER_BASE_URL={listening.url} base_model={server.served.base_model}: "
-                    f"{_what(config, options)}; {keys.description()}; models and logs in {run_dir.path}",
+                    f"{_models_text(config, options)}; {keys.description()}; models and logs in {run_dir.path}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -170,7 +170,7 @@ async def serve_tinker(config: RunConfig, options: TinkerOptions, *, quiet: bool
         launcher.kill()
 
 
-def _what(config: RunConfig, options: TinkerOptions) -> str:
+def _models_text(config: RunConfig, options: TinkerOptions) -> str:
     lora = config.trainer.lora
     return "one model, all parameters" if lora is None else f"{options.max_models} models of LoRA rank <= {lora.rank}"
 

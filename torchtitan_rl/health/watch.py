@@ -43,7 +43,7 @@ class Watch(Listener):
         self._settings = Run(run_dir).config()
         self._first: list[dict[str, Any]] = []
         self._last: deque[dict[str, Any]] = deque(maxlen=_LAST)
-        self._others: deque[dict[str, Any]] = deque(maxlen=_LAST)
+        self._other_lines: deque[dict[str, Any]] = deque(maxlen=_LAST)
         """Lines of evaluations, and of supervised steps that were skipped."""
         self._rollouts: deque[list[dict[str, Any]]] = deque(maxlen=_BATCHES)
         self._taken: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
@@ -84,7 +84,7 @@ class Watch(Listener):
             self._step, self._num_lines = line["step"], self._num_lines + 1
             (self._first if len(self._first) < _FIRST else self._last).append(line)
         elif line["phase"] == "evaluation" or line.get("optim/skipped"):
-            self._others.append(line)
+            self._other_lines.append(line)
 
     def _look(self) -> None:
         rules = tuple(rule for rule in RULES if rule.live in self._new and rule.name not in self._warned_of)
@@ -92,7 +92,7 @@ class Watch(Listener):
         if self._begun is None:
             self._begun = [record["step"] for record in self._run_dir.tables["attempts"].read()]
         facts = Facts(
-            lines=[*self._others, *self._first, *self._last],
+            lines=[*self._other_lines, *self._first, *self._last],
             settings=self._settings,
             rollouts=lambda: [rollout for batch in self._rollouts for rollout in batch],
             samples=lambda: list(self._taken),

@@ -46,7 +46,7 @@ def whereabouts(run: Run) -> Whereabouts:
     pid, host = (int(holder[1]), holder[2]) if holder else (None, "")
     state: Literal["running", "gone", "elsewhere", "unknown"] = "unknown"
     if pid is not None:
-        state = "elsewhere" if host != socket.gethostname() else "running" if _held(inode, pid) else "gone"
+        state = "elsewhere" if host != socket.gethostname() else "running" if _is_locked(inode, pid) else "gone"
     return Whereabouts(state, pid, host, _reason(run.path / "ended.json"), _written(run.path))
 
 
@@ -79,7 +79,7 @@ def end_of(status: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, An
     return ends[-1] if ends and ends[-1].get("attempt") == newest else {}
 
 
-def _held(inode: int, pid: int) -> bool:
+def _is_locked(inode: int, pid: int) -> bool:
     """Whether somebody holds a lock on the file, as the kernel lists locks; without that list, whether the process is
     there. Asking by `flock` would refuse a run that starts in this instant."""
     try:

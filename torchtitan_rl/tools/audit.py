@@ -84,8 +84,10 @@ def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]]) -> tup
     problems = []
     for draw, of_draw in ended.items():
         if of_draw[-1]["event"] != "failed" and recorded.get(draw, set()) != {of_draw[-1]["step"]}:
-            where = sorted(recorded.get(draw, ()))
-            problems.append(f"draw {draw}: ended at step {of_draw[-1]['step']}, its rollouts are recorded at {where}")
+            steps_of_rollouts = sorted(recorded.get(draw, ()))
+            problems.append(
+                f"draw {draw}: ended at step {of_draw[-1]['step']}, its rollouts are recorded at {steps_of_rollouts}"
+            )
     problems += [f"draw {draw}: has rollouts, and no end" for draw in recorded if draw not in ended]
     return len(rollouts), problems
 

@@ -35,7 +35,7 @@ class Health:
     state: str
     """`waiting` (there is no run yet), `running`, `finished`, `stopped`, `died` (its process is gone, and it had not
     ended), `silent` (its process is there and has not reported), or `unknown` (no `status.json`)."""
-    said: str
+    sentence: str
     """The state in a sentence."""
     status: dict[str, Any] = field(default_factory=dict)
     """What `status.json` holds; see docs/run_directory.md."""
@@ -64,17 +64,17 @@ def health_of(run: Run, series: Series, findings: Sequence[Finding] = ()) -> Hea
     missing: list[str] = []
     status = _status(run.path, missing)
     events = _rows(run, "events", missing)
-    state, said = _state(run, status, str(end_of(status, events).get("text") or ""), _early_end(series))
+    state, sentence = _state(run, status, str(end_of(status, events).get("text") or ""), _early_end(series))
     counts = Counter(str(event.get("kind")) for event in events)
     if not run.config():
         missing.append("config.json is missing or cut off")
-    if not series.phases() and not series.others:
+    if not series.phases() and not series.other_lines:
         missing.append("metrics.jsonl has no lines yet")
     if series.num_bad:
         missing.append(f"metrics.jsonl: {series.num_bad} lines are no metrics, and left out")
     return Health(
         state=state,
-        said=said,
+        sentence=sentence,
         status=status,
         replicas=_replicas(status) if state in ("running", "silent", "died") else {},
         overdue=any(finding.rule in _OVERDUE for finding in findings),
@@ -100,7 +100,7 @@ def _status(path: Path, missing: list[str]) -> dict[str, Any]:
 
 def _early_end(series: Series) -> str:
     """The rule that ended the reinforcement phase before its last step; empty for none."""
-    reasons = [line.get("stop/reason") for line in series.others if line["phase"] == "stop"]
+    reasons = [line.get("stop/reason") for line in series.other_lines if line["phase"] == "stop"]
     return str(reasons[-1]) if reasons else ""
 
 

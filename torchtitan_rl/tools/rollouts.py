@@ -69,10 +69,10 @@ class Rollouts:
     def siblings(self, group_id: str, step: int | None = None) -> list[dict[str, Any]]:
         """The rollouts of a group, by their ids, with the columns of the index and beginnings of the texts."""
         with self._index.current():
-            where, values = f"group_id = ? and {self._index.counting()}", [group_id]
+            condition, values = f"group_id = ? and {self._index.counting()}", [group_id]
             if step is not None:
-                where, values = f"{where} and step = {int(step)}", [group_id]
-            rows = self._index.rows(f"select * from records where {where} order by part, line limit 1000", values)
+                condition, values = f"{condition} and step = {int(step)}", [group_id]
+            rows = self._index.rows(f"select * from records where {condition} order by part, line limit 1000", values)
             self._index.preview(rows)
             return rows
 

@@ -34,8 +34,8 @@ def _one_answer(facts: Facts, threshold: float) -> Problem | None:
     right = fmean(rollout["reward"] or 0.0 for rollout in same) >= _RIGHT * facts.best_reward
     if share < threshold or right or len({rollout["task_id"] for rollout in same}) < _FEW_TASKS:
         return None
-    what = f"{share:.0%} of {len(rollouts)} answers to different tasks are the same, {_shown(text)}"
-    return Problem(what, [Reading("share of the commonest answer", rollouts[-1]["step"], share)])
+    sentence = f"{share:.0%} of {len(rollouts)} answers to different tasks are the same, {_shown(text)}"
+    return Problem(sentence, [Reading("share of the commonest answer", rollouts[-1]["step"], share)])
 
 
 def _copies(facts: Facts, threshold: float) -> Problem | None:
@@ -49,11 +49,11 @@ def _copies(facts: Facts, threshold: float) -> Problem | None:
     alike = [len(set(texts)) == 1 for texts in groups.values() if len(texts) > 2]
     if not alike or fmean(alike) < threshold:
         return None
-    what = (
+    sentence = (
         f"in {fmean(alike):.0%} of the groups all rollouts are the same, while an answer has {nats:.1f} nats of chance"
     )
     evidence = [Reading("share of groups of copies", facts.rollouts[-1]["step"], fmean(alike)), *entropy]
-    return Problem(f"{what}: siblings are not sampled independently", evidence)
+    return Problem(f"{sentence}: siblings are not sampled independently", evidence)
 
 
 def unparsable(facts: Facts, threshold: float) -> Problem | None:
@@ -62,13 +62,15 @@ def unparsable(facts: Facts, threshold: float) -> Problem | None:
     if len(rollouts) < _FEW_ROLLOUTS:
         return None
     step = rollouts[-1]["step"]
-    found = Counter(why for rollout in rollouts if (why := _unreadable(rollout)))
-    if not found or found.total() / len(rollouts) <= threshold:
+    reasons = Counter(why for rollout in rollouts if (why := _unreadable(rollout)))
+    if not reasons or reasons.total() / len(rollouts) <= threshold:
         return None
-    evidence = [Reading(f"share that is {why}", step, number / len(rollouts)) for why, number in found.most_common()]
+    evidence = [Reading(f"share that is {why}", step, number / len(rollouts)) for why, number in reasons.most_common()]
     example = next(rollout["text"] for rollout in rollouts if _unreadable(rollout))
-    what = f"{found.total() / len(rollouts):.0%} of the newest {len(rollouts)} answers cannot be read"
-    return Problem(f"{what}, mostly because they are {found.most_common(1)[0][0]}, such as {_shown(example)}", evidence)
+    sentence = f"{reasons.total() / len(rollouts):.0%} of the newest {len(rollouts)} answers cannot be read"
+    return Problem(
+        f"{sentence}, mostly because they are {reasons.most_common(1)[0][0]}, such as {_shown(example)}", evidence
+    )
 
 
 def _unreadable(rollout: dict[str, Any]) -> str:

@@ -24,8 +24,8 @@ def entropy_collapse(facts: Facts, threshold: float) -> Problem | None:
     before, now, best = middle(first(rewards)), middle(last(rewards)), facts.best_reward
     if now >= before + 0.5 * (best - before):  # sure and mostly right: it has learned
         return None
-    what = f"the policy's entropy fell from {middle(early):.3g} to {middle(late):.2g} nats per token"
-    return Problem(f"{what} while the reward went from {before:.3f} to {now:.3f}", [*early, *late, *last(rewards)])
+    sentence = f"the policy's entropy fell from {middle(early):.3g} to {middle(late):.2g} nats per token"
+    return Problem(f"{sentence} while the reward went from {before:.3f} to {now:.3f}", [*early, *late, *last(rewards)])
 
 
 def no_signal(facts: Facts, threshold: float) -> Problem | None:
@@ -36,8 +36,8 @@ def no_signal(facts: Facts, threshold: float) -> Problem | None:
     if middle(rewards) >= 0.95 * facts.best_reward:
         return None
     spread = "the same for every rollout" if _constant(facts) else "equal within the groups"
-    what = f"for {len(late)} batches the rewards of at least {threshold:.0%} of the groups have been equal"
-    return Problem(f"{what}, from which nothing is learned; rewards are {spread}", [*late[-5:], *rewards[-5:]])
+    sentence = f"for {len(late)} batches the rewards of at least {threshold:.0%} of the groups have been equal"
+    return Problem(f"{sentence}, from which nothing is learned; rewards are {spread}", [*late[-5:], *rewards[-5:]])
 
 
 def saturation(facts: Facts, threshold: float) -> Problem | None:
@@ -52,8 +52,8 @@ def saturation(facts: Facts, threshold: float) -> Problem | None:
     if len(full) < max(_IN_A_ROW, facts.num_batches // 4):
         return None
     since = "since the first step" if len(full) == facts.num_batches else f"since step {full[0].step}"
-    what = f"the reward has been at least {threshold:.0%} of the best, {best:g}, in {len(full)} batches {since}"
-    return Problem(f"{what}: almost no group has a signal, further steps teach nothing", [*full[-5:], *late[-5:]])
+    sentence = f"the reward has been at least {threshold:.0%} of the best, {best:g}, in {len(full)} batches {since}"
+    return Problem(f"{sentence}: almost no group has a signal, further steps teach nothing", [*full[-5:], *late[-5:]])
 
 
 def _without_signal(facts: Facts, threshold: float) -> Series:
@@ -77,9 +77,9 @@ def truncation(facts: Facts, threshold: float) -> Problem | None:
     if not late or middle(late) <= threshold:
         return None
     limit = facts.setting("sampling.max_tokens", "?")
-    what = f"{middle(late):.0%} of the completions are cut off at sampling.max_tokens={limit}"
+    sentence = f"{middle(late):.0%} of the completions are cut off at sampling.max_tokens={limit}"
     return Problem(
-        f"{what}: what they would have said earns nothing", [*late, *last(facts.series("completion/length_mean"))]
+        f"{sentence}: what they would have said earns nothing", [*late, *last(facts.series("completion/length_mean"))]
     )
 
 
@@ -94,8 +94,8 @@ def length_drift(facts: Facts, threshold: float) -> Problem | None:
         return None
     accuracy = [Reading("eval/accuracy", line["step"], line["eval/accuracy"]) for line in facts.evaluations]
     answers = "accuracy is no better" if len(accuracy) > 1 else "the reward has not risen as much"
-    what = f"completions went from {before:.1f} to {now:.1f} tokens, and {answers}"
-    return Problem(f"{what}: something else than right answers decides the length", [*early, *late, *accuracy[-3:]])
+    sentence = f"completions went from {before:.1f} to {now:.1f} tokens, and {answers}"
+    return Problem(f"{sentence}: something else than right answers decides the length", [*early, *late, *accuracy[-3:]])
 
 
 def _better(facts: Facts) -> bool:
@@ -123,9 +123,9 @@ def eval_falls(facts: Facts, threshold: float) -> Problem | None:
         return None
     evidence = [Reading("eval/accuracy", line["step"], line["eval/accuracy"]) for line in (best, now)]
     before, after = best["eval/accuracy"], now["eval/accuracy"]
-    what = f"validation accuracy fell from {before:.3f} (step {best['step']}) to {after:.3f} (step {now['step']})"
+    sentence = f"validation accuracy fell from {before:.3f} (step {best['step']}) to {after:.3f} (step {now['step']})"
     rise = f"while the reward rose from {middle(then):.3f} to {middle(late):.3f}"
-    return Problem(f"{what}, {rise}: the reward pays for something else", [*evidence, *then, *late])
+    return Problem(f"{sentence}, {rise}: the reward pays for something else", [*evidence, *then, *late])
 
 
 def _reward_at(facts: Facts, step: int) -> Series:

@@ -44,8 +44,8 @@ def slow_replica(facts: Facts, threshold: float) -> Problem | None:
     """One replica takes much longer for a request than its siblings."""
     waits, known = _seconds_per_request(facts.samples)
     who, slowest = max(waits.items(), key=lambda item: item[1], default=("", 0.0))
-    others = [seconds for other, seconds in waits.items() if other != who and other in known]
-    usual = median(others) if others else math.inf
+    sibling_waits = [seconds for other, seconds in waits.items() if other != who and other in known]
+    usual = median(sibling_waits) if sibling_waits else math.inf
     if slowest <= threshold * usual:
         return None
     evidence: Series = [Reading(f"{name} s/request", None, seconds) for name, seconds in sorted(waits.items())]
@@ -89,14 +89,14 @@ def idle_trainer(facts: Facts, threshold: float) -> Problem | None:
     waits["the generators"] = max(0.0, waits.get("the generators", 0.0) - waits.get("the rewards", 0.0))
     cause = max(waits, key=lambda who: waits[who])
     step_s = middle(last(facts.series("time/step_s")))
-    what = f"trainers wait for {middle(recent):.0%} of a step, most of it for {cause}"
-    return Problem(f"{what} ({waits[cause]:.2f} of {step_s:.2f} s)", [*recent, *seconds[cause]])
+    sentence = f"trainers wait for {middle(recent):.0%} of a step, most of it for {cause}"
+    return Problem(f"{sentence} ({waits[cause]:.2f} of {step_s:.2f} s)", [*recent, *seconds[cause]])
 
 
 def _idle(facts: Facts) -> Series:
     """The share of each step in which no trainer trained or scored."""
-    if told := facts.series("trainer/idle_frac"):
-        return told
+    if recorded := facts.series("trainer/idle_frac"):
+        return recorded
     names = ("time/forward_backward_s", "time/optim_s", "time/score_s")
     return [
         Reading("trainer idle", line["step"], 1 - sum(line.get(name, 0.0) for name in names) / line["time/step_s"])
@@ -107,10 +107,10 @@ def _idle(facts: Facts) -> Series:
 
 def stall(facts: Facts, threshold: float) -> Problem | None:
     """The run's process is there and nothing goes on."""
-    where = facts.whereabouts
-    if where is None or where.state != "running" or where.written is None:
+    process = facts.whereabouts
+    if process is None or process.state != "running" or process.written is None:
         return None
-    silence = facts.now - where.written
+    silence = facts.now - process.written
     steps = [line["time/step_s"] for line in facts.lines[-20:] if line.get("time/step_s")]
     usual = median(steps) if steps else 0.0
     limit = max(_LEAST_SILENCE_S, threshold * usual) if steps else _START_S
@@ -130,21 +130,21 @@ def _doing(facts: Facts) -> str:
 
 def gone(facts: Facts, threshold: float) -> Problem | None:
     """The run's process is gone, and the run has not come to an end."""
-    where = facts.whereabouts
-    if where is None or where.state in ("running", "unknown"):
+    process = facts.whereabouts
+    if process is None or process.state in ("running", "unknown"):
         return None
     end, planned = end_of(facts.status, facts.events), facts.setting("controller.num_steps", "?")
     if _finished(facts) and end.get("kind") != "run_failed":  # which it may after its last evaluation
         return None
-    if where.state == "elsewhere" and facts.now - (where.written or facts.now) <= threshold:
+    if process.state == "elsewhere" and facts.now - (process.written or facts.now) <= threshold:
         return None
     phase, step = (facts.lines[-1]["phase"], facts.lines[-1]["step"]) if facts.lines else ("start-up", 0)
     if end.get("kind") in ("preempted", "interrupted"):
         return None  # as it was asked to
-    why = where.ended or end.get("text") or "it left no reason: it was killed, or its host failed"
+    why = process.ended or end.get("text") or "it left no reason: it was killed, or its host failed"
     evidence = [Reading("last step", step, phase), Reading("controller.num_steps", None, planned)]
-    if where.pid is not None:
-        evidence.append(Reading(f"pid on {where.host}", None, where.pid))
+    if process.pid is not None:
+        evidence.append(Reading(f"pid on {process.host}", None, process.pid))
     return Problem(f"the run ended in the {phase} phase at step {step} of {planned}: {why}", evidence)
 
 
@@ -169,11 +169,11 @@ def slow_step(facts: Facts, threshold: float) -> Problem | None:
         return None
     line = next(line for line in facts.steps if line["step"] == slowest.step)
     parts = [Reading(name, slowest.step, line[name]) for name in _PARTS if line.get(name)]
-    what = f"step {slowest.step} took {slowest.value:.1f} s, a step usually takes {usual:.2g} s"
+    sentence = f"step {slowest.step} took {slowest.value:.1f} s, a step usually takes {usual:.2g} s"
     # Rewards are within the generation: the first part that is most of the step says most.
     if most := next((part for part in parts if float(part.value) > 0.5 * float(slowest.value)), None):
-        what += f"; {most.value:.1f} s of it are {most.name}"
-    return Problem(what, [slowest, *parts])
+        sentence += f"; {most.value:.1f} s of it are {most.name}"
+    return Problem(sentence, [slowest, *parts])
 
 
 def overdue(facts: Facts, threshold: float) -> Problem | None:
@@ -258,8 +258,10 @@ def _lacks_idle(facts: Facts) -> str:
 
 
 def _lacks_process(facts: Facts) -> str:
-    where = facts.whereabouts
-    return "needs run.lock, which says whose process the run is" if where is None or where.state == "unknown" else ""
+    process = facts.whereabouts
+    return (
+        "needs run.lock, which says whose process the run is" if process is None or process.state == "unknown" else ""
+    )
 
 
 def _lacks_status(facts: Facts) -> str:

@@ -27,8 +27,10 @@ def mismatch(facts: Facts, threshold: float) -> Problem | None:
     if level <= threshold * usual and not rises:
         return None
     shape = f"it rose from {before:.1e} at the run's first steps" if rises else "it has been so from the first steps on"
-    what = f"trainer and generator disagree by {level:.1e} nats per token at steps {high[0].step} to {high[-1].step}"
-    return Problem(f"{what}, {usual:.0e} is usual for {dtypes}; {shape}", [*early, *high] if rises else high)
+    sentence = (
+        f"trainer and generator disagree by {level:.1e} nats per token at steps {high[0].step} to {high[-1].step}"
+    )
+    return Problem(f"{sentence}, {usual:.0e} is usual for {dtypes}; {shape}", [*early, *high] if rises else high)
 
 
 def _usual(facts: Facts) -> tuple[float, str]:
@@ -45,23 +47,23 @@ def lag(facts: Facts, threshold: float) -> Problem | None:
         late = [reading for reading in facts.series("policy/lag_max") if float(reading.value) > 0]
         if not late:
             return None
-        what = (
+        sentence = (
             f"{len(late)} batches hold tokens of older weights, up to {max(r.value for r in late):g} versions, in a run"
         )
-        return Problem(f"{what} without a lag: new weights did not reach a generator in time", late[:10])
+        return Problem(f"{sentence} without a lag: new weights did not reach a generator in time", late[:10])
     far = worst(_far(facts))
     if not far or middle(far) <= threshold:
         return None
     ages = facts.series("policy/lag_max")[-1:]
-    what = f"{middle(far):.0%} of the tokens that are older than one publication have a ratio outside 0.8 to 1.2"
+    sentence = f"{middle(far):.0%} of the tokens that are older than one publication have a ratio outside 0.8 to 1.2"
     return Problem(
-        f"{what} at steps {far[0].step} to {far[-1].step}: the policy moves too far within the lag", [*far, *ages]
+        f"{sentence} at steps {far[0].step} to {far[-1].step}: the policy moves too far within the lag", [*far, *ages]
     )
 
 
 def _far(facts: Facts) -> Series:
     """Per batch the share of tokens of an age above 0 whose ratio is far from 1."""
-    found = []
+    shares = []
     for line in facts.steps:
         ages = [
             int(name.removeprefix("policy/far_lag").removesuffix("_frac"))
@@ -71,8 +73,8 @@ def _far(facts: Facts) -> Series:
         tokens = {age: line.get(f"tokens/trained_lag{age}", 0) for age in ages if age > 0}
         if total := sum(tokens.values()):
             share = sum(line[f"policy/far_lag{age}_frac"] * number for age, number in tokens.items()) / total
-            found.append(Reading("far tokens", line["step"], share))
-    return found
+            shares.append(Reading("far tokens", line["step"], share))
+    return shares
 
 
 def clip_share(facts: Facts, threshold: float) -> Problem | None:
@@ -80,8 +82,8 @@ def clip_share(facts: Facts, threshold: float) -> Problem | None:
     high = worst(facts.series("policy/clip_frac"))
     if not high or middle(high) <= threshold:
         return None
-    what = f"{middle(high):.0%} of the tokens were clipped at steps {high[0].step} to {high[-1].step}"
-    return Problem(f"{what}: the policy moves farther in a batch than the loss lets it", high)
+    sentence = f"{middle(high):.0%} of the tokens were clipped at steps {high[0].step} to {high[-1].step}"
+    return Problem(f"{sentence}: the policy moves farther in a batch than the loss lets it", high)
 
 
 def steps_skipped(facts: Facts, threshold: float) -> Problem | None:
@@ -96,8 +98,8 @@ def steps_skipped(facts: Facts, threshold: float) -> Problem | None:
     number = sum(1 if reading.name == "loss/mean" else int(reading.value) for reading in bad)
     if not number or number < threshold:
         return None
-    what = f"{number} optimizer steps had a gradient or a loss that is not finite, the first at step {bad[0].step}"
-    return Problem(f"{what}; skipped steps change nothing", bad[:10])
+    sentence = f"{number} optimizer steps had a gradient or a loss that is not finite, the first at step {bad[0].step}"
+    return Problem(f"{sentence}; skipped steps change nothing", bad[:10])
 
 
 def _lacks_ages(facts: Facts) -> str:

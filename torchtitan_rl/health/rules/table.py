@@ -41,14 +41,14 @@ def unreadable(error: Exception) -> str:
     return f"cannot read the records ({type(error).__name__}: {error})"
 
 
-def check_thresholds(thresholds: Mapping[str, float], where: str) -> None:
-    """Raises ValueError for a name that is no rule's, and for a threshold that is no number. `where` begins the
+def check_thresholds(thresholds: Mapping[str, float], prefix: str) -> None:
+    """Raises ValueError for a name that is no rule's, and for a threshold that is no number. `prefix` begins the
     message, such as `record.thresholds.`."""
     names = [rule.name for rule in RULES]
     for name, value in thresholds.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
-            raise ValueError(f"{where}{name}={value}: there is no such rule; {hint}")
+            raise ValueError(f"{prefix}{name}={value}: there is no such rule; {hint}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-            raise ValueError(f"{where}{name}={value}: is no number; give one such as 0.5")
+            raise ValueError(f"{prefix}{name}={value}: is no number; give one such as 0.5")

@@ -50,8 +50,8 @@ class _CachedChat(Chat):
             [history, following, more], lambda: super(_CachedChat, self).between(history, following, more=more)
         )
 
-    def _once(self, asked: list, render) -> list[int]:
-        text = json.dumps([self._name, asked])
+    def _once(self, arguments: list, render) -> list[int]:
+        text = json.dumps([self._name, arguments])
         key, kept = hashlib.blake2b(text.encode(), digest_size=16).digest(), self._renderings.kept
         if key in kept:
             kept.move_to_end(key)

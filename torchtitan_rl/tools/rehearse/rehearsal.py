@@ -129,7 +129,7 @@ def _rehearse_memory(
 def _rehearse_traffic(rehearsal: Rehearsal, config: RunConfig, placed: dict[str, Place], device: str) -> None:
     assert rehearsal.work is not None
     sizes = {mesh.role: mesh for mesh in meshes(config)}
-    where = {role: host_of_ranks(sizes[role], placed[role]) for role in config.trainers()}
+    hosts_of_role = {role: host_of_ranks(sizes[role], placed[role]) for role in config.trainers()}
     for role, (trainer, model) in config.trainers().items():
         if resolve_shape(model).experts is not None:
             rehearsal.unknown.append(
@@ -137,10 +137,10 @@ def _rehearse_traffic(rehearsal: Rehearsal, config: RunConfig, placed: dict[str,
             )
             continue
         calls = _batch_calls(config, role, rehearsal.work.roles[role], device)
-        rehearsal.links[role] = links_of(calls, trainer, where[role])
+        rehearsal.links[role] = links_of(calls, trainer, hosts_of_role[role])
     generator_hosts = [host for name, place in placed.items() if sizes[name].replica for host in place.hosts]
     rehearsal.links[SYNC], rehearsal.taken = sync_links(
-        rehearsal.shards["policy"], config.trainer, config.generator.dtype, where["policy"], generator_hosts
+        rehearsal.shards["policy"], config.trainer, config.generator.dtype, hosts_of_role["policy"], generator_hosts
     )
 
 

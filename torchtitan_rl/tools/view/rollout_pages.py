@@ -136,16 +136,16 @@ def rollout(parameters: Parameters) -> dict[str, Any]:
 def whole_text(parameters: Parameters) -> dict[str, Any]:
     """One text of a rollout: `text`, `prompt`, or of turn i `prompt-i` and `text-i`."""
     shown, record = _record(parameters)
-    what, _, index = parameters.text("part", "text").partition("-")
-    if what not in ("text", "prompt"):
-        raise ValueError(f"part={what!r}: is none of text, prompt")
+    field, _, index = parameters.text("part", "text").partition("-")
+    if field not in ("text", "prompt"):
+        raise ValueError(f"part={field!r}: is none of text, prompt")
     source = record
     if index:
         turns = record.get("turns") or []
         if not index.isdecimal() or int(index) >= len(turns):
-            raise Missing(f"part={what}-{index}: the rollout has {len(turns)} turns")
+            raise Missing(f"part={field}-{index}: the rollout has {len(turns)} turns")
         source = turns[int(index)]
-    return {"chosen": [shown], "run": shown, "record": record, "text": str(source.get(what) or ""), "what": what}
+    return {"chosen": [shown], "run": shown, "record": record, "text": str(source.get(field) or ""), "field": field}
 
 
 def _record(parameters: Parameters) -> tuple[ShownRun, dict[str, Any]]:
@@ -174,14 +174,14 @@ def _spans(record: dict[str, Any]) -> list[tuple[str, float, float]]:
     if not whole > 0:
         return []
     spans = []
-    for i, (asked, sampled, answered) in enumerate(turns):
-        spans.append((f"turn {i}: sampling {sampled - asked:.3f} s", asked, sampled - asked))
+    for i, (requested, sampled, answered) in enumerate(turns):
+        spans.append((f"turn {i}: sampling {sampled - requested:.3f} s", requested, sampled - requested))
         spans.append((f"turn {i}: environment {answered - sampled:.3f} s", sampled, answered - sampled))
     if not turns:
         spans.append((f"play {play:.3f} s", 0.0, play))
     if reward:
         spans.append((f"reward {reward:.3f} s", play, reward))
-    return [(what, 100 * begin / whole, 100 * length / whole) for what, begin, length in spans]
+    return [(label, 100 * begin / whole, 100 * length / whole) for label, begin, length in spans]
 
 
 def _missing(record: dict[str, Any], turns: list[ReadTurn], tokenizer: Any) -> list[str]:
