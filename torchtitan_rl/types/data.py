@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl.html import ShownDatum, ShownGroup
+from torchtitan_rl import html
 from torchtitan_rl.types.refusals import refuse_datum
 from torchtitan_rl.types.turns import Turns, missing
 
@@ -103,7 +103,7 @@ class Rollout:
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutGroup(ShownGroup):
+class RolloutGroup:
     """Rollouts whose rewards are compared with each other: of one task and role, unless a grouping hook decides."""
 
     id: str
@@ -119,9 +119,12 @@ class RolloutGroup(ShownGroup):
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self.rollouts]
 
+    def _repr_html_(self) -> str:
+        return html.group(self)
+
 
 @dataclass(kw_only=True, slots=True)
-class Datum(ShownDatum):
+class Datum:
     """One training sequence: predict `target_tokens[t]` after reading `tokens[:t+1]`.
 
     Every tensor in `loss_inputs` is float32 with as many rows T as `tokens` has entries: (T,), or (T, n) where a loss
@@ -162,6 +165,9 @@ class Datum(ShownDatum):
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def _repr_html_(self) -> str:
+        return html.datum(self)
 
 
 @dataclass(kw_only=True, slots=True)
