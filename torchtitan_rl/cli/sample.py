@@ -76,8 +76,8 @@ async def sample(
 
     from torchtitan_rl.config.meshes import GeneratorConfig
     from torchtitan_rl.config.model import Qwen3Shape
-    from torchtitan_rl.dispatch.versions import OneVersion
     from torchtitan_rl.dispatch.sampling_client import SamplingClient
+    from torchtitan_rl.dispatch.versions import OneVersion
     from torchtitan_rl.launch.actors import Launcher
     from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.train.start import dated
