@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.launch.inventory import Host, Place, meshes, places
+from torchtitan_rl.launch.inventory import Host, Place, check_fits, meshes, places
 from torchtitan_rl.launch.preflight import memory_problem
 from torchtitan_rl.model.memory import generator_parts, gpu_bytes, trainer_parts, working_parts
 from torchtitan_rl.model.shape import resolve_shape
@@ -15,12 +17,14 @@ from torchtitan_rl.tools.rehearse.capacity import Times, batch_times
 from torchtitan_rl.tools.rehearse.hardware import REACHED, Hardware
 from torchtitan_rl.tools.rehearse.links import Links, links_of
 from torchtitan_rl.tools.rehearse.process_placement import Seat, host_of_ranks, seats
-from torchtitan_rl.tools.rehearse.refusals import config_refusal, layout_refusal, task_refusal
 from torchtitan_rl.tools.rehearse.shards import MeshShards, mesh_shards
 from torchtitan_rl.tools.rehearse.sync import SYNC, sync_links
 from torchtitan_rl.tools.rehearse.trace_file import Collective, trace_microbatch
 from torchtitan_rl.tools.rehearse.work import BatchWork, RoleWork, batch_work
+from torchtitan_rl.train.evaluation import look_at_data
 from torchtitan_rl.validation.advice import advice
+from torchtitan_rl.validation.rewards import check_reward
+from torchtitan_rl.validation.run import missing_weights, validate
 
 __all__ = ["Load", "Rehearsal", "rehearse", "TRAINS"]
 
@@ -68,16 +72,14 @@ def rehearse(
     """Rehearses one batch. Starts nothing and needs no memory for the model. `completion_tokens`: see `batch_work`.
     `check_task=False`: neither data nor reward are looked at."""
     found = Rehearsal()
-    if problem := config_refusal(config):
+    if problem := _refusal(lambda: validate(config)):
         found.refused.append(problem)
         return found
     found.warnings = advice(config)
     config = settled(config)
     if check_task:
-        problem, needed = task_refusal(config)
-        found.refused += filter(None, [problem])
-        found.warnings += needed
-    if problem := layout_refusal(config, hosts):
+        _rehearse_task(found, config)
+    if problem := _refusal(lambda: check_fits(config, hosts)):
         found.refused.append(problem)
         return found
     placed = places(config, hosts)
@@ -91,6 +93,31 @@ def rehearse(
         seconds = sync / (hardware.between_gb_s * 1e9 * REACHED["network"])
         found.times = batch_times(config, found.work, found.links, seconds, hardware)
     return found
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    """What a check that `train` makes raises, as text; "" where it passes."""
+    try:
+        check()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def _rehearse_task(found: Rehearsal, config: RunConfig) -> None:
+    """Why the tasks or the reward cannot be used, and what a run still needs, such as weights that are not on this
+    machine. Calls the reward on two made-up completions."""
+    needed = [missing_weights(config)]
+
+    def check() -> None:
+        family, unread = look_at_data(config)
+        needed.append(unread)
+        if not unread:
+            asyncio.run(check_reward(config, family))
+
+    if problem := _refusal(check):
+        found.refused.append(problem)
+    found.warnings += [f"still needed: {what}" for what in needed if what]
 
 
 def _rehearse_memory(
