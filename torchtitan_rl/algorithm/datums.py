@@ -1,4 +1,4 @@
-"""From judged rollouts to datums, the trainer's input."""
+"""From judged rollouts, and from demonstrations, to datums, the trainer's input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtitan_rl.algorithm.soft_targets import with_soft_targets
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
 
-__all__ = ["to_datums"]
+__all__ = ["demonstration_datums", "to_datums"]
 
 
 def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum]:
@@ -138,3 +138,20 @@ def _sequences(rollout: Rollout, advantages: float | list[list[float]], group: i
         sequence.extend(turn, of_turn, masked=rollout.masked)
     if sequence.tokens:
         yield sequence
+
+
+def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: AlgorithmConfig) -> list[Datum]:
+    """Datums from (prompt tokens, completion tokens), for `cross_entropy`: only completion tokens train."""
+    sequences, masks = [], []
+    for prompt, completion in pairs:
+        sequences.append(torch.tensor(prompt + completion))
+        mask_T = torch.zeros(len(prompt) + len(completion) - 1)
+        mask_T[len(prompt) - 1 :] = 1.0
+        masks.append(mask_T)
+    weights = config.reduction(masks, list(range(len(masks))))
+    return [
+        Datum(
+            tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={"loss_mask": mask, "token_weights": weight}
+        )
+        for sequence, mask, weight in zip(sequences, masks, weights, strict=True)
+    ]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl.rollout.altered import TrainingSampler, refuse_altered
 from torchtitan_rl.rollout.chat import Chat
-from torchtitan_rl.rollout.sampler import Sampler
+from torchtitan_rl.rollout.sampler import Sampler, TrainingSampler, refuse_altered
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, Rollout, SamplingParams, Task, Turn
 
