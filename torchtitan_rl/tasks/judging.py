@@ -62,10 +62,14 @@ async def judge(
 
 
 def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:
-    """The function that judges a task: `reward` itself, or the family's `reward_for(task)` or `reward`."""
+    """The function that judges a task: `reward` itself, or the family's `reward_for(task)`, `reward_fn` or `reward`."""
     if hasattr(reward, "reward_for"):
         return reward.reward_for(task)
-    return reward if callable(reward) else reward.reward
+    if callable(reward):
+        return reward
+    # The function itself and not the method that would call it: a `cpu_bound` mark holds, and errors name it.
+    reward_fn = getattr(reward, "reward_fn", None)
+    return reward.reward if reward_fn is None else reward_fn
 
 
 def name_of(function: Callable) -> str:
