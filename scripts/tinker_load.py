@@ -121,7 +121,7 @@ async def serving(directory: str) -> AsyncIterator[Server]:
     import torchtitan_rl.config as rl
     from torchtitan_rl.cli.serve_tinker import TinkerOptions, adapted, open_server
     from torchtitan_rl.config.derive import settled
-    from torchtitan_rl.launch.stack import hosts_for, launcher_for
+    from torchtitan_rl.launch.choice import hosts_for, launcher_for
     from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.tasks.letter_sort import LetterSort
 
