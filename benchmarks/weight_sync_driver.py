@@ -1,4 +1,4 @@
-"""The inside of scripts/weight_sync.py: starts trainer, generators and store on two hosts, and publishes and pulls.
+"""The inside of benchmarks/weight_sync.py: starts trainer, generators and store on two hosts, and publishes and pulls.
 
 Every event is a line of JSON after an `@`; the driver then waits for a line, so that the outside can count.
 """
