@@ -30,7 +30,7 @@ import torch
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.mismatch.explainer import ExplainMismatch
+from torchtitan_rl.mismatch.explainer import MismatchExplainer
 from torchtitan_rl.record.recorder import Listener, Span
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.train.controller import Controller
@@ -280,11 +280,11 @@ CLEAN: dict[str, dict[str, Any]] = {
 }
 
 
-async def run(settings: dict[str, Any]) -> tuple[ExplainMismatch, list[dict[str, Any]]]:
+async def run(settings: dict[str, Any]) -> tuple[MismatchExplainer, list[dict[str, Any]]]:
     """The explainer of a run of its own, and the run's lines of metrics."""
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as directory:
         async with await Controller.launch(config_of(f"{directory}/run", **settings), backend="local") as controller:
-            explained = next(one for one in controller.recorder.listeners if isinstance(one, ExplainMismatch))
+            explained = controller.explainer
             await controller.train()
             lines = controller.run_dir.read_metrics()
     return explained, [line for line in lines if line["phase"] == "reinforcement"]

@@ -1,6 +1,6 @@
 """Kills the replicas of a run's generator in turn and compares the run with undisturbed ones.
 
-    .venv/bin/python benchmarks/replica_kills.py [--kills 8] [--replicas 2] [--spares 1] [--seeds 3] [--lag 0]
+    .venv/bin/python benchmarks/replica_kills.py [--kills 8] [--replicas 2] [--spares 0] [--seeds 3] [--lag 0]
                                               [--output-dir DIR]
 
 All runs have the quickstart's config with two replicas. Each kill waits until the replica killed before has completed a
@@ -113,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--spares", type=int, help="of the disturbed run; without it as many as the default config has")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the quickstart has")
     parser.add_argument("--test-tasks", type=int, default=256)

@@ -8,7 +8,8 @@ one after the other, in turn, under `--max-restarts`: nobody starts anything aga
 killed, in which phase, what the run was doing. Exit status 0 if the audit is clean, and rewards, losses, accuracies,
 gradient norms and the order of the data are the same to the byte. With a lag, versions of tokens depend on time: then
 every step must have trained on the same tasks, no token may be older than the lag, and the lengths of trained
-completions must be distributed alike (two-sample Kolmogorov-Smirnov).
+completions must be distributed alike (two-sample Kolmogorov-Smirnov). In either case nothing of the run may be left in
+/dev/shm: no segment and no semaphore (`sem.mp-*`) that no process maps.
 """
 
 from __future__ import annotations
@@ -98,6 +99,18 @@ def of_lag(undisturbed: Path, disturbed: Path, lag: int) -> dict[str, bool]:
         "lag_within": oldest <= lag,
         "lengths_alike": bool(ks_2samp(*lengths).pvalue > SIGNIFICANT),
     }
+
+
+def left_in_shared_memory(before: set[str]) -> list[str]:
+    """Segments and semaphores in /dev/shm that are new and that no process maps: other programs may use the machine."""
+    left = set(os.listdir("/dev/shm")) - before
+    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+        try:
+            text = maps.read_text()
+        except OSError:
+            continue  # the process has ended
+        left = {name for name in left if name not in text}
+    return sorted(left)
 
 
 def has_come(output_dir: Path, target: float) -> bool:
@@ -226,6 +239,7 @@ def main() -> int:
     place = Path(args.output_dir or tempfile.mkdtemp(prefix="torchtitan-rl-chaos-")).absolute()
     place.mkdir(parents=True, exist_ok=True)
     undisturbed, disturbed = place / "undisturbed", place / "disturbed"
+    before = set(os.listdir("/dev/shm"))
     if start(undisturbed, args.steps, args.lag).wait(WAITS_S) != 0:
         raise RuntimeError(f"the undisturbed run failed; see {undisturbed}.log")
     draw = random.Random(args.seed)
@@ -241,6 +255,10 @@ def main() -> int:
         holds = of_lag(undisturbed, disturbed, args.lag)
     else:
         holds = {"metrics_identical": metrics == metrics_too, "data_identical": order == order_too}
+    left = left_in_shared_memory(before)
+    holds["shared_memory_empty"] = not left
+    for name_left in left:
+        print(f"problem: /dev/shm/{name_left} is left over")
     print(json.dumps({
         "kills": args.kills, "attempts": len(attempts(disturbed)), "lines": len(metrics), "rollouts": len(order),
         "audit": counts, **holds,

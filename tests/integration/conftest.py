@@ -28,7 +28,7 @@ def small_config(output_dir: Path, **overrides) -> RunConfig:
     config.controller.num_steps, config.controller.eval_every = 2, 0
     config.controller.eval_tasks, config.controller.test_tasks, config.controller.pass_at_k = 8, 8, 2
     config.controller.call_timeout_s = config.controller.sample_timeout_s = 120
-    config.generator.max_num_seqs = 64
+    config.generator.max_num_seqs, config.generator.num_spares = 64, 0
     for path, value in overrides.items():
         *parents, last = path.split("__")
         target = config

@@ -49,7 +49,11 @@ async def _pid(controller, index) -> int:
 
 
 async def _spare(controller) -> int:
-    """Waits until a spare is prepared; returns its process id."""
+    """Waits until a spare is prepared; returns its process id. A spare is started once generators have answered."""
+    async with asyncio.timeout(60):
+        await _sample(controller, 1)
+        while controller.launcher._spares is None:
+            await asyncio.sleep(0.05)
     (preparing,) = controller.launcher._spares._preparing
     procs, actors = await asyncio.wait_for(asyncio.shield(preparing), 60)
     (pid,) = [pid for _, pid in await actors.prepare.call(True)]

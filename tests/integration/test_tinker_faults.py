@@ -1,5 +1,6 @@
 """What dies under a Tinker server: a generator, the trainer, the server."""
 
+import json
 import os
 import signal
 import time
@@ -7,9 +8,11 @@ import time
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.integration.test_tinker import SEQUENCE, datum, logprobs, step
 from tests.integration.tinker_server import tinker_server, wait_for_url
+from torchtitan_rl.weights.checkpoint import checksums
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types
@@ -86,3 +89,31 @@ def test_deaths_under_the_server(tmp_path):
         sampler = service.create_sampling_client(model_path=sampler_path).result()
         scored = sampler.compute_logprobs(types.ModelInput.from_ints(SEQUENCE)).result(60)
         torch.testing.assert_close(torch.tensor(scored[1:]), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_sampler_file_with_right_checksums_and_wrong_weights_fails_its_own_requests_alone(tmp_path):
+    params, prompt = types.SamplingParams(max_tokens=8, temperature=0.0), types.ModelInput.from_ints(SEQUENCE)
+    with tinker_server(tmp_path, "--lora-rank", "8") as (url, _):
+        service = tinker.ServiceClient(base_url=url, api_key="tml-x")
+        rest = tinker.RestClient(base_url=url, api_key="tml-x")
+        base_model = rest.get_server_capabilities().result(30).supported_models[0].model_name
+        client = service.create_lora_training_client(base_model, rank=8, seed=1).result()
+        good, bad = [client.save_weights_for_sampler(name).result(60).path for name in ("good", "bad")]
+        (file,) = tmp_path.glob("run/**/bad/weights.safetensors")
+        tensors = load_file(file)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+        save_file(tensors, file)
+        records = json.loads((file.parent / "files.json").read_text())
+        records |= checksums(file.parent, [file])
+        (file.parent / "files.json").write_text(json.dumps(records))
+
+        sampler = service.create_sampling_client(model_path=good).result()
+        before = sampler.sample(prompt, 1, params).result(60).sequences[0].tokens
+        for _ in range(2):
+            with pytest.raises(tinker.RequestFailedError, match="differs from the tensor that it is tied to") as error:
+                service.create_sampling_client(model_path=bad).result().sample(prompt, 1, params).result(60)
+            assert error.value.category is types.RequestErrorCategory.User
+        assert sampler.sample(prompt, 1, params).result(60).sequences[0].tokens == before
+        assert "is lost" not in (tmp_path / "server.log").read_text(errors="replace")

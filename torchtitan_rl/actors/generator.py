@@ -60,15 +60,15 @@ class Generator(Actor):
         return await self.rank.sample(ticket, requests)
 
     @concurrent_endpoint
-    async def fetch(self, version: int, verify: bool) -> None:
-        await self.rank.fetch(version, verify)
+    async def fetch(self, version: int, verify: bool) -> ValueError | None:
+        return await self.rank.fetch(version, verify)
 
     @concurrent_endpoint
     async def fetch_hf(self, directory: str, version: int) -> None:
         await self.rank.fetch_hf(directory, version)
 
     @concurrent_endpoint
-    async def load(self, version: int) -> float:
+    async def load(self, version: int) -> float | ValueError:
         return await self.rank.load(version)
 
     @concurrent_endpoint

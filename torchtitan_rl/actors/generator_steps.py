@@ -45,15 +45,20 @@ class GeneratorSteps:
             self._waiting[ticket] = waiting
         return answers
 
-    async def fetch(self, version: int, verify: bool) -> None:
-        """Stages a version from the store. Raises RuntimeError for tensors that do not fit this model."""
+    async def fetch(self, version: int, verify: bool) -> ValueError | None:
+        """Stages a version from the store. Returns why its tensors do not fit this model; None where they do."""
         manifest, payload = await self.store.fetch(version, verify=verify)
         if {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()} != self.engine.held:
             difference = explain_difference(manifest.entries, self.engine.held)
-            raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
-        self.engine.stage(version, layout.read(payload, manifest))
+            return ValueError(f"policy_version={version}: does not fit this generator: {difference}")
+        tensors = layout.read(payload, manifest)
+        if name := self.engine.unequal_tie(tensors):
+            return ValueError(f"policy_version={version}: {name} differs from the tensor that it is tied to")
+        self.engine.stage(version, tensors)
+        return None
 
-    async def load(self, version: int) -> float:
+    async def load(self, version: int) -> float | ValueError:
         """Copies the fetched version into the model between two engine steps and resets the prefix cache. Returns the
-        seconds from one engine step to the next."""
+        seconds from one engine step to the next, or why the version cannot be loaded: the engine stands still then,
+        until a later load succeeds."""
         return await asyncio.shield(asyncio.wrap_future(self.engine.load(version)))

@@ -182,15 +182,16 @@ class GeneratorOperations(Protocol):
     async def sample(self, ticket: int, requests: list[Request]) -> list[tuple[int, Any]]:
         """Admits requests under a ticket. Returns the answers that are there, each with the index of its request."""
 
-    async def fetch(self, version: int, verify: bool) -> None:
-        """Stages a version from the store."""
+    async def fetch(self, version: int, verify: bool) -> ValueError | None:
+        """Stages a version from the store. Returns why the version does not fit this model."""
 
     async def fetch_hf(self, directory: str, version: int) -> None:
         """Stages the weights of a Hugging Face directory."""
 
     @needs("weights")
-    async def load(self, version: int) -> float:
-        """Copies the staged version into the model. Returns the seconds for which the engine stood still."""
+    async def load(self, version: int) -> float | ValueError:
+        """Copies the staged version into the model. Returns the seconds for which the engine stood still, or why the
+        version cannot be loaded."""
 
     async def probe(self) -> None:
         """Returns once the engine's thread has answered."""

@@ -38,6 +38,8 @@ def open_fields(config: RunConfig) -> dict[str, str]:
     if not config.generator.max_model_len:
         twice = "twice " if config.algorithm.asks_teacher else ""
         found["generator.max_model_len"] = f"from {twice}sampling.{limits}"
+    if config.generator.num_spares is None:
+        found["generator.num_spares"] = "from generator.num_replicas"
     return found
 
 
@@ -56,11 +58,14 @@ def settled(config: RunConfig) -> RunConfig:
         name: dataclasses.replace(role, trainer=trainers[name]) for name, role in config.roles.configured().items()
     }
     context = config.generator.max_model_len or longest * (2 if config.algorithm.asks_teacher else 1)
+    spares = config.generator.num_spares
+    if spares is None:
+        spares = int(config.generator.num_replicas > 1 and config.generator.max_replica_restarts > 0)
     return dataclasses.replace(
         config,
         trainer=trainers["policy"],
         roles=dataclasses.replace(config.roles, **roles),
-        generator=dataclasses.replace(config.generator, max_model_len=context),
+        generator=dataclasses.replace(config.generator, max_model_len=context, num_spares=spares),
     )
 
 

@@ -166,9 +166,10 @@ class GeneratorConfig:
     replica stays lost, and the run ends with the last one. Not with `roles.colocation="all"`."""
     restart_window_s: float = 3600.0
     """Seconds over which `max_replica_restarts` counts."""
-    num_spares: int = 0
+    num_spares: int | None = None
     """Processes per run that have imported what a replica needs and wait to replace a lost one: a replacement then
-    starts in a third of the time. Each takes some 0.6 GiB of host memory per rank of a replica. On one machine only."""
+    starts in a third of the time. They start once the generators have answered. Each takes some 0.6 GiB of host memory
+    per rank of a replica. None: 1 where several replicas run on one machine and are replaced, else 0."""
     probe_every_s: float = 2.0
     """Seconds between two signs of life of a replica's engine."""
     hang_timeout_s: float = 120.0

@@ -29,6 +29,9 @@ class Repair:
     `start(role)` ends what is left of a replica and starts its replacement on the same devices. The engine of the
     replacement holds no weights yet. Every `probe_every_s` seconds a replica is asked for a sign of life; a replica
     whose engine has given none for `hang_timeout_s` is lost.
+
+    `on_answered` is called once, at the first sign of life after a replica has answered a request: what it prepares for
+    later losses delays neither the start of a run nor its first requests.
     """
 
     def __init__(
@@ -39,9 +42,10 @@ class Repair:
         window_s: float,
         probe_every_s: float,
         hang_timeout_s: float,
+        on_answered: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._start, self._clock = start, clock
+        self._start, self._clock, self._on_answered = start, clock, on_answered
         self.max_restarts, self.window_s = max_restarts, window_s
         self.probe_every_s, self.hang_timeout_s = probe_every_s, hang_timeout_s
         self._restarts: deque[float] = deque()
@@ -80,6 +84,10 @@ class Repair:
                 await replica.mesh.call_leader(GeneratorOperations.probe, timeout_s=self.hang_timeout_s)
             except RuntimeError as error:
                 lose(replica, ReplicaLost(str(error)))
+                continue
+            if self._on_answered is not None and replica.has_answered:
+                prepare, self._on_answered = self._on_answered, None
+                prepare()
 
     def _count(self, reason: str | None) -> None:
         now = self._clock()

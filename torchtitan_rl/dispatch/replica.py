@@ -14,11 +14,16 @@ from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.types import Request
 
-__all__ = ["Replica", "ReplicaLost"]
+__all__ = ["Replica", "ReplicaLost", "VersionRefused"]
 
 
 class ReplicaLost(Exception):
     """The replica is at fault, not the call. The message is the reason."""
+
+
+class VersionRefused(ValueError):
+    """The version is at fault: its tensors do not fit, or the engine cannot load them. The replica holds the version
+    that it held before, and goes on."""
 
 
 class Replica:
@@ -50,12 +55,14 @@ class Replica:
         self._num_tickets, self.stall_s = 0, 0.0
         """`stall_s`: the seconds for which the engine stood still at the last load of weights."""
         self.unanswered = 0  # requests in the engine
+        self.has_answered = False
+        """Whether the replica has answered a request."""
 
     async def sample(
         self, requests: list[Request], version: int | None, timeout_s: float
     ) -> AsyncIterator[list[tuple[int, Any]]]:
         """Yields answers as they come, each with the index of its request; a ValueError is the answer to a request at
-        fault. Raises ReplicaLost, also when `timeout_s` pass without an answer."""
+        fault. Raises ReplicaLost, also when `timeout_s` pass without an answer, and VersionRefused."""
         self._num_tickets = ticket = self._num_tickets + 1
         async with self._serving(version):
             left, self.unanswered = len(requests), self.unanswered + len(requests)
@@ -65,10 +72,12 @@ class Replica:
                         GeneratorOperations.sample, ticket, requests, timeout_s=timeout_s
                     )
                 left, self.unanswered, requests = left - len(answers), self.unanswered - len(answers), []
+                self.has_answered = True
                 yield answers
 
     async def pull(self, version: int) -> None:
-        """Fetches a version, while requests go on, and loads it once pinned ones have ended. Raises ReplicaLost."""
+        """Fetches a version, while requests go on, and loads it once pinned ones have ended. Raises ReplicaLost, and
+        VersionRefused."""
         async with self._changed:  # a pinned request may be loading this version: it would take what is fetched here
             self._pulling = version
             self._changed.notify_all()  # the version before serves unpinned requests from now on
@@ -152,18 +161,45 @@ class Replica:
             await self.versions.release(version, self.mesh.role)
 
     async def _fetch(self, operation: Operation, *args) -> None:
-        with _at_fault(WorkerLost):  # no other error: damaged or misfit weights would fail on any replica
-            await self.mesh.call_all(operation, *args)
+        with _at_fault(WorkerLost):  # no other error: damaged weights would fail on any replica
+            refusal = await self.mesh.call_all(operation, *args)
+        if refusal is not None:
+            raise VersionRefused(str(refusal))
 
     async def _switch(self, version: int) -> int | None:
-        """Loads a fetched version into the engine. Returns the version that was held before."""
+        """Loads a fetched version into the engine. Returns the version that was held before. Raises VersionRefused once
+        the engine holds the version before again."""
+        if (refusal := await self._copy(version)) is not None:
+            await self._go_back(refusal)
+            raise VersionRefused(str(refusal))
+        previous, self.held = self.held, version
+        return previous
+
+    async def _copy(self, version: int) -> ValueError | None:
+        """Loads a fetched version into the engine. Returns why the engine cannot: it stands still until a later load
+        succeeds."""
         with _at_fault(RuntimeError):
-            self.stall_s = await self.mesh.call_leader(GeneratorOperations.load, version)
+            answer = await self.mesh.call_leader(GeneratorOperations.load, version)
+        if isinstance(answer, ValueError):
+            return answer
+        self.stall_s = answer
         if self.on_load is not None:
             self.on_load()
         self._changed.notify_all()  # requests that wait for a version look again once the lock is free
-        previous, self.held = self.held, version
-        return previous
+        return None
+
+    async def _go_back(self, refusal: ValueError) -> None:
+        """Loads the held version once more, which the store keeps for this replica. Raises ReplicaLost where that
+        fails."""
+        if self.held is None:
+            return  # no request is in an engine without weights
+        try:
+            await self._fetch(GeneratorOperations.fetch, self.held, self.verify)
+            again = await self._copy(self.held)
+        except (RuntimeError, ValueError) as error:
+            raise ReplicaLost(f"{refusal}; version {self.held} did not come back: {error}") from error
+        if again is not None:
+            raise ReplicaLost(f"{refusal}; version {self.held} did not come back: {again}")
 
 
 @contextmanager

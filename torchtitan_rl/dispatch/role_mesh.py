@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from monarch.actor import ActorError
@@ -13,6 +14,7 @@ from torchtitan_rl.actors.operations import Operation, WorkerProcess
 __all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe", "late"]
 
 _WATCH_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.5
 # When a rank dies, collectives fail on other ranks, and their errors may arrive first. Monarch notices a death within a
 # second.
 _BLAME_S = 3.0
@@ -63,6 +65,14 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:500] if text else type(error).__name__}"
 
 
+def _has_ended(pid: int) -> bool:
+    """Whether a process of this machine is gone, or is a zombie that its parent has not collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def _reason(error: BaseException) -> str:
     """The last line of Monarch's report. The lines before it name actors by their addresses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -92,6 +102,9 @@ class RoleMesh:
         self.role, self.actors, self.timeout_s = role, actors, timeout_s
         self.hosts, self._lost_hosts, self._stopped = hosts, lost_hosts, stopped
         self.num_ranks, self._tp = num_ranks, tensor_parallel_size
+        self.pids: Sequence[int] = ()
+        """The processes of the ranks, where they are on this machine: their end is seen here. Monarch mostly notices it
+        within a second too, but where it depends on silence only after 8 s."""
         self.data_parallel_size = num_ranks // tensor_parallel_size
         self._workers = [actors.flatten("rank").slice(rank=rank) for rank in range(num_ranks)]
 
@@ -168,7 +181,10 @@ class RoleMesh:
             for rank, call in zip(ranks, calls, strict=True)
         ]
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+            done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION, timeout=_LOOK_EVERY_S)
+            while left and not any(wait.exception() for wait in done):
+                self._refuse_ended(operation, ranks)
+                done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION, timeout=_LOOK_EVERY_S)
             errors = [wait.exception() for wait in done if wait.exception()]
             if errors:
                 raise await self._culprit(operation, errors[0])
@@ -177,6 +193,11 @@ class RoleMesh:
             for wait in waits:
                 if not wait.cancel() and not wait.cancelled():
                     wait.exception()  # read, so that asyncio does not warn
+
+    def _refuse_ended(self, operation: Operation, ranks: Sequence[int]) -> None:
+        for rank in ranks if self.pids else ():
+            if _has_ended(self.pids[rank]):
+                raise ProcessDied(f"{self._name(rank, operation)}: its process died; see its log")
 
     def _name(self, rank: int, operation: Operation) -> str:
         return f"{self.role}-{rank}.{operation.__name__}" + (f" on {self.hosts[rank]}" if self.hosts else "")

@@ -14,7 +14,7 @@ from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
-from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
+from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.timed_router import TimedRouter
 from torchtitan_rl.dispatch.version_holders import VersionHolders
@@ -67,12 +67,17 @@ class SamplingSteps(ABC):
         return {replica.mesh.role: replica.lost or "healthy" for replica in self._replicas}
 
     async def pull(self, version: int) -> None:
-        """Every healthy replica loads a published version. Raises RuntimeError when no replica is left."""
+        """Every healthy replica loads a published version. Raises RuntimeError when no replica is left, and when all of
+        them refuse the version: they serve the version before then."""
         if self._repair is not None and not self._probed:
             self._probe(self._repair)
         async with self._turn(GeneratorOperations.load):
-            self._versions.served = version
-            await self._on_all(lambda replica: replica.pull(version))
+            before, self._versions.served = self._versions.served, version
+            try:
+                await self._on_all(lambda replica: replica.pull(version))
+            except VersionRefused as error:
+                self._versions.served = before
+                raise RuntimeError(str(error)) from error
 
     async def pull_newest(self) -> int:
         """Every healthy replica loads what the trainer holds now, as a version of its own. Returns the version."""
@@ -83,7 +88,10 @@ class SamplingSteps(ABC):
     async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
         indices = await self._some_healthy()
         results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)
-        for index, result in zip(indices, results):
+        loaded = any(result is None for result in results)
+        for position, (index, result) in enumerate(zip(indices, results)):
+            if loaded and isinstance(result, VersionRefused):  # others hold the version: this replica is at fault
+                results[position] = result = ReplicaLost(str(result))
             if isinstance(result, ReplicaLost):
                 self._lose(self._replicas[index], result)
         for result in results:

@@ -6,6 +6,7 @@ command, because ranks that stepped different schedules would wait for each othe
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from abc import ABC, abstractmethod
@@ -32,6 +33,8 @@ from torchtitan_rl.engine.structures import structured_outputs
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["EngineSteps", "Command", "engine_params", "completion"]
+
+logger = logging.getLogger(__name__)
 
 _SAME = ("max_tokens", "temperature", "seed", "stop_token_ids", "stop", "ignore_eos", *NEUTRAL)
 """The fields that vLLM's sampling parameters have under the same names."""
@@ -77,6 +80,8 @@ class EngineSteps(ABC):
         self._asleep: set[str] = set()
         self._spoiled = False
         """Whether a request had a NaN since the prefix cache was emptied."""
+        self._halted = False
+        """Whether the last load failed: the model holds no whole version, and requests wait for a load."""
         self._current: list[Future] = []
         """Futures of the command being executed."""
         self._do: dict[str, Callable[[Any, list[Future]], None]] = {"add": self._add_all, "load": self._load_staged}
@@ -105,8 +110,13 @@ class EngineSteps(ABC):
         self._staged[version] = tensors
 
     def load(self, version: int) -> Future:
-        """Copies a version that every rank has staged into the model between two steps; gives the seconds it took."""
+        """Copies a version that every rank has staged into the model between two steps. Gives the seconds it took, or a
+        ValueError that says why the version cannot be loaded. The engine stands still then, until it loads another."""
         return self._ask(Command("load", version))
+
+    def unequal_tie(self, tensors: dict[str, torch.Tensor]) -> str:
+        """The name of a tensor that the model shares with another name, where the two differ; empty: there is none."""
+        return "" if self._config.model_impl == "vllm" else self.model.unequal_tie(tensors)
 
     def _ask(self, command: Command) -> Future:
         future: Future = Future()
@@ -139,16 +149,19 @@ class EngineSteps(ABC):
         """Gives a sign of life to who asked for one, and takes one engine step if there is work."""
         while not self._probes.empty():
             self._probes.get_nowait().set_result(None)
-        for output in self._engine.step() if self._engine.has_unfinished_requests() else ():
+        for output in self._engine.step() if self._has_work() else ():
             if output.finished:
                 self._finish(output)
         if self._spoiled and not self._engine.has_unfinished_requests():
             self._spoiled = not self._engine.reset_prefix_cache()  # no later request reads what a NaN was computed from
 
+    def _has_work(self) -> bool:
+        return self._engine.has_unfinished_requests() and not self._halted
+
     def _next(self) -> tuple[Command, list[Future]]:
         command, futures = Command(), []
         if self._leads:
-            wait_s = 0.0 if self._engine.has_unfinished_requests() else _IDLE_WAIT_S
+            wait_s = 0.0 if self._has_work() else _IDLE_WAIT_S
             with suppress(queue.Empty):
                 command, futures = self._commands.get(timeout=wait_s)
                 command.more = not self._commands.empty()
@@ -160,11 +173,14 @@ class EngineSteps(ABC):
         assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
         tensors, began = self._staged.pop(version), time.perf_counter()
         flying = self._engine.has_unfinished_requests()
-        if self._config.model_impl == "vllm":
-            vllm_internals.reload_weights(self._engine, self._spec, tensors)
-        else:
-            with torch.inference_mode():
-                self.model.load_weights(tensors.items())
+        refusal = self._copy(version, tensors)
+        if self._config.tensor_parallel_degree > 1:  # a version that fails on one rank halts all of them
+            refusal = next(filter(None, vllm_internals.from_all(refusal)), "")
+        self._halted = bool(refusal)
+        if refusal:
+            for future in futures:
+                future.set_result(ValueError(refusal))
+            return
         self.policy_version, self._num_loads = version, self._num_loads + 1
         for request in self._in_flight.values():
             request.version_starts.append((vllm_internals.num_sampled(self._engine, request.engine_id), version))
@@ -177,6 +193,19 @@ class EngineSteps(ABC):
             self.model.check_holds(tensors.items(), version)
         for future in futures:
             future.set_result(time.perf_counter() - began)
+
+    def _copy(self, version: int, tensors: dict[str, torch.Tensor]) -> str:
+        """Copies a version into the model. Returns why that failed; empty where it did not."""
+        try:
+            if self._config.model_impl == "vllm":
+                vllm_internals.reload_weights(self._engine, self._spec, tensors)
+            else:
+                with torch.inference_mode():
+                    self.model.load_weights(tensors.items())
+        except Exception as error:
+            logger.exception("version %s was not loaded", version)
+            return f"policy_version={version}: the engine cannot load it ({type(error).__name__}: {error}); use another"
+        return ""
 
     @abstractmethod
     def _check_beside(self, version: int, tensors: dict, futures: list[Future], stall_s: float) -> None:

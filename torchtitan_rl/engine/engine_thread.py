@@ -150,7 +150,7 @@ class Engine(EngineSteps):
 
     def _update(self, version: int, futures: list[Future]) -> None:
         """Loads a version; requests that are in flight end first, or have their attention cache computed again."""
-        while self._config.on_update == "wait" and self._engine.has_unfinished_requests():
+        while self._config.on_update == "wait" and self._has_work():
             self._step()
         self._load_staged(version, futures)
         if self._config.on_update == "recompute":

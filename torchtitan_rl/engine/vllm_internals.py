@@ -11,7 +11,7 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `vllm_config.use_v2_model_runner`, `VLLM_USE_V2_MODEL_RUNNER` | selects the runner | as V1 |
 | `output_processor.request_states[...].detokenizer.output_token_ids` | tokens so far; above the runner | as V1 |
 | `engine_core.shutdown()`, `envs.disable_envs_cache()` | above the runner | as V1 |
-| `get_tp_group().broadcast_object` | above the runner | as V1 |
+| `get_tp_group().broadcast_object`, `.cpu_group` | above the runner | as V1 |
 | `_CPUSHMDistributed.make_group_name` | CPU ranks | not used on a GPU |
 | `runner.sampler.topk_topp_sampler.forward` | replaced in `sampling_noise.py` | draws by seed and position itself |
 | `runner.input_batch`: `logitsprocs`, `num_tokens_no_spec`, `num_prompt_tokens` | read in `sampling_noise.py` | no |
@@ -47,6 +47,7 @@ __all__ = [
     "reload_weights",
     "num_sampled",
     "from_leader",
+    "from_all",
     "shut_down",
     "zeroed_blocks",
     "private_shared_memory",
@@ -105,6 +106,16 @@ def from_leader(command: Any) -> Any:
     from vllm.distributed import get_tp_group
 
     return get_tp_group().broadcast_object(command, src=0)
+
+
+def from_all(answer: Any) -> list[Any]:
+    """Every tensor-parallel rank's object, by rank; a collective call."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    answers: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(answers, answer, group=group.cpu_group)
+    return answers
 
 
 def shut_down(engine: LLMEngine) -> None:

@@ -65,6 +65,16 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     @torch.inference_mode()
+    def unequal_tie(self, weights: dict[str, torch.Tensor]) -> str:
+        """The name of a tensor that shares its memory here with one before it, from which it differs; empty: none."""
+        first: dict[int, str] = {}
+        for name, place in self.places.items():
+            tied = first.setdefault(id(place), name)
+            if tied != name and not torch.equal(_bits(weights[name]), _bits(weights[tied])):
+                return name
+        return ""
+
+    @torch.inference_mode()
     def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
         for name, tensor in weights:

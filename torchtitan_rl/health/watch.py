@@ -13,7 +13,7 @@ from torchtitan_rl.health.diagnose import RULES, look
 from torchtitan_rl.health.facts import Facts
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.health.samples import Samples
-from torchtitan_rl.record.recorder import Listener
+from torchtitan_rl.record.recorder import GeneratorStarted, Listener, Metrics, RolloutsEnded
 from torchtitan_rl.record.run_dir import RunDir
 
 __all__ = ["Watch"]
@@ -27,14 +27,12 @@ _PACE_S = 2.0
 
 class Watch(Listener):
     """Takes samples of the run's processes, and looks by the rules after batches, evaluations and samples, at most once
-    in `pace_s` seconds. What a rule finds is a warning, once in the process's life. Belongs behind an `Aside`: it
-    computes and writes.
-
-    The fact `generator` (`client`) brings the client whose replicas are timed.
+    in `pace_s` seconds. What a rule finds is a warning, once in the process's life. Belongs behind a
+    `BackgroundListener`: it computes and writes. `GeneratorStarted` brings the client whose replicas are timed.
     """
 
-    HEARS = "generator", "rollouts", "metrics"
-    """The facts that it looks at."""
+    EVENTS = GeneratorStarted, RolloutsEnded, Metrics
+    """The events that it looks at."""
 
     def __init__(self, run_dir: RunDir, thresholds: Mapping[str, float], *, pace_s: float = _PACE_S) -> None:
         self._run_dir, self._thresholds, self._pace_s = run_dir, thresholds, pace_s
@@ -53,18 +51,21 @@ class Watch(Listener):
         for line in run_dir.read_metrics():  # of the attempts before
             self._keep(line)
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "generator":
-            self._samples.times = what["client"].request_times
-            self._samples.look_again()
-        elif kind == "rollouts":
-            self._rollouts.append(_light(what["step"], what["groups"]))
-            self._batches += 1
-            self._new |= {"batches", "answers"} if self._batches % _BATCHES == 0 else {"batches"}
-        elif kind == "metrics":
-            self._keep(what["line"])
-            if what["line"]["phase"] == "evaluation":
-                self._new.add("batches")
+    def generator_started(self, event: GeneratorStarted) -> None:
+        self._samples.times = event.client.request_times
+        self._samples.look_again()
+        self.beat()
+
+    def rollouts(self, event: RolloutsEnded) -> None:
+        self._rollouts.append(_light(event.step, event.groups))
+        self._batches += 1
+        self._new |= {"batches", "answers"} if self._batches % _BATCHES == 0 else {"batches"}
+        self.beat()
+
+    def metrics(self, event: Metrics) -> None:
+        self._keep(event.line)
+        if event.line["phase"] == "evaluation":
+            self._new.add("batches")
         self.beat()
 
     def beat(self) -> None:

@@ -140,10 +140,9 @@ class Launcher:
         """How lost replicas are replaced, with spare processes for them; None with `max_replica_restarts` 0."""
         if not config.max_replica_restarts:
             return None
-        if config.num_spares:
-            self.keep_spares(config)
         return Repair(
             self.restart_generator,
+            on_answered=partial(self.keep_spares, config) if config.num_spares else None,
             max_restarts=config.max_replica_restarts,
             window_s=config.restart_window_s,
             probe_every_s=config.probe_every_s,
@@ -152,7 +151,7 @@ class Launcher:
 
     def keep_spares(self, config: GeneratorConfig) -> None:
         """Prepares processes for replacements of lost replicas. On other hosts replacements start from scratch."""
-        if not self.hosts.attached:
+        if config.num_spares and not self.hosts.attached:
             self._spares = Spares(
                 config.num_spares,
                 config.tensor_parallel_degree,
@@ -239,7 +238,7 @@ class Launcher:
         pids = await mesh.call_each(WorkerProcess.where, timeout_s=self.start_timeout_s)
         if not self.hosts.attached:
             self.pids += [pid for pid in pids if pid not in self.pids]  # a spare is known already
-            self._role_pids[role] = pids
+            self._role_pids[role] = mesh.pids = pids
         await mesh.call_each(WorkerProcess.setup, timeout_s=self.start_timeout_s)
         return mesh
 

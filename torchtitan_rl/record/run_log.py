@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
-from torchtitan_rl.record.recorder import Listener
+from torchtitan_rl.record.recorder import DrawEvents, Evaluated, Listener, Metrics, Published, RolloutsEnded, TrainedOn
 from torchtitan_rl.record.records import Trained, rollout_records
 
 __all__ = ["RunLog", "RunDirWriter", "Tail", "encode", "json_line"]
@@ -102,30 +102,34 @@ class RunLog:
 
 
 class RunDirWriter(Listener):
-    """Writes what the loop tells to a run's directory: metrics, rollouts, evaluations, draws and policy
-    versions."""
+    """Writes events to a run's directory: metrics, rollouts, evaluations, draws and policy versions."""
 
     def __init__(self, log: RunLog, decode: Callable[[list[int]], str] | None = None) -> None:
         """`decode` turns tokens into text; with None, rollouts are recorded without what is per turn or token."""
         self._log, self._decode = log, decode
-        self._trained: list[Trained] = []
+        self._trained: Sequence[Trained] = []
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "metrics":
-            self._log.log_metrics(what["line"])
-        elif kind == "draws":
-            self._log.record("ledger", what["step"], what["records"])
-        elif kind == "evaluated":
-            self._log.record("evaluations", what["step"], what["records"])
-        elif kind == "version":
-            at = datetime.now().astimezone().isoformat(timespec="milliseconds")
-            self._log.record("versions", what["step"], [what | {"at": at}])
-        elif kind == "trained" and self._decode is not None:
-            self._trained = what["sequences"]
-        elif kind == "rollouts":
-            records = rollout_records(what["groups"], self._trained, self._decode)
-            self._log.record("rollouts", what["step"], ({"phase": "reinforcement", **record} for record in records))
-            self._trained = []
+    def metrics(self, event: Metrics) -> None:
+        self._log.log_metrics(event.line)
+
+    def draws(self, event: DrawEvents) -> None:
+        self._log.record("ledger", event.step, event.records)
+
+    def evaluated(self, event: Evaluated) -> None:
+        self._log.record("evaluations", event.step, event.records)
+
+    def published(self, event: Published) -> None:
+        at = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        self._log.record("versions", event.step, [{"version": event.version, "seconds": event.seconds, "at": at}])
+
+    def trained(self, event: TrainedOn) -> None:
+        if self._decode is not None:
+            self._trained = event.sequences
+
+    def rollouts(self, event: RolloutsEnded) -> None:
+        records = rollout_records(event.groups, self._trained, self._decode)
+        self._log.record("rollouts", event.step, ({"phase": "reinforcement", **record} for record in records))
+        self._trained = []
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.model.files import pad_token_id
-from torchtitan_rl.record.recorder import Recorder
+from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.rollout import finished
 from torchtitan_rl.train.retention import complete, superfluous
@@ -172,7 +172,7 @@ class Checkpoints:
         if not line:
             return
         try:
-            self.recorder.fact("metrics", line=line, text="")
+            self.recorder.record(Metrics(line=line))
         except OSError as error:  # the file system that has no room for a checkpoint may have none for a line
             logger.warning("metrics: a line could not be written: %s", error)
 

@@ -15,7 +15,7 @@ from torchtitan_rl import html
 from torchtitan_rl.algorithm.grouping import fill_rewards
 from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig, Split
 from torchtitan_rl.config.sampling import changes
-from torchtitan_rl.record.recorder import Recorder
+from torchtitan_rl.record.recorder import Evaluated, Metrics, Recorder
 from torchtitan_rl.record.records import evaluation_record
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.group import GroupFailed, run_attempts
@@ -293,7 +293,7 @@ class Evaluations:
                 tasks_recorded=self.config.record.eval_completions,
             )
         if result.completions:
-            self.recorder.fact("evaluated", step=step, records=result.completions)
+            self.recorder.record(Evaluated(step=step, records=result.completions))
         line = {"step": step, "phase": "evaluation", **result.metrics(), "time/step_s": span.seconds}
-        self.recorder.fact("metrics", line=line, text=f"step {step}: {shown}{result.summary()}")
+        self.recorder.record(Metrics(line=line, text=f"step {step}: {shown}{result.summary()}"))
         return result

@@ -186,7 +186,7 @@ def _check_numbers(config: RunConfig) -> None:
         ("controller.num_steps", config.controller.num_steps),
         ("supervised.num_steps", config.supervised.num_steps),
         ("supervised.lr", config.supervised.lr),
-        ("generator.num_spares", config.generator.num_spares),
+        ("generator.num_spares", config.generator.num_spares or 0),
         ("record.explain_mismatch_every", config.record.explain_mismatch_every),
         ("record.eval_completions", config.record.eval_completions),
     ):

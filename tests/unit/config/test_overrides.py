@@ -134,8 +134,20 @@ def test_lengths_follow_from_the_sampling_limits(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "replicas, restarts, asked, spares", [(1, 3, None, 0), (2, 3, None, 1), (2, 0, None, 0), (2, 3, 0, 0), (1, 3, 2, 2)]
+)
+def test_several_replicas_that_are_replaced_have_a_spare(replicas, restarts, asked, spares):
+    config = run_config()
+    config.generator.num_replicas, config.generator.max_replica_restarts = replicas, restarts
+    config.generator.num_spares = asked
+    validate(config)
+    assert settled(config).generator.num_spares == spares
+
+
 def test_explicit_lengths_stay():
     config = run_config()
+    config.generator.num_spares = 0
     assert settled(config) is config
     defaults = RunConfig(name="", task=LetterSort.Config(), model=ModelConfig())
     assert settled(defaults).trainer.training.seq_len == 1024

@@ -14,10 +14,12 @@ from torchtitan_rl.types import Completion, SamplingParams
 
 class Mesh:
     """Answers like a generator mesh; `broken[endpoint]` is raised instead, `held_up` delays sampling, prompts in `slow`
-    are answered last, once `released` is set; `fetching` holds up what fetches weights."""
+    are answered last, once `released` is set; `fetching` holds up what fetches weights; versions in
+    `refused[endpoint]` are refused there."""
 
     def __init__(self, role):
         self.role, self.num_ranks, self.broken, self.held_up = role, 2, {}, None
+        self.refused = {"fetch": [], "load": []}
         self.sampled, self.loaded, self.aborted = [], [], []
         self.waiting, self.slow, self.released, self.fetching = {}, [], asyncio.Event(), None
         self.loading = None  # holds up loads
@@ -39,8 +41,10 @@ class Mesh:
             if argument not in self.staged:
                 raise RuntimeError(f"version {argument} is not staged")
             self.staged.remove(argument)
+            if argument in self.refused["load"]:
+                return ValueError(f"policy_version={argument}: cannot be loaded")
             self.loaded.append(argument)
-            return None
+            return 0.1
         self.sampled += [request.tokens for request in requests]
         if self.held_up is not None:
             await self.held_up.wait()
@@ -68,6 +72,8 @@ class Mesh:
             raise self.broken[endpoint]
         if endpoint == "fetch" and self.fetching is not None:
             await self.fetching.wait()
+        if endpoint == "fetch" and args[0] in self.refused["fetch"]:
+            return ValueError(f"policy_version={args[0]}: does not fit")
         self.staged.add(args[0 if endpoint == "fetch" else 1])
 
 
@@ -197,6 +203,52 @@ def test_weights_that_do_not_fit_are_an_error_of_the_pull_not_of_the_replicas_he
             await client.pull(await versions.publish())
         assert set(client.health().values()) == {"healthy"}
         assert versions.held() == {1: ["generator-0"], 2: ["generator-1", "newest"]}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("endpoint, text", [("fetch", "does not fit"), ("load", "cannot be loaded")])
+def test_a_version_that_every_replica_refuses_is_an_error_of_the_pull_and_the_one_before_serves(endpoint, text):
+    async def run():
+        meshes, versions, client = client_of(2)
+        await client.pull(await versions.publish())
+        for mesh in meshes:
+            mesh.refused[endpoint].append(2)
+        with pytest.raises(RuntimeError, match=f"policy_version=2: {text}"):
+            await client.pull(await versions.publish())
+        assert set(client.health().values()) == {"healthy"} and client.policy_version == 1
+        assert versions.held() == {1: ["generator-0", "generator-1"], 2: ["newest"]}
+        assert [mesh.loaded for mesh in meshes] == [[1, 1] if endpoint == "load" else [1]] * 2
+        assert [answer.policy_versions for answer in await sample_all(client, [[1], [2]])] == [[1], [1]]
+        (refusal,) = await sample_all(client, [[1]], policy_version=2)
+        assert isinstance(refusal, ValueError) and text in str(refusal)
+        assert set(client.health().values()) == {"healthy"}
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_refuses_what_another_one_has_loaded_is_lost():
+    async def run():
+        meshes, versions, client = client_of(2)
+        await client.pull(await versions.publish())
+        meshes[0].refused["load"].append(2)
+        await client.pull(await versions.publish())
+        await settle()
+        assert client.health() == {"generator-0": "policy_version=2: cannot be loaded", "generator-1": "healthy"}
+        assert client.policy_version == 2 and versions.held() == {2: ["generator-1", "newest"]}
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_cannot_go_back_is_lost():
+    async def run():
+        meshes, versions, client = client_of(2)
+        await client.pull(await versions.publish())
+        await versions.publish()
+        for mesh in meshes:
+            mesh.refused["load"] += [1, 2]
+        (refusal,) = await sample_all(client, [[1]], policy_version=2)
+        assert "no generator replica is left" in str(refusal) and "version 1 did not come back" in str(refusal)
 
     asyncio.run(run())
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.rollout.ahead import BatchesAhead
+from torchtitan_rl.rollout.batches import BatchPlayer, SynchronousBatches
 from torchtitan_rl.rollout.draws import Draws
-from torchtitan_rl.rollout.finished import Finished
+from torchtitan_rl.rollout.finished import FinishedGroups
+from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
 from torchtitan_rl.rollout.lag import check_lag
-from torchtitan_rl.train.ahead import BatchesAhead
-from torchtitan_rl.train.training import Batches
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 from torchtitan_rl.types.run_state import RunState
 
@@ -58,19 +59,33 @@ class Run:
         if start is not None:
             self.state.step, draws = start
             self.draws.load_state_dict(draws)
-        self.finished, self.played = Finished(self.group), []
-        ahead = partial(kind, publications=self.publications, finished=self.finished)
-        batches = ahead if lag else Batches
-        self.batches = batches(self.config, self.play, self.draws, self.state, self.admitted)
+        self.finished, self.played = FinishedGroups(), []
+        player, slot_player = (
+            BatchPlayer(of, SimpleNamespace(play=self.play), self.draws, self.admitted, max_tokens=64)
+            for of in (algorithm, one_slot(algorithm))
+        )
+        own = {"slot_player": slot_player} if kind is FirstFinished else {}
+        lagged = dict(publications=self.publications, finished=self.finished, **own)
+        self.batches = (
+            kind(self.config, player, self.draws, self.state, **lagged)
+            if lag
+            else SynchronousBatches(player, self.draws, self.state)
+        )
 
     def admitted(self, draws, step):
         self.events.append(("admitted", step, self.publications[-1], [draw.id for draw in draws]))
 
     async def play(self, draws, counts: Counter):
-        run = self.finished.run_group if self.config.algorithm.max_policy_lag else self.group
-        return list(await asyncio.gather(*(run(None, draw.task, None, 2, group_id=draw.id) for draw in draws)))
+        return list(await asyncio.gather(*(self.play_draw(draw) for draw in draws)))
 
-    async def group(self, workflow, task, policy, n, *, group_id):
+    async def play_draw(self, draw):
+        """As `Rollouts` does: a group that a checkpoint holds is not played again."""
+        if (group := self.finished.take(draw.id, draw.task)) is None:
+            group = await self.group(draw.task, draw.id)
+            self.finished.keep(draw.id, draw.task, group)
+        return group
+
+    async def group(self, task, group_id):
         versions = []
         for _ in range(self.random.randrange(1, 4)):  # tokens: each from the version that is served then
             await asyncio.sleep(self.random.choice([0, 0, 1e-4, 2e-3]))
@@ -204,7 +219,7 @@ def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_for_no
                 await asyncio.sleep(1000)
             return await play(draws, counts)
 
-        run.batches._play = fails_in_the_second
+        run.batches._player._rollouts.play = fails_in_the_second
         await run.batch()
         with pytest.raises(ValueError, match="reward=2"):
             await run.batch()
@@ -216,7 +231,7 @@ def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_for_no
 
 def test_age_is_counted_in_publications_and_an_older_token_is_refused():
     task = Task(id="0", prompt="")
-    group = asyncio.run(Run(lag=0).group(None, task, None, 2, group_id="0/0"))
+    group = asyncio.run(Run(lag=0).group(task, "0/0"))
     for rollout in group.rollouts:
         rollout.turns[0].completion.policy_versions = [4, 6]
     assert check_lag([group], [0, 4, 6], 1) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}

@@ -1,10 +1,8 @@
-"""With a lag: the evaluations after a step are made while the next batch trains."""
+"""With a lag: the evaluations after a step are made while later batches are played and train."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from torchtitan_rl.config.run import ControllerConfig
 from torchtitan_rl.dispatch.version_holders import VersionHolders
@@ -13,15 +11,12 @@ from torchtitan_rl.train.early_stop import EarlyEnd, end_early
 from torchtitan_rl.train.evaluation import Evaluations
 from torchtitan_rl.types.run_state import RunState
 
-__all__ = ["WAIT", "EvaluationBeside"]
-
-WAIT = "wait for the evaluation"
-"""The span of a publication's wait."""
+__all__ = ["OverlappedEvaluations"]
 
 _HOLDER = "evaluation"
 
 
-class EvaluationBeside:
+class OverlappedEvaluations:
     """The evaluations after a step, in a task of their own. Their requests name the version that is served as they
     begin, and the next publication waits for them: no evaluation mixes versions, and no replica loads a version twice.
 
@@ -40,30 +35,29 @@ class EvaluationBeside:
         self._config, self._evaluations, self._versions = config, evaluations, versions
         self._state, self._recorder = state, recorder
         self._task: asyncio.Task[None] | None = None
+        self.waited_s = 0.0
+        """Seconds that the last `finish` waited."""
 
     async def begin(self) -> None:
-        """Begins the evaluations after the present step. Raises EarlyEnd as `before_batch` does."""
+        """Begins the evaluations after the present step. Raises EarlyEnd as `begin_due` does."""
         self._end_early()
         self._state.evaluations_due = ["validation", *self._config.eval_sets]
         self._start()
 
-    def before_batch(self) -> None:
-        """Begins the evaluations that a checkpoint says are due. Raises EarlyEnd where the results so far say so."""
+    def begin_due(self) -> None:
+        """Before a batch: begins the evaluations that a checkpoint says are due. Raises EarlyEnd where the results so
+        far say so."""
         self._end_early()
         if self._state.evaluations_due and self._task is None:
             self._start()
 
-    def then(self, publish: Callable[[], Coroutine[Any, Any, int]]) -> Callable[[], Coroutine[Any, Any, int]]:
-        """`publish` after the evaluations that have begun. Raises what an evaluation raises."""
-
-        async def publish_then() -> int:
-            if self._task is not None:
-                with self._recorder.span(WAIT):
-                    await self._task
-                self._task = None
-            return await publish()
-
-        return publish_then
+    async def finish(self) -> None:
+        """Before a publication: waits for the evaluations that have begun. Raises what an evaluation raises."""
+        self.waited_s = 0.0
+        if self._task is not None:
+            with self._recorder.span("wait for the evaluation") as wait:
+                await self._task
+            self._task, self.waited_s = None, wait.seconds
 
     async def cancel(self) -> None:
         """Gives up the evaluations that have begun; they stay due."""

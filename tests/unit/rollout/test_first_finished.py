@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.train.test_ahead import NUM_BATCHES, PER_BATCH, Run
+from tests.unit.rollout.test_ahead import NUM_BATCHES, PER_BATCH, Run
 from torchtitan_rl.rollout.draws import Batch, Draw, NothingToTrainOn
-from torchtitan_rl.train.first_finished import FirstFinished, joined
+from torchtitan_rl.rollout.first_finished import FirstFinished, joined
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
 
 ALL = set(range(PER_BATCH * NUM_BATCHES))
@@ -27,10 +27,10 @@ class Told(Run):
         self.ends = {}
         super().__init__(lag, kind=FirstFinished)
 
-    async def group(self, workflow, task, policy, n, *, group_id):
+    async def group(self, task, group_id):
         version = self.publications[-1]
         await self.ends.setdefault(int(group_id.split("/")[0]), asyncio.Event()).wait()
-        group = await super().group(workflow, task, policy, n, group_id=group_id)
+        group = await super().group(task, group_id)
         group.rollouts[0].turns[0].completion.policy_versions[0] = version
         return group
 
@@ -168,7 +168,7 @@ def test_a_batch_without_a_group_plays_its_slots_again():
 def test_the_share_of_long_rollouts_is_told_of_the_batch_and_of_all_that_were_played():
     async def go():
         run = Told(lag=2)
-        run.batches._max_tokens = 4  # long: two tokens or more
+        run.batches._player.max_tokens = 4  # long: two tokens or more
         batches = [await run.batch() for _ in range(3)]
         played = [slot for slot, end in run.ends.items() if end.is_set()]
         for batch in batches:

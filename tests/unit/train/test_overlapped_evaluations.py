@@ -8,7 +8,7 @@ from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.train.early_stop import EarlyEnd
 from torchtitan_rl.train.evaluation import Evaluation
-from torchtitan_rl.train.evaluation_beside import EvaluationBeside
+from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 from torchtitan_rl.train.retention import superfluous
 from torchtitan_rl.types.run_state import RunState
 
@@ -36,10 +36,10 @@ class Run:
         self.state = state or RunState(seed=0, step=4)
         self.versions, self.done, self.error, self.made = Versions(), asyncio.Event(), error, []
         self.recorder = Recorder()
-        self.beside = EvaluationBeside(self.config, self, self.versions, self.state, self.recorder)
-        self.publish = self.beside.then(self.published)
+        self.beside = OverlappedEvaluations(self.config, self, self.versions, self.state, self.recorder)
 
-    async def published(self):
+    async def publish(self):
+        await self.beside.finish()
         self.versions.served += 1
         return self.versions.served
 
@@ -76,11 +76,11 @@ def test_a_resumed_run_makes_the_evaluations_that_are_due_and_no_other():
     async def go():
         run = Run(RunState(seed=0, step=4, evaluations_due=["hard"]))
         run.done.set()
-        run.beside.before_batch()
-        run.beside.before_batch()
+        run.beside.begin_due()
+        run.beside.begin_due()
         await run.publish()
         assert run.made == [("hard", 4, 7)]
-        run.beside.before_batch()
+        run.beside.begin_due()
         assert run.versions.held == []
 
     asyncio.run(go())
@@ -118,7 +118,7 @@ def test_a_result_ends_the_run_before_the_next_batch():
         await run.beside.begin()
         await run.publish()
         run.state.step = 5
-        for end in (run.beside.begin(), asyncio.to_thread(run.beside.before_batch)):
+        for end in (run.beside.begin(), asyncio.to_thread(run.beside.begin_due)):
             with pytest.raises(EarlyEnd, match="validation accuracy is 0.500 after step 4"):
                 await end
         assert run.state.evaluations_due == []

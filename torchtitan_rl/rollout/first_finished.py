@@ -6,18 +6,18 @@ import asyncio
 import dataclasses
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torchtitan_rl.rollout.draws import Batch, Draw, NothingToTrainOn
+from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.rollout.batches import BatchPlayer
+from torchtitan_rl.rollout.draws import Batch, NothingToTrainOn
 from torchtitan_rl.rollout.finished import Kept
-from torchtitan_rl.rollout.resampling import fill_batch
-from torchtitan_rl.train.ahead import BatchesAhead
+from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["FirstFinished", "joined"]
+__all__ = ["FirstFinished", "joined", "one_slot"]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class _Slot:
     """The slot's groups, replacements included, as a batch of one slot."""
 
 
-class FirstFinished(BatchesAhead):
+class FirstFinished(LaggedBatches):
     """Keeps (1 + k // 2) B slots in flight, k being `algorithm.max_policy_lag` and B `tasks_per_step`, and makes a
     batch of the B slots that have finished first.
 
@@ -42,12 +42,10 @@ class FirstFinished(BatchesAhead):
     every slot trains, and in time.
     """
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self._whole = algorithm = self._config.algorithm
-        filters = dataclasses.replace(algorithm.filters, max_stalled_rounds=1)
-        of_slot = dataclasses.replace(algorithm, tasks_per_step=1, filters=filters)
-        self._config = dataclasses.replace(self._config, algorithm=of_slot)  # `_played` makes a batch of each slot
+    def __init__(self, *arguments: Any, slot_player: BatchPlayer, **keywords: Any) -> None:
+        """`slot_player` plays one slot at a time, see `one_slot`; the other arguments are those of `LaggedBatches`."""
+        super().__init__(*arguments, **keywords)
+        self._slot_player = slot_player
         self._slots: dict[int, _Slot] = {}
         """The slots in flight, by number, in order."""
         self._done: list[_Slot] = []
@@ -81,7 +79,7 @@ class FirstFinished(BatchesAhead):
 
     def _admit(self) -> None:
         """Admits slots until as many are in flight as may be, or as the run will train on."""
-        algorithm, step = self._whole, self._state.step
+        algorithm, step = self._algorithm, self._state.step
         num_batches = math.ceil((self._config.controller.num_steps - step) / algorithm.steps_per_batch)
         most = max(1, min(1 + algorithm.max_policy_lag // 2, num_batches)) * algorithm.tasks_per_step
         while len(self._slots) < most:
@@ -91,7 +89,7 @@ class FirstFinished(BatchesAhead):
                 continue
             due = self._owed.pop(draw.slot, self._batch + algorithm.max_policy_lag)
             begins = step + (due - self._batch) * algorithm.steps_per_batch
-            playing = asyncio.ensure_future(self._played([draw], begins))
+            playing = asyncio.ensure_future(self._slot_player.play([draw], begins))
             slot = _Slot(slot=draw.slot, due=due, before=before, task=playing)
             playing.add_done_callback(partial(self._has_finished, slot))
             self._slots[slot.slot] = slot
@@ -107,7 +105,7 @@ class FirstFinished(BatchesAhead):
     def _is_long(self, group: RolloutGroup) -> Counter[bool]:
         """How many of the rollouts have at least half of `sampling.max_tokens` tokens, and how many have fewer."""
         lengths = (sum(len(turn.completion.tokens) for turn in rollout.turns) for rollout in group.rollouts)
-        return Counter(2 * length >= self._max_tokens for length in lengths)
+        return Counter(2 * length >= self._player.max_tokens for length in lengths)
 
     async def _first(self) -> list[_Slot]:
         """The slots of the next batch: those that finished first among the slots that `_last_due` leaves."""
@@ -115,11 +113,11 @@ class FirstFinished(BatchesAhead):
         waiting: dict[int, deque[tuple[int, _Slot]]] = defaultdict(deque)
         """Batch -> the slots that are due in it and have finished, each with its place in `_done`."""
         due, seen = Counter(slot.due for slot in self._slots.values()), 0
-        while len(chosen) < self._whole.tasks_per_step:
+        while len(chosen) < self._algorithm.tasks_per_step:
             for slot in self._done[seen:]:
                 waiting[slot.due].append((seen, slot))
                 seen += 1
-            last = self._last_due(due, self._whole.tasks_per_step - len(chosen))
+            last = self._last_due(due, self._algorithm.tasks_per_step - len(chosen))
             heads = [(slots[0][0], batch) for batch, slots in waiting.items() if slots and batch <= last]
             if heads:
                 _, batch = min(heads)
@@ -134,24 +132,18 @@ class FirstFinished(BatchesAhead):
         """The last batch whose slots may join the next one, which has so much room. `due` counts the other slots by
         the batch in which they are due. If i B or more of these were left that are due in the i batches after the next
         one, the room is for slots of those alone."""
-        for i in range(self._whole.max_policy_lag + 1):
+        for i in range(self._algorithm.max_policy_lag + 1):
             num = sum(number for batch, number in due.items() if batch <= self._batch + i)
-            if num - i * self._whole.tasks_per_step >= room:
+            if num - i * self._algorithm.tasks_per_step >= room:
                 return self._batch + i
         return math.inf
 
     async def _further_rounds(self, batch: Batch) -> Batch:
         """Plays its slots again for a batch without a group, as `fill_batch` says. Raises NothingToTrainOn."""
-
-        def play(draws: list[Draw], counts: Counter) -> Awaitable[list[RolloutGroup]]:
-            self._admitted(draws, self._state.step)
-            return self._play(draws, counts)
-
         last = list({draw.slot: draw for draw in batch.draws}.values())
-        replace, limit = self._draws.replace, self._max_tokens
         batch.metrics.pop("filter/missing_tasks", None)
         try:
-            more = await fill_batch(play, replace, last, [], self._whole, Counter(), max_tokens=limit)
+            more = await self._player.fill(last, [], Counter(), self._state.step)
         except NothingToTrainOn as nothing:
             nothing.batch.draws = nothing.batch.draws[len(last) :]
             nothing.batch = joined([batch, nothing.batch])
@@ -160,10 +152,10 @@ class FirstFinished(BatchesAhead):
         return joined([batch, more])
 
     def num_ready(self) -> int:
-        return len(self._done) // self._whole.tasks_per_step
+        return len(self._done) // self._algorithm.tasks_per_step
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `BatchesAhead`, before the oldest slot in flight; with `in_flight`, pairs of a slot and the batches
+        """As of `LaggedBatches`, before the oldest slot in flight; with `in_flight`, pairs of a slot and the batches
         until it is due, and `admitted`, the number of slots that were admitted. The others have trained."""
         due = {slot.slot: slot.due for slot in self._slots.values()} | self._owed
         in_flight = [[slot, batch - self._batch] for slot, batch in sorted(due.items())]
@@ -175,7 +167,7 @@ class FirstFinished(BatchesAhead):
         return super().resume(state, finished)
 
     def _before(self) -> dict[str, Any]:
-        return next(iter(self._slots.values())).before if self._slots else super()._before()
+        return next(iter(self._slots.values())).before if self._slots else self._draws.state_dict()
 
     def _give_up(self) -> list[asyncio.Task[Batch]]:
         state, tasks = self.state_dict(), [slot.task for slot in self._slots.values()]
@@ -186,6 +178,13 @@ class FirstFinished(BatchesAhead):
     def _owe(self, state: dict[str, Any]) -> None:
         self._owed = {slot: self._batch + left for slot, left in state["in_flight"]}
         self._before_owed = state["admitted"]
+
+
+def one_slot(config: AlgorithmConfig) -> AlgorithmConfig:
+    """The settings for playing one slot as a batch: the filters' rounds of a whole batch begin once no slot of it has a
+    group."""
+    filters = dataclasses.replace(config.filters, max_stalled_rounds=1)
+    return dataclasses.replace(config, tasks_per_step=1, filters=filters)
 
 
 def joined(batches: list[Batch]) -> Batch:
