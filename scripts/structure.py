@@ -131,7 +131,7 @@ def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             name = node.attr
         if (word := name.strip("_").lower()) in WORDS:
-            yield node.lineno, f"{name}: says nothing; {WORDS[word]}"
+            yield getattr(node, "lineno", 0), f"{name}: says nothing; {WORDS[word]}"
 
 
 if __name__ == "__main__":

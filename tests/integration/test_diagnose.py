@@ -1,4 +1,4 @@
-"""The rules on real runs: a short healthy one, and one whose reward is constant. `scripts.diagnose_faults` has more."""
+"""The rules on real runs: a healthy one, and one with a constant reward. `benchmarks.diagnose_faults` has more."""
 
 import subprocess
 import sys

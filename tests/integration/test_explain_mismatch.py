@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scripts import mismatch_faults
+from benchmarks import mismatch_faults
 from tests.integration.conftest import ROOT
 from torchtitan_rl.record.attempts import read_rollouts
 from torchtitan_rl.tools.explain_mismatch import explain, text
@@ -116,7 +116,7 @@ def test_a_run_samples_and_trains_the_same_without_explanations_and_nothing_list
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(mismatch_faults.FAULTS))
 def test_a_fault_is_named(name):
-    command = [sys.executable, "-m", "scripts.mismatch_faults", "faults", "--only", name]
+    command = [sys.executable, "-m", "benchmarks.mismatch_faults", "faults", "--only", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
 
@@ -124,7 +124,7 @@ def test_a_fault_is_named(name):
 @pytest.mark.slow
 def test_clean_runs_give_no_alarm():
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.mismatch_faults", "clean"],
+        [sys.executable, "-m", "benchmarks.mismatch_faults", "clean"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -17,7 +16,8 @@ from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.environment import let_garbage_wait
-from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for, start_stack
+from torchtitan_rl.launch.backend import Backend, Stack
+from torchtitan_rl.launch.choice import hosts_for, launcher_for
 from torchtitan_rl.launch.watchdog import alive
 from torchtitan_rl.model.files import assets_dir, has_weights, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
@@ -99,14 +99,14 @@ def keys_of(options: TinkerOptions) -> Keys:
     return OneKey(key)
 
 
-async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir, launcher: Any) -> Server:
+async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir, launcher: Backend) -> Server:
     """Starts the meshes, and the server over them. `config` is settled."""
     assets = assets_dir(config.model).absolute()
     tokenizer, shape = AutoTokenizer.from_pretrained(str(assets)), resolve_shape(config.model)
     ends = {"eos": tokenizer.eos_token_id, "pad": pad_token_id(tokenizer)}
     model_dir = run_dir.path / "model"
     write_model_dir(model_dir, shape, assets, **ends)
-    stack: Stack = await start_stack(config, launcher, model_dir)
+    stack: Stack = await launcher.start(config, model_dir, eos=tokenizer.eos_token_id)
     trainer, base_dir = stack.roles["policy"], assets
     if config.trainer.lora is None and not has_weights(config.model):
         base_dir = run_dir.path.absolute() / "base"  # random weights: kept, for models that begin anew

@@ -19,7 +19,6 @@ from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.dispatch.versions import ServedVersions
 from torchtitan_rl.types import Completion, Request, SamplingParams, Scores
-from torchtitan_rl.types.refusals import refuse_prompt
 
 __all__ = ["SamplingClient"]
 
@@ -173,8 +172,13 @@ class SamplingClient:
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
     ) -> Completion:
         """One completion. Raises ValueError for an empty prompt, and when prompt and completion exceed the context."""
-        if not tokens or len(tokens) + params.max_tokens > self._max_model_len:
-            refuse_prompt(len(tokens), params.max_tokens, self._max_model_len)
+        if len(tokens) + params.max_tokens > self._max_model_len:
+            raise ValueError(
+                f"prompt of {len(tokens)} tokens + max_tokens={params.max_tokens}: exceed "
+                f"generator.max_model_len={self._max_model_len}; shorten one or raise the other"
+            )
+        if not tokens:
+            raise ValueError("prompt=[]: has no tokens; give at least one")
         completion = await self._submit(Request(list(tokens), params), policy_version)
         completion.filtered = ", ".join(f"{name}={value}" for name, value in params.altered().items())
         return completion

@@ -16,7 +16,7 @@ import numpy as np
 
 from torchtitan_rl.algorithm.inputs import parts_of, tasks_of
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.launch.stack import Stack
+from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.mismatch import gap
 from torchtitan_rl.mismatch.causes import Cause, left
 from torchtitan_rl.mismatch.gap import Sample, joined

@@ -16,7 +16,6 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from torchtitan_rl.record.recorder import DrawEvents, Evaluated, Listener, Metrics, Published, RolloutsEnded, TrainedOn
 from torchtitan_rl.record.records import Trained, rollout_records
-from torchtitan_rl.record.refusals import refuse_columns, refuse_metrics
 
 __all__ = ["RunLog", "RunDirWriter", "Tail", "encode", "json_line"]
 
@@ -37,8 +36,11 @@ class Tail:
         disk. Raises ValueError for a column that the schema lacks."""
         lines = []
         for record in records:
-            if not record.keys() <= self._columns.keys():
-                refuse_columns(self.directory.name, record, self._columns)
+            if unknown := sorted(record.keys() - self._columns.keys()):
+                raise ValueError(
+                    f"table={self.directory.name}: has no column {', '.join(unknown)}; its columns are "
+                    f"{', '.join(self._columns)}"
+                )
             lines.append(json_line(record))
         self._number = self._number or self._begin()
         with open(self._lines(self._number), "ab") as stream:
@@ -80,9 +82,16 @@ class RunLog:
         Example: `log_metrics({"step": 3, "phase": "reinforcement", "reward/mean": 0.25})`.
         Raises ValueError for a missing step or phase, a name that is not `area/what`, or a value that is not plain.
         """
-        plain = all(isinstance(value, (int, float, str)) for value in metrics.values())
-        if not plain or not {"step", "phase"} <= metrics.keys() or not all(map(_METRIC_NAME.fullmatch, metrics)):
-            refuse_metrics(metrics, _METRIC_NAME)
+        for name in ("step", "phase"):
+            if name not in metrics:
+                raise ValueError(f"metrics={sorted(metrics)}: has no {name!r}; every line names its step and phase")
+        for name, value in metrics.items():
+            if not _METRIC_NAME.fullmatch(name):
+                raise ValueError(f"metric={name!r}: is not of the form area/what; rename it, as in 'reward/mean'")
+            if not isinstance(value, (int, float, str)):
+                raise ValueError(
+                    f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor"
+                )
         with self.metrics_file.open("ab") as stream:
             stream.write(json_line(metrics))
 

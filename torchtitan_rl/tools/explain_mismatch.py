@@ -23,8 +23,9 @@ from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.resolve import rebuilt
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.local import LocalLauncher
-from torchtitan_rl.launch.stack import Stack, start_stack
+from torchtitan_rl.launch.stack import start_stack
 from torchtitan_rl.mismatch import gap
 from torchtitan_rl.mismatch.causes import Cause
 from torchtitan_rl.mismatch.gap import Limits, Parts, Sample

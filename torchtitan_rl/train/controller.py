@@ -21,7 +21,8 @@ from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.launch.attach import Hosts
-from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for, settled_for
+from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.launch.choice import hosts_for, launcher_for, settled_for
 from torchtitan_rl.mismatch.explainer import MismatchExplainer
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.progress import Progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from torchtitan_rl.algorithm.demonstrations import demonstration_datums
+from torchtitan_rl.algorithm.datums import demonstration_datums
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient

@@ -11,7 +11,7 @@ from torchtitan_rl import Run
 from torchtitan_rl.cli import evaluate, main
 from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.launch.stack import Stack
+from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_log import RunDirWriter

@@ -1,11 +1,11 @@
 """Samples per second through the Tinker server, against the same samples by the sampling client, in one invocation.
 
-    .venv/bin/python -m scripts.tinker_load [--seconds 60] [--connections 64] [--tokens 16] [--sdk | --swaps]
+    .venv/bin/python -m benchmarks.tinker_load [--seconds 60] [--connections 64] [--tokens 16] [--sdk | --swaps]
 
 A Qwen3 of 32M random parameters, one generator. Blocks of both kinds alternate. A block of `direct`: so many tasks of
 this process ask the client. A block of `http`: a process of its own opens as many connections, and on each asks for a
 sample and then for its answer, in bare HTTP; with `--sdk` it has as many threads with the SDK. Prints one
-line of JSON, as scripts/gateway_load.py does; `server_cpu_ms` is of the handlers, per sample.
+line of JSON, as benchmarks/gateway_load.py does; `server_cpu_ms` is of the handlers, per sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from scripts.gateway_load import cpu_s, direct, summary
+from benchmarks.gateway_load import cpu_s, direct, summary
 
 if TYPE_CHECKING:
     from torchtitan_rl.serve.tinker.service import Server
@@ -106,7 +106,7 @@ def by_sdk(url: str, base_model: str, connections: int, tokens: int, seconds: fl
 
 async def through(url: str, base_model: str, arguments: argparse.Namespace, seconds: float) -> dict[str, float]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "scripts.tinker_load", "--url", url, "--base-model", base_model),
+        *(sys.executable, "-m", "benchmarks.tinker_load", "--url", url, "--base-model", base_model),
         *("--connections", str(arguments.connections), "--tokens", str(arguments.tokens)),
         *("--seconds", str(seconds), *(["--sdk"] if arguments.sdk else [])),
         stdout=asyncio.subprocess.PIPE,
@@ -121,7 +121,7 @@ async def serving(directory: str) -> AsyncIterator[Server]:
     import torchtitan_rl.config as rl
     from torchtitan_rl.cli.tinker_server import TinkerOptions, adapted, open_server
     from torchtitan_rl.config.derive import settled
-    from torchtitan_rl.launch.stack import hosts_for, launcher_for
+    from torchtitan_rl.launch.choice import hosts_for, launcher_for
     from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.tasks.letter_sort import LetterSort
 

@@ -1,6 +1,6 @@
 """CPU seconds of the quickstart in this checkout against another checkout of the project, in pairs of runs.
 
-    .venv/bin/python -m scripts.cpu_pairs CHECKOUT [--pairs 20] [--steps 20] [--supervised-steps 20] [--whole]
+    .venv/bin/python -m benchmarks.cpu_pairs CHECKOUT [--pairs 20] [--steps 20] [--supervised-steps 20] [--whole]
 
 The two runs of a pair have the same seed and go at the same time, each on its half of the cores. The halves are swapped
 from pair to pair. A machine whose speed drifts from minute to minute slows both runs of a pair alike. CPU seconds are

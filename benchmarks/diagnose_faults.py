@@ -1,14 +1,14 @@
 """Seeds faults into short runs of the quickstart's model, and asks `diagnose` what is wrong.
 
-    .venv/bin/python -m scripts.diagnose_faults warm DIR
-    .venv/bin/python -m scripts.diagnose_faults fault DIR NAME [NAME ...]
-    .venv/bin/python -m scripts.diagnose_faults clean DIR NAME [NAME ...]
-    .venv/bin/python -m scripts.diagnose_faults report DIR
+    .venv/bin/python -m benchmarks.diagnose_faults warm DIR
+    .venv/bin/python -m benchmarks.diagnose_faults fault DIR NAME [NAME ...]
+    .venv/bin/python -m benchmarks.diagnose_faults clean DIR NAME [NAME ...]
+    .venv/bin/python -m benchmarks.diagnose_faults report DIR
 
 `warm` makes the starting points: a warm start, and a policy that has seen right answers. `fault` and `clean` run what
 `FAULTS` and `CLEAN` name, one after the other in one process. `report` prints what is said of every run in DIR. Faults
-that need actors or a kill run in processes of their own (`scripts/diagnose_faults_actors.py`); faults that no
-short run shows are made from the files of a real run (`scripts/diagnose_records.py`).
+that need actors or a kill run in processes of their own (`benchmarks/diagnose_faults_actors.py`); faults that no
+short run shows are made from the files of a real run (`benchmarks/diagnose_records.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 import torch
 
-from scripts import diagnose_implants as implants
-from scripts.diagnose_records import recorded
+from benchmarks import diagnose_implants as implants
+from benchmarks.diagnose_records import recorded
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.diagnosis import examine

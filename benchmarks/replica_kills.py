@@ -1,6 +1,6 @@
 """Kills the replicas of a run's generator in turn and compares the run with undisturbed ones.
 
-    .venv/bin/python scripts/replica_kills.py [--kills 8] [--replicas 2] [--spares 0] [--seeds 3] [--lag 0]
+    .venv/bin/python benchmarks/replica_kills.py [--kills 8] [--replicas 2] [--spares 0] [--seeds 3] [--lag 0]
                                               [--output-dir DIR]
 
 All runs have the quickstart's config with two replicas. Each kill waits until the replica killed before has completed a

@@ -7,10 +7,10 @@ import pytest
 
 from tests.unit.rollout.scripted import policy
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.rollout.altered import AlteredForTraining
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.group import run_group
 from torchtitan_rl.rollout.policy import single_turn
+from torchtitan_rl.rollout.sampler import AlteredForTraining
 from torchtitan_rl.types import SamplingParams, Task
 
 

@@ -1,6 +1,6 @@
 """A long run of very small steps: whether any process of it grows.
 
-    .venv/bin/python scripts/endurance.py [--steps 1000] [--from-step 200] [--output-dir DIR]
+    .venv/bin/python benchmarks/endurance.py [--steps 1000] [--from-step 200] [--output-dir DIR]
 
 Reads resident memory, file descriptors and threads of every process of a run, every ten steps. Asked: from
 `--from-step` to the end resident memory grows less than 3%, and the counts stay. Compared are medians over the first

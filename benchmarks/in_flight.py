@@ -1,6 +1,6 @@
 """What a rollout in flight costs the controller: its processor time per sampled token, with few and with many of them.
 
-    .venv/bin/python scripts/in_flight.py [--rollouts 64 256 1024] [--blocks 5] [--max-tokens 32]
+    .venv/bin/python benchmarks/in_flight.py [--rollouts 64 256 1024] [--blocks 5] [--max-tokens 32]
 
 The quickstart's model with random weights, tasks of 8 rollouts, at most `--max-tokens` tokens a completion. A block
 plays one batch of each size; the first block does not count. All threads of the controller's process count; trainer,

@@ -1,6 +1,6 @@
 """Measures what the layouts of a trainer change in ten optimizer steps and what they cost; writes docs/numerics.md.
 
-`.venv/bin/python scripts/numerics_table.py`, on a machine that does nothing else: some two minutes on two cores.
+`.venv/bin/python benchmarks/numerics_table.py`, on a machine that does nothing else: some two minutes on two cores.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from torchtitan_rl import platform  # noqa: E402
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape  # noqa: E402
 
 DOC = ROOT / "docs" / "numerics.md"
-BEGIN, END = "<!-- written by scripts/numerics_table.py: begin -->", "<!-- end -->"
+BEGIN, END = "<!-- written by benchmarks/numerics_table.py: begin -->", "<!-- end -->"
 LAYOUTS: dict[str, dict] = {
     "one rank": {},
     "FSDP 2": dict(dp=2),

@@ -1,6 +1,6 @@
 """What a checkpoint costs a step: seconds of staging against a memcpy of the same bytes, in one process.
 
-    .venv/bin/python scripts/checkpoint_cost.py [--flavor 0.6B] [--checkpoints 6] [--directory DIR]
+    .venv/bin/python benchmarks/checkpoint_cost.py [--flavor 0.6B] [--checkpoints 6] [--directory DIR]
 
 A trainer alone, on this machine's device, takes a step before every checkpoint. The first checkpoint allocates the
 copy; the figure that counts is that of the later ones. A memcpy is torch's copy of contiguous host memory into host

@@ -1,13 +1,13 @@
 """What recording everything costs: CPU seconds and wall time of the quickstart against a run that records nothing.
 
-    .venv/bin/python -m scripts.recording_cost [--pairs 20] [--steps 20] [--supervised-steps 20] [--whole]
+    .venv/bin/python -m benchmarks.recording_cost [--pairs 20] [--steps 20] [--supervised-steps 20] [--whole]
 
-Runs in pairs, both at the same time, as scripts/cpu_pairs.py has them.
+Runs in pairs, both at the same time, as benchmarks/cpu_pairs.py has them.
 """
 
 from __future__ import annotations
 
-from scripts.cpu_pairs import ROOT, Side, compare, length, parser
+from benchmarks.cpu_pairs import ROOT, Side, compare, length, parser
 
 SWITCHES = ("record.timeline", "record.health", "record.diagnose", "record.tensorboard", "controller.record-tokens")
 """What is on in one run and off in the other. Explanations of the mismatch have a bound of their own, and Weights &

@@ -1,9 +1,9 @@
 """Faults put into a run of the real stack, and what is said to be the cause of the gap between trainer and generator.
 
-    python -m scripts.mismatch_faults faults              # every fault, each in a short run of its own
-    python -m scripts.mismatch_faults clean               # runs without a fault: nothing may be said
-    python -m scripts.mismatch_faults faults --only shift,dtype
-    python -m scripts.mismatch_faults cost                # seconds of steps with and without an explanation
+    python -m benchmarks.mismatch_faults faults              # every fault, each in a short run of its own
+    python -m benchmarks.mismatch_faults clean               # runs without a fault: nothing may be said
+    python -m benchmarks.mismatch_faults faults --only shift,dtype
+    python -m benchmarks.mismatch_faults cost                # seconds of steps with and without an explanation
 
 Runs are local (one process); `clean` says the largest unexplained part. Exit status 1 where a
 cause is missed or made up.

@@ -1,6 +1,6 @@
 """How long new weights stop a generator: seconds of a load between two engine steps against a memcpy of its bytes.
 
-    .venv/bin/python -m scripts.generator_stall [--flavor 0.6B] [--loads 8] [--dtype bfloat16]
+    .venv/bin/python -m benchmarks.generator_stall [--flavor 0.6B] [--loads 8] [--dtype bfloat16]
 
 One engine in this process, with 8 requests under way. Every load brings other values than the one before, in one
 contiguous buffer, as a replica fetches them. A memcpy is torch's copy of contiguous host memory into host memory that
@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 import torchtitan_rl.config as rl
-from scripts.checkpoint_cost import Memcpy
+from benchmarks.checkpoint_cost import Memcpy
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """How quick the web view is on many rollouts, and how much memory it takes.
 
-    .venv/bin/python scripts/view_load.py make DIR --rollouts 200000 --tokens 200
-    .venv/bin/python scripts/view_load.py measure DIR
+    .venv/bin/python benchmarks/view_load.py make DIR --rollouts 200000 --tokens 200
+    .venv/bin/python benchmarks/view_load.py measure DIR
 
 `make` writes a run's directory of made-up rollouts, of one to three turns with everything per token, in the format of
 `record.tables`: sealed parts, and a last part of JSON lines. `measure` starts `torchtitan-rl view` on it, and

@@ -1,6 +1,6 @@
 """Weights from trainer to generators on other hosts, beside one TCP stream of the same bytes over the same link.
 
-    .venv/bin/python -m scripts.weight_sync [--layout fsdp2] [--rate-mbit 1000] [--syncs 4] [--dim 1024]
+    .venv/bin/python -m benchmarks.weight_sync [--layout fsdp2] [--rate-mbit 1000] [--syncs 4] [--dim 1024]
 
 Makes two hosts with a network between them (`tests/network/bed.py`; needs root) and starts a worker on each, and
 `weight_sync_driver` on host 0, which publishes and pulls after each optimizer step. In the first half of the syncs the
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.weight_sync_driver import LAYOUTS
+from benchmarks.weight_sync_driver import LAYOUTS
 from tests.network.bed import Bed
 
 _PORT = 26600
@@ -68,7 +68,7 @@ def measure(bed: Bed, args: argparse.Namespace, directory: str) -> list[dict[str
     for host in bed.hosts:
         worker = [sys.executable, "-m", "torchtitan_rl.launch.worker", f"tcp://{host.address}:{_PORT}"]
         host.popen(worker, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    command = [sys.executable, "-m", "scripts.weight_sync_driver", "--directory", directory, "--layout", args.layout]
+    command = [sys.executable, "-m", "benchmarks.weight_sync_driver", "--directory", directory, "--layout", args.layout]
     command += ["--hosts", ",".join(f"tcp://{host.address}:{_PORT}" for host in bed.hosts)]
     for name in ("dim", "layers", "vocab_size", "syncs"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]

@@ -1,6 +1,6 @@
 """What many replicas and many rollouts in flight cost the controller, on the simulator's clock.
 
-    .venv/bin/python -m scripts.controller_scale [--replicas 8 32 128 256] [--rollouts 1008 10000 100000] [--modules]
+    .venv/bin/python -m benchmarks.controller_scale [--replicas 8 32 128 256] [--rollouts 1008 10000 100000] [--modules]
 
 Every run is a process of its own: two batches at lag 1, all of whose rollouts are in flight at once, each of one or
 two turns. Engines, trainer and store are pretended, so the processor's time is the controller's, the event loop's and
@@ -89,7 +89,7 @@ def main() -> None:
     for rollouts, replicas in itertools.product(args.rollouts, args.replicas):
         cell = ["--here", "--replicas", str(replicas), "--rollouts", str(rollouts), "--order", args.order]
         ran = subprocess.run(
-            [sys.executable, "-m", "scripts.controller_scale", *cell], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "benchmarks.controller_scale", *cell], stdout=subprocess.PIPE, text=True
         )
         if ran.returncode:
             raise SystemExit(f"replicas={replicas}, rollouts={rollouts}: the run failed, see above")

@@ -1,6 +1,6 @@
 """Steps per minute with batches generated ahead, against generation and training in turns, in one invocation.
 
-    .venv/bin/python scripts/overlap.py [--lags 0 1] [--work plain|rewards|long|turns|throttled] [--tasks 16]
+    .venv/bin/python benchmarks/overlap.py [--lags 0 1] [--work plain|rewards|long|turns|throttled] [--tasks 16]
                                         [--blocks 5] [--steps 6]
 
 A Qwen3 of 3.2M random parameters, 16 tasks of 8 rollouts, completions that end by chance (mean 64 tokens) or at 256

@@ -1,8 +1,8 @@
 """Seeds faults that need processes of their own: killed and slowed replicas, a run that hangs and is killed.
 
-    .venv/bin/python -m scripts.diagnose_faults_actors killed|slowed|hung DIR
+    .venv/bin/python -m benchmarks.diagnose_faults_actors killed|slowed|hung DIR
 
-`DIR` holds the starting points of `scripts/diagnose_faults.py warm`. What is said of a run that hangs is noted in its
+`DIR` holds the starting points of `benchmarks/diagnose_faults.py warm`. What is said of a hanging run is noted in its
 directory as `said.json` while its process is there.
 """
 
@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.diagnose_faults import quickstart, trained
+from benchmarks.diagnose_faults import quickstart, trained
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.health.diagnosis import examine
 from torchtitan_rl.health.run_reader import Run
@@ -69,7 +69,7 @@ async def hanging(directory: Path) -> None:
 def hung(directory: Path) -> None:
     """A run whose reward hangs: what is said while it hangs, and a kill."""
     shutil.rmtree(directory / "actors-gone-killed", ignore_errors=True)
-    child = subprocess.Popen([sys.executable, "-m", "scripts.diagnose_faults_actors", "hanging", str(directory)])
+    child = subprocess.Popen([sys.executable, "-m", "benchmarks.diagnose_faults_actors", "hanging", str(directory)])
     metrics = directory / "actors-gone-killed" / "metrics.jsonl"
     while not metrics.exists() or time.time() - metrics.stat().st_mtime < _SILENT_S or not metrics.stat().st_size:
         time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""Rewards, losses and parts of the stack with a fault, for `scripts/diagnose_faults.py`."""
+"""Rewards, losses and parts of the stack with a fault, for `benchmarks/diagnose_faults.py`."""
 
 from __future__ import annotations
 

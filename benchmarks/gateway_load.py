@@ -1,6 +1,6 @@
 """Completions per second through the gateway, against the same completions by the sampling client, in one invocation.
 
-    .venv/bin/python scripts/gateway_load.py [--seconds 60] [--connections 64] [--tokens 16] [--blocks 3]
+    .venv/bin/python benchmarks/gateway_load.py [--seconds 60] [--connections 64] [--tokens 16] [--blocks 3]
 
 A Qwen3 of 32M random parameters, one generator. Blocks of both kinds alternate. A block of `direct`: so many tasks of
 this process ask the client, each for one completion after the other. A block of `gateway`: a process of its own opens

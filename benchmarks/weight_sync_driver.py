@@ -1,4 +1,4 @@
-"""The inside of scripts/weight_sync.py: starts trainer, generators and store on two hosts, and publishes and pulls.
+"""The inside of benchmarks/weight_sync.py: starts trainer, generators and store on two hosts, and publishes and pulls.
 
 Every event is a line of JSON after an `@`; the driver then waits for a line, so that the outside can count.
 """
@@ -18,9 +18,9 @@ from tests.integration.helpers import random_datums
 from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.launch.attach import attach
-from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for, settled_for, start_stack
+from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.launch.choice import hosts_for, launcher_for, settled_for
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.types import OptimParams, SamplingParams
@@ -86,11 +86,10 @@ async def drive(args: argparse.Namespace) -> None:
     hosts = hosts_for(config, "actors", await attach(args.hosts.split(","), timeout_s=60), generators_only=False)
     launcher = launcher_for(config, hosts, f"{args.directory}/logs")
     try:
-        assert isinstance(launcher, Launcher)
         model_dir = Path(args.directory) / "model"
         shape = resolve_shape(config.model)
         write_model_dir(model_dir, shape, assets_dir(config.model), eos=1, pad=0)
-        stack = await start_stack(config, launcher, model_dir)
+        stack = await launcher.start(config, model_dir, eos=1)
         await step(stack)  # the optimizer's state exists from here on
         meshes = {"policy": stack.roles["policy"]._mesh}
         meshes |= {replica.mesh.role: replica.mesh for replica in stack.generator._replicas}

@@ -1,6 +1,6 @@
 """The loops of docs/tinker_client.py through the in-process clients and through the Tinker server, in turn.
 
-    .venv/bin/python -m scripts.tinker_loop [--warm-steps 300] [--rl-steps 160]
+    .venv/bin/python -m benchmarks.tinker_loop [--warm-steps 300] [--rl-steps 160]
 
 Both train all parameters of the quickstart's model, on the same tasks, with the same learning rates. Prints one line of
 JSON: per kind the accuracies and the seconds of each phase, start-up left out, and the ratios of the seconds.
@@ -171,7 +171,7 @@ def main() -> None:
         os._exit(0)  # threads of Monarch
     with tempfile.TemporaryDirectory() as directory:
         steps = ["--warm-steps", str(args.warm_steps), "--rl-steps", str(args.rl_steps)]
-        command = [sys.executable, "-m", "scripts.tinker_loop", "--in-process", f"{directory}/in_process", *steps]
+        command = [sys.executable, "-m", "benchmarks.tinker_loop", "--in-process", f"{directory}/in_process", *steps]
         out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         clients = json.loads(out.strip().splitlines()[-1])
         server = through_server(directory, args.warm_steps, args.rl_steps)
