@@ -15,7 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "one_step.md"
-EXCERPT = re.compile(r"^(`(torchtitan_rl/[\w/]+\.py)`, `([\w.]+)`\n\n```python check\n)(.*?)(^```$)", re.DOTALL | re.MULTILINE)
+EXCERPT = re.compile(
+    r"^(`(torchtitan_rl/[\w/]+\.py)`, `([\w.]+)`\n\n```python check\n)(.*?)(^```$)", re.DOTALL | re.MULTILINE
+)
 
 
 def function_source(file: str, qualified_name: str) -> str:

@@ -61,7 +61,9 @@ def test_the_page_on_benchmarks_names_every_file():
 
 def test_the_index_names_every_page():
     linked = set(re.findall(r"\]\(([\w./]+?)(?:#[^)]*)?\)", (ROOT / "docs" / "README.md").read_text()))
-    pages = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*") if path.suffix in (".md", ".ipynb")}
+    pages = {
+        str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*") if path.suffix in (".md", ".ipynb")
+    }
     assert linked >= pages - {"README.md"}
 
 
