@@ -1,4 +1,4 @@
-"""Measures what the layouts of a trainer change in ten optimizer steps and what they cost; writes docs/dev/numerics_table.md.
+"""Measures what layouts of a trainer change in ten optimizer steps, and what they cost: docs/dev/numerics_table.md.
 
 `.venv/bin/python benchmarks/numerics_table.py`, on a machine that does nothing else: some two minutes on two cores.
 """
