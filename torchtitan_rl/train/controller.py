@@ -184,26 +184,26 @@ class Controller(AbstractAsyncContextManager):
         if hf_weights is None:
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached
-        run_dir, resume_point = resume.open_run(config, resume_from, absolute=absolute)
+        run_dir, resumption = resume.open_run(config, resume_from, absolute=absolute)
         recorder = listeners.recorder_of(
             config, run_dir, inputs.tokenizer.decode, progress, debugger=backend == "local"
         )
-        for note in resume_point.notes if resume_point is not None else ():
+        for note in resumption.notes if resumption is not None else ():
             recorder.record(Note(text=note))
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
                 state = None
-                if resume_point is not None and resume_point.checkpoint is not None:
-                    state = resume.state_of(resume_point)
+                if resumption is not None and resumption.checkpoint is not None:
+                    state = resume.state_of(resumption)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)
                 recorder.record(GeneratorStarted(client=stack.generator))
                 controller.gateway = await open_gateway(config)
                 if state is not None:
-                    await resume.restore(resume_point, config, state, stack.roles, controller.weights, controller.draws)
+                    await resume.restore(resumption, config, state, stack.roles, controller.weights, controller.draws)
                     if controller.lagged is not None:
-                        played = finished.read(checkpoint.finished_file(resume_point.checkpoint))
+                        played = finished.read(checkpoint.finished_file(resumption.checkpoint))
                         for note in controller.lagged.resume(state.draws, played):
                             recorder.record(Note(text=note))
                 elif hf_weights is None:

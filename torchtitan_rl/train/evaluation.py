@@ -125,12 +125,12 @@ def look_at_data(config: RunConfig) -> tuple[TaskFamily, str]:
     can. Raises ValueError for a split without tasks and for a file that is not there."""
     family = config.task.build()
 
-    def others() -> None:
+    def read_other_families() -> None:
         eval_families(config, family)
         if config.supervised.task is not None:
             source_of(config.supervised.task.build(), "train", config.seed)
 
-    return family, unread_data(family, config.seed) or without_download(others)
+    return family, unread_data(family, config.seed) or without_download(read_other_families)
 
 
 async def evaluate(
