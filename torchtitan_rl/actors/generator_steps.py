@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from torchtitan_rl.engine.engine_thread import Engine
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference
@@ -47,11 +48,12 @@ class GeneratorSteps:
 
     async def fetch(self, version: int, verify: bool) -> None:
         """Stages a version from the store. Raises RuntimeError for tensors that do not fit this model."""
-        manifest, payload = await self.store.fetch(version, verify=verify)
-        if {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()} != self.engine.held:
-            difference = explain_difference(manifest.entries, self.engine.held)
-            raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
-        self.engine.stage(version, layout.read(payload, manifest))
+        with span("fetch weights", version=version):
+            manifest, payload = await self.store.fetch(version, verify=verify)
+            if {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()} != self.engine.held:
+                difference = explain_difference(manifest.entries, self.engine.held)
+                raise RuntimeError(f"policy_version={version}: does not fit this generator: {difference}")
+            self.engine.stage(version, layout.read(payload, manifest))
 
     async def load(self, version: int) -> float:
         """Copies the fetched version into the model between two engine steps and resets the prefix cache. Returns the

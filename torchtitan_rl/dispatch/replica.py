@@ -12,6 +12,7 @@ from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 from torchtitan_rl.dispatch.version_holders import VersionHolders
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 
 __all__ = ["Replica", "ReplicaLost"]
@@ -127,7 +128,9 @@ class Replica:
         return not (pulled or any(self._flying[kind] for kind in in_the_way))
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        await self._changed.wait_for(lambda: self.lost is not None or condition())
+        while self.lost is None and not condition():
+            with span("wait for pinned requests"):
+                await self._changed.wait()
         if self.lost is not None:
             raise ReplicaLost(self.lost)
 

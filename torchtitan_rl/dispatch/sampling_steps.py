@@ -18,6 +18,7 @@ from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.timed_router import TimedRouter
 from torchtitan_rl.dispatch.version_holders import VersionHolders
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.types import Completion, Request, SamplingParams
 from torchtitan_rl.types.refusals import refuse_prompt
 
@@ -96,7 +97,8 @@ class SamplingSteps(ABC):
         """`_healthy()`, after the end of repairs if all replicas are being replaced."""
         while self._repairing and not self._left:
             self._repaired.clear()
-            await self._repaired.wait()
+            with span("wait for a replacement"):
+                await self._repaired.wait()
         return self._healthy()
 
     def _healthy(self) -> list[int]:
@@ -146,7 +148,7 @@ class SamplingSteps(ABC):
             return self._none_left(batch, version, error)
         shares = {healthy[0]: batch} if self._router is None else self._routed(batch, version, healthy)
         for index, share in shares.items():
-            self._start(self._send(index, share, version))
+            self._start(running("hand requests and answers over", self._send(index, share, version)))
 
     async def _send(self, index: int, batch: list, version: int | None) -> None:
         replica, requests, unanswered = self._replicas[index], [request for request, _ in batch], len(batch)

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from torchtitan_rl.engine import vllm_internals
 from torchtitan_rl.engine.plan import whole_parameters
 from torchtitan_rl.engine.prompt_scores import has_nan, scores, scoring_params
 from torchtitan_rl.engine.structures import structured_outputs
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams
 
 __all__ = ["EngineSteps", "Command", "engine_params", "completion"]
@@ -130,7 +131,9 @@ class EngineSteps(ABC):
         """Executes the commands that wait, then takes one engine step if there is work."""
         more = True
         while more:
-            command, self._current = self._next()
+            idle = not self._engine.has_unfinished_requests()
+            with span("wait for a request") if idle else nullcontext():
+                command, self._current = self._next()
             self._do[command.kind](command.argument, self._current)
             self._current, more = [], command.more
         self._step()
@@ -139,9 +142,11 @@ class EngineSteps(ABC):
         """Gives a sign of life to who asked for one, and takes one engine step if there is work."""
         while not self._probes.empty():
             self._probes.get_nowait().set_result(None)
-        for output in self._engine.step() if self._engine.has_unfinished_requests() else ():
-            if output.finished:
-                self._finish(output)
+        if self._engine.has_unfinished_requests():
+            with span("engine step"):
+                for output in self._engine.step():
+                    if output.finished:
+                        self._finish(output)
         if self._spoiled and not self._engine.has_unfinished_requests():
             self._spoiled = not self._engine.reset_prefix_cache()  # no later request reads what a NaN was computed from
 
@@ -157,6 +162,10 @@ class EngineSteps(ABC):
         return command, futures
 
     def _load_staged(self, version: int, futures: list[Future]) -> None:
+        with span("load weights", version=version):
+            self._copy_staged(version, futures)
+
+    def _copy_staged(self, version: int, futures: list[Future]) -> None:
         assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
         tensors, began = self._staged.pop(version), time.perf_counter()
         flying = self._engine.has_unfinished_requests()
@@ -183,8 +192,11 @@ class EngineSteps(ABC):
         """Gives `stall_s` to the futures once the model was found to hold the tensors, while the engine goes on."""
 
     def _add_all(self, requests: list[tuple[str, Request]], futures: list[Future]) -> None:
-        for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures
-            self._add(request_id, request, future)
+        if not requests:  # the command of an iteration without a command
+            return
+        with span("add requests"):
+            for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures
+                self._add(request_id, request, future)
 
     def _add(self, request_id: str, request: Request, future: Future | None) -> None:
         prompt = tokens_input(request.tokens, cache_salt=str(self._num_loads))

@@ -25,6 +25,7 @@ from torchtitan_rl.mismatch.search import Remembered, Search, wrong_labels
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.recorder import Listener, Recorder
 from torchtitan_rl.record.records import Trained
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.types import Rollout, RolloutGroup
 from torchtitan_rl.types.run_state import RunState
 
@@ -93,11 +94,11 @@ class ExplainMismatch(Listener):
         async def train_and_explain(groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
             parts = parts_of(tasks_of(groups), self._algorithm)
             due = self._due(self._state.step, self._algorithm.num_epochs * len(parts))
-            chosen = await self._chosen(groups) if due else {}
+            chosen = await running("explain the mismatch", self._chosen(groups)) if due else {}
             if not chosen:
                 return await train_on(groups, sampled)
             samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
-            scoring = asyncio.ensure_future(self._score(samples, newest=True))
+            scoring = asyncio.ensure_future(running("explain the mismatch", self._score(samples, newest=True)))
             try:
                 line = await train_on(groups, sampled)
             except BaseException:
@@ -105,7 +106,7 @@ class ExplainMismatch(Listener):
                 raise
             began = time.perf_counter()
             if await scoring:
-                line |= await self._explained(chosen)
+                line |= await running("explain the mismatch", self._explained(chosen))
             return line | {"time/mismatch_s": time.perf_counter() - began}
 
         return train_and_explain
@@ -113,7 +114,9 @@ class ExplainMismatch(Listener):
     def fact(self, kind: str, what: dict[str, Any]) -> None:
         if kind == "trained":
             self._trained = what["sequences"]
-            if found := self._remembered():
+            with span("explain the mismatch"):
+                found = self._remembered()
+            if found:
                 self._first = self._first or found
                 self._memory.append(found)
 
@@ -144,7 +147,7 @@ class ExplainMismatch(Listener):
     async def _scored_early(self, rollout: Rollout) -> list[Sample]:
         samples = samples_of(rollout)
         if self._fits(samples):
-            await self._score(samples, newest=False)
+            await running("explain the mismatch", self._score(samples, newest=False))
         return samples
 
     async def _score(self, samples: list[Sample], *, newest: bool) -> bool:

@@ -17,6 +17,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from torchtitan_rl.record.recorder import Listener
 from torchtitan_rl.record.records import Trained, rollout_records
 from torchtitan_rl.record.refusals import refuse_columns, refuse_metrics
+from torchtitan_rl.record.tracing import span
 
 __all__ = ["RunLog", "RunDirWriter", "Tail", "encode", "json_line"]
 
@@ -83,13 +84,14 @@ class RunLog:
         plain = all(isinstance(value, (int, float, str)) for value in metrics.values())
         if not plain or not {"step", "phase"} <= metrics.keys() or not all(map(_METRIC_NAME.fullmatch, metrics)):
             refuse_metrics(metrics, _METRIC_NAME)
-        with self.metrics_file.open("ab") as stream:
+        with span("write records"), self.metrics_file.open("ab") as stream:
             stream.write(json_line(metrics))
 
     def record(self, table: str, step: int, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
         """Appends records to a table of `record.schemas`; each names the step and this attempt."""
         told = ({"step": step, "attempt": self.attempt, **record} for record in records)
-        self.tables[table].append(told, durable=durable)
+        with span("write records"):
+            self.tables[table].append(told, durable=durable)
 
 
 class RunDirWriter(Listener):
@@ -114,7 +116,8 @@ class RunDirWriter(Listener):
         elif kind == "trained" and self._decode is not None:
             self._trained = what["sequences"]
         elif kind == "rollouts":
-            records = rollout_records(what["groups"], self._trained, self._decode)
+            with span("write records"):
+                records = rollout_records(what["groups"], self._trained, self._decode)
             self._log.record("rollouts", what["step"], ({"phase": "reinforcement", **record} for record in records))
             self._trained = []
 

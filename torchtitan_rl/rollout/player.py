@@ -11,6 +11,7 @@ from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.record.tracing import running
 from torchtitan_rl.rollout.demonstrate import demonstrate
 from torchtitan_rl.rollout.draws import Draw
 from torchtitan_rl.rollout.failures import Failures
@@ -54,7 +55,7 @@ class Rollouts:
         failures, limit_s = self.failures, self.config.controller.reward_timeout_s
         run = partial(self.run_group, workflow, policy=policy, n=config.group_size, seed=self.config.seed)
         run = partial(run, reward=self.family, reward_timeout_s=limit_s, tried=failures and failures.tried)
-        attempts = (run(draw.task, group_id=draw.id) for draw in draws)
+        attempts = (running("play rollouts", run(draw.task, group_id=draw.id)) for draw in draws)
         played: list = await asyncio.gather(*attempts, return_exceptions=failures is not None)
         if failures is not None:
             played = failures.complete(played, counts)

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout.draws import Batch
 from torchtitan_rl.rollout.finished import Finished, Kept
 from torchtitan_rl.rollout.lag import check_lag
@@ -41,10 +42,12 @@ class BatchesAhead(Batches):
         batch before is served. Raises EarlyEnd by `controller.stop`."""
         if self.beside is not None:
             self.beside.before_batch()
-        batch = await self._next()
+        with span("wait for a batch"):
+            batch = await running("admit draws", self._next())
         self._finished.forget({draw.slot for draw in batch.draws})
         self.groups = batch.groups
-        batch.metrics |= check_lag(batch.groups, self._publications, self._config.algorithm.max_policy_lag)
+        with span("check the lag"):
+            batch.metrics |= check_lag(batch.groups, self._publications, self._config.algorithm.max_policy_lag)
         return batch
 
     async def _next(self) -> Batch:

@@ -19,6 +19,7 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.model.files import pad_token_id
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout import finished
 from torchtitan_rl.train.retention import complete, superfluous
 from torchtitan_rl.types.run_state import RunState, random_states
@@ -95,7 +96,8 @@ class Checkpoints:
     async def finish(self) -> None:
         """Waits until the checkpoint that is being written is on disk."""
         if self._writing is not None:
-            line = await self._writing
+            with span("wait for a checkpoint on disk"):
+                line = await self._writing
             self._writing = None
             self._record(line)  # here and not in `_write`: the place of the line must not depend on the disk
 

@@ -11,6 +11,7 @@ import torch
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.record.recorder import Listener, Span
 from torchtitan_rl.record.records import Trained
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.lag import ages
 from torchtitan_rl.train.ahead import BatchesAhead
 from torchtitan_rl.train.evaluation_beside import WAIT
@@ -56,7 +57,8 @@ class Overlap(Listener):
 
     def fact(self, kind: str, what: dict[str, Any]) -> None:
         if kind == "trained":
-            self._by_age = ratios_by_age(what["sequences"], self._batches.groups, self._publications[:])
+            with span("count metrics"):
+                self._by_age = ratios_by_age(what["sequences"], self._batches.groups, self._publications[:])
         elif kind == "metrics" and "policy/lag_mean" in what["line"]:
             line, looks = what["line"], self._looks
             line["batches/ready"] = self._ready

@@ -25,6 +25,7 @@ from torchtitan_rl.record import attempts
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.records import Trained
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, ends
 from torchtitan_rl.rollout.resampling import fill_batch
 from torchtitan_rl.train import lines, role_scores
@@ -67,11 +68,13 @@ class Batches:
             return self._play(draws, counts)
 
         config, counts = self._config.algorithm, Counter[str]()
-        groups = await play(draws, counts)
-        filters, failed = config.filters, counts["failure/dropped_groups"]
-        if groups and not failed and not filters.zero_variance and filters.overlong == "keep":
-            return Batch(draws=draws, groups=groups, sampled=groups, metrics=dict(counts))
-        return await fill_batch(play, self._draws.replace, draws, groups, config, counts, max_tokens=self._max_tokens)
+        with span("play a batch", kind="phase"):
+            groups = await play(draws, counts)
+            filters, failed = config.filters, counts["failure/dropped_groups"]
+            if groups and not failed and not filters.zero_variance and filters.overlong == "keep":
+                return Batch(draws=draws, groups=groups, sampled=groups, metrics=dict(counts))
+            replace, limit = self._draws.replace, self._max_tokens
+            return await fill_batch(play, replace, draws, groups, config, counts, max_tokens=limit)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the draws before the next batch."""
@@ -102,7 +105,7 @@ class Reinforcement(ABC):
         a row; Preempted, after a checkpoint, when the run was asked to stop; EarlyEnd by `controller.stop`.
         """
         try:
-            await self._reinforce()
+            await running("run the loop", self._reinforce())
         except Ended as end:
             await self._note_end(end)
             raise
@@ -164,7 +167,8 @@ class Reinforcement(ABC):
         the run is to fail with, after a checkpoint, where the run is to stop."""
         reason = self.stop.reason()
         if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
-            await self.checkpoints.save()
+            with span("begin a checkpoint", kind="phase"):
+                await self.checkpoints.save()
         if reason:
             await self.checkpoints.require_written()
             raise self.stop.failure or Preempted(reason)
@@ -179,7 +183,8 @@ class Reinforcement(ABC):
         with self.recorder.span("score") as score:
             data = await scored(groups, self.roles, algorithm)
         line.mean("time/score_s", score.seconds)
-        of_batch = lines.of_batch(sampled or groups, self.generator.policy_version, self.generator.health())
+        with span("count metrics"):
+            of_batch = lines.of_batch(sampled or groups, self.generator.policy_version, self.generator.health())
         trained: list[Trained] = []
         for epoch in range(algorithm.num_epochs):
             for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
@@ -210,7 +215,8 @@ class Reinforcement(ABC):
 async def scored(groups: list[RolloutGroup], roles: dict[str, TrainingClient], config: AlgorithmConfig) -> list[Datum]:
     """Training data of judged groups, with the scores of reference, teacher and critic. Raises ValueError for groups
     without a turn."""
-    data = to_datums(groups, config)
+    with span("make training data"):
+        data = to_datums(groups, config)
     if not data:
         raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
     if len(roles) > 1 or config.recompute_logprobs_per_batch:
@@ -232,7 +238,9 @@ async def step_on(
         critic = partial(optim_params, config, "critic", step)
         minibatch, others = await role_scores.before_step(minibatch, roles, algorithm, critic, line)
     start = time.perf_counter()
-    forward_backward = policy.forward_backward(minibatch, policy_objective(algorithm, minibatch[0].loss_inputs))
+    with span("make training data"):
+        objective = policy_objective(algorithm, minibatch[0].loss_inputs)
+    forward_backward = policy.forward_backward(minibatch, objective)
     optim_step = policy.optim_step(optim_params(config, "policy", step))
     (output, forward_backward_s), (optim, step_s), *answers = await asyncio.gather(
         timed(forward_backward, start), timed(optim_step, start), *others.values()
