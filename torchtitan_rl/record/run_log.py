@@ -116,8 +116,7 @@ class RunDirWriter(Listener):
         elif kind == "trained" and self._decode is not None:
             self._trained = what["sequences"]
         elif kind == "rollouts":
-            with span("write records"):
-                records = rollout_records(what["groups"], self._trained, self._decode)
+            records = rollout_records(what["groups"], self._trained, self._decode)
             self._log.record("rollouts", what["step"], ({"phase": "reinforcement", **record} for record in records))
             self._trained = []
 

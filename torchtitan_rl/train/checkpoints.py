@@ -71,6 +71,11 @@ class Checkpoints:
     async def save(self, *, last: bool = False) -> Path:
         """Begins to write a checkpoint, once the one before is written. Returns the path that it will have."""
         await self.finish()
+        with span("begin a checkpoint", kind="phase"):
+            return await self._begin(last=last)
+
+    async def _begin(self, *, last: bool) -> Path:
+        """Copies the run's state and starts the task that writes it. Returns the path of the checkpoint."""
         state, config = self.state, self.config
         path = self.run_dir.checkpoints / checkpoint_name(state)
         began = time.perf_counter()

@@ -167,8 +167,7 @@ class Reinforcement(ABC):
         the run is to fail with, after a checkpoint, where the run is to stop."""
         reason = self.stop.reason()
         if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
-            with span("begin a checkpoint", kind="phase"):
-                await self.checkpoints.save()
+            await self.checkpoints.save()
         if reason:
             await self.checkpoints.require_written()
             raise self.stop.failure or Preempted(reason)
