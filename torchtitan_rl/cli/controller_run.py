@@ -95,7 +95,7 @@ async def run_controller(
             await controller.close()  # other hosts' processes cannot be killed from here
         elif controller:
             if controller.config.record.timeline:
-                from torchtitan_rl.record.timeline.points import WRITE_S
+                from torchtitan_rl.record.timeline.span_file import WRITE_S
 
                 await asyncio.sleep(WRITE_S + 0.5)  # the actors' last spans are on disk then
             controller.launcher.kill()  # `close` would take seconds; all files of the run are written

@@ -25,6 +25,7 @@ from torchtitan_rl.mismatch.search import Remembered, Search, wrong_labels
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.recorder import Note, Recorder
 from torchtitan_rl.record.records import Trained
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.types import Rollout, RolloutGroup
 from torchtitan_rl.types.run_state import RunState
 
@@ -97,22 +98,27 @@ class MismatchExplainer:
         parts = parts_of(tasks_of(groups), self._algorithm)
         if not self._due(self._state.step, self._algorithm.num_epochs * len(parts)):
             return None
-        if not (chosen := await self._chosen(groups)):
+        if not (chosen := await running("explain the mismatch", self._chosen(groups))):
             return None
         samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
-        return Scoring(chosen, asyncio.ensure_future(self._score(samples, newest=True)))
+        scoring = running("explain the mismatch", self._score(samples, newest=True))
+        return Scoring(chosen, asyncio.ensure_future(scoring))
 
     def note_trained(self, sequences: Sequence[Trained]) -> None:
         """Keeps what the trainer says of the batch that trains."""
         self._trained = sequences
-        if remembered := self._remembered():
+        with span("explain the mismatch"):
+            remembered = self._remembered()
+        if remembered is not None:
             self._first = self._first or remembered
             self._memory.append(remembered)
 
     async def finish(self, scoring: Scoring) -> dict[str, float]:
         """After the batch has trained: the parts of the gap, for its line of metrics."""
         began = time.perf_counter()
-        parts = await self._explained(scoring.chosen) if await scoring.task else {}
+        parts: dict[str, float] = {}
+        if await scoring.task:
+            parts = await running("explain the mismatch", self._explained(scoring.chosen))
         return parts | {"time/mismatch_s": time.perf_counter() - began}
 
     # Choosing rollouts, and scoring them.
@@ -142,7 +148,7 @@ class MismatchExplainer:
     async def _scored_early(self, rollout: Rollout) -> list[Sample]:
         samples = samples_of(rollout)
         if self._fits(samples):
-            await self._score(samples, newest=False)
+            await running("explain the mismatch", self._score(samples, newest=False))
         return samples
 
     async def _score(self, samples: list[Sample], *, newest: bool) -> bool:

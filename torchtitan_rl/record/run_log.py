@@ -16,6 +16,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from torchtitan_rl.record.recorder import DrawEvents, Evaluated, Listener, Metrics, Published, RolloutsEnded, TrainedOn
 from torchtitan_rl.record.records import Trained, rollout_records
+from torchtitan_rl.record.tracing import span
 
 __all__ = ["RunLog", "RunDirWriter", "Tail", "encode", "json_line"]
 
@@ -92,13 +93,14 @@ class RunLog:
                 raise ValueError(
                     f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor"
                 )
-        with self.metrics_file.open("ab") as stream:
+        with span("write records"), self.metrics_file.open("ab") as stream:
             stream.write(json_line(metrics))
 
     def record(self, table: str, step: int, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
         """Appends records to a table of `record.schemas`; each names the step and this attempt."""
         told = ({"step": step, "attempt": self.attempt, **record} for record in records)
-        self.tables[table].append(told, durable=durable)
+        with span("write records"):
+            self.tables[table].append(told, durable=durable)
 
 
 class RunDirWriter(Listener):

@@ -38,6 +38,7 @@ from torchtitan_rl.record.recorder import (
 )
 from torchtitan_rl.record.records import Trained
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout import finished
 from torchtitan_rl.rollout.ahead import BatchesAhead
 from torchtitan_rl.rollout.batches import BatchPlayer, BatchSource, SynchronousBatches
@@ -302,7 +303,7 @@ class Controller(AbstractAsyncContextManager):
         if self.overlap is not None:
             self.overlap.start()
         try:
-            await self._reinforce()
+            await running("run the loop", self._reinforce())
         except NothingToTrainOn as nothing:
             attempts.end_for_good(self.run_dir, str(nothing))
             self._record_batch(nothing.batch)
@@ -376,7 +377,8 @@ class Controller(AbstractAsyncContextManager):
         with self.recorder.span("score") as score:
             data = await training_data(groups, self.roles, algorithm)
         line.mean("time/score_s", score.seconds)
-        of_batch = lines.of_batch(sampled, self.generator.policy_version, self.generator.health())
+        with span("count metrics"):
+            of_batch = lines.of_batch(sampled, self.generator.policy_version, self.generator.health())
         trained: list[Trained] = []
         for epoch in range(algorithm.num_epochs):
             for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
