@@ -118,6 +118,7 @@ def test_generators_alone_serve_a_checkpoint_locally(loop, tmp_path):
     assert loaded == trained != drawn
 
 
+@pytest.mark.whole
 def test_ctrl_c_ends_a_local_run(tmp_path):
     path = tmp_path / "run"
     process = subprocess.Popen(
