@@ -15,6 +15,8 @@ from torchtitan_rl.record.schemas import SCHEMAS
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.weights import checkpoint
 
+pytestmark = pytest.mark.whole
+
 
 def unclocked(line: dict) -> dict:
     """A line of metrics without what a clock measured."""
@@ -118,7 +120,6 @@ def test_generators_alone_serve_a_checkpoint_locally(loop, tmp_path):
     assert loaded == trained != drawn
 
 
-@pytest.mark.whole
 def test_ctrl_c_ends_a_local_run(tmp_path):
     path = tmp_path / "run"
     process = subprocess.Popen(
