@@ -29,7 +29,7 @@ from benchmarks import diagnose_implants as implants
 from benchmarks.diagnose_records import recorded
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.health.diagnose import examine
+from torchtitan_rl.health.diagnosis import examine
 from torchtitan_rl.health.run_reader import Run
 
 ROOT = Path(__file__).parents[1]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.diagnose_faults import quickstart, trained
 from torchtitan_rl.actors.operations import WorkerProcess
-from torchtitan_rl.health.diagnose import examine
+from torchtitan_rl.health.diagnosis import examine
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.train.controller import Controller
 

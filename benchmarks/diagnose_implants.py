@@ -86,25 +86,25 @@ def wrong_sign(inputs):
 @contextmanager
 def sampled_with(**changes: Any) -> Iterator[None]:
     """Generators sample with other parameters than they are asked for; a callable value is called with the prompt."""
-    from torchtitan_rl.dispatch.sampling_steps import SamplingSteps
+    from torchtitan_rl.dispatch.sampling_client import SamplingClient
 
-    plain = SamplingSteps.sample
+    plain = SamplingClient.sample
 
     async def sample(self, tokens, params, *, policy_version=None):
         new = {name: value(tokens) if callable(value) else value for name, value in changes.items()}
         params = dataclasses.replace(params, **new) if params.temperature else params
         return await plain(self, tokens, params, policy_version=policy_version)
 
-    with mock.patch.object(SamplingSteps, "sample", sample):
+    with mock.patch.object(SamplingClient, "sample", sample):
         yield
 
 
 @contextmanager
 def weights_lost(*, told: bool) -> Iterator[None]:
     """From the eighth load on, an engine keeps the weights that it has. `told`: it says that they are the new ones."""
-    from torchtitan_rl.engine.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine import Engine
 
-    plain = EngineSteps._load_staged
+    plain = Engine._load_staged
 
     def load(self, version, futures):
         if self._num_loads < 8:
@@ -114,19 +114,19 @@ def weights_lost(*, told: bool) -> Iterator[None]:
         for future in futures:
             future.set_result(0.0)
 
-    with mock.patch.object(EngineSteps, "_load_staged", load):
+    with mock.patch.object(Engine, "_load_staged", load):
         yield
 
 
 @contextmanager
 def slow_engine() -> Iterator[None]:
-    from torchtitan_rl.engine.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine import Engine
 
-    plain = EngineSteps._step
+    plain = Engine._step
 
     def step(self):
         time.sleep(0.2 if self._engine.has_unfinished_requests() else 0.0)
         plain(self)
 
-    with mock.patch.object(EngineSteps, "_step", step):
+    with mock.patch.object(Engine, "_step", step):
         yield

@@ -34,7 +34,7 @@ def measure(flavor: str, loads: int, dtype: str, directory: Path) -> list[dict[s
     model = rl.ModelConfig(flavor=flavor, assets="chars")
     write_model_dir(directory, resolve_shape(model), assets_dir(model), eos=1, pad=0)
     adapters.prepare_vllm(eager=True)
-    from torchtitan_rl.engine.engine_thread import Engine
+    from torchtitan_rl.engine.engine import Engine
 
     config = rl.GeneratorConfig(dtype=dtype, max_model_len=1024, max_num_seqs=8, kv_cache_gib=1.0)  # type: ignore[arg-type]
     engine = Engine(config, str(directory), 0, 0)
@@ -42,13 +42,13 @@ def measure(flavor: str, loads: int, dtype: str, directory: Path) -> list[dict[s
     engine.start()
     engine.ready.result(600)
     platform.set_threads(threads)
-    sizes = {name: math.prod(shape) for name, (shape, _) in engine.held.items()}
+    sizes = {name: math.prod(shape) for name, (shape, _) in engine.parameter_specs.items()}
     held = sum({id(place): place.nbytes for place in engine.model.places.values()}.values())  # a tied head counts once
     rows, memcpy = [], Memcpy(_BLOCK)
     for version in range(loads):
         payload = torch.empty(sum(sizes.values()), dtype=getattr(torch, dtype)).uniform_(-0.02, 0.02)
         parts = payload.split(list(sizes.values()))
-        tensors = {n: part.view(engine.held[n][0]) for n, part in zip(sizes, parts, strict=True)}
+        tensors = {n: part.view(engine.parameter_specs[n][0]) for n, part in zip(sizes, parts, strict=True)}
         tensors["lm_head.weight"].copy_(tensors["tok_embeddings.weight"])  # tied
         engine.stage(version, tensors)
         if not version:

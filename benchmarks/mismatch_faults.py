@@ -84,12 +84,12 @@ def stale_cache() -> Patches:
     """The prefix cache outlives a pull: one salt for all, and no reset. Blocks are short, so that prompts fill some."""
     from vllm import LLMEngine
 
-    from torchtitan_rl.engine import engine_steps, engine_thread
+    from torchtitan_rl.engine import engine
 
-    built = engine_thread.engine_args
-    yield patch.object(engine_steps, "tokens_input", _salted(engine_steps.tokens_input))
+    built = engine.engine_args
+    yield patch.object(engine, "tokens_input", _salted(engine.tokens_input))
     yield patch.object(LLMEngine, "reset_prefix_cache", lambda self, **_: True)
-    yield patch.object(engine_thread, "engine_args", lambda *a, **k: dataclasses.replace(built(*a, **k), block_size=32))
+    yield patch.object(engine, "engine_args", lambda *a, **k: dataclasses.replace(built(*a, **k), block_size=32))
 
 
 def _salted(tokens_input: Callable) -> Callable:
@@ -116,10 +116,10 @@ def top_p() -> Patches:
 
 def dtype() -> Patches:
     """The generator's engine computes in bfloat16 though the config says float32."""
-    from torchtitan_rl.dispatch.version_holders import VersionHolders
+    from torchtitan_rl.dispatch.versions import PolicyVersions
     from torchtitan_rl.launch.local import LocalLauncher
 
-    start, init = LocalLauncher.start_generator, VersionHolders.__init__
+    start, init = LocalLauncher.start_generator, PolicyVersions.__init__
 
     def start_generator(self, config, model_dir, **named):
         return start(self, dataclasses.replace(config, dtype="bfloat16"), model_dir, **named)
@@ -128,20 +128,20 @@ def dtype() -> Patches:
         init(self, trainer, store, config, torch.bfloat16, **named)
 
     yield patch.object(LocalLauncher, "start_generator", start_generator)
-    yield patch.object(VersionHolders, "__init__", in_bfloat16)
+    yield patch.object(PolicyVersions, "__init__", in_bfloat16)
 
 
 def older_version() -> Patches:
     """Every pull loads the version before the one that it names."""
-    from torchtitan_rl.engine.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine import Engine
 
-    stage, before = EngineSteps.stage, []
+    stage, before = Engine.stage, []
 
     def stage_older(self, version, tensors):
         before.append({name: tensor.clone() for name, tensor in tensors.items()})
         stage(self, version, before[-2] if len(before) > 1 else before[-1])
 
-    yield patch.object(EngineSteps, "stage", stage_older)
+    yield patch.object(Engine, "stage", stage_older)
 
 
 def stale_tensor() -> Patches:
@@ -160,16 +160,16 @@ def stale_tensor() -> Patches:
 
 def layer_scaled() -> Patches:
     """After each load one tensor of the engine's model is off by a tenth."""
-    from torchtitan_rl.engine.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine import Engine
 
-    load = EngineSteps._load_staged
+    load = Engine._load_staged
 
     def load_and_scale(self, version, futures):
         load(self, version, futures)
         with torch.inference_mode():
             self.model.decoder.layers["1"].attention.wo.weight.mul_(1.1)
 
-    yield patch.object(EngineSteps, "_load_staged", load_and_scale)
+    yield patch.object(Engine, "_load_staged", load_and_scale)
 
 
 def label() -> Patches:
@@ -183,15 +183,15 @@ def label() -> Patches:
 
 def prompt() -> Patches:
     """The first token of a prompt does not reach the engine."""
-    from torchtitan_rl.engine.engine_steps import EngineSteps
+    from torchtitan_rl.engine.engine import Engine
 
-    add = EngineSteps._add
+    add = Engine._add
 
     def add_shortened(self, request_id, request, future):
         sampled = request.params is not None and len(request.tokens) > 1
         add(self, request_id, dataclasses.replace(request, tokens=request.tokens[1:]) if sampled else request, future)
 
-    yield patch.object(EngineSteps, "_add", add_shortened)
+    yield patch.object(Engine, "_add", add_shortened)
 
 
 def kept_cache() -> Patches:
@@ -214,22 +214,22 @@ def trainer_temperature() -> Patches:
 
 
 def _completions(change: Callable[[Any], Any]) -> Any:
-    from torchtitan_rl.engine import engine_steps
+    from torchtitan_rl.engine import engine
 
-    completion = engine_steps.completion
+    completion = engine.completion
 
     def changed(output, version_starts):
         done = completion(output, version_starts)
         change(done)
         return done
 
-    return patch.object(engine_steps, "completion", changed)
+    return patch.object(engine, "completion", changed)
 
 
 def _sampling(change: Callable[[Any], None]) -> Any:
-    from torchtitan_rl.engine import engine_steps
+    from torchtitan_rl.engine import engine
 
-    engine_params = engine_steps.engine_params
+    engine_params = engine.engine_params
 
     def changed(request):
         params = engine_params(request)
@@ -237,7 +237,7 @@ def _sampling(change: Callable[[Any], None]) -> Any:
             change(params)
         return params
 
-    return patch.object(engine_steps, "engine_params", changed)
+    return patch.object(engine, "engine_params", changed)
 
 
 LORA = {"trainer__lora": LoRAConfig(rank=4, alpha=8.0), "trainer__optimizer__lr": 5e-3}

@@ -119,7 +119,7 @@ async def through(url: str, base_model: str, arguments: argparse.Namespace, seco
 async def serving(directory: str) -> AsyncIterator[Server]:
     """A server on a Qwen3 of 32M random parameters."""
     import torchtitan_rl.config as rl
-    from torchtitan_rl.cli.serve_tinker import TinkerOptions, adapted, open_server
+    from torchtitan_rl.cli.tinker_server import TinkerOptions, adapted, open_server
     from torchtitan_rl.config.derive import settled
     from torchtitan_rl.launch.choice import hosts_for, launcher_for
     from torchtitan_rl.record.run_dir import RunDir

@@ -28,11 +28,11 @@ def untrained_dir(directory: Path, model: ModelConfig) -> Path:
 
 @contextmanager
 def started(config: GeneratorConfig, model_dir: Path) -> Iterator:
-    """An `engine_thread.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state."""
+    """An `engine.Engine` that is ready, with vLLM's random weights. One a process: vLLM has global state."""
     prepare_environment()
     adapters.prepare_vllm(eager=config.enforce_eager)
     platform.local_device(0)
-    from torchtitan_rl.engine.engine_thread import Engine
+    from torchtitan_rl.engine.engine import Engine
 
     engine = Engine(config, str(model_dir), seed=0, rank=0)
     engine.start()

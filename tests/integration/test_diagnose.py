@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.conftest import ROOT, SHORT, watched
 from torchtitan_rl.cli import main
-from torchtitan_rl.health.diagnose import examine
+from torchtitan_rl.health.diagnosis import examine
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record.run_dir import RunDir
 

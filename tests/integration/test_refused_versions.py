@@ -89,7 +89,7 @@ def test_a_damaged_file_fails_the_request_that_asks_for_it(loop, controller, tmp
 
         error = await _same_as_before(controller, before, asked())
         assert isinstance(error, ValueError) and said in str(error)
-        assert controller.versions.held() == {version: ["generator-0", "newest"]}
+        assert controller.versions.holders() == {version: ["generator-0", "newest"]}
 
     loop.run_until_complete(run())
 

@@ -88,8 +88,8 @@ def test_a_killed_replica_rejoins_with_the_served_version_and_its_requests_go_el
 
     victim, before, during, version, took, replica, was_spare = loop.run_until_complete(run())
     assert [c.tokens for c in during] == [c.tokens for c in before]
-    assert was_spare and replica.held == version == controller.policy_version
-    assert controller.versions.held()[version] == ["generator-0", "generator-1", "newest"]
+    assert was_spare and replica.loaded_version == version == controller.policy_version
+    assert controller.versions.holders()[version] == ["generator-0", "generator-1", "newest"]
     assert controller.generator.num_restarts == 1
     print(f"rejoined after {took:.1f} s")
 
@@ -152,7 +152,7 @@ def test_more_losses_than_allowed_end_the_run_and_say_why(loop, controller):
     async def run():
         os.kill(await _pid(controller, 0), signal.SIGKILL)
         start = time.monotonic()
-        while "max_replica_restarts" not in controller.generator._broken:
+        while "max_replica_restarts" not in controller.generator._no_repair:
             assert time.monotonic() - start < 20
             await asyncio.sleep(0.05)
         await _sample(controller, 1)

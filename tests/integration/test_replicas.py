@@ -145,7 +145,7 @@ def test_a_batch_completes_although_a_replica_is_killed_in_the_middle(loop, cont
     health = controller.generator.health()
     assert "generator-2-0.sample: its process died" in health.pop("generator-2")
     assert set(health.values()) == {"healthy"}
-    assert "generator-2" not in controller.versions.held()[controller.policy_version]
+    assert "generator-2" not in controller.versions.holders()[controller.policy_version]
 
 
 def test_a_replica_whose_engine_thread_dies_in_a_living_process_is_lost_too(loop, controller, num_replicas):
@@ -170,7 +170,7 @@ def test_training_goes_on_without_what_is_lost(loop, controller, num_replicas):
     assert controller.state.step == 2
     lines = [json.loads(line) for line in (controller.run_dir.path / "metrics.jsonl").read_text().splitlines()]
     assert [line["generator/healthy_replicas"] for line in lines] == [len(alive)] * 2
-    assert controller.versions.held() == {controller.policy_version: [*(f"generator-{i}" for i in alive), "newest"]}
+    assert controller.versions.holders() == {controller.policy_version: [*(f"generator-{i}" for i in alive), "newest"]}
 
 
 def test_requests_that_vllm_refuses_harm_nobody(loop, controller):
@@ -213,4 +213,4 @@ def test_when_all_are_dead_every_call_names_them_within_15_s(loop, controller, n
     for error in errors:
         assert isinstance(error, RuntimeError), error
         assert all(f"generator-{i}: generator-{i}-0." in str(error) for i in range(num_replicas)), error
-    assert list(controller.versions.held().values()) == [["newest"]]
+    assert list(controller.versions.holders().values()) == [["newest"]]

@@ -68,7 +68,7 @@ def test_the_teacher_is_the_version_that_reinforcement_starts_from_until_it_is_r
         (step, version) for step, version in ((0, 2), (1, 2), (2, 4), (3, 4)) for _ in range(per_step)
     ]
     assert controller.weights.teacher_version == 6 == controller.policy_version
-    assert [version for version, holders in controller.versions.held().items() if "teacher" in holders] == [6]
+    assert [version for version, holders in controller.versions.holders().items() if "teacher" in holders] == [6]
 
 
 def test_evaluations_score_nothing_and_demonstrations_neither(loop, running):
@@ -138,7 +138,7 @@ def test_a_warm_start_after_a_first_look_at_rollouts_is_where_the_teacher_begins
     before = controller.weights.teacher_version
     loop.run_until_complete(controller.supervise())
     assert controller.weights.teacher_version == controller.policy_version > before
-    assert [version for version, holders in controller.versions.held().items() if "teacher" in holders] == [
+    assert [version for version, holders in controller.versions.holders().items() if "teacher" in holders] == [
         controller.policy_version
     ]
 

@@ -14,7 +14,7 @@ from tests.simulation.pretence import patched
 from torchtitan_rl.dispatch import training_client
 from torchtitan_rl.dispatch.replica import Replica
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.dispatch.version_holders import VersionHolders
+from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.record import attempts
 from torchtitan_rl.rollout import group, lagged_batches, player
 from torchtitan_rl.rollout.batches import SynchronousBatches
@@ -114,11 +114,11 @@ async def _serving_without_a_wake_up(self: Replica, version: int | None) -> Any:
         await self._until(lambda: self._serves(version) or self._may_load(version))
         if not self._serves(version):
             await self._load(version if pinned else self.versions.served)
-        self._flying[pinned] += 1
+        self._in_flight[pinned] += 1
     try:
         yield
     finally:
-        self._flying[pinned] -= 1
+        self._in_flight[pinned] -= 1
 
 
 async def _pull_at_once(self: Replica, version: int) -> None:
@@ -135,7 +135,7 @@ async def _pull_while_a_request_loads(self: Replica, version: int) -> None:
     self._pulling = version
     try:
         async with self._fetched(version), self._changed:
-            await self._until(lambda: not self._flying[True])
+            await self._until(lambda: not self._in_flight[True])
             previous = await self._switch(version)
     finally:
         self._pulling = None
@@ -145,10 +145,10 @@ async def _pull_while_a_request_loads(self: Replica, version: int) -> None:
 
 
 def _serves_unpinned_with_anything(self: Replica, version: int | None) -> bool:
-    return self.held is not None if version is None else self.held == version
+    return self.loaded_version is not None if version is None else self.loaded_version == version
 
 
-async def _release_for_everybody(self: VersionHolders, version: int, holder: str) -> None:
+async def _release_for_everybody(self: PolicyVersions, version: int, holder: str) -> None:
     if self._holders.pop(version, None) is not None:
         await self._store.discard(version)
         await self._trainer.discard_weights(version)
@@ -291,7 +291,7 @@ MUTANTS: dict[str, Mutant] = {
     "a version deleted under its holder": _mutant(
         "the first release deletes a version, whoever else holds it",
         "a_named_version_is_served",
-        (VersionHolders, "release", _release_for_everybody),
+        (PolicyVersions, "release", _release_for_everybody),
     ),
     "versions of lost replicas kept": _mutant(
         "a lost replica's version is never released, so that the store grows",
@@ -308,7 +308,7 @@ MUTANTS: dict[str, Mutant] = {
         "calls have no deadline and nobody asks for signs of life",
         "every_wait_ends",
         (Replica, "sample", _sample_for_ever),
-        (SamplingClient, "_probe", _nothing),
+        (SamplingClient, "_begin_probing", _nothing),
         first_seed=14,
     ),
 }

@@ -130,9 +130,11 @@ async def _run(world: World, config: RunConfig, resume: str, begun: list[Control
         replicas, router = controller.generator._replicas, controller.generator._router
         world.log.left = {
             "requests that somebody counts": sum(router.loads) + sum(controller.generator.in_flight()),
-            "versions that somebody holds": controller.versions.held(),
+            "versions that somebody holds": controller.versions.holders(),
             "versions in the store": sorted(world.store.held),
-            "versions in use": sorted({r.held for r in replicas if r.lost is None} | {controller.policy_version}),
+            "versions in use": sorted(
+                {r.loaded_version for r in replicas if r.lost is None} | {controller.policy_version}
+            ),
         }
 
 

@@ -27,7 +27,7 @@ from tests.simulation.tasks import Play, config_of
 from tests.simulation.world import Asked, World
 from torchtitan_rl.actors.operations import Operation
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.dispatch.timed_router import TimedRouter
+from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.environment import let_garbage_wait
 from torchtitan_rl.train.controller import Controller
 
@@ -153,9 +153,9 @@ def cost_of(replicas: int, rollouts: int, *, order: str = "slots") -> Cost:
 def decision_s(replicas: int, rollouts: int) -> float:
     """Seconds of one routing decision and of the note that the request was answered, with `rollouts` requests in
     flight: the least of 20 means over 100. Half of the prompts are new, and half extend a prompt that was sent."""
-    router, healthy = TimedRouter(replicas), list(range(replicas))
+    router, healthy = Router(replicas), list(range(replicas))
     sent = [[index, *range(40)] for index in range(rollouts)]
-    route = partial(router.route, version=None, healthy=healthy, held=(), newest=1)
+    route = partial(router.route, version=None, healthy=healthy, loaded_versions=(), newest=1)
     route(sent)
     means = []
     for block in range(20):

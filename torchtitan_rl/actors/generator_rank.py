@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from torchtitan_rl import platform
-from torchtitan_rl.actors.generator_steps import GeneratorSteps
 from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.config.meshes import GeneratorConfig
-from torchtitan_rl.engine.engine_thread import Engine
+from torchtitan_rl.engine.engine import Engine
+from torchtitan_rl.types import Request
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference
 from torchtitan_rl.weights.versioned import VersionedStore
@@ -22,8 +23,10 @@ __all__ = ["GeneratorRank"]
 
 logger = logging.getLogger(__name__)
 
+_GATHER_S = 0.02  # answers of this long travel together
 
-class GeneratorRank(GeneratorSteps):
+
+class GeneratorRank:
     """A vLLM engine on a thread. Calls overlap: requests of all callers are batched continuously.
 
     With tensor parallelism only rank 0 gets requests to sample or score; every rank gets `fetch`.
@@ -40,7 +43,9 @@ class GeneratorRank(GeneratorSteps):
         sleeps: bool = False,
     ):
         """`sleeps`: the engine shares devices with trainers; `sleep` frees the devices."""
-        self.store, self._waiting = store, {}
+        self.store = store
+        self._waiting: dict[int, dict[asyncio.Future, int]] = {}
+        """Ticket -> the requests that are not answered, each with its index."""
         self.engine = Engine(config, model_dir, seed, rank, sleeps=sleeps)
 
     async def start(self, num_threads: int) -> None:
@@ -55,27 +60,69 @@ class GeneratorRank(GeneratorSteps):
             torch.get_num_threads(),
         )
 
+    async def sample(self, ticket: int, requests: list[Request]) -> list[tuple[int, Any]]:
+        """Admits requests under a ticket, and returns the answers that are there, each with the index of its request;
+        waits for the first. Without requests: the next answers of the ticket.
+
+        An answer is a Completion (or log-probabilities, where `params` is None), and a ValueError for an invalid
+        request. An error of the engine is raised.
+        """
+        waiting = self._waiting.pop(ticket, None)
+        if waiting is None:
+            futures = self.engine.submit(requests)
+            waiting = {asyncio.wrap_future(future): index for index, future in enumerate(futures)}
+        _, unanswered = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if unanswered:
+            await asyncio.sleep(_GATHER_S)
+        done = [future for future in waiting if future.done()]
+        answers = [(waiting.pop(future), future.exception() or future.result()) for future in done]
+        for _, answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ValueError):
+                raise answer
+        if waiting:
+            self._waiting[ticket] = waiting
+        return answers
+
+    async def fetch(self, version: int, verify: bool) -> ValueError | None:
+        """Stages a version from the store. Returns why its tensors do not fit this model; None where they do."""
+        manifest, payload = await self.store.fetch(version, verify=verify)
+        published = {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()}
+        if published != self.engine.parameter_specs:
+            difference = explain_difference(manifest.entries, self.engine.parameter_specs)
+            return ValueError(f"policy_version={version}: does not fit this generator: {difference}")
+        tensors = layout.read(payload, manifest)
+        if name := self.engine.unequal_tie(tensors):
+            return ValueError(f"policy_version={version}: {name} differs from the tensor that it is tied to")
+        self.engine.stage(version, tensors)
+        return None
+
     async def fetch_hf(self, directory: str, version: int) -> None:
         """Stages weights from a Hugging Face directory. Raises RuntimeError for tensors that do not fit this model."""
         tensors = {}
         for file in sorted(Path(directory).glob("*.safetensors")):
             with safe_open(file, "pt") as weights:
                 tensors.update({name: weights.get_tensor(name) for name in weights.keys()})
-        state, held = self.engine.from_hf(tensors), self.engine.held
-        offered = {
-            name: layout.Entry(tuple(tensor.shape), held.get(name, ((), tensor.dtype))[1], 0)
+        state, specs = self.engine.from_hf(tensors), self.engine.parameter_specs
+        entries = {  # in the engine's dtype: the file's own may be another
+            name: layout.Entry(tuple(tensor.shape), specs.get(name, ((), tensor.dtype))[1], 0)
             for name, tensor in state.items()
         }
-        if difference := explain_difference(offered, held):
+        if difference := explain_difference(entries, specs):
             raise RuntimeError(f"checkpoint={directory!r}: does not fit this config's model: {difference}")
-        self.engine.stage(version, {name: tensor.to(held[name][1]) for name, tensor in state.items()})
+        self.engine.stage(version, {name: tensor.to(specs[name][1]) for name, tensor in state.items()})
+
+    async def load(self, version: int) -> float | ValueError:
+        """Copies the fetched version into the model between two engine steps and resets the prefix cache. Returns the
+        seconds from one engine step to the next, or why the version cannot be loaded: the engine stands still then,
+        until a later load succeeds."""
+        return await asyncio.shield(asyncio.wrap_future(self.engine.load(version)))
 
     async def profile(self, file: str) -> None:
         """Begins to profile this process; with `file`, ends and writes the trace there."""
         profiled(file)
 
     async def probe(self) -> None:
-        """Returns once the engine's thread has given a sign of life."""
+        """Returns once the engine's thread has answered."""
         await asyncio.shield(asyncio.wrap_future(self.engine.probe()))
 
     async def sleep(self) -> None:

@@ -162,8 +162,8 @@ class Placement:
                 await mesh.call_leader(operation, *args)
             except WorkerLost as error:
                 self._meshes["generator"].remove(mesh)
-                told = {"event": "replica_out_of_turns", "who": mesh.role}
-                logger.warning("%s takes no more turns: %s", mesh.role, error, extra=told)
+                event = {"event": "replica_out_of_turns", "who": mesh.role}
+                logger.warning("%s takes no more turns: %s", mesh.role, error, extra=event)
                 if not self._meshes["generator"]:
                     raise
 

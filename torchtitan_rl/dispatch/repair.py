@@ -66,11 +66,11 @@ class Repair:
                 reason = str(error)
                 if replica is not None:
                     await replica.release()  # it may hold a version that was served when it began to catch up
-                told = {"event": "replica_not_replaced", "who": role}
-                logger.warning("%s: its replacement did not start: %s", role, reason, extra=told)
+                event = {"event": "replica_not_replaced", "who": role}
+                logger.warning("%s: its replacement did not start: %s", role, reason, extra=event)
                 continue
-            told = {"event": "replica_replaced", "who": role}
-            logger.warning("%s: replaced after %.1f s", role, self._clock() - began, extra=told)
+            event = {"event": "replica_replaced", "who": role}
+            logger.warning("%s: replaced after %.1f s", role, self._clock() - began, extra=event)
             return replica
 
     async def probe(self, current: Callable[[], Replica], lose: Callable[[Replica, ReplicaLost], None]) -> None:
@@ -104,7 +104,7 @@ class Repair:
 
 async def _catch_up(replica: Replica) -> None:
     """Loads the served version, and again if another one was published meanwhile."""
-    while replica.held != (served := replica.versions.served):
+    while replica.loaded_version != (served := replica.versions.served):
         try:
             await replica.pull(served)
         except (RuntimeError, ValueError):

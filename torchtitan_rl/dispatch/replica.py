@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
-from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
-from torchtitan_rl.dispatch.version_holders import VersionHolders
+from torchtitan_rl.dispatch.versions import ServedVersions
 from torchtitan_rl.types import Request
 
 __all__ = ["Replica", "ReplicaLost", "VersionRefused"]
@@ -36,24 +35,22 @@ class Replica:
     """
 
     def __init__(
-        self,
-        mesh: RoleMesh,
-        versions: VersionHolders | OneVersion,
-        verify: bool,
-        on_load: Callable[[], None] | None = None,
+        self, mesh: RoleMesh, versions: ServedVersions, verify: bool, on_load: Callable[[], None] | None = None
     ):
         """`on_load` is called after each load of weights. A load empties the engine's caches."""
         self.mesh, self.versions, self.verify, self.on_load = mesh, versions, verify, on_load
-        self.held: int | None = None
+        self.loaded_version: int | None = None
+        """The policy version that the engine holds; None before the first load, and once the replica is lost."""
         self.lost: str | None = None
         """Why the replica is out of use; None while it is healthy."""
-        self._flying: Counter[bool] = Counter()
+        self._in_flight: Counter[bool] = Counter()
         """The rounds of requests that are being answered: pinned ones under True."""
         self._pulling: int | None = None
         """The version that a pull is fetching."""
         self._changed = asyncio.Condition()
-        self._num_tickets, self.stall_s = 0, 0.0
-        """`stall_s`: the seconds for which the engine stood still at the last load of weights."""
+        self._num_tickets = 0
+        self.stall_s = 0.0
+        """The seconds for which the engine stood still at the last load of weights."""
         self.unanswered = 0  # requests in the engine
         self.has_answered = False
         """Whether the replica has answered a request."""
@@ -65,13 +62,16 @@ class Replica:
         fault. Raises ReplicaLost, also when `timeout_s` pass without an answer, and VersionRefused."""
         self._num_tickets = ticket = self._num_tickets + 1
         async with self._serving(version):
-            left, self.unanswered = len(requests), self.unanswered + len(requests)
-            while left:
+            num_left = len(requests)
+            self.unanswered += num_left
+            while num_left:
                 with _at_fault(RuntimeError):  # a fault of the request would be an answer
                     answers = await self.mesh.call_leader(
                         GeneratorOperations.sample, ticket, requests, timeout_s=timeout_s
                     )
-                left, self.unanswered, requests = left - len(answers), self.unanswered - len(answers), []
+                num_left -= len(answers)
+                self.unanswered -= len(answers)
+                requests = []  # further calls ask for the next answers of the ticket
                 self.has_answered = True
                 yield answers
 
@@ -83,7 +83,7 @@ class Replica:
             self._changed.notify_all()  # the version before serves unpinned requests from now on
         try:
             async with self._fetched(version), self._changed:  # even the held one: it may have been published again
-                await self._until(lambda: not self._flying[True])
+                await self._until(lambda: not self._in_flight[True])
                 previous = await self._switch(version)
         finally:
             self._pulling = None
@@ -94,7 +94,7 @@ class Replica:
     async def load_hf(self, directory: str, version: int) -> None:
         """Loads the weights of a Hugging Face directory, after all pinned requests have ended. Raises ReplicaLost."""
         async with self._changed:
-            await self._until(lambda: not self._flying[True])
+            await self._until(lambda: not self._in_flight[True])
             await self._fetch(GeneratorOperations.fetch_hf, directory, version)
             await self._switch(version)
 
@@ -103,8 +103,8 @@ class Replica:
         `lost` is set."""
         async with self._changed:
             self._changed.notify_all()
-            held, self.held = self.held, None
-            await self._release(held)
+            loaded, self.loaded_version = self.loaded_version, None
+            await self._release(loaded)
 
     @asynccontextmanager
     async def _serving(self, version: int | None):
@@ -113,27 +113,28 @@ class Replica:
             await self._until(lambda: self._serves(version) or self._may_load(version))
             if not self._serves(version):
                 await self._load(version if pinned else self.versions.served)
-            self._flying[pinned] += 1
+            self._in_flight[pinned] += 1
         try:
             yield
         finally:
             async with self._changed:
-                self._flying[pinned] -= 1
-                if not self._flying[pinned]:  # what waits, waits for none to be left
-                    self._changed.notify_all()
+                self._in_flight[pinned] -= 1
+                if not self._in_flight[pinned]:
+                    self._changed.notify_all()  # waiters wait for the last request of a kind
 
     def _serves(self, version: int | None) -> bool:
         """Whether a request that names a version, or None, may begin with the weights that are held."""
         if version is None:
             before = self.versions.publications[-2:-1] if self._pulling == self.versions.served else []
-            return self.held in (self.versions.served, *before)  # and no older one, which a pinned request has loaded
-        return self.held == version
+            # Not any older version, which a pinned request may have loaded.
+            return self.loaded_version in (self.versions.served, *before)
+        return self.loaded_version == version
 
     def _may_load(self, version: int | None) -> bool:
         """Whether a request may load its version: requests under way allow it, and no pull is about to load it."""
-        in_the_way = (True,) if version is None else (True, False)
         pulled = self._pulling == (self.versions.served if version is None else version)
-        return not (pulled or any(self._flying[kind] for kind in in_the_way))
+        blocked = self._in_flight[True] or (version is not None and self._in_flight[False])
+        return not (pulled or blocked)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         await self._changed.wait_for(lambda: self.lost is not None or condition())
@@ -172,7 +173,7 @@ class Replica:
         if (refusal := await self._copy(version)) is not None:
             await self._go_back(refusal)
             raise VersionRefused(str(refusal))
-        previous, self.held = self.held, version
+        previous, self.loaded_version = self.loaded_version, version
         return previous
 
     async def _copy(self, version: int) -> ValueError | None:
@@ -191,15 +192,15 @@ class Replica:
     async def _go_back(self, refusal: ValueError) -> None:
         """Loads the held version once more, which the store keeps for this replica. Raises ReplicaLost where that
         fails."""
-        if self.held is None:
+        if self.loaded_version is None:
             return  # no request is in an engine without weights
         try:
-            await self._fetch(GeneratorOperations.fetch, self.held, self.verify)
-            again = await self._copy(self.held)
+            await self._fetch(GeneratorOperations.fetch, self.loaded_version, self.verify)
+            second_refusal = await self._copy(self.loaded_version)
         except (RuntimeError, ValueError) as error:
-            raise ReplicaLost(f"{refusal}; version {self.held} did not come back: {error}") from error
-        if again is not None:
-            raise ReplicaLost(f"{refusal}; version {self.held} did not come back: {again}")
+            raise ReplicaLost(f"{refusal}; version {self.loaded_version} did not come back: {error}") from error
+        if second_refusal is not None:
+            raise ReplicaLost(f"{refusal}; version {self.loaded_version} did not come back: {second_refusal}")
 
 
 @contextmanager

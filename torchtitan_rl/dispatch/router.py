@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from heapq import heappop, heappush
 from itertools import islice
-
-from torchtitan_rl.dispatch.loads import Loads
 
 __all__ = ["Router"]
 
@@ -16,6 +16,7 @@ _MAX_PROMPTS = 16384  # prompts remembered, over all replicas, for every 32 of t
 _REPLICAS = 32
 _STICKY_REQUESTS = 32  # an engine decodes 32 requests together in little more time than one
 _STICKY_SHARE = 1.5
+_FEW = 8  # replicas that are sooner looked at one by one
 
 
 class Router:
@@ -29,10 +30,12 @@ class Router:
        requests to route: waiting there costs more than a shared prefix saves.
     2. The replica with the fewest unanswered requests; of equals, the lowest index. Requests are counted, not tokens:
        an engine decodes sequences side by side, and the length of a completion is not known in advance.
+
+    The router also sums up how long requests are with each replica; these times decide nothing.
     """
 
-    def __init__(self, num_replicas: int):
-        self._loads, self._indices = Loads([0] * num_replicas), frozenset(range(num_replicas))
+    def __init__(self, num_replicas: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._loads, self._indices = _Loads([0] * num_replicas), frozenset(range(num_replicas))
         self._named = [Counter() for _ in range(num_replicas)]
         """Per replica, the unanswered pinned requests by policy version."""
         self._newest: int | None = None
@@ -49,6 +52,10 @@ class Router:
         self._endings: Counter[int] = Counter()
         """Hash -> number of keys of `_homes` with the hash. Most block hashes of a prompt are in no key: a count of 0
         saves the lookups."""
+        self._clock, self._in_flight_s = clock, [0.0] * num_replicas
+        self._since = [clock()] * num_replicas
+        """Per replica, the time of the last change of its requests."""
+        self._answered = [0] * num_replicas
 
     @property
     def loads(self) -> list[int]:
@@ -57,7 +64,14 @@ class Router:
 
     @loads.setter
     def loads(self, numbers: Sequence[int]) -> None:
-        self._loads = Loads(numbers)
+        self._loads = _Loads(numbers)
+
+    def times(self) -> list[tuple[float, int]]:
+        """Per replica, the requests in flight summed over the seconds so far, and how many have been answered or given
+        up. May be called from any thread."""
+        now, last = self._clock(), zip(self._in_flight_s, self.loads, self._since, strict=True)
+        sums = [spent + load * (now - since) for spent, load, since in last]
+        return list(zip(sums, self._answered, strict=True))
 
     # Events of replicas.
 
@@ -67,6 +81,7 @@ class Router:
 
     def finished(self, index: int, num_requests: int, version: int | None) -> None:
         """Requests that were routed to the replica have been answered, or never will be."""
+        self._answered[index] += num_requests
         if not num_requests:
             return
         self._count(index, -num_requests)
@@ -86,15 +101,15 @@ class Router:
         version: int | None,
         *,
         healthy: Sequence[int],
-        held: Sequence[int | None],
+        loaded_versions: Sequence[int | None],
         newest: int | None,
     ) -> list[int]:
         """A replica for each prompt, in order; counts each prompt as sent. `version` is the version that the requests
         are pinned to, None for unpinned requests. `healthy` lists at least one replica; while the same ones are
-        healthy, the same list costs nothing to look at again. `held` has the loaded version of every replica, healthy
-        or not; only requests that are pinned need it. `newest` is the version that serves unpinned requests."""
+        healthy, the same list costs nothing to look at again. `loaded_versions` has the version of every replica,
+        healthy or not; only requests that are pinned need it. `newest` is the version that serves unpinned requests."""
         self._note(healthy, newest)
-        among = self._unpinned() if version is None else self._serving(version, held, len(prompts))
+        among = self._unpinned() if version is None else self._serving(version, loaded_versions, len(prompts))
         share = (self._load_of(among) + len(prompts)) / len(among)
         limit = max(_STICKY_REQUESTS, math.ceil(_STICKY_SHARE * share))
         only = next(iter(among)) if len(among) == 1 else None
@@ -118,6 +133,9 @@ class Router:
 
     def _count(self, index: int, number: int) -> None:
         """`number` more requests of a replica are unanswered, or fewer where negative."""
+        now = self._clock()
+        self._in_flight_s[index] += self.loads[index] * (now - self._since[index])
+        self._since[index] = now
         self._loads.add(index, number)
 
     def _note(self, healthy: Sequence[int], newest: int | None) -> None:
@@ -133,20 +151,20 @@ class Router:
         healthy replicas when there are none."""
         return (self._all - self._kept) or self._all if self._kept else self._all
 
-    def _serving(self, version: int, held: Sequence[int | None], num_requests: int) -> Set[int]:
+    def _serving(self, version: int, loaded_versions: Sequence[int | None], num_requests: int) -> Set[int]:
         """The candidates for requests pinned to a version; at least one, by index: healthy replicas that hold the
         version or have requests of it, then idle replicas, which load it, until there is one replica per 32 requests.
         When both are none: the healthy replica with the fewest requests."""
         # A replica that is about to load the version counts as serving: more requests of the version must not make
         # another replica load it too.
-        serving = {i for i in self._healthy if held[i] == version or version in self._named[i]}
+        serving = {i for i in self._healthy if loaded_versions[i] == version or version in self._named[i]}
         if (more := num_requests // _STICKY_REQUESTS - len(serving)) > 0:
             idle = (i for i in self._healthy if i not in serving and not self.loads[i])
             serving |= set(islice(idle, more))
         return serving or {self._loads.least(self._all)}
 
     def _load_of(self, among: Set[int]) -> int:
-        """The unanswered requests of some replicas. Looks at them, or at the others where these are fewer."""
+        """The unanswered requests of some replicas. Looks at them, or at all but them where these are fewer."""
         if 2 * len(among) <= len(self.loads):
             return sum(self.loads[i] for i in among)
         return self._loads.total - sum(self.loads[i] for i in self._indices - among)
@@ -175,6 +193,42 @@ class Router:
             self._endings[ending] -= 1
             if not self._endings[ending]:
                 del self._endings[ending]
+
+
+class _Loads:
+    """How many unanswered requests each replica has, by index. `least` takes time logarithmic in the number of
+    replicas, and linear in that of the less loaded replicas that may not be chosen."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = list(numbers)
+        self.total = sum(numbers)
+        self._begin()
+
+    def add(self, index: int, number: int) -> None:
+        """`number` more requests, or fewer where negative."""
+        self.numbers[index] += number
+        self.total += number
+        heappush(self._heap, (self.numbers[index], index))
+        if len(self._heap) > 8 * len(self.numbers):  # most entries are out of date
+            self._begin()
+
+    def least(self, among: Set[int]) -> int:
+        """The replica of `among`, which is not empty, with the fewest requests; of equals, the lowest index."""
+        if len(among) <= _FEW:
+            return min(among, key=lambda index: (self.numbers[index], index))
+        heap, excluded = self._heap, []
+        while heap[0][1] not in among or heap[0][0] != self.numbers[heap[0][1]]:
+            number, index = heappop(heap)
+            if number == self.numbers[index]:
+                excluded.append((number, index))
+        chosen = heap[0][1]
+        for entry in excluded:
+            heappush(heap, entry)
+        return chosen
+
+    def _begin(self) -> None:
+        self._heap = sorted((number, index) for index, number in enumerate(self.numbers))
+        """Has each replica's number, and numbers that are out of date: `least` drops the ones that it meets."""
 
 
 def _block_hashes(prompt: list[int]) -> list[int]:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
 import torch
 
-from torchtitan_rl.actors.operations import GeneratorOperations
+from torchtitan_rl.actors.operations import GeneratorOperations, Operation
+from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts, end
-from torchtitan_rl.dispatch.replica import Replica, ReplicaLost
-from torchtitan_rl.dispatch.sampling_steps import SamplingSteps
-from torchtitan_rl.types import Request, Scores
+from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
+from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.dispatch.router import Router
+from torchtitan_rl.dispatch.versions import ServedVersions
+from torchtitan_rl.types import Completion, Request, SamplingParams, Scores
 
 __all__ = ["SamplingClient"]
 
@@ -21,8 +26,11 @@ logger = logging.getLogger(__name__)
 
 _CLOSED = "sampling: the client was closed before the generators answered"
 
+_Batch = list[tuple[Request, asyncio.Future]]
+"""Requests that travel together, each with the future of its answer."""
 
-class SamplingClient(SamplingSteps):
+
+class SamplingClient:
     """`sample`, `score` and `score_top` over all replicas.
 
     Requests made in one iteration of the event loop travel together. The engine admits them in the order they were
@@ -34,6 +42,53 @@ class SamplingClient(SamplingSteps):
     CPU. On a GPU sums depend on the other sequences in the batch: log-probabilities are nearly equal, and tokens not
     always the same.
     """
+
+    def __init__(
+        self,
+        replicas: list[RoleMesh],
+        versions: ServedVersions,
+        *,
+        max_model_len: int,
+        timeout_s: float,
+        verify: bool = True,
+        placement: Placement | None = None,
+        repair: Repair | None = None,
+    ):
+        """`placement` gives generators their turns on shared devices; None: no role shares devices. `repair` replaces
+        lost replicas; None: they stay lost."""
+        self._versions, self._placement, self._repair = versions, placement, repair
+        self._verify, self._max_model_len, self._timeout_s = verify, max_model_len, timeout_s
+        self._router = Router(len(replicas)) if len(replicas) > 1 else None
+        """None with one replica, which gets every request."""
+        self._replicas = [self._new_replica(index, mesh) for index, mesh in enumerate(replicas)]
+        self._healthy_indices = list(range(len(replicas)))
+        """The replicas that are not lost. The list is replaced when one is lost or comes back: the router looks at the
+        replicas again only when it gets another list."""
+        self._repairing: set[int] = set()
+        self._repaired = asyncio.Event()
+        self._no_repair = ""
+        """Why no replica is replaced any more; empty while replacements are possible."""
+        self._probed = False
+        self._pending: dict[int | None, _Batch] = defaultdict(list)
+        """The requests of this iteration of the event loop, by the version they are pinned to."""
+        self._waiting: list[tuple[_Batch, int | None]] = []
+        """Requests that wait for a replacement, with the version they are pinned to."""
+        self._tasks: set[asyncio.Task] = set()
+
+    def _new_replica(self, index: int, mesh: RoleMesh) -> Replica:
+        on_load = None if self._router is None else partial(self._router.loaded, index)
+        return Replica(mesh, self._versions, self._verify, on_load)
+
+    # The state of the replicas.
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version that serves unpinned requests; None before the first pull."""
+        return self._versions.served
+
+    def health(self) -> dict[str, str]:
+        """Role of each replica -> `"healthy"`, or why the replica is out of use, known once a call has failed."""
+        return {replica.mesh.role: replica.lost or "healthy" for replica in self._replicas}
 
     @property
     def num_restarts(self) -> int:
@@ -48,32 +103,85 @@ class SamplingClient(SamplingSteps):
         """Per replica, the seconds for which its engine stood still at its last load of weights."""
         return [replica.stall_s for replica in self._replicas]
 
-    async def profile(self, role: str, rank: int, file: str) -> None:
-        """Begins to profile a rank of the replica `role`; with `file`, ends and writes the trace there."""
-        replica = next(replica for replica in self._replicas if replica.mesh.role == role)
-        await replica.mesh.call_rank(rank, GeneratorOperations.profile, file)
-
     def request_times(self) -> dict[str, tuple[float, int]]:
-        """Role of each replica -> `TimedRouter.times`; {} with one replica."""
+        """Role of each replica -> `Router.times`; {} with one replica."""
         if self._router is None:
             return {}
         return {replica.mesh.role: times for replica, times in zip(self._replicas, self._router.times(), strict=True)}
 
-    def held(self) -> int | None:
-        """The version that every healthy replica holds, also while a newer one is fetched; None where they differ."""
-        versions = {replica.held for replica in self._replicas if replica.lost is None}
+    def loaded_version(self) -> int | None:
+        """The version that every healthy replica has loaded, also while a newer one is fetched; None where they
+        differ."""
+        versions = {replica.loaded_version for replica in self._replicas if replica.lost is None}
         return versions.pop() if len(versions) == 1 else None
+
+    async def profile(self, role: str, rank: int, file: str) -> None:
+        """Begins to profile a rank of the replica `role`; with `file`, ends and writes the trace there."""
+        replica = next(replica for replica in self._replicas if replica.mesh.role == role)
+        await replica.mesh.call_rank(rank, GeneratorOperations.profile, file)
 
     async def weights(self) -> dict[str, torch.Tensor]:
         """The parameters that the first healthy replica holds, by torchtitan's names (rank 0's part of each); for small
         models."""
         return (await self._replicas[self._healthy()[0]].mesh.call_each(GeneratorOperations.weights))[0]
 
+    # Versions.
+
+    async def pull(self, version: int) -> None:
+        """Every healthy replica loads a published version. Raises RuntimeError when no replica is left, and when all of
+        them refuse the version: they serve the version before then."""
+        if self._repair is not None and not self._probed:
+            self._begin_probing(self._repair)
+        async with self._turn(GeneratorOperations.load):
+            previous, self._versions.served = self._versions.served, version
+            try:
+                await self._on_all(lambda replica: replica.pull(version))
+            except VersionRefused as error:
+                self._versions.served = previous
+                raise RuntimeError(str(error)) from error
+
+    async def pull_newest(self) -> int:
+        """Every healthy replica loads what the trainer holds now, as a version of its own. Returns the version."""
+        version = await self._versions.publish()
+        await self.pull(version)
+        return version
+
     async def load_hf(self, directory: str, *, version: int = 0) -> None:
         """Every healthy replica loads the weights of a Hugging Face directory and calls them `version`. No trainer is
         needed. Raises RuntimeError when no replica is left."""
         self._versions.served = version
         await self._on_all(lambda replica: replica.load_hf(directory, version))
+
+    async def _on_all(self, call: Callable[[Replica], Coroutine]) -> None:
+        indices = await self._some_healthy()
+        results = await asyncio.gather(*(call(self._replicas[i]) for i in indices), return_exceptions=True)
+        loaded = any(result is None for result in results)
+        for position, (index, result) in enumerate(zip(indices, results)):
+            if loaded and isinstance(result, VersionRefused):  # others hold the version: this replica is at fault
+                results[position] = result = ReplicaLost(str(result))
+            if isinstance(result, ReplicaLost):
+                self._lose(self._replicas[index], result)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ReplicaLost):
+                raise result
+        await self._some_healthy()
+
+    # Requests.
+
+    async def sample(
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
+    ) -> Completion:
+        """One completion. Raises ValueError for an empty prompt, and when prompt and completion exceed the context."""
+        if len(tokens) + params.max_tokens > self._max_model_len:
+            raise ValueError(
+                f"prompt of {len(tokens)} tokens + max_tokens={params.max_tokens}: exceed "
+                f"generator.max_model_len={self._max_model_len}; shorten one or raise the other"
+            )
+        if not tokens:
+            raise ValueError("prompt=[]: has no tokens; give at least one")
+        completion = await self._submit(Request(list(tokens), params), policy_version)
+        completion.filtered = ", ".join(f"{name}={value}" for name, value in params.altered().items())
+        return completion
 
     async def score(self, tokens: list[int], *, policy_version: int | None = None, cached: bool = False) -> Scores:
         """Log-probability of every token but the first, at temperature 1. No prefix cache is read unless `cached`; the
@@ -99,6 +207,89 @@ class SamplingClient(SamplingSteps):
             )
         return await self._submit(request, version)
 
+    async def _submit(self, request: Request, version: int | None):
+        if self.policy_version is None:
+            raise RuntimeError("policy_version=None: the generators hold no weights yet; publish and pull first")
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        if not self._pending[version]:
+            # Two iterations of the event loop: requests of asyncio tasks that started in this iteration travel too.
+            loop.call_soon(loop.call_soon, self._flush, version)
+        self._pending[version].append((request, future))
+        return await future
+
+    def _flush(self, version: int | None) -> None:
+        self._dispatch(self._pending.pop(version), version)
+
+    def _dispatch(self, batch: _Batch, version: int | None) -> None:
+        """Sends each request to the replica that the router chooses. Keeps the requests until a lost replica is
+        replaced where all are lost, and fails them where none will be replaced."""
+        try:
+            healthy = self._healthy()
+        except RuntimeError as error:
+            if self._repairing and not self._no_repair:
+                self._waiting.append((batch, version))
+            else:
+                _fail(batch, error)
+            return
+        shares = {healthy[0]: batch} if self._router is None else self._route(self._router, batch, version, healthy)
+        for index, share in shares.items():
+            self._start(self._send(index, share, version))
+
+    def _route(self, router: Router, batch: _Batch, version: int | None, healthy: list[int]) -> dict[int, _Batch]:
+        """Index of a replica -> its share of the requests."""
+        indices = router.route(
+            [request.tokens for request, _ in batch],
+            version,
+            healthy=healthy,
+            loaded_versions=() if version is None else [replica.loaded_version for replica in self._replicas],
+            newest=self.policy_version,
+        )
+        shares: dict[int, _Batch] = defaultdict(list)
+        for index, call in zip(indices, batch, strict=True):
+            shares[index].append(call)
+        return shares
+
+    async def _send(self, index: int, batch: _Batch, version: int | None) -> None:
+        """Answers the requests of a batch by one replica. Those that a lost replica leaves unanswered go to the healthy
+        replicas; any other error is the answer to all of them."""
+        replica, unanswered = self._replicas[index], len(batch)
+        requests = [request for request, _ in batch]
+        try:
+            async with self._turn(GeneratorOperations.sample):
+                async for answers in replica.sample(requests, version, self._timeout_s):
+                    for position, answer in answers:
+                        future = batch[position][1]
+                        if not future.done():
+                            (future.set_exception if isinstance(answer, ValueError) else future.set_result)(answer)
+                    unanswered -= len(answers)
+                    self._finished(index, len(answers), version)
+        except ReplicaLost as error:
+            self._lose(replica, error)
+            self._finished(index, unanswered, version)
+            self._dispatch([(request, future) for request, future in batch if not future.done()], version)
+        except Exception as error:
+            _fail(batch, error)
+            self._finished(index, unanswered, version)
+        except asyncio.CancelledError:
+            _fail(batch, RuntimeError(_CLOSED))
+            self._finished(index, unanswered, version)
+            raise
+
+    def _finished(self, index: int, num_requests: int, version: int | None) -> None:
+        """Notes that a replica has answered requests, or never will."""
+        if self._router is not None:
+            self._router.finished(index, num_requests, version)
+
+    def _start(self, work: Coroutine) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _turn(self, operation: Operation) -> AbstractAsyncContextManager:
+        """The generators' turn on the devices for as long as the block runs; no wait where no role shares devices."""
+        return nullcontext() if self._placement is None else self._placement.turn("generator", operation)
+
     def close(self) -> None:
         """Cancels every unanswered call. Its caller gets a RuntimeError."""
         for task in self._tasks:
@@ -107,42 +298,28 @@ class SamplingClient(SamplingSteps):
             _fail(batch, RuntimeError(_CLOSED))
         self._waiting.clear()
 
-    def _routed(self, batch: list, version: int | None, healthy: list[int]) -> dict[int, list]:
-        indices = self._router.route(
-            [request.tokens for request, _ in batch],
-            version,
-            healthy=healthy,
-            held=() if version is None else [replica.held for replica in self._replicas],
-            newest=self.policy_version,
-        )
-        shares: dict[int, list] = defaultdict(list)
-        for index, call in zip(indices, batch, strict=True):
-            shares[index].append(call)
-        return shares
+    # Replicas that are lost, and their replacement.
 
-    def _none_left(self, batch: list, version: int | None, error: RuntimeError) -> None:
-        if self._repairing and not self._broken:
-            self._waiting.append((batch, version))
-        else:
-            _fail(batch, error)
+    async def _some_healthy(self) -> list[int]:
+        """`_healthy()`, after the end of repairs if all replicas are being replaced."""
+        while self._repairing and not self._healthy_indices:
+            self._repaired.clear()
+            await self._repaired.wait()
+        return self._healthy()
 
-    def _interrupted(
-        self, replica: Replica, index: int, batch: list, version: int | None, unanswered: int, error: BaseException
-    ) -> None:
-        if isinstance(error, ReplicaLost):
-            self._lose(replica, error)
-        elif isinstance(error, asyncio.CancelledError):
-            _fail(batch, RuntimeError(_CLOSED))
-        elif isinstance(error, Exception):
-            _fail(batch, error)
-        if self._router is not None:
-            self._router.finished(index, unanswered, version)
-        if isinstance(error, ReplicaLost):
-            self._dispatch([call for call in batch if not call[1].done()], version)
-        elif not isinstance(error, Exception):
-            raise error
+    def _healthy(self) -> list[int]:
+        """Indices of the replicas that are not lost; the same list while none is lost or replaced. Raises RuntimeError
+        when all are lost, and when lost replicas are not replaced any more."""
+        if self._no_repair or not self._healthy_indices:
+            raise RuntimeError(self._no_repair or self._all_lost())
+        return self._healthy_indices
 
-    def _probe(self, repair: Repair) -> None:
+    def _all_lost(self) -> str:
+        reasons = "; ".join(f"{role}: {reason}" for role, reason in self.health().items())
+        return f"no generator replica is left ({reasons}); look at their logs and start the run again"
+
+    def _begin_probing(self, repair: Repair) -> None:
+        """Begins to ask every replica for signs of life."""
         self._probed = True
         for index in range(len(self._replicas)):
             self._start(repair.probe(partial(self._current, index), self._lose))
@@ -154,12 +331,13 @@ class SamplingClient(SamplingSteps):
         return self._replicas[index]
 
     def _lose(self, replica: Replica, error: ReplicaLost) -> None:
+        """Takes a replica out of use, keeps the first reason, and replaces the replica or ends its processes."""
         if replica.lost is not None:
             return
         replica.lost = str(error)
-        self._left = self._not_lost()
-        told = {"event": "replica_lost", "who": replica.mesh.role}
-        logger.warning("a generator replica is lost, %d left: %s", len(self._left), error, extra=told)
+        self._healthy_indices = self._not_lost()
+        event = {"event": "replica_lost", "who": replica.mesh.role}
+        logger.warning("a generator replica is lost, %d left: %s", len(self._healthy_indices), error, extra=event)
         if self._repair is None:
             self._start(self._abandon(replica))
         else:
@@ -175,10 +353,10 @@ class SamplingClient(SamplingSteps):
         lost = self._replicas[index]
         try:
             await lost.release()
-            self._replicas[index] = await repair.replacement(lost, lambda mesh: self._replica(mesh, index))
-            self._left = self._not_lost()
+            self._replicas[index] = await repair.replacement(lost, partial(self._new_replica, index))
+            self._healthy_indices = self._not_lost()
         except TooManyRestarts as error:
-            self._broken = str(error)
+            self._no_repair = str(error)
         finally:
             self._repairing.discard(index)
             self._repaired.set()
@@ -187,7 +365,7 @@ class SamplingClient(SamplingSteps):
                 self._dispatch(batch, version)
 
 
-def _fail(batch: list, error: BaseException) -> None:
+def _fail(batch: _Batch, error: BaseException) -> None:
     """The error as the answer to every request that has none."""
     for _, future in batch:
         if not future.done():

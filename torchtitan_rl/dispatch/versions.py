@@ -4,21 +4,103 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from torchtitan_rl.config.meshes import WeightSyncConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.dispatch.version_holders import VersionHolders
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite, is_finite
+from torchtitan_rl.weights.versioned import VersionedStore
 
-__all__ = ["PolicyVersions"]
+__all__ = ["OneVersion", "PolicyVersions", "ServedVersions"]
 
 
-class PolicyVersions(VersionHolders):
-    """The versions of a run's policy."""
+class ServedVersions(Protocol):
+    """What a `SamplingClient` and its replicas ask of the versions: `PolicyVersions` of a run that trains, `OneVersion`
+    of generators alone."""
+
+    served: int | None
+    """The version that serves unpinned requests; None before the first pull. `SamplingClient` sets it, everybody else
+    reads it."""
+    publications: list[int]
+    """The versions published so far, oldest first."""
+
+    async def publish(self) -> int:
+        """Publishes and returns the trainer's version."""
+
+    def pin(self, version: int, holder: str) -> None:
+        """Keeps a version until `release`. Raises ValueError for a version that is not there."""
+
+    async def release(self, version: int, holder: str) -> None:
+        """Ends one `pin`."""
+
+
+class PolicyVersions:
+    """Which versions exist, who holds each version, and which version serves unpinned requests.
+
+    The holder `"newest"` holds the version published last. Each generator replica holds the version that it serves,
+    under the name of its role. Any other holder (an evaluation, a snapshot that scores) calls `pin` with a name of its
+    own.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainingClient,
+        store: VersionedStore,
+        config: WeightSyncConfig,
+        dtype: torch.dtype,
+        *,
+        one_host: bool,
+    ):
+        self._trainer, self._store, self._config, self._dtype = trainer, store, config, dtype
+        self._transport = config.transport
+        if config.transport == "auto":
+            self._transport = "shared_memory" if one_host else "store"
+        self._holders: dict[int, Counter[str]] = {}
+        self.publications: list[int] = []
+        """The versions published so far, oldest first; one twice where no step was taken between two publications."""
+        self.served: int | None = None
+
+    async def publish(self) -> int:
+        """Publishes and returns the trainer's version, then releases the version published before."""
+        version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
+        previous = self.publications[-1:]
+        self.publications.append(version)
+        self._holders.setdefault(version, Counter())["newest"] += 1
+        if previous:
+            await self.release(previous[0], "newest")
+        return version
+
+    async def publish_for(self, holder: str) -> int:
+        """Publishes the trainer's version, which serves no unpinned request, and pins the version for `holder`."""
+        version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
+        self._holders.setdefault(version, Counter())[holder] += 1
+        return version
+
+    def pin(self, version: int, holder: str) -> None:
+        """Keeps a version until `release`. Raises ValueError for a version that was deleted or never published."""
+        if version not in self._holders:
+            raise ValueError(f"policy_version={version}: is not published; the store holds {sorted(self._holders)}")
+        self._holders[version][holder] += 1
+
+    async def release(self, version: int, holder: str) -> None:
+        """Ends one `pin`; the last one deletes the version. Raises ValueError unless `holder` holds the version."""
+        holders = self._holders.get(version, Counter())
+        if not holders[holder]:
+            raise ValueError(f"policy_version={version}: is not held by {holder!r} (holders: {sorted(+holders)})")
+        holders.update([holder] * (holders.pop(holder) - 1))  # without a name that holds nothing
+        if not holders:
+            del self._holders[version]
+            await self._store.discard(version)
+            await self._trainer.discard_weights(version)
+
+    def holders(self) -> dict[int, list[str]]:
+        """Version to the names of its holders."""
+        return {version: sorted(+holders) for version, holders in sorted(self._holders.items())}
 
     async def copy(self, source: TrainingClient, target: TrainingClient) -> None:
         """`target` takes over the weights of `source`, bit for bit; a critic keeps its own head. The two layouts may
@@ -40,12 +122,6 @@ class PolicyVersions(VersionHolders):
         finally:
             await self._store.discard("head")
             await source.discard_weights("head")
-
-    async def publish_for(self, holder: str) -> int:
-        """Publishes the trainer's version, which serves no unpinned request, and pins the version for `holder`."""
-        version = await self._trainer.push_weights(self._dtype, self._transport, self._config.verify)
-        self._holders.setdefault(version, Counter())[holder] += 1
-        return version
 
     async def tensors(self, version: int) -> dict[str, torch.Tensor]:
         """The parameters of a published version, by torchtitan's names, in the generators' dtype."""
@@ -81,3 +157,27 @@ class PolicyVersions(VersionHolders):
             await self._store.publish(manifest, payload, handle="", verify=self._config.verify)
             self._holders[version] = Counter()
         self.pin(version, holder)
+
+
+class OneVersion:
+    """Stands in for `PolicyVersions` where generators hold one version: the weights of a Hugging Face directory."""
+
+    def __init__(self) -> None:
+        self.served: int | None = None
+        """The version that `SamplingClient.load_hf` gave the weights; None before that call."""
+        self.publications: list[int] = []
+        """Empty, as nobody publishes."""
+
+    async def publish(self) -> int:
+        """Raises RuntimeError: nobody trains."""
+        raise RuntimeError("publish: these generators hold the weights of a directory; launch without hf_weights")
+
+    def pin(self, version: int, holder: str) -> None:
+        """Raises ValueError: without a store, no version but the one that generators hold exists."""
+        raise ValueError(
+            f"policy_version={version}: is not published; these generators hold the weights of a directory, as version "
+            f"{self.served}, and nobody trains; leave policy_version out"
+        )
+
+    async def release(self, version: int, holder: str) -> None:
+        """Does nothing: no version is ever pinned."""

@@ -13,10 +13,10 @@ CPU) and V2 (`vllm/v1/worker/gpu/model_runner.py`). vLLM takes V2 where Triton r
 | `engine_core.shutdown()`, `envs.disable_envs_cache()` | above the runner | as V1 |
 | `get_tp_group().broadcast_object`, `.cpu_group` | above the runner | as V1 |
 | `_CPUSHMDistributed.make_group_name` | CPU ranks | not used on a GPU |
-| `runner.sampler.topk_topp_sampler.forward` | replaced in `sampling_noise.py` | draws by seed and position itself |
-| `runner.input_batch`: `logitsprocs`, `num_tokens_no_spec`, `num_prompt_tokens` | read in `sampling_noise.py` | no |
+| `runner.sampler.topk_topp_sampler.forward` | replaced in `noise.py` | draws by seed and position itself |
+| `runner.input_batch`: `logitsprocs`, `num_tokens_no_spec`, `num_prompt_tokens` | read in `noise.py` | no |
 | `KVCacheConfig.needs_kv_cache_zeroing` | replaced while an engine is built | as V1 |
-| `torch.ops._C.fused_gumbel_argmax` | called in `sampling_noise.py`, on a CPU | no |
+| `torch.ops._C.fused_gumbel_argmax` | called in `noise.py`, on a CPU | no |
 
 `vllm_model`'s `load_weights` and vLLM's `reload_weights` copy into the existing parameters. A captured CUDA graph holds
 the addresses of these parameters and thus reads the new weights.

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_rl.health.diagnose import RULES, look
 from torchtitan_rl.health.facts import Facts
+from torchtitan_rl.health.rules.table import RULES, look
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.health.samples import Samples
 from torchtitan_rl.record.recorder import GeneratorStarted, Listener, Metrics, RolloutsEnded
@@ -41,12 +41,12 @@ class Watch(Listener):
         self._settings = Run(run_dir).config()
         self._first: list[dict[str, Any]] = []
         self._last: deque[dict[str, Any]] = deque(maxlen=_LAST)
-        self._others: deque[dict[str, Any]] = deque(maxlen=_LAST)
+        self._other_lines: deque[dict[str, Any]] = deque(maxlen=_LAST)
         """Lines of evaluations, and of supervised steps that were skipped."""
         self._rollouts: deque[list[dict[str, Any]]] = deque(maxlen=_BATCHES)
         self._taken: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self._samples = Samples(run_dir.logs)
-        self._step, self._batches, self._num_lines, self._said = 0, 0, 0, set[str]()
+        self._step, self._batches, self._num_lines, self._warned_of = 0, 0, 0, set[str]()
         self._begun: list[int] | None = None
         for line in run_dir.read_metrics():  # of the attempts before
             self._keep(line)
@@ -85,15 +85,15 @@ class Watch(Listener):
             self._step, self._num_lines = line["step"], self._num_lines + 1
             (self._first if len(self._first) < _FIRST else self._last).append(line)
         elif line["phase"] == "evaluation" or line.get("optim/skipped"):
-            self._others.append(line)
+            self._other_lines.append(line)
 
     def _look(self) -> None:
-        rules = tuple(rule for rule in RULES if rule.live in self._new and rule.name not in self._said)
+        rules = tuple(rule for rule in RULES if rule.live in self._new and rule.name not in self._warned_of)
         self._new, self._looked = set(), time.monotonic()
         if self._begun is None:
             self._begun = [record["step"] for record in self._run_dir.tables["attempts"].read()]
         facts = Facts(
-            lines=[*self._others, *self._first, *self._last],
+            lines=[*self._other_lines, *self._first, *self._last],
             settings=self._settings,
             rollouts=lambda: [rollout for batch in self._rollouts for rollout in batch],
             samples=lambda: list(self._taken),
@@ -101,7 +101,7 @@ class Watch(Listener):
             left_out=self._num_lines - len(self._first) - len(self._last),
         )
         for finding in look(facts, self._thresholds, rules):
-            self._said.add(finding.rule)
+            self._warned_of.add(finding.rule)
             text = f"{finding.what}; {finding.advice} (rule {finding.rule}, threshold {finding.threshold:g})"
             logger.warning("%s", text, extra={"event": "finding", "who": finding.rule})
 

@@ -9,12 +9,11 @@ import torch
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.run import COLOCATION, RunConfig
-from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.launch.backend import MeshBackend, Stack
 from torchtitan_rl.launch.threads import side_by_side
 from torchtitan_rl.model.shape import resolve_shape

@@ -89,7 +89,7 @@ class Rescorer:
     async def served(self, samples: list[Sample]) -> tuple[int, list[np.ndarray]] | None:
         """(version, scores) by the version that the generators hold; None where new weights came meanwhile. The
         requests name no version: no replica goes back for them."""
-        if (version := self.generator.held()) is None:
+        if (version := self.generator.loaded_version()) is None:
             return None
         try:
             return version, await self.of_version(version).scores(samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from torchtitan_rl.config.run import ControllerConfig
-from torchtitan_rl.dispatch.version_holders import VersionHolders
+from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.train.early_stop import EarlyEnd, end_early
 from torchtitan_rl.train.evaluation import Evaluations
@@ -28,7 +28,7 @@ class OverlappedEvaluations:
         self,
         config: ControllerConfig,
         evaluations: Evaluations,
-        versions: VersionHolders,
+        versions: PolicyVersions,
         state: RunState,
         recorder: Recorder,
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl.html import ShownDatum, ShownGroup
+from torchtitan_rl import html
 from torchtitan_rl.types.turns import Turns, missing
 
 __all__ = ["Task", "Completion", "Turn", "Rollout", "RolloutGroup", "Datum", "LossInputs", "LossFunction"]
@@ -102,7 +102,7 @@ class Rollout:
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutGroup(ShownGroup):
+class RolloutGroup:
     """Rollouts whose rewards are compared with each other: of one task and role, unless a grouping hook decides."""
 
     id: str
@@ -118,9 +118,12 @@ class RolloutGroup(ShownGroup):
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self.rollouts]
 
+    def _repr_html_(self) -> str:
+        return html.group(self)
+
 
 @dataclass(kw_only=True, slots=True)
-class Datum(ShownDatum):
+class Datum:
     """One training sequence: predict `target_tokens[t]` after reading `tokens[:t+1]`.
 
     Every tensor in `loss_inputs` is float32 with as many rows T as `tokens` has entries: (T,), or (T, n) where a loss
@@ -181,6 +184,9 @@ class Datum(ShownDatum):
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def _repr_html_(self) -> str:
+        return html.datum(self)
 
 
 @dataclass(kw_only=True, slots=True)

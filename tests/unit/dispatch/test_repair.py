@@ -23,7 +23,12 @@ class Fake:
     """A replica that pulls what it is told, after `outcomes` that go wrong."""
 
     def __init__(self, versions, *outcomes):
-        self.versions, self.outcomes, self.held, self.lost = versions, list(outcomes), None, "its process died"
+        self.versions, self.outcomes, self.loaded_version, self.lost = (
+            versions,
+            list(outcomes),
+            None,
+            "its process died",
+        )
         self.mesh = type("Mesh", (), {"role": "generator-0"})()
 
     async def pull(self, version):
@@ -33,10 +38,10 @@ class Fake:
                 self.versions.served = outcome
                 raise ValueError(f"policy_version={version}: is not published")
             raise outcome
-        self.held = version
+        self.loaded_version = version
 
     async def release(self):
-        self.held = None
+        self.loaded_version = None
 
 
 def repair(meshes, clock=None, **limits):
@@ -56,7 +61,7 @@ def test_a_replacement_that_does_not_start_counts_and_is_replaced():
     good = Fake(versions)
     made = repair([RuntimeError("no memory"), good])
     assert asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh)) is good
-    assert good.held == 3 and made.num_restarts == 2
+    assert good.loaded_version == 3 and made.num_restarts == 2
 
 
 def test_a_version_published_meanwhile_is_loaded_instead():
@@ -64,7 +69,7 @@ def test_a_version_published_meanwhile_is_loaded_instead():
     replica = Fake(versions, 4, 5)
     made = repair([replica])
     asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))
-    assert replica.held == 5 and made.num_restarts == 1
+    assert replica.loaded_version == 5 and made.num_restarts == 1
 
 
 def test_a_replacement_that_fails_while_it_catches_up_holds_no_version_any_more():
@@ -76,7 +81,7 @@ def test_a_replacement_that_fails_while_it_catches_up_holds_no_version_any_more(
     versions = Versions()
     behind, good = Behind(versions), Fake(versions)
     asyncio.run(repair([behind, good]).replacement(Fake(versions), lambda mesh: mesh))
-    assert (behind.held, good.held) == (None, 4)
+    assert (behind.loaded_version, good.loaded_version) == (None, 4)
 
 
 def test_restarts_are_counted_within_a_window():

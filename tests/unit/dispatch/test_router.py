@@ -15,9 +15,15 @@ def router_of(num_replicas=4):
     return Router(num_replicas)
 
 
-def route(router, prompts, version=None, *, lost=(), held=None, newest=1):
+def route(router, prompts, version=None, *, lost=(), loaded_versions=None, newest=1):
     healthy = [index for index in range(len(router.loads)) if index not in lost]
-    return router.route(prompts, version, healthy=healthy, held=held or [newest] * len(router.loads), newest=newest)
+    return router.route(
+        prompts,
+        version,
+        healthy=healthy,
+        loaded_versions=loaded_versions or [newest] * len(router.loads),
+        newest=newest,
+    )
 
 
 def group(prompt, n):
@@ -89,31 +95,31 @@ def test_a_lost_replica_gets_nothing_not_even_the_prompts_it_had():
 def test_a_named_version_goes_where_it_is_held_even_if_that_replica_is_busier():
     router = router_of(3)
     router.loads = [0, 9, 0]
-    assert route(router, [[1], [2]], 3, held=[5, 3, 5], newest=5) == [1, 1]
+    assert route(router, [[1], [2]], 3, loaded_versions=[5, 3, 5], newest=5) == [1, 1]
 
 
 def test_a_named_version_that_nobody_holds_makes_one_replica_change_not_all():
     router = router_of(3)
     router.loads = [4, 0, 2]
-    assert route(router, [[1], [2], [3]], 3, held=[5, 5, 5], newest=5) == [1, 1, 1]
+    assert route(router, [[1], [2], [3]], 3, loaded_versions=[5, 5, 5], newest=5) == [1, 1, 1]
     # It has not loaded it yet, but it is on the way.
-    assert route(router, [[4]], 3, held=[5, 5, 5], newest=5) == [1]
+    assert route(router, [[4]], 3, loaded_versions=[5, 5, 5], newest=5) == [1]
     router.finished(1, 4, 3)
     router.loads = [0, 4, 2]
-    assert route(router, [[4]], 3, held=[5, 5, 5], newest=5) == [0]
+    assert route(router, [[4]], 3, loaded_versions=[5, 5, 5], newest=5) == [0]
 
 
 def test_many_requests_of_a_version_that_nobody_holds_are_worth_a_change_on_idle_replicas():
     router = router_of(4)
-    route(router, [[1]], held=[5, 5, 5, 5], newest=5)  # the first is busy
+    route(router, [[1]], loaded_versions=[5, 5, 5, 5], newest=5)  # the first is busy
     prompts = [[i, i] for i in range(96)]
-    chosen = route(router, prompts, 3, held=[5, 5, 5, 5], newest=5)
+    chosen = route(router, prompts, 3, loaded_versions=[5, 5, 5, 5], newest=5)
     assert {index: chosen.count(index) for index in set(chosen)} == {1: 32, 2: 32, 3: 32}
-    assert set(route(router_of(2), prompts[:63], 3, held=[5, 5], newest=5)) == {0}
+    assert set(route(router_of(2), prompts[:63], 3, loaded_versions=[5, 5], newest=5)) == {0}
     # One that holds it already is one of them, however busy.
     router = router_of(3)
-    route(router, [[9]], 3, held=[5, 3, 5], newest=5)
-    assert set(route(router, prompts[:64], 3, held=[5, 3, 5], newest=5)) == {0, 1}
+    route(router, [[9]], 3, loaded_versions=[5, 3, 5], newest=5)
+    assert set(route(router, prompts[:64], 3, loaded_versions=[5, 3, 5], newest=5)) == {0, 1}
 
 
 def test_a_named_version_that_all_hold_spreads():
@@ -123,9 +129,9 @@ def test_a_named_version_that_all_hold_spreads():
 def test_requests_without_a_version_avoid_a_replica_that_somebody_keeps_at_an_old_one():
     router = router_of(2)
     assert route(router, [[1]], 3, newest=5) == [0]
-    assert route(router, [[2], [3]], held=[3, 5], newest=5) == [1, 1]
-    assert route(router, [[4], [5]], 4, held=[3, 5], newest=5) == [0, 0]
-    assert route(router, [[6]], lost=[1], held=[3, 5], newest=5) == [
+    assert route(router, [[2], [3]], loaded_versions=[3, 5], newest=5) == [1, 1]
+    assert route(router, [[4], [5]], 4, loaded_versions=[3, 5], newest=5) == [0, 0]
+    assert route(router, [[6]], lost=[1], loaded_versions=[3, 5], newest=5) == [
         0
     ]  # it waits there until the old version is done with
 

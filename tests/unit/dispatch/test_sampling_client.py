@@ -4,11 +4,10 @@ import asyncio
 
 import pytest
 
-from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.replica import ReplicaLost
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
 from torchtitan_rl.types import Completion, SamplingParams
 
 
@@ -139,9 +138,9 @@ def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions
             "generator-1": "generator-1-0.sample: its process died (killed); see its log",
             "generator-2": "healthy",
         }
-        assert versions.held() == {1: ["generator-0", "generator-2", "newest"]}
+        assert versions.holders() == {1: ["generator-0", "generator-2", "newest"]}
         await client.pull(await versions.publish())
-        assert versions.held() == {2: ["generator-0", "generator-2", "newest"]}
+        assert versions.holders() == {2: ["generator-0", "generator-2", "newest"]}
         assert [mesh.loaded for mesh in meshes] == [[1, 2], [1], [1, 2]]
         assert [mesh.aborted for mesh in meshes] == [[], [0, 1], []]
         assert client._router.loads == client.in_flight() == [0, 0, 0] and not client._tasks
@@ -166,7 +165,7 @@ def test_when_the_last_replica_is_lost_every_caller_hears_of_all_of_them():
         with pytest.raises(RuntimeError, match="no generator replica is left"):
             await client.pull(await versions.publish())
         await settle()
-        assert versions.held() == {2: ["newest"]}
+        assert versions.holders() == {2: ["newest"]}
 
     asyncio.run(run())
 
@@ -187,7 +186,7 @@ def test_a_replica_that_is_lost_in_a_pull_does_not_stop_the_others(endpoint, err
         await client.pull(await versions.publish())
         await settle()
         assert client.health() == {"generator-0": str(error), "generator-1": "healthy"}
-        assert versions.held() == {2: ["generator-1", "newest"]}
+        assert versions.holders() == {2: ["generator-1", "newest"]}
         assert client.policy_version == 2
         assert [answer.policy_versions for answer in await sample_all(client, [[1], [2]])] == [[2], [2]]
 
@@ -202,7 +201,7 @@ def test_weights_that_do_not_fit_are_an_error_of_the_pull_not_of_the_replicas_he
         with pytest.raises(RuntimeError, match="does not fit this generator"):
             await client.pull(await versions.publish())
         assert set(client.health().values()) == {"healthy"}
-        assert versions.held() == {1: ["generator-0"], 2: ["generator-1", "newest"]}
+        assert versions.holders() == {1: ["generator-0"], 2: ["generator-1", "newest"]}
 
     asyncio.run(run())
 
@@ -217,7 +216,7 @@ def test_a_version_that_every_replica_refuses_is_an_error_of_the_pull_and_the_on
         with pytest.raises(RuntimeError, match=f"policy_version=2: {text}"):
             await client.pull(await versions.publish())
         assert set(client.health().values()) == {"healthy"} and client.policy_version == 1
-        assert versions.held() == {1: ["generator-0", "generator-1"], 2: ["newest"]}
+        assert versions.holders() == {1: ["generator-0", "generator-1"], 2: ["newest"]}
         assert [mesh.loaded for mesh in meshes] == [[1, 1] if endpoint == "load" else [1]] * 2
         assert [answer.policy_versions for answer in await sample_all(client, [[1], [2]])] == [[1], [1]]
         (refusal,) = await sample_all(client, [[1]], policy_version=2)
@@ -235,7 +234,7 @@ def test_a_replica_that_refuses_what_another_one_has_loaded_is_lost():
         await client.pull(await versions.publish())
         await settle()
         assert client.health() == {"generator-0": "policy_version=2: cannot be loaded", "generator-1": "healthy"}
-        assert client.policy_version == 2 and versions.held() == {2: ["generator-1", "newest"]}
+        assert client.policy_version == 2 and versions.holders() == {2: ["generator-1", "newest"]}
 
     asyncio.run(run())
 
@@ -288,7 +287,7 @@ def test_whoever_waits_for_a_version_of_a_replica_that_is_lost_is_served_by_anot
         assert [answer.tokens for answer in await free + await busy] == [[1], [2], [3], [4]]
         assert [(answer.tokens, answer.policy_versions) for answer in await named] == [([5], [old])]
         await settle()
-        assert client._router.loads == [0, 0] and "generator-0" not in versions.held()[2]
+        assert client._router.loads == [0, 0] and "generator-0" not in versions.holders()[2]
 
     asyncio.run(run())
 

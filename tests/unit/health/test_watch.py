@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan_rl.dispatch.timed_router import TimedRouter
+from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.health.samples import Samples
 from torchtitan_rl.health.watch import Watch
 from torchtitan_rl.record.recorder import GeneratorStarted, Metrics, RolloutsEnded
@@ -110,7 +110,7 @@ def test_a_quarter_of_a_long_run_is_a_quarter_of_all_its_batches(run_dir, caplog
 
 def test_samples_have_memory_and_times(run_dir, caplog):
     watch = Watch(run_dir, {}, pace_s=0)
-    router = TimedRouter(2)
+    router = Router(2)
     client = SimpleNamespace(request_times=lambda: {"generator-0": router.times()[0]})
     watch.generator_started(GeneratorStarted(client=client))
     first, *_ = records = list(run_dir.tables["samples"].read())
@@ -156,8 +156,8 @@ def test_processes_are_named_after_their_logs(tmp_path):
 
 def test_a_router_sums_up_the_time_of_requests():
     now = [0.0]
-    router = TimedRouter(2, clock=lambda: now[0])
-    state = {"healthy": [0, 1], "held": [1, 1], "newest": 1}
+    router = Router(2, clock=lambda: now[0])
+    state = {"healthy": [0, 1], "loaded_versions": [1, 1], "newest": 1}
     assert router.route([[1], [2]], None, **state) == [0, 1]
     now[0] = 2.0
     router.finished(0, 1, None)

@@ -36,7 +36,7 @@ class Scorer:
     def __init__(self):
         self.read, self.now = [], 3
 
-    def held(self):
+    def loaded_version(self):
         return self.now
 
     async def score(self, tokens, *, cached=False):

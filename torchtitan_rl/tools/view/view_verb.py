@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     path that is no directory, when no port is free, and where the package that the page needs is not installed."""
     try:
         from torchtitan_rl.tools.rollouts import Query
-        from torchtitan_rl.tools.view.app import application
+        from torchtitan_rl.tools.view.application import application
         from torchtitan_rl.tools.view.runs import open_runs
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import torchtitan_rl
-from torchtitan_rl.cli.serve_openai import serve
+from torchtitan_rl.cli.openai_server import serve
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.serve.run_gateway import Address

@@ -136,18 +136,18 @@ class Sampling:
             self._places.give(body.num_samples)
 
     async def _answer(self, body: SampleBody, version: int, tokens: list[int], params: list[SamplingParams]) -> Answer:
-        asked = [self.generator.sample(tokens, of_one, policy_version=version) for of_one in params]
+        samples = [self.generator.sample(tokens, of_one, policy_version=version) for of_one in params]
         scoring = len(tokens) > 1
         scores = self.generator.score(tokens, policy_version=version) if body.prompt_logprobs and scoring else _none()
         k = body.topk_prompt_logprobs
         tops = self.generator.score_top(tokens, k, policy_version=version) if k and scoring else _none()
-        completions, scored, top_prompt = await asyncio.gather(asyncio.gather(*asked), scores, tops)
+        completions, scored, top_prompt = await asyncio.gather(asyncio.gather(*samples), scores, tops)
         top_sampled = None
         if body.topk_sample_logprobs:
             top_sampled = await asyncio.gather(
-                *(self._tops(tokens, said, body.topk_sample_logprobs, version) for said in completions)
+                *(self._tops(tokens, completion, body.topk_sample_logprobs, version) for completion in completions)
             )
-        if wrong := {v for said in completions for v in said.policy_versions} - {version}:
+        if wrong := {v for completion in completions for v in completion.policy_versions} - {version}:
             raise RuntimeError(f"policy_version={version}: tokens of {sorted(wrong)} came; the server is at fault")
         prompt_logprobs = None
         if body.prompt_logprobs:
@@ -161,12 +161,12 @@ class Sampling:
             kind="sample",
         )
 
-    async def _tops(self, prompt: list[int], said: Completion, k: int, version: int):
+    async def _tops(self, prompt: list[int], completion: Completion, k: int, version: int):
         """The likeliest tokens at each sampled position, (N, k) each, at temperature 1."""
-        if len(prompt) + len(said.tokens) >= self._context_tokens:  # scoring needs one token's room
-            sequence, missing = [*prompt, *said.tokens][: self._context_tokens - 1], 1
+        if len(prompt) + len(completion.tokens) >= self._context_tokens:  # scoring needs one token's room
+            sequence, missing = [*prompt, *completion.tokens][: self._context_tokens - 1], 1
         else:
-            sequence, missing = [*prompt, *said.tokens], 0
+            sequence, missing = [*prompt, *completion.tokens], 0
         tokens, logprobs = await self.generator.score_top(sequence, k, policy_version=version)
         tokens, logprobs = tokens[len(prompt) - 1 :], logprobs[len(prompt) - 1 :]
         if missing:
@@ -185,11 +185,11 @@ class Sampling:
         return sampler.version
 
     def _check(self, body: SampleBody, tokens: list[int]) -> None:
-        for name, given in (
+        for name, value in (
             ("target_prompt_logprobs", body.target_prompt_logprobs is not None),
             ("prompt_alt_tokens_k", body.prompt_alt_tokens_k != 0),
         ):
-            if given:
+            if value:
                 raise user(f"{name}: is not offered by this server; leave it out")
         if not tokens or max(tokens) >= self._vocab_size:
             raise user(
@@ -204,22 +204,22 @@ class Sampling:
             if number > self._vocab_size:
                 raise user(f"{name}_logprobs={number}: the vocabulary has {self._vocab_size} tokens; ask for fewer")
 
-    def _params(self, asked: SamplingBody, prompt_tokens: int, index: int) -> SamplingParams:
+    def _params(self, body: SamplingBody, prompt_tokens: int, index: int) -> SamplingParams:
         """How sample `index` of a request is drawn: samples of a request have streams of their own."""
         room = self._context_tokens - prompt_tokens
-        seed = secrets.randbits(62) if asked.seed is None else stream(asked.seed, index)
-        stops = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop or [])
+        seed = secrets.randbits(62) if body.seed is None else stream(body.seed, index)
+        stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
         if len(stops) > _MAX_STOPS or "" in stops:
             raise user(f"stop: has an empty text, or more than {_MAX_STOPS}; give what ends a completion")
         return SamplingParams(
-            max_tokens=min(asked.max_tokens or room, room),
-            temperature=asked.temperature,
-            top_p=asked.top_p if asked.temperature else 1.0,
-            top_k=max(asked.top_k, 0) if asked.temperature else 0,
+            max_tokens=min(body.max_tokens or room, room),
+            temperature=body.temperature,
+            top_p=body.top_p if body.temperature else 1.0,
+            top_k=max(body.top_k, 0) if body.temperature else 0,
             seed=seed,
             stop_token_ids=[stop for stop in stops if isinstance(stop, int)],
             stop=[stop for stop in stops if isinstance(stop, str)],
-            ignore_eos=asked.stop is not None,
+            ignore_eos=body.stop is not None,
         )
 
 

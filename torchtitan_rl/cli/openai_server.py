@@ -11,13 +11,13 @@ from transformers import AutoTokenizer
 
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import Qwen3Shape
-from torchtitan_rl.dispatch.one_version import OneVersion
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.dispatch.versions import OneVersion
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.serve.gateway import Served
 from torchtitan_rl.serve.keys import read_key
-from torchtitan_rl.serve.run_gateway import Address, policy_of, told
+from torchtitan_rl.serve.run_gateway import Address, announce, policy_of
 from torchtitan_rl.train.start import dated
 from torchtitan_rl.weights.checkpoint import hf_weights
 from torchtitan_rl.weights.origin import origin
@@ -53,7 +53,7 @@ async def serve(
         served = Served(name="policy", policy=policy_of(client, tokenizer, generator.max_model_len), versions=list)
         opened = address.gateway(served, context_tokens=generator.max_model_len, vocab_size=shape.vocab_size)
         async with opened as gateway:
-            told(gateway, f"{source.text or 'no known step'} of {source.name}; logs in {run_dir.path}", quiet)
+            announce(gateway, f"{source.text or 'no known step'} of {source.name}; logs in {run_dir.path}", quiet)
             await _asked_to_end()
     finally:
         launcher.kill()
@@ -85,7 +85,7 @@ def _tokenizer(weights: Path) -> Any:
 
 
 async def _asked_to_end() -> None:
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    loop, end_requested = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, asked.set)
-    await asked.wait()
+        loop.add_signal_handler(number, end_requested.set)
+    await end_requested.wait()

@@ -82,15 +82,15 @@ def application(runs: Sequence[ShownRun], allow_hosts: Collection[str] = ()) -> 
 
     def failed(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 400
-        said = "there is no such page" if status == 404 and not isinstance(error, pages.Missing) else str(error)
+        message = "there is no such page" if status == 404 and not isinstance(error, pages.Missing) else str(error)
         if isinstance(error, pages.Missing):
             status = 404
-        return shown("", "error.html", {"said": said, "parameters": Parameters("/", [], runs)}, status)
+        return shown("", "error.html", {"message": message, "parameters": Parameters("/", [], runs)}, status)
 
     def broken(request: Request, error: Exception) -> Response:
         logger.error("the page failed on %s", request.url.path, exc_info=error)
-        said = f"this page failed ({type(error).__name__}); the others may work"
-        return shown("", "error.html", {"said": said, "parameters": Parameters("/", [], runs)}, 500)
+        message = f"this page failed ({type(error).__name__}); the others may work"
+        return shown("", "error.html", {"message": message, "parameters": Parameters("/", [], runs)}, 500)
 
     app.exception_handler(HTTPException)(failed)
     app.exception_handler(ValueError)(failed)
@@ -106,9 +106,9 @@ def _refusal(refused: Refused) -> Response:
 def address(path: str, **parameters: Any) -> str:
     """An address of the page; a parameter that is None or empty is left out, and a list is repeated."""
     pairs = [
-        (name, value)
-        for name, given in parameters.items()
-        for value in (given if isinstance(given, (list, tuple)) else [given])
-        if value not in (None, "")
+        (name, one)
+        for name, value in parameters.items()
+        for one in (value if isinstance(value, (list, tuple)) else [value])
+        if one not in (None, "")
     ]
     return f"{path}?{urlencode(pairs)}" if pairs else path

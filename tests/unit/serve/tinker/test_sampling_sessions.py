@@ -11,7 +11,7 @@ adapters.prepare_vllm(eager=True)
 from torchtitan_rl.engine.gumbel import gumbel_argmax  # noqa: E402
 from torchtitan_rl.engine.noise import splitmix64  # noqa: E402
 from torchtitan_rl.serve.tinker.bodies import SamplingBody  # noqa: E402
-from torchtitan_rl.serve.tinker.sampling import Generators, Sampling  # noqa: E402
+from torchtitan_rl.serve.tinker.sampling_sessions import Generators, Sampling  # noqa: E402
 
 SEEDS, SAMPLES, TOKENS, VOCABULARY = 20, 16, 24, 64
 

@@ -6,24 +6,18 @@ from types import SimpleNamespace
 import torch
 
 from torchtitan_rl import adapters
-from torchtitan_rl.config.meshes import GeneratorConfig
-from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.types import Request, SamplingParams
 
 adapters.prepare_vllm(eager=True)
 
-from torchtitan_rl.engine.engine_steps import EngineSteps, completion, engine_params  # noqa: E402
-from torchtitan_rl.engine.prompt_scores import has_nan, scores  # noqa: E402
-from torchtitan_rl.model.spec import build_spec  # noqa: E402
-
-SHAPE = Qwen3Shape(vocab_size=8, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=16, max_seq_len=16)
+from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores  # noqa: E402
 
 
 def scored(logprob, rank):
     return SimpleNamespace(logprob=logprob, rank=rank)
 
 
-def asked(top_k, *version_starts):
+def scoring_request(top_k, *version_starts):
     return SimpleNamespace(top_k=top_k, version_starts=list(version_starts or [(0, 3)]))
 
 
@@ -44,14 +38,14 @@ def test_scores_are_of_every_token_but_the_first():
         prompt_logprobs=[None, {2: scored(-0.5, 1)}, {4: scored(-2.0, 7), 1: scored(-0.1, 1)}],
         num_cached_tokens=None,
     )
-    assert scores(output, asked(0)) == [-0.5, -2.0]
+    assert scores(output, scoring_request(0)) == [-0.5, -2.0]
 
 
 def test_scores_name_their_version_unless_new_weights_came_while_they_waited():
     output = SimpleNamespace(prompt_token_ids=[9, 2], prompt_logprobs=[None, {2: scored(-0.5, 1)}], num_cached_tokens=0)
-    answer = pickle.loads(pickle.dumps(scores(output, asked(0))))  # as it travels between processes
+    answer = pickle.loads(pickle.dumps(scores(output, scoring_request(0))))  # as it travels between processes
     assert answer == [-0.5] and answer.policy_version == 3
-    assert scores(output, asked(0, (0, 3), (0, 4))).policy_version is None
+    assert scores(output, scoring_request(0, (0, 3), (0, 4))).policy_version is None
 
 
 def test_tokens_that_the_prefix_cache_covers_have_no_score():
@@ -61,14 +55,14 @@ def test_tokens_that_the_prefix_cache_covers_have_no_score():
         prompt_logprobs=[None, garbage, garbage, {5: scored(-2.0, 1)}],
         num_cached_tokens=2,
     )
-    assert str(scores(output, asked(0))) == "[nan, nan, -2.0]"
+    assert str(scores(output, scoring_request(0))) == "[nan, nan, -2.0]"
 
 
 def test_the_likeliest_leave_the_prompts_own_token_out_unless_it_is_one_of_them():
     first = {2: scored(-3.0, 5), 8: scored(-0.5, 1), 6: scored(-0.5, 2)}
     second = {4: scored(-0.25, 1), 1: scored(-1.5, 2)}
     output = SimpleNamespace(prompt_token_ids=[9, 2, 4], prompt_logprobs=[None, first, second], num_cached_tokens=0)
-    tokens, logprobs = scores(output, asked(2))
+    tokens, logprobs = scores(output, scoring_request(2))
     assert tokens.tolist() == [[6, 8], [4, 1]] and tokens.dtype == torch.int64
     assert logprobs.tolist() == [[-0.5, -0.5], [-0.25, -1.5]]
 
@@ -86,39 +80,6 @@ def test_what_alters_the_distribution_reaches_the_engine():
     altered |= {"presence_penalty": 0.3, "frequency_penalty": 0.4}
     params = engine_params(Request([1, 2], SamplingParams(max_tokens=4, **altered)))
     assert {name: getattr(params, name) for name in altered} == altered
-
-
-class Scripted(EngineSteps):
-    """The commands and steps of an engine that computes nothing."""
-
-    def __init__(self):
-        super().__init__(GeneratorConfig(), build_spec(ModelConfig(shape=SHAPE)), leads=True)
-        self.admitted, self.seen = 0, []
-        self._engine = SimpleNamespace(has_unfinished_requests=lambda: self.admitted > 0, step=self.stepped)
-
-    def stepped(self):
-        self.seen.append(self.admitted)
-        return []
-
-    def _add(self, request_id, request, future):
-        self.admitted += 1
-
-    def _check_beside(self, *args):
-        """Nothing is loaded."""
-
-    def _fail_waiting(self):
-        """Nothing fails."""
-
-
-def test_requests_of_all_calls_that_wait_are_admitted_before_the_next_step():
-    """One call per step kept the rollouts of an environment waiting behind each other."""
-    engine = Scripted()
-    for count in (1, 2, 3):
-        engine.submit([Request([1, 2], SamplingParams(max_tokens=4))] * count)
-    engine._iterate()
-    assert engine.seen == [6]
-    engine._iterate()
-    assert engine.seen == [6, 6]
 
 
 def test_a_nan_is_seen_in_what_was_sampled_or_scored_and_not_in_what_the_cache_covers():

@@ -1,4 +1,4 @@
-"""Scoring a prompt's tokens in vLLM's terms: the request, and log-probabilities or likeliest tokens from the output."""
+"""Between our requests and vLLM's: sampling parameters one way, completions and scores the other."""
 
 from __future__ import annotations
 
@@ -10,13 +10,31 @@ import torch
 from vllm import SamplingParams as EngineSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from torchtitan_rl.types import Request, Scores
+from torchtitan_rl.engine.structures import structured_outputs
+from torchtitan_rl.types import NEUTRAL, Completion, Request, SamplingParams, Scores
 
-__all__ = ["scoring_params", "scores", "has_nan"]
+__all__ = ["completion", "engine_params", "has_nan", "scores"]
+
+_SHARED_FIELDS = ("max_tokens", "temperature", "seed", "stop_token_ids", "stop", "ignore_eos", *NEUTRAL)
+"""The fields that vLLM's sampling parameters have under the same names."""
 
 
-def scoring_params(request: Request) -> EngineSamplingParams:
-    """vLLM's parameters for a request without sampling parameters."""
+def engine_params(request: Request) -> EngineSamplingParams:
+    """vLLM's sampling parameters; a request without parameters scores the prompt. Raises vLLM's error for values that
+    vLLM refuses."""
+    params: SamplingParams | None = request.params
+    if params is None:
+        return _scoring_params(request)
+    return EngineSamplingParams(
+        **{name: getattr(params, name) for name in _SHARED_FIELDS},
+        logprobs=0,
+        detokenize=bool(params.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=structured_outputs(params.structure),
+    )
+
+
+def _scoring_params(request: Request) -> EngineSamplingParams:
     return EngineSamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -27,11 +45,23 @@ def scoring_params(request: Request) -> EngineSamplingParams:
     )
 
 
+def completion(output: Any, version_starts: list[tuple[int, int]]) -> Completion:
+    """The completion of a finished `RequestOutput`. `version_starts`: (number of tokens already sampled, policy version
+    from there on), the first at 0."""
+    sampled = output.outputs[0]
+    tokens = list(sampled.token_ids)
+    logprobs = [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs, strict=True)]
+    versions: list[int] = []
+    for (_, version), (end, _) in zip(version_starts, [*version_starts[1:], (len(tokens), 0)]):
+        versions += [version] * (end - len(versions))
+    return Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason=sampled.finish_reason)
+
+
 def scores(output: Any, request: Any) -> Scores | tuple[torch.Tensor, torch.Tensor]:
     """Scores from a finished `RequestOutput` of T prompt tokens: the log-probabilities of all tokens but the first,
     T - 1 numbers. With `request.top_k`, the likeliest tokens at the same positions instead, int64 (T - 1, top_k), and
     their log-probabilities, float32 (T - 1, top_k). Tokens whose position the prefix cache covered are NaN.
-    `request.version_starts` has the versions while the request was in the engine, see `engine_steps.completion`."""
+    `request.version_starts` has the versions while the request was in the engine, see `completion`."""
     cached, top_k = output.num_cached_tokens or 0, request.top_k
     tokens, entries = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
     if not top_k:

@@ -1,0 +1,424 @@
+"""A vLLM engine on a thread of its own, driven by commands.
+
+One thread owns the engine: the thread drains commands, steps while there is work, and sleeps when idle. With tensor
+parallelism every rank runs such a thread. Rank 0 broadcasts the next command, because ranks that stepped different
+schedules would wait for each other forever. An error that ends the thread is raised from every waiting call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+from vllm import LLMEngine
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.model_executor.models.registry import ModelRegistry
+
+from torchtitan_rl import platform
+from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.engine import noise, vllm_internals, vllm_model
+from torchtitan_rl.engine.arguments import engine_args
+from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores
+from torchtitan_rl.engine.plan import whole_parameters
+from torchtitan_rl.model.spec import build_spec
+from torchtitan_rl.types import Request
+
+__all__ = ["Command", "Engine"]
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.5  # an idle rank 0 broadcasts this often, well within the collective's time limit
+_CLOSE_S = 60.0
+
+
+@dataclass(slots=True)
+class _InFlight:
+    engine_id: str
+    version_starts: list[tuple[int, int]]
+    """(number of tokens already sampled, policy version from there on)."""
+    future: Future | None
+    """The caller's future; None on ranks other than 0."""
+    top_k: int = 0  # `Request.top_k` of a scoring request
+
+
+@dataclass(slots=True)
+class Command:
+    """An instruction that every rank executes before the next engine step. Data only: rank 0 broadcasts commands."""
+
+    kind: Literal["add", "load", "sleep", "wake"] = "add"
+    argument: Any = field(default_factory=list)
+    """`add`: a list of (request id, request). `load`: a policy version. `wake`: a part's name. `sleep`: unused."""
+    more: bool = False  # whether another command is executed before the engine steps
+
+
+class Engine:
+    """An engine and its thread. The public methods may be called from any thread of the process: `submit`, `load`,
+    `sleep`, `wake` and `probe` of rank 0 alone. They return futures, which the engine's thread answers.
+    """
+
+    model: Any
+    """This rank's model, and `model_runner`, vLLM's `"v1"` or `"v2"`: there once `ready` is done."""
+    model_runner: str
+
+    _engine: LLMEngine
+
+    def __init__(self, config: GeneratorConfig, model_dir: str, seed: int, rank: int, *, sleeps: bool = False) -> None:
+        """`sleeps`: the engine shares its device with a trainer."""
+        self._config, self._model_dir, self._seed, self._sleeps = config, model_dir, seed, sleeps
+        self._spec = build_spec(ModelConfig(assets=model_dir))
+        self._leads = rank == 0
+        """Whether this rank is rank 0, which gets the requests."""
+        self.parameter_specs = whole_parameters(self._spec, config.dtype)
+        """Shape and dtype of every unsharded parameter that the model takes, by torchtitan's name."""
+        self.policy_version = -1
+        self.ready: Future = Future()
+        """Done once the engine is built, or the exception that building it has raised."""
+
+        # Written by callers, read by the engine's thread.
+        self._commands: queue.SimpleQueue[tuple[Command, list[Future]]] = queue.SimpleQueue()
+        self._probes: queue.SimpleQueue[Future] = queue.SimpleQueue()
+        self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self._num_requests = 0
+        self._closing = False
+
+        # Written by the engine's thread.
+        self._in_flight: dict[str, _InFlight] = {}
+        self._current: list[Future] = []
+        """Futures of the command being executed."""
+        self._num_loads = 0
+        self._asleep: set[str] = set()
+        """Of `"weights"` and `"kv_cache"`, what the device does not have."""
+        self._cache_has_nan = False
+        """Whether a request had a NaN since the prefix cache was emptied."""
+        self._halted = False
+        """Whether the last load failed: the model holds no whole version, and requests wait for a load."""
+        self._failure: BaseException | None = None
+        """Why the thread has ended."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begins to build the engine; `ready` says when it is built."""
+        self._thread.start()
+
+    # Methods that the actor calls.
+
+    def submit(self, requests: list[Request]) -> list[Future]:
+        """Admits requests together, in order, before the next engine step; returns a future per request.
+
+        The future of a sampling request gives a Completion. The future of a scoring request gives one log-probability
+        per token but the first; with `top_k`, a pair of tensors (T - 1, top_k): tokens and log-probabilities."""
+        command, futures = Command(), []
+        for request in requests:
+            self._num_requests += 1
+            command.argument.append((str(self._num_requests), request))
+            futures.append(Future())
+        self._send(command, futures)
+        return futures
+
+    def stage(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Keeps the tensors of a version on this rank until rank 0 commands the load."""
+        self._staged[version] = tensors
+
+    def load(self, version: int) -> Future:
+        """Copies a version that every rank has staged into the model between two steps. Gives the seconds it took, or a
+        ValueError that says why the version cannot be loaded. The engine stands still then, until it loads another."""
+        return self._send_one(Command("load", version))
+
+    def sleep(self) -> Future:
+        """Frees weights and KV cache on a device shared with a trainer. Raises RuntimeError while requests run."""
+        return self._send_one(Command("sleep"))
+
+    def wake(self, part: str) -> Future:
+        """Brings back `"weights"` or `"kv_cache"`; the cache comes back empty."""
+        return self._send_one(Command("wake", part))
+
+    def probe(self) -> Future:
+        """Done once the engine's thread has answered, between two iterations. Not a command: other ranks do not see
+        it."""
+        future: Future = Future()
+        self._probes.put(future)
+        if self._failure is not None:
+            raise RuntimeError(f"the engine has stopped: {self._failure!r}")
+        return future
+
+    def close(self) -> None:
+        """Ends the thread and frees the engine's memory and this process's process groups. Waiting calls fail.
+
+        Raises RuntimeError when the thread does not end."""
+        self._closing = True
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            raise RuntimeError(f"the engine did not end within {_CLOSE_S:g} s; end this process")
+
+    def from_hf(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Renames tensors from Hugging Face's names to torchtitan's."""
+        return self._spec.state_dict_adapter(self._spec.model, None).from_hf(tensors)
+
+    def unequal_tie(self, tensors: dict[str, torch.Tensor]) -> str:
+        """The name of a tensor that the model shares with another name, where the two differ; empty: there is none."""
+        return "" if self._config.model_impl == "vllm" else self.model.unequal_tie(tensors)
+
+    def _send_one(self, command: Command) -> Future:
+        future: Future = Future()
+        self._send(command, [future])
+        return future
+
+    def _send(self, command: Command, futures: list[Future]) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine has stopped: {self._failure!r}")
+        self._commands.put((command, futures))
+        if self._failure is not None:  # the thread died after the first check and may have missed this command
+            self._fail_waiting()
+
+    # The engine's thread: its life.
+
+    def _run(self) -> None:
+        try:
+            self._engine = self._build()
+            self.ready.set_result(None)
+            while not self._closing:
+                self._iterate()
+            self._failure = RuntimeError("it was closed")
+            self._fail_waiting()
+            vllm_internals.shut_down(self._engine)
+        except BaseException as error:  # any error at all: a caller would wait forever for a dead thread
+            logger.exception("the engine thread failed")
+            self._failure = error
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            elif not self._leads:  # rank 0 waits for this rank in a collective and notices only a dead process
+                logging.shutdown()
+                os._exit(1)
+            self._fail_waiting()
+
+    def _build(self) -> LLMEngine:
+        ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanQwen3ForCausalLM)
+        args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
+        with (
+            vllm_internals.private_shared_memory(),
+            vllm_internals.nameless_semaphores(),
+            vllm_internals.zeroed_blocks(),
+            vllm_internals.chosen_model_runner(self._config.model_runner),
+        ):
+            engine = LLMEngine.from_engine_args(args)
+        self.model = vllm_internals.model(engine)
+        self.model_runner = vllm_internals.model_runner(engine)
+        if self.model_runner == "v1":
+            noise.install(vllm_internals.runner(engine), self._seed)
+        return engine
+
+    def _fail_waiting(self) -> None:
+        """Raises from every waiting call why the thread has ended."""
+        waiting = [request.future for request in self._in_flight.values()] + self._current
+        while not self._commands.empty():
+            waiting += self._commands.get_nowait()[1]
+        while not self._probes.empty():
+            waiting.append(self._probes.get_nowait())
+        for future in waiting:
+            if future is not None and not future.done():
+                future.set_exception(RuntimeError(f"the engine has stopped: {self._failure!r}"))
+
+    # The engine's thread: one iteration.
+
+    def _iterate(self) -> None:
+        """Executes the commands that wait, then takes one engine step if there is work."""
+        more = True
+        while more:
+            command, self._current = self._next()
+            self._execute(command, self._current)
+            self._current, more = [], command.more
+        self._step()
+
+    def _next(self) -> tuple[Command, list[Future]]:
+        """The next command and, on rank 0, its futures. Without one: a command to add no request."""
+        command, futures = Command(), []
+        if self._leads:
+            wait_s = 0.0 if self._has_work() else _IDLE_WAIT_S
+            with suppress(queue.Empty):
+                command, futures = self._commands.get(timeout=wait_s)
+                command.more = not self._commands.empty()
+        if self._config.tensor_parallel_degree > 1:
+            command = vllm_internals.from_leader(command)
+        return command, futures
+
+    def _execute(self, command: Command, futures: list[Future]) -> None:
+        if command.kind == "add":
+            self._add_all(command.argument, futures)
+        elif command.kind == "load":
+            self._update(command.argument, futures)
+        elif command.kind == "sleep":
+            self._sleep_now(futures)
+        else:
+            self._wake_now(command.argument, futures)
+
+    def _step(self) -> None:
+        """Answers health probes, and takes one engine step if there is work."""
+        while not self._probes.empty():
+            self._probes.get_nowait().set_result(None)
+        for output in self._engine.step() if self._has_work() else ():
+            if output.finished:
+                self._finish(output)
+        if self._cache_has_nan and not self._engine.has_unfinished_requests():
+            # No later request reads what a NaN was computed from.
+            self._cache_has_nan = not self._engine.reset_prefix_cache()
+
+    def _has_work(self) -> bool:
+        return self._engine.has_unfinished_requests() and not self._halted
+
+    # The engine's thread: requests.
+
+    def _add_all(self, requests: list[tuple[str, Request]], futures: list[Future]) -> None:
+        if self._asleep:
+            error = (
+                f"asleep={sorted(self._asleep)}: the generator gave its device to a trainer; sample through a "
+                "SamplingClient, which wakes it"
+            )
+            return _answer(futures, error)
+        for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures
+            self._add(request_id, request, future)
+
+    def _add(self, request_id: str, request: Request, future: Future | None) -> None:
+        prompt = tokens_input(request.tokens, cache_salt=str(self._num_loads))
+        try:
+            engine_id = self._engine.add_request(request_id, prompt, engine_params(request))
+        except (ValueError, TypeError, VLLMClientError) as error:  # the request is at fault, not the engine
+            return _refuse(future, request, error)
+        self._in_flight[request_id] = _InFlight(engine_id, [(0, self.policy_version)], future, request.top_k)
+
+    def _finish(self, output: Any) -> None:
+        """Answers the request of a finished `RequestOutput`."""
+        request = self._in_flight.pop(output.request_id)
+        undefined = has_nan(output)
+        self._cache_has_nan = self._cache_has_nan or undefined  # on every rank: their caches stay alike
+        if request.future is None:
+            return
+        if undefined:
+            version = request.version_starts[-1][1]
+            return request.future.set_exception(
+                ValueError(
+                    f"policy_version={version}: its weights give NaN as a log-probability after a prompt of "
+                    f"{len(output.prompt_token_ids)} tokens; sample from another version"
+                )
+            )
+        if output.outputs and output.outputs[0].finish_reason == "error":  # the grammar of a structure, and no other
+            return request.future.set_exception(
+                ValueError("structure: cannot be made a grammar; the generator's log says why, ask for a simpler one")
+            )
+        is_scored = output.prompt_logprobs is not None
+        answer = scores(output, request) if is_scored else completion(output, request.version_starts)
+        request.future.set_result(answer)
+
+    # The engine's thread: new weights.
+
+    def _update(self, version: int, futures: list[Future]) -> None:
+        """Loads a version. By the config's `on_update`, requests in flight keep their attention cache, end first, or
+        have the cache computed again."""
+        while self._config.on_update == "wait" and self._has_work():
+            self._step()
+        self._load_staged(version, futures)
+        if self._config.on_update == "recompute":
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def _load_staged(self, version: int, futures: list[Future]) -> None:
+        assert "weights" not in self._asleep, "dispatch wakes the weights before a pull"
+        tensors, began = self._staged.pop(version), time.perf_counter()
+        has_requests = self._engine.has_unfinished_requests()
+        refusal = self._copy(version, tensors)
+        if self._config.tensor_parallel_degree > 1:  # a version that fails on one rank halts all of them
+            refusal = next(filter(None, vllm_internals.from_all(refusal)), "")
+        self._halted = bool(refusal)
+        if refusal:
+            for future in futures:
+                future.set_result(ValueError(refusal))
+            return
+        self.policy_version, self._num_loads = version, self._num_loads + 1
+        for request in self._in_flight.values():
+            request.version_starts.append((vllm_internals.num_sampled(self._engine, request.engine_id), version))
+        # Requests carry the number of loads as cache salt, so old blocks never match; the reset frees old blocks.
+        if not has_requests and not self._engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset after a pull")
+        if self._config.verify_loaded and self._config.model_impl != "vllm":
+            if has_requests:
+                return self._check_beside(version, tensors, futures, time.perf_counter() - began)
+            self.model.check_holds(tensors.items(), version)
+        for future in futures:
+            future.set_result(time.perf_counter() - began)
+
+    def _copy(self, version: int, tensors: dict[str, torch.Tensor]) -> str:
+        """Copies a version into the model. Returns why that failed; empty where it did not."""
+        try:
+            if self._config.model_impl == "vllm":
+                vllm_internals.reload_weights(self._engine, self._spec, tensors)
+            else:
+                with torch.inference_mode():
+                    self.model.load_weights(tensors.items())
+        except Exception as error:
+            logger.exception("version %s was not loaded", version)
+            return f"policy_version={version}: the engine cannot load it ({type(error).__name__}: {error}); use another"
+        return ""
+
+    def _check_beside(
+        self, version: int, tensors: dict[str, torch.Tensor], futures: list[Future], stall_s: float
+    ) -> None:
+        """Compares the model with the tensors on a thread, while the engine goes on, and then answers `stall_s`."""
+
+        def check() -> None:
+            try:
+                self.model.check_holds(tensors.items(), version)
+            except Exception as error:
+                logger.exception("the check of the loaded weights failed")
+                if not self._leads:  # as in `_run`
+                    logging.shutdown()
+                    os._exit(1)
+                for future in futures:
+                    future.set_exception(error)
+            else:
+                for future in futures:
+                    future.set_result(stall_s)
+
+        threading.Thread(target=check, name="check", daemon=True).start()
+
+    # The engine's thread: giving the device to a trainer and taking the device back.
+
+    def _sleep_now(self, futures: list[Future]) -> None:
+        """Sleeps, or answers that requests are in flight; every rank decides alike."""
+        if self._engine.has_unfinished_requests():
+            return _answer(futures, f"sleep: {len(self._in_flight)} requests are in flight; wait for them first")
+        if not self._asleep:
+            self._engine.reset_prefix_cache()
+            if platform.can_sleep():
+                self._engine.sleep(level=1)
+        self._asleep = {"weights", "kv_cache"}
+        _answer(futures)
+
+    def _wake_now(self, part: str, futures: list[Future]) -> None:
+        if part == "kv_cache" and "weights" in self._asleep:
+            return _answer(futures, "wake=kv_cache: the weights are still asleep; wake them first")
+        if part in self._asleep and platform.can_sleep():
+            self._engine.wake_up(tags=[part])
+        self._asleep.discard(part)
+        _answer(futures)
+
+
+def _answer(futures: list[Future], error: str = "") -> None:
+    """Answers a command with None, or with a RuntimeError."""
+    for future in futures:
+        future.set_exception(RuntimeError(error)) if error else future.set_result(None)
+
+
+def _refuse(future: Future | None, request: Request, error: Exception) -> None:
+    """Answers a request that vLLM refuses with a ValueError."""
+    if future is not None:
+        reason = " ".join(f"{error} {error.__cause__ or ''}".split())  # xgrammar's own words are the cause
+        future.set_exception(ValueError(f"prompt of {len(request.tokens)} tokens: {reason}"))
