@@ -15,7 +15,7 @@ from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.train import training
+from torchtitan_rl.train import step
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.validation.run import validate
 from torchtitan_rl.weights.checkpoint import hf_weights
@@ -32,8 +32,14 @@ def names_on(page, config, loop):
         return {"config": config}
     controller = loop.run_until_complete(Controller.launch(config, backend="local"))
     state, algorithm, loss = controller.state, config.algorithm, policy_objective(config.algorithm, {})
-    local = {"state": state, "algorithm": algorithm, "loss": loss, "minibatches": minibatches, "training": training}
-    optim_params = training.optim_params(config, "policy", 0)
+    local = {
+        "state": state,
+        "algorithm": algorithm,
+        "loss": loss,
+        "minibatches": minibatches,
+        "training_data": step.training_data,
+    }
+    optim_params = step.optim_params(config, "policy", 0)
     return {"self": controller, "config": config, "num_steps": 2, "optim_params": optim_params, **local}
 
 

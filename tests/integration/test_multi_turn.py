@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.whole, pytest.mark.timeout(300)]
 
 
 def test_the_calculator(tmp_path, monkeypatch):
-    from torchtitan_rl.train import training as module
+    from torchtitan_rl.train import step as module
     from torchtitan_rl.train.controller import Controller
 
     config = load_config(str(ROOT / "configs" / "calculator.py"))

@@ -103,7 +103,7 @@ def _candidates(checkpoints: Path) -> list[Path]:
         (path for path in checkpoints.glob("*-*") if position(path.name)), key=lambda p: position(p.name), reverse=True
     )
     first = checkpoint.latest(checkpoints)
-    return [path for path in checkpoints_by_age if path == first] + [path for path in checkpoints_by_age if path != first]
+    return sorted(checkpoints_by_age, key=lambda path: path != first)
 
 
 def _compared(saved: Path, config: RunConfig) -> list[str]:
