@@ -99,11 +99,11 @@ def place(config: RunConfig, resume: str) -> tuple[Path, Path | None]:
 
 def _candidates(checkpoints: Path) -> list[Path]:
     """The checkpoint that `latest` names, then all others, newest first."""
-    checkpoints_by_age = sorted(
+    by_age = sorted(
         (path for path in checkpoints.glob("*-*") if position(path.name)), key=lambda p: position(p.name), reverse=True
     )
     first = checkpoint.latest(checkpoints)
-    return sorted(checkpoints_by_age, key=lambda path: path != first)
+    return [path for path in by_age if path == first] + [path for path in by_age if path != first]
 
 
 def _compared(saved: Path, config: RunConfig) -> list[str]:

@@ -76,8 +76,8 @@ def phases_of(directory: Path) -> list[Listener]:
 
 def begin(name: str) -> None:
     """Begins to record this process under `name`, where the environment says so."""
-    if not _mine and (told := os.environ.get(TIMELINE)):
-        _mine.append(timeline := Timeline(name, **json.loads(told)))
+    if not _mine and (settings := os.environ.get(TIMELINE)):
+        _mine.append(timeline := Timeline(name, **json.loads(settings)))
         atexit.register(timeline.close)
 
 
@@ -87,9 +87,9 @@ class Phases(Listener):
     def __init__(self, directory: Path) -> None:
         """Makes the directory, and has the processes that this one starts record too."""
         directory.mkdir(parents=True, exist_ok=True)
-        told = {"directory": str(directory.absolute()), "offset_ns": _offset_ns(), "boot": _boot()}
-        os.environ[TIMELINE] = json.dumps(told)
-        self.timeline = Timeline(CONTROLLER, **told)  # type: ignore[arg-type]  # the values are those of its arguments
+        settings = {"directory": str(directory.absolute()), "offset_ns": _offset_ns(), "boot": _boot()}
+        os.environ[TIMELINE] = json.dumps(settings)
+        self.timeline = Timeline(CONTROLLER, **settings)  # type: ignore[arg-type]  # the values are those of its arguments
         _mine.append(self.timeline)
         self._open: dict[int, tuple] = {}
         self._num_steps = 0

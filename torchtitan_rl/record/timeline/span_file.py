@@ -15,7 +15,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
-from torchtitan_rl.record.run_log import json_line
+from torchtitan_rl.record.json_lines import json_line
 from torchtitan_rl.record.tracing import Kind
 
 __all__ = ["SpanFile", "Leaf", "KIND", "THREAD", "WRITE_S"]
@@ -51,7 +51,7 @@ class SpanFile(SpanProcessor):
         self.path, self.dropped = path, 0
         self.before_write: Callable[[], None] = lambda: None
         """Called before each write, by the thread that writes."""
-        self._room, self._every_s, self._told = room, every_s, False
+        self._room, self._every_s, self._warned = room, every_s, False
         self._header = json_line(header)
         """The file's first line; empty once the file has it."""
         self._waiting: deque[ReadableSpan | Leaf] = deque()
@@ -106,8 +106,8 @@ class SpanFile(SpanProcessor):
                 self._header, self.dropped = b"", self.dropped - dropped
             except OSError as error:
                 self.dropped += number
-                if not self._told:
-                    self._told = True
+                if not self._warned:
+                    self._warned = True
                     logger.warning("timeline: %s cannot be written, the run goes on without: %s", self.path, error)
 
     def _append(self, lines: bytes) -> None:
