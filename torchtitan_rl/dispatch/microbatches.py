@@ -42,13 +42,13 @@ def _best_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[lis
     return [sorted(members) for members in bins.values()]
 
 
-def check_alike(data: list[Datum], where: str = "data") -> None:
+def check_alike(data: list[Datum], name: str = "data") -> None:
     """Raises ValueError, naming the datum, unless all datums have the same loss inputs, each with the same number of
     values per token."""
     shapes = _row_shapes(data[0])
     for index, datum in enumerate(data):
         if _row_shapes(datum) != shapes:
-            refuse_unlike(f"{where}[{index}]", _row_shapes(datum), shapes)
+            refuse_unlike(f"{name}[{index}]", _row_shapes(datum), shapes)
 
 
 def _row_shapes(datum: Datum) -> dict[str, torch.Size]:
