@@ -172,7 +172,7 @@ class RoleMesh:
         """Never returns. Raises WorkerLost soon after the rank's process has died."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
-            await self.call_rank(rank, WorkerProcess.where)
+            await self.call_rank(rank, WorkerProcess.pid)
 
     async def _all(
         self, operation: Operation, ranks: Sequence[int], calls: list, timeout_s: float | None = None
@@ -218,7 +218,7 @@ class RoleMesh:
         # dead rank, does not answer within _BLAME_S, which blames nobody.
         answers = await asyncio.gather(
             *(
-                deadline(worker.where.call_one(), _BLAME_S, self._name(rank, operation))
+                deadline(worker.pid.call_one(), _BLAME_S, self._name(rank, operation))
                 for rank, worker in enumerate(self._workers)
             ),
             return_exceptions=True,
