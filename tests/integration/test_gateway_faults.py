@@ -48,7 +48,7 @@ def test_a_killed_generator_under_load(loop, tmp_path, capsys):
                                 statuses[503] += 1
 
                 async def killed(index):
-                    (pid,) = await controller.generator._replicas[index].mesh.call_each(WorkerProcess.where)
+                    (pid,) = await controller.generator._replicas[index].mesh.call_each(WorkerProcess.pid)
                     os.kill(pid, signal.SIGKILL)
                     await gone(pid)
 

@@ -47,7 +47,7 @@ def _sample(controller, num: int, max_tokens: int = 40):
 
 
 async def _pid(controller, index) -> int:
-    return (await controller.generator._replicas[index].mesh.call_each(WorkerProcess.where))[0]
+    return (await controller.generator._replicas[index].mesh.call_each(WorkerProcess.pid))[0]
 
 
 async def _spare(controller) -> int:

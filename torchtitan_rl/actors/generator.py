@@ -96,7 +96,7 @@ class Generator(Actor):
         return await self.rank.modules()
 
     @concurrent_endpoint
-    async def where(self) -> int:
+    async def pid(self) -> int:
         """The process id."""
         return os.getpid()
 

@@ -218,7 +218,7 @@ class GeneratorOperations(Protocol):
 class WorkerProcess(Protocol):
     """A process of a mesh: the actors `PolicyTrainer` and `Generator`."""
 
-    async def where(self) -> int:
+    async def pid(self) -> int:
         """The process id."""
 
     async def setup(self) -> None:

@@ -80,7 +80,7 @@ class LocalMesh:
             return copy.deepcopy(answer)  # before the next call, which may change the worker's tensors
 
 
-async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
+async def _within(call: Awaitable, timeout_s: float, call_name: str) -> Any:
     """The result of a call. Raises WorkerLost once `timeout_s` have passed; a breakpoint stops this clock. The call is
     not cancelled: the engine's thread would answer all the same."""
     task, left = asyncio.ensure_future(call), timeout_s
@@ -90,4 +90,4 @@ async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
         if done:
             return task.result()
         left -= _TICK_S
-    raise late(what, timeout_s)
+    raise late(call_name, timeout_s)

@@ -30,25 +30,26 @@ class ProcessDied(WorkerLost):
     """The worker's process died before the call was answered."""
 
 
-def late(what: str, timeout_s: float) -> WorkerLost:
+def late(call_name: str, timeout_s: float) -> WorkerLost:
     """The error of a call whose deadline has passed."""
     return WorkerLost(
-        f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
+        f"{call_name}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in "
+        "controller.*_timeout_s"
     )
 
 
-async def deadline(call, timeout_s: float, what: str) -> Any:
-    """The result of an awaitable call. Raises RuntimeError naming `what` when the call fails, WorkerLost when no answer
-    comes within `timeout_s`, ProcessDied when the worker's process has died."""
+async def deadline(call, timeout_s: float, call_name: str) -> Any:
+    """The result of an awaitable call. Raises RuntimeError naming `call_name` when the call fails, WorkerLost when no
+    answer comes within `timeout_s`, ProcessDied when the worker's process has died."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
-        raise late(what, timeout_s) from None
+        raise late(call_name, timeout_s) from None
     except ActorError as error:
-        raise RuntimeError(f"{what}: {describe(getattr(error, 'exception', None) or error)}") from error
+        raise RuntimeError(f"{call_name}: {describe(getattr(error, 'exception', None) or error)}") from error
     except Exception as error:
         if type(error).__name__ == "SupervisionError":
-            raise ProcessDied(f"{what}: its process died ({_reason(error)}); see its log") from error
+            raise ProcessDied(f"{call_name}: its process died ({_reason(error)}); see its log") from error
         raise
 
 
@@ -181,7 +182,7 @@ class RoleMesh:
         """Never returns. Raises WorkerLost soon after the rank's process has died."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
-            await self.call_rank(rank, WorkerProcess.where)
+            await self.call_rank(rank, WorkerProcess.pid)
 
     def _waiting(self, operation: Operation, num_ranks: int) -> AbstractContextManager:
         """The wait for the answers of a call, from when it is sent: the ranks may begin before a task here runs."""
@@ -235,11 +236,11 @@ class RoleMesh:
             return first
         # The rank that died may have answered the call first, so ask every rank. A rank that is busy, or waits for the
         # dead rank, does not answer within _BLAME_S, which blames nobody.
-        asked = await asyncio.gather(
+        answers = await asyncio.gather(
             *(
-                deadline(worker.where.call_one(), _BLAME_S, self._name(rank, operation))
+                deadline(worker.pid.call_one(), _BLAME_S, self._name(rank, operation))
                 for rank, worker in enumerate(self._workers)
             ),
             return_exceptions=True,
         )
-        return next((answer for answer in asked if isinstance(answer, ProcessDied)), first)
+        return next((answer for answer in answers if isinstance(answer, ProcessDied)), first)

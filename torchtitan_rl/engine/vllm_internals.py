@@ -58,13 +58,13 @@ _CHOICE = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @contextmanager
-def chosen_model_runner(which: str) -> Iterator[None]:
+def chosen_model_runner(choice: str) -> Iterator[None]:
     """Selects the model runner of an engine built in this context: `"v1"`, `"v2"`, or `"auto"` for vLLM's choice (or
     the user's environment variable). Restores the environment afterwards, for other engines of this process."""
     envs.disable_envs_cache()  # an engine built earlier has frozen vLLM's view of the environment; this engine will too
     before = os.environ.get(_CHOICE)
-    if which != "auto":
-        os.environ[_CHOICE] = {"v1": "0", "v2": "1"}[which]
+    if choice != "auto":
+        os.environ[_CHOICE] = {"v1": "0", "v2": "1"}[choice]
     try:
         yield
     finally:

@@ -58,9 +58,9 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copies whole tensors under torchtitan's names into this rank's parameters, in place; a tied head once."""
-        given = dict(weights)  # names and shapes were compared where the weights were fetched
+        tensors = dict(weights)  # names and shapes were compared where the weights were fetched
         for name in {id(place): name for name, place in self.places.items()}.values():
-            part = shard_for_rank(name, given[name], self.tp_rank, self.tp_size)
+            part = shard_for_rank(name, tensors[name], self.tp_rank, self.tp_size)
             self.places[name].copy_(part.reshape(self.places[name].shape))
         return {name for name, _ in self.named_parameters()}
 
@@ -78,12 +78,12 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
     def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
         for name, tensor in weights:
-            held = self._held(name)
-            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(held.device, held.dtype)
-            if not torch.equal(_bits(held), _bits(expected)):
+            own = self._own_tensor(name)
+            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(own.device, own.dtype)
+            if not torch.equal(_bits(own), _bits(expected)):
                 raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
 
-    def _held(self, name: str) -> torch.Tensor:
+    def _own_tensor(self, name: str) -> torch.Tensor:
         """One tensor of `canonical_state`, which copies the parts of every fused weight."""
         *path, owner, last = name.split(".")
         module = self.decoder.get_submodule(".".join(path))

@@ -235,7 +235,7 @@ class Launcher:
             lost_hosts=self.hosts.lost,
             stopped=self.stopped,
         )
-        pids = await mesh.call_each(WorkerProcess.where, timeout_s=self.start_timeout_s)
+        pids = await mesh.call_each(WorkerProcess.pid, timeout_s=self.start_timeout_s)
         if not self.hosts.attached:
             self.pids += [pid for pid in pids if pid not in self.pids]  # a spare is known already
             self._role_pids[role] = mesh.pids = pids

@@ -18,8 +18,8 @@ import torch
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.role_mesh import describe
-from torchtitan_rl.dispatch.tinker.client import RemoteTrainingClient
 from torchtitan_rl.dispatch.tinker.remote_sampler import RemoteSamplingClient
+from torchtitan_rl.dispatch.tinker.remote_trainer import RemoteTrainingClient
 from torchtitan_rl.dispatch.tinker.session import Samplers, answered, sdk
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.launch.backend import Stack
