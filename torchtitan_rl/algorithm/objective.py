@@ -28,8 +28,8 @@ def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> 
     `columns` names the loss inputs of the data: soft targets and teacher log-probabilities add terms without a setting.
     """
     objective: LossFunction = partial(config.loss_fn, **config.loss_config)
-    asked = config.correction_fn or config.distill or config.kl_coef or config.entropy_coef
-    if asked or {"soft_weights", "teacher_logprobs"} & set(columns):
+    has_terms = config.correction_fn or config.distill or config.kl_coef or config.entropy_coef
+    if has_terms or {"soft_weights", "teacher_logprobs"} & set(columns):
         objective = _with_terms(objective, config, columns)
     return partial(measured, loss_fn=objective)
 

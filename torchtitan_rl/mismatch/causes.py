@@ -99,7 +99,7 @@ def fitted(at: Position, seen_N: np.ndarray, part: str, temperature: float) -> l
         "top_p": np.arange(0.02, 1.0, 0.005),
         "min_p": np.geomspace(1e-3, 0.9, 120),
     }
-    found = []
+    candidates = []
     for name, (predict, words) in _SETTINGS.items():
         if name != "temperature" and temperature != 1.0:
             continue
@@ -107,8 +107,8 @@ def fitted(at: Position, seen_N: np.ndarray, part: str, temperature: float) -> l
         setting, least = _nearest(remains, grids[name])
         for width in (0.015, 0.001, 6e-5, 4e-6) if name == "temperature" else ():  # finer, around the best so far
             setting, least = _nearest(remains, setting * np.linspace(1 - width, 1 + width, 61))
-        found.append(Cause(part, name, words.format(setting, temperature), least))
-    return found
+        candidates.append(Cause(part, name, words.format(setting, temperature), least))
+    return candidates
 
 
 def _remains(predict: Callable, at: Position, seen_N: np.ndarray, setting: float) -> float:

@@ -123,11 +123,13 @@ class MismatchExplainer:
     async def _chosen(self, groups: list[RolloutGroup]) -> dict[int, list[Sample]]:
         """Place of a rollout among all rollouts of the batch -> its samples. The rollouts are of the first minibatch,
         the first of each group before the second of any."""
-        first, found, start = parts_of(tasks_of(groups), self._algorithm)[0], [], 0
+        first, candidates, start = parts_of(tasks_of(groups), self._algorithm)[0], [], 0
         for index, group in enumerate(groups):
-            found.append([(start + i, rollout) for i, rollout in enumerate(group.rollouts)] if index in first else [])
+            candidates.append(
+                [(start + i, rollout) for i, rollout in enumerate(group.rollouts)] if index in first else []
+            )
             start += len(group.rollouts)
-        turns = [pair for pairs in zip_longest(*found) for pair in pairs if pair is not None]
+        turns = [pair for pairs in zip_longest(*candidates) for pair in pairs if pair is not None]
         if not self._lagging:
             chosen = {place: samples_of(rollout) for place, rollout in turns[: self._number]}
         else:

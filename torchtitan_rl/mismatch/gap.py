@@ -108,11 +108,11 @@ def joined(samples: list[Sample], name: str) -> np.ndarray:
 
 def of_turns(samples: list[Sample]) -> list[np.ndarray]:
     """The indices of each turn's tokens among the tokens of all samples."""
-    found, start = [], 0
+    indices, start = [], 0
     for sample in samples:
-        found += [start + np.flatnonzero(sample.turn_N == turn) for turn in np.unique(sample.turn_N)]
+        indices += [start + np.flatnonzero(sample.turn_N == turn) for turn in np.unique(sample.turn_N)]
         start += len(sample.place_N)
-    return found
+    return indices
 
 
 def part_metrics(parts: Parts) -> dict[str, float]:

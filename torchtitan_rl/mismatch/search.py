@@ -18,9 +18,9 @@ from torchtitan_rl.mismatch.causes import Cause
 from torchtitan_rl.mismatch.gap import Limits, Sample, joined, of_turns
 from torchtitan_rl.mismatch.scores import Rescorer
 
-__all__ = ["Search", "Remembered", "Others", "wrong_labels"]
+__all__ = ["Search", "Predictions", "Remembered", "wrong_labels"]
 
-Others = dict[tuple[str, str], np.ndarray]
+Predictions = dict[tuple[str, str], np.ndarray]
 """(name, words) of a cause -> log-probabilities (N,)."""
 
 _MISSING_TOKENS = (1, 2, 3, -1)
@@ -50,7 +50,7 @@ class Search:
     """(published weights, the weights that a generator holds, the trainer's parameters); None where there are too many
     to look at."""
 
-    async def of_rest(self, samples: list[Sample], others: Others | None = None) -> Cause:
+    async def of_rest(self, samples: list[Sample], predictions: Predictions | None = None) -> Cause:
         """Why the generators reported other log-probabilities than they compute now for the same tokens and version.
         `others`: further causes, and the log-probabilities that they would have given."""
         sampled_N = joined(samples, "sampled_N")
@@ -61,28 +61,28 @@ class Search:
         def cause(name: str, words: str, predicted_N: np.ndarray) -> Cause:
             return Cause("rest", name, words, causes.left(predicted_N, reported_N))
 
-        found = [
+        candidates = [
             cause("shift", f"log-probabilities are reported one place {'late' if by > 0 else 'early'}", moved)
             for by in (1, -1)
             if np.isfinite(moved := causes.shifted(sampled_N, turns, by)).any()
         ]
-        found += [cause(name, words, values_N) for (name, words), values_N in (others or {}).items()]
+        candidates += [cause(name, words, values_N) for (name, words), values_N in (predictions or {}).items()]
         shortest = min(int(sample.place_N[0]) for sample in samples)
         for num in (num for num in _MISSING_TOKENS if shortest > abs(num)):
             lost = f"the {'first' if num > 0 else 'last'} {_tokens(abs(num))} of the prompt did not reach the generator"
-            found.append(cause("prompt", lost, np.concatenate(await self.rescorer.scores(samples, without=num))))
+            candidates.append(cause("prompt", lost, np.concatenate(await self.rescorer.scores(samples, without=num))))
         if temperature == 1.0:
             cached = np.concatenate(await self.rescorer.scores(samples, cached=True))
             words = "the prefix cache holds what other weights computed: reading it gives what was reported"
             if np.isfinite(cached).any() and causes.left(cached, sampled_N) > self.limits.mean:
-                found.append(cause("stale_cache", words, cached))
+                candidates.append(cause("stale_cache", words, cached))
         at = await self.rescorer.positions(samples)
-        found += causes.fitted(at, reported_N, "rest", temperature)
+        candidates += causes.fitted(at, reported_N, "rest", temperature)
         unnamed = (
             "the generator reported what it does not compute for these tokens under the version that they name; "
             "none of these fits: a shift, a temperature, top-k, top-p, min-p, a shortened prompt, the prefix cache"
         )
-        return causes.best(found, whole, self.limits.mean) or Cause("rest", "unknown", unnamed, whole)
+        return causes.best(candidates, whole, self.limits.mean) or Cause("rest", "unknown", unnamed, whole)
 
     async def of_noise(self, samples: list[Sample], memory: list[Remembered]) -> Cause:
         """Why generators and trainer score the same tokens differently under what is called the same version."""
@@ -92,11 +92,11 @@ class Search:
         if self.dtype == "float32" and causes.has_coarse_logits(at):
             words = "the generator computes in 16 bits, not in float32: its logits are multiples of a coarse spacing"
             return Cause("noise", "dtype", words, math.nan)
-        found = [await self._of_version(then) for then in memory]
+        candidates = [await self._of_version(then) for then in memory]
         scaled = causes.fitted(at, trainer_N, "noise", self.rescorer.temperature)[0]
         words = scaled.words.replace("the tokens were scored", "the trainer scores")
-        found.append(Cause("noise", "temperature", words, scaled.left_mean))
-        named = causes.best(found, whole, self.limits.mean)
+        candidates.append(Cause("noise", "temperature", words, scaled.left_mean))
+        named = causes.best(candidates, whole, self.limits.mean)
         compared = None
         if self.tensors is not None and (named is None or self.adapted):
             compared = self._of_tensors(*await self.tensors())
@@ -110,10 +110,12 @@ class Search:
         name, words = "older_version", f"the generators hold the weights of version {then.version} under a newer number"
         return Cause("noise", name, words, causes.left(scores_N, joined(then.samples, "trainer_N")))
 
-    def _of_tensors(self, published: dict, held: dict, parameters: dict) -> Cause | None:
+    def _of_tensors(self, published: dict, loaded_tensors: dict, parameters: dict) -> Cause | None:
         """A cause that the weights themselves show."""
-        names = [name for name in published if name in held and held[name].shape == published[name].shape]
-        differing = [name for name in names if not torch.equal(held[name].cpu(), published[name].cpu())]
+        names = [
+            name for name in published if name in loaded_tensors and loaded_tensors[name].shape == published[name].shape
+        ]
+        differing = [name for name in names if not torch.equal(loaded_tensors[name].cpu(), published[name].cpu())]
         if differing:
             shown = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
             words = f"{len(differing)} of {len(names)} tensors in the generator are not what was published: {shown}"
@@ -143,7 +145,9 @@ def wrong_labels(samples: list[Sample], limits: Limits, *, moved: float) -> Caus
     if other_N.sum() < 8 or remains > limits.mean or moved < 20 * limits.mean:
         return None
     pairs = sorted(set(zip(version_N[other_N].tolist(), ended_version_N[other_N].tolist())))
-    named = " and ".join(f"version {said} where version {was} sampled them" for said, was in pairs[:2])
+    named = " and ".join(
+        f"version {label} where version {sampled_version} sampled them" for label, sampled_version in pairs[:2]
+    )
     return Cause("label", "label", f"{int(other_N.sum())} of {len(other_N)} tokens name {named}", remains)
 
 
@@ -155,8 +159,10 @@ def _odd_one_out(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Cause |
     """The tensor that was published far from the trainer's, which has taken a step since: ten times as far as the
     tensor in the middle of all."""
     far = {
-        name: float((published.cpu().float() - held.cpu().float()).norm() / held.cpu().float().norm().clamp_min(1e-12))
-        for name, (published, held) in pairs.items()
+        name: float(
+            (published.cpu().float() - parameter.cpu().float()).norm() / parameter.cpu().float().norm().clamp_min(1e-12)
+        )
+        for name, (published, parameter) in pairs.items()
     }
     worst = max(far, key=lambda name: far[name])
     if far[worst] <= 10 * statistics.median(far.values()):

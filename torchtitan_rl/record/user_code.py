@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-__all__ = ["described", "defined_at", "raised_at", "told"]
+__all__ = ["defined_at", "described", "error_text", "raised_at"]
 
-_OTHERS = tuple(  # where no file is the user's
+_LIBRARY_PATHS = tuple(  # where no file is the user's
     os.path.join(path, "")
     for path in {
         str(Path(__file__).parents[1]),
@@ -52,7 +52,7 @@ def defined_at(function: Callable) -> str:
     return f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An exception as a person is told of it: its message; for one that the user's own code raised, its type and line
     as well."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -64,4 +64,4 @@ def told(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", *_OTHERS))
+    return not file.startswith(("<", *_LIBRARY_PATHS))

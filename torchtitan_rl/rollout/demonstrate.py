@@ -48,27 +48,30 @@ class _Script:
     """A sampler whose completions are the texts of a demonstration, in order."""
 
     def __init__(self, task: Task, tokenizer) -> None:
-        self.task, self.tokenizer, self.said = task, tokenizer, 0
+        self.task, self.tokenizer, self.num_taken = task, tokenizer, 0
 
     async def sample(
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
     ) -> Completion:
         texts = self.task.demonstration
-        if self.said == len(texts):
+        if self.num_taken == len(texts):
             raise ValueError(
                 f"task={self.task.id!r}: its environment goes on after the {len(texts)} turns of its "
                 "demonstration; add the turns that are missing"
             )
-        text = texts[self.said]
-        self.said += 1
-        said = self.tokenizer.encode(text, add_special_tokens=False)
+        text = texts[self.num_taken]
+        self.num_taken += 1
+        completion = self.tokenizer.encode(text, add_special_tokens=False)
         if not any(text.endswith(stop) for stop in params.stop):
-            said.append(params.stop_token_ids[0] if params.stop_token_ids else self.tokenizer.eos_token_id)
-        if len(said) > params.max_tokens:
+            completion.append(params.stop_token_ids[0] if params.stop_token_ids else self.tokenizer.eos_token_id)
+        if len(completion) > params.max_tokens:
             raise ValueError(
-                f"task={self.task.id!r}: turn {self.said} of its demonstration has {len(said)} tokens, "
+                f"task={self.task.id!r}: turn {self.num_taken} of its demonstration has {len(completion)} tokens, "
                 f"{params.max_tokens} are left to it; raise sampling.max_tokens or max_rollout_tokens"
             )
         return Completion(
-            tokens=said, logprobs=[0.0] * len(said), policy_versions=[0] * len(said), finish_reason="stop"
+            tokens=completion,
+            logprobs=[0.0] * len(completion),
+            policy_versions=[0] * len(completion),
+            finish_reason="stop",
         )

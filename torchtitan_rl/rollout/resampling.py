@@ -70,11 +70,11 @@ def _explanation(batch: Batch, config: AlgorithmConfig, rounds: int) -> str:
     rewards = [reward for group in batch.sampled for reward in group.rewards]
     where = f"algorithm.filters.max_stalled_rounds={config.filters.max_stalled_rounds}"
     counted = [f"{name}={value:g}" for name, value in sorted(batch.metrics.items()) if value]
-    found = ", ".join(counted) or "no rollouts"
+    summary = ", ".join(counted) or "no rollouts"
     if not rewards:
-        return f"{where}: {rounds} rounds left nothing to train on ({found}); see that the workflow plays turns"
+        return f"{where}: {rounds} rounds left nothing to train on ({summary}); see that the workflow plays turns"
     return (
-        f"{where}: {rounds} rounds with {len(batch.sampled)} groups left nothing to train on ({found}; rewards from "
+        f"{where}: {rounds} rounds with {len(batch.sampled)} groups left nothing to train on ({summary}; rewards from "
         f"{min(rewards):g} to {max(rewards):g}); if rewards are as high as they can be the task is learned, else make "
         "it easier, check the reward, raise group_size or sampling.max_tokens, or switch the filter off"
     )

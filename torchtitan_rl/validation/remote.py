@@ -49,8 +49,8 @@ def _refusals(config: RunConfig, generators_only: bool) -> Iterator[str]:
         )
     altered = {"controller.eval_sampling": config.controller.eval_sampling}
     altered |= {f"controller.eval_sets.{name}.sampling": s.sampling for name, s in config.controller.eval_sets.items()}
-    for where, given in altered.items():
-        for name, value in changes(given).items() if given is not None else ():
+    for where, settings in altered.items():
+        for name, value in changes(settings).items() if settings is not None else ():
             if name in _NO_SETTING:
                 yield f"{where}.{name}={value}: backend='tinker' has no such setting; leave it out"
     for name in ("converters", "post_optimizer_build_fn"):
