@@ -32,7 +32,8 @@ def facts(title: str, values: dict[str, Any]) -> str:
 
 
 def group(of: Any, decode: Callable[[list[int]], str] | None = None) -> str:
-    """The rollouts of a `RolloutGroup` side by side: reward, advantage, length, and what was said, tinted by advantage.
+    """The rollouts of a `RolloutGroup` side by side: reward, advantage, length, and the completion, tinted by
+    advantage.
     With `decode` token by token, without it by the recorded text."""
     advantages = of.advantages or [0.0] * len(of.rollouts)
     largest = max(map(abs, advantages), default=0.0)

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from torchtitan_rl.algorithm.distill_objective import distilled, nothing, sampled_logprobs
+from torchtitan_rl.algorithm.distill_objective import distilled, sampled_logprobs, zero_loss
 from torchtitan_rl.algorithm.losses import kl_sum
 from torchtitan_rl.algorithm.terms import corrected, regularized
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -40,7 +40,7 @@ def _with_terms(objective: LossFunction, config: AlgorithmConfig, columns: Colle
         objective = partial(corrected, loss_fn=objective, correction_fn=correction)
     distill = config.distill
     if distill is not None and distill.divergence != "tokens" and not distill.rewards:
-        objective = nothing
+        objective = zero_loss
     kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     if kl_coef or config.entropy_coef:
         terms = partial(regularized, kl_coef=kl_coef, kl_estimator=config.kl_estimator)

@@ -46,7 +46,7 @@ class Verdict(enum.Enum):
 
 @dataclass(kw_only=True, slots=True)
 class Scan:
-    """What `scan` found in a group: a verdict, and numbers of turns."""
+    """Result of `scan`: the verdict on a group, and numbers of turns."""
 
     verdict: Verdict
     num_turns: int = 0
@@ -124,7 +124,7 @@ def drop_stale(rollouts: list[Rollout], policy_version: int) -> None:
 
 
 def use_precomputed(groups: list[RolloutGroup], config: AlgorithmConfig) -> dict[int, list[list[list[float]]]]:
-    """Valid precomputed advantages by the index of their group: `[rollout][turn][token]`; other groups are absent.
+    """Index of a group -> its valid precomputed advantages, `[rollout][turn][token]`; other groups are absent.
 
     Sets `group.precomputed` of every group. In groups with precomputed advantages sets `group.advantages`, one per
     rollout, the mean over its tokens.
@@ -141,7 +141,7 @@ def use_precomputed(groups: list[RolloutGroup], config: AlgorithmConfig) -> dict
 
 
 def precomputed_advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[list[list[float]]] | None:
-    """The group's precomputed advantages, one per sampled token: `[rollout][turn][token]`; None: an estimator's turn.
+    """The group's precomputed advantages, one per sampled token: `[rollout][turn][token]`; None: use an estimator.
 
     By `config.precomputed_advantages`: `"auto"` warns about invalid ones and gives None, `"require"` raises ValueError
     unless every turn carries valid ones, `"ignore"` always gives None.

@@ -1,4 +1,4 @@
-"""What a config leaves open: lengths follow from the sampling limits, the trainer of a role from the policy's."""
+"""Fields that a config leaves open: lengths from the sampling limits, the trainer of a role from the policy's."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def open_fields(config: RunConfig) -> dict[str, str]:
 
 
 def settled(config: RunConfig) -> RunConfig:
-    """The config with nothing left open: a copy that shares with `config` every section without an open field, or
-    `config` itself.
+    """The config with every open field filled in: a copy that shares the sections without one with `config`, or
+    `config` itself where no field is open.
 
     A snapshot that scores in self-distillation reads a longer prompt than the policy: generators have room for two
     rollouts then.

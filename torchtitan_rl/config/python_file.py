@@ -1,4 +1,5 @@
-"""A user's Python file as a module: imported, found by other processes, and its mistakes told by line."""
+"""A user's Python file as a module: importing it here and in other processes, and messages that name the line of a
+mistake."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def load_module(file: Path, where: str) -> ModuleType:
 
 
 def mistake(error: Exception) -> str:
-    """An exception of a user's file, its line, and what to do: for a field that does not exist, the nearest names."""
+    """Message for an exception of a user's file: its line and what to do; for an unknown field, the nearest names."""
     match = re.search(r"([\w.]+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     match = match or re.search(r"'(\w+)' object has no attribute '(\w+)'", str(error))
     known = _fields_of(match[1], error) if match else []
@@ -53,7 +54,7 @@ def mistake(error: Exception) -> str:
 
 
 def _fields_of(class_name: str, error: Exception) -> list[str]:
-    """The fields of a dataclass that the user's code names, looked for where the exception passed."""
+    """Names of the fields of a dataclass, looked up in the modules that the traceback passed."""
     holder = getattr(error, "obj", None)
     if dataclasses.is_dataclass(holder):
         return [field.name for field in dataclasses.fields(holder)]

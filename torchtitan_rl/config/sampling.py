@@ -29,6 +29,6 @@ class AlteredSampling:
 
 
 def changes(settings: AlteredSampling) -> dict[str, float]:
-    """The settings of `given` that are not off, by name."""
+    """Name -> value of every setting that differs from its default."""
     fields = dataclasses.fields(AlteredSampling)
     return {f.name: getattr(settings, f.name) for f in fields if getattr(settings, f.name) != f.default}

@@ -61,7 +61,7 @@ class Rescorer:
         self._vocab_size, self._num_top = vocab_size, min(vocab_size, _LARGEST_TOP)
 
     def of_version(self, version: int) -> Rescorer:
-        """The same, which raises VersionGone where another version answers."""
+        """A rescorer bound to `version`: it raises VersionGone where another version answers."""
         return Rescorer(self.generator, self.temperature, self._vocab_size, version)
 
     async def scores(self, samples: list[Sample], *, without: int = 0, cached: bool = False) -> list[np.ndarray]:

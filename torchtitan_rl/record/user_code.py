@@ -26,7 +26,7 @@ _LIBRARY_PATHS = tuple(  # where no file is the user's
 
 
 def described(error: BaseException) -> str:
-    """`ValueError: what it says`, in one line."""
+    """`ValueError: message`, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
 
 
@@ -53,8 +53,7 @@ def defined_at(function: Callable) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """An exception as a person is told of it: its message; for one that the user's own code raised, its type and line
-    as well."""
+    """The message of an exception; for one that the user's own code raised, its type and line as well."""
     frames = traceback.extract_tb(error.__traceback__)
     if frames and _is_users(frames[-1].filename):
         return f"{described(error)}{raised_at(error)}; mend the file"

@@ -14,7 +14,7 @@ __all__ = ["demonstrate"]
 
 
 async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tuple[list[int], list[int]]]:
-    """(prompt tokens, completion tokens) of each turn of a policy that says `task.demonstration`.
+    """(prompt tokens, completion tokens) of each turn of a policy that answers with `task.demonstration`.
 
     A list of texts is played through `workflow`, so a demonstration has the tokens of a rollout; a workflow with an
     attribute `imitated` names another for it. A completion ends with
@@ -28,7 +28,7 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
         completion = policy.tokenizer.encode(task.demonstration, add_special_tokens=False)
         return [(policy.prompt_tokens(task), [*completion, policy.tokenizer.eos_token_id])]
     workflow = getattr(workflow, "imitated", None) or workflow
-    script: Any = _Script(task, policy.tokenizer)  # no Sampler: a demonstration is never scored
+    script: Any = _DemonstrationSampler(task, policy.tokenizer)  # no Sampler: a demonstration is never scored
     rollouts = rollouts_of(
         await workflow(
             task, dataclasses.replace(policy, generator=script, stop_token_ids=[]), rollout_id=task.id, seed=0
@@ -44,7 +44,7 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
     return [(turn.prompt_tokens, turn.completion.tokens) for turn in turns]
 
 
-class _Script:
+class _DemonstrationSampler:
     """A sampler whose completions are the texts of a demonstration, in order."""
 
     def __init__(self, task: Task, tokenizer) -> None:

@@ -44,7 +44,7 @@ class Session(Protocol):
 
 
 class Gateway(Protocol):
-    """What opens sessions: `serve.gateway.Gateway`."""
+    """Opens sessions for agents; implemented by `serve.gateway.Gateway`."""
 
     def open_session(
         self,
@@ -135,7 +135,7 @@ class External:
         return rollout
 
     async def _played(self, task: Task, endpoint: Endpoint) -> Any:
-        """What the agent gives as its reward; None: nothing."""
+        """The agent's result, which is its reward or None."""
         if isinstance(self.agent, list):
             data = self._data(task) if self.task_data is None else self.task_data(task)
             async with self._places:
@@ -250,7 +250,8 @@ def _rollout(
 
 
 def _reward(agent_result: Any, task: Task) -> tuple[float, dict[str, float]] | None:
-    """A reward with its parts, of what an agent gave; None where it gave none. Raises AgentFailed."""
+    """(reward, its parts) from the result of an agent; None where the result is None. Raises AgentFailed for a result
+    that is no reward."""
     if agent_result is None:
         return None
     number, parts = agent_result if isinstance(agent_result, tuple) and len(agent_result) == 2 else (agent_result, {})

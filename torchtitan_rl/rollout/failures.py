@@ -26,7 +26,7 @@ class TooManyFailures(Ended):
 
 
 class Failures:
-    """What a run does about a workflow, an environment or a reward that raises or is late, as
+    """Retries or drops the rollouts of a workflow, an environment or a reward that raises or is late, as
     `algorithm.on_rollout_failure` says. Faults of the generators are none of these: they end the run."""
 
     def __init__(self, config: AlgorithmConfig, counted: dict[str, int]) -> None:

@@ -37,7 +37,7 @@ async def fill_batch(
         kept, left_out = filtered(groups, config, max_tokens=max_tokens, counts=counts)
         batch.groups += kept
         batch.left_out += left_out
-        draws = _without_a_group(draws, kept)
+        draws = _draws_without_group(draws, kept)
         limit = filters.max_resamples if batch.groups else max(filters.max_resamples, filters.max_stalled_rounds - 1)
         if not draws or rounds > limit:
             break
@@ -58,7 +58,7 @@ async def fill_batch(
     return batch
 
 
-def _without_a_group(draws: list[Draw], kept: list[RolloutGroup]) -> list[Draw]:
+def _draws_without_group(draws: list[Draw], kept: list[RolloutGroup]) -> list[Draw]:
     """The draws without a rollout in a kept group. A rollout with no `group`, made by a hook, counts for every draw of
     its task."""
     rollouts = [rollout for group in kept for rollout in group.rollouts]

@@ -14,7 +14,7 @@ from torchtitan_rl.types import Task
 __all__ = ["TOOLS", "Calculator", "CalculatorEnv", "calculate"]
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "[a+b]"}}]
-"""What a chat template is told of the calculator: its name, and how a call is written."""
+"""The calculator's description for a chat template: its name, and how a call is written."""
 
 
 class Calculator:

@@ -101,7 +101,7 @@ class Dataset:
         if drawn:
             positions |= splits.draw(keys["train"], drawn, config.seed)
         self._rows = {split: loaded.get(split, loaded["train"]) for split in SPLITS}
-        self._positions = self._apart(keys, positions)
+        self._positions = self._without_overlaps(keys, positions)
 
     def num_tasks(self, split: str) -> int:
         check_split(split)
@@ -125,13 +125,14 @@ class Dataset:
     def source(self, split: str, seed: int) -> DatasetSource:
         return DatasetSource(self, split, seed)
 
-    def _apart(self, keys: dict[str, list[int]], positions: dict[str, list[int]]) -> dict[str, list[int]]:
-        """`positions` without the rows that `config.overlap` leaves out; says what splits repeat and have in common."""
+    def _without_overlaps(self, keys: dict[str, list[int]], positions: dict[str, list[int]]) -> dict[str, list[int]]:
+        """`positions` without the rows that `config.overlap` leaves out; warns of repeated rows and of rows that
+        splits share."""
         keys_of = {s: [keys.get(s, keys["train"])[position] for position in positions[s]] for s in SPLITS}
         for split in SPLITS:
             if repeated := splits.num_duplicates(keys_of[split]):
                 total = len(keys_of[split])
-                _say(f"dataset: {repeated} of {total} {split} rows have the prompt of an earlier {split} row")
+                _warn_once(f"dataset: {repeated} of {total} {split} rows have the prompt of an earlier {split} row")
         left_out: dict[str, set[int]] = {split: set() for split in SPLITS}
         for overlap in splits.overlaps(keys_of):
             rows, position = self._rows[overlap.split], positions[overlap.split][overlap.positions[0]]
@@ -145,7 +146,9 @@ class Dataset:
                     f"{overlap.split}, or 'allow'"
                 )
             dropped = self.config.overlap == "drop"
-            _say(f"dataset: {common}; {'they are left out' if dropped else 'its scores count what was trained on'}")
+            _warn_once(
+                f"dataset: {common}; {'they are left out' if dropped else 'its scores count what was trained on'}"
+            )
             left_out[overlap.split].update(overlap.positions if dropped else ())
         return {s: [p for i, p in enumerate(positions[s]) if i not in left_out[s]] for s in SPLITS}
 
@@ -220,6 +223,6 @@ def _key(item: dict[str, Any], digest: Any) -> int:
 
 
 @functools.cache
-def _say(message: str) -> None:
+def _warn_once(message: str) -> None:
     """Warns; the same message is said once per process, however often a family of the same data is built."""
     logger.warning("%s", message)

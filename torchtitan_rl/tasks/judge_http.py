@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.tasks.judging import judge
-from torchtitan_rl.tasks.limited import OfLoop, log_retries
+from torchtitan_rl.tasks.limited import PerLoop, log_retries
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
@@ -66,7 +66,7 @@ class HttpJudge:
     """Further fields of each request."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: the endpoint needs none."""
-    _clients: OfLoop = field(default_factory=OfLoop, init=False, repr=False, compare=False)
+    _clients: PerLoop = field(default_factory=PerLoop, init=False, repr=False, compare=False)
     _retried: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

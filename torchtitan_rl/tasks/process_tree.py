@@ -74,7 +74,7 @@ def supervised(parent: int) -> None:
 
 
 def parents() -> dict[int, int]:
-    """Each process of this machine that /proc shows -> its parent."""
+    """Process id -> id of its parent, for every process in /proc."""
     parent_of = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():

@@ -1,4 +1,4 @@
-"""What vLLM would refuse once it has started, or when it first samples."""
+"""Checks for settings that vLLM would refuse only after its start or at its first sample."""
 
 from __future__ import annotations
 
