@@ -80,13 +80,13 @@ def _if_installed(choose: Callable[[], str | None]) -> Callable[[], str | None]:
         if wanted is None:
             return None
         module = _FLASH_ATTENTION_MODULES[wanted]
-        found = _can_import(module)
+        available = _can_import(module)
         _log_once(
             f"variable-length attention: {wanted} of {module}"
-            if found
+            if available
             else f"variable-length attention: torch's own FlashAttention 2 ({wanted} needs the module {module})"
         )
-        return wanted if found else None
+        return wanted if available else None
 
     return installed
 

@@ -109,15 +109,15 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
     for role, of_role in by_role.items():
         advantage_fn = estimator_for(config, role)
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
-        whole = _sees_batch(advantage_fn)
-        estimates = advantage_fn(rewards) if whole else [advantage_fn(rewards_G) for rewards_G in rewards]
-        estimates = [_as_tensor(each) for each in estimates]
-        if len(estimates) != len(of_role):
+        sees_batch = _sees_batch(advantage_fn)
+        advantages = advantage_fn(rewards) if sees_batch else [advantage_fn(rewards_G) for rewards_G in rewards]
+        advantages = [_as_tensor(each) for each in advantages]
+        if len(advantages) != len(of_role):
             raise ValueError(
-                f"{_setting(advantage_fn)}: gave {len(estimates)} tensors for {len(of_role)} groups; return one per "
+                f"{_setting(advantage_fn)}: gave {len(advantages)} tensors for {len(of_role)} groups; return one per "
                 "group, in order"
             )
-        for group, advantages_G in zip(of_role, estimates, strict=True):
+        for group, advantages_G in zip(of_role, advantages, strict=True):
             _check_advantages(advantages_G, group, advantage_fn)
             group.advantages = advantages_G.tolist()
 

@@ -15,7 +15,7 @@ from torchtitan_rl.environment import let_garbage_wait
 from torchtitan_rl.record.console import is_json, say
 from torchtitan_rl.record.disk import disk_problem
 from torchtitan_rl.record.status import note_end
-from torchtitan_rl.record.user_code import told as error_text
+from torchtitan_rl.record.user_code import error_text
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig

@@ -127,9 +127,9 @@ def ends(batch: Batch) -> list[dict[str, Any]]:
 def _by_draw(groups: list[RolloutGroup]) -> dict[str, list[int]]:
     """Draw -> policy versions of its rollouts' first and last tokens. A rollout without a `group`, made by a hook,
     counts for the draw that its id begins with."""
-    found: dict[str, list[int]] = {}
+    versions_by_draw: dict[str, list[int]] = {}
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         draw = rollout.group or "/".join(rollout.id.split("/")[:2])
         versions = [version for turn in rollout.turns for version in turn.completion.policy_versions]
-        found.setdefault(draw, []).extend(versions[:1] + versions[-1:])
-    return found
+        versions_by_draw.setdefault(draw, []).extend(versions[:1] + versions[-1:])
+    return versions_by_draw
