@@ -75,7 +75,7 @@ class LocalMesh:
             raise RuntimeError(f"{name}: {describe(error)}") from error
 
 
-async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
+async def _within(call: Awaitable, timeout_s: float, label: str) -> Any:
     """The result of a call. Raises WorkerLost once `timeout_s` have passed; a breakpoint stops this clock. The call is
     not cancelled: the engine's thread would answer all the same."""
     task, left = asyncio.ensure_future(call), timeout_s
@@ -85,4 +85,4 @@ async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
         if done:
             return task.result()
         left -= _TICK_S
-    raise late(what, timeout_s)
+    raise late(label, timeout_s)

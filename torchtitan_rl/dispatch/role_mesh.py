@@ -28,25 +28,25 @@ class ProcessDied(WorkerLost):
     """The worker's process died before the call was answered."""
 
 
-def late(what: str, timeout_s: float) -> WorkerLost:
+def late(label: str, timeout_s: float) -> WorkerLost:
     """The error of a call whose deadline has passed."""
     return WorkerLost(
-        f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
+        f"{label}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
     )
 
 
-async def deadline(call, timeout_s: float, what: str) -> Any:
-    """The result of an awaitable call. Raises RuntimeError naming `what` when the call fails, WorkerLost when no answer
-    comes within `timeout_s`, ProcessDied when the worker's process has died."""
+async def deadline(call, timeout_s: float, label: str) -> Any:
+    """The result of an awaitable call. `label` names the call in messages. Raises RuntimeError when the call fails,
+    WorkerLost when no answer comes within `timeout_s`, ProcessDied when the worker's process has died."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
-        raise late(what, timeout_s) from None
+        raise late(label, timeout_s) from None
     except ActorError as error:
-        raise RuntimeError(f"{what}: {describe(getattr(error, 'exception', None) or error)}") from error
+        raise RuntimeError(f"{label}: {describe(getattr(error, 'exception', None) or error)}") from error
     except Exception as error:
         if type(error).__name__ == "SupervisionError":
-            raise ProcessDied(f"{what}: its process died ({_reason(error)}); see its log") from error
+            raise ProcessDied(f"{label}: its process died ({_reason(error)}); see its log") from error
         raise
 
 
@@ -215,11 +215,11 @@ class RoleMesh:
             return first
         # The rank that died may have answered the call first, so ask every rank. A rank that is busy, or waits for the
         # dead rank, does not answer within _BLAME_S, which blames nobody.
-        asked = await asyncio.gather(
+        answers = await asyncio.gather(
             *(
                 deadline(worker.where.call_one(), _BLAME_S, self._name(rank, operation))
                 for rank, worker in enumerate(self._workers)
             ),
             return_exceptions=True,
         )
-        return next((answer for answer in asked if isinstance(answer, ProcessDied)), first)
+        return next((answer for answer in answers if isinstance(answer, ProcessDied)), first)

@@ -78,7 +78,7 @@ class _Pull:
         self.tensors = _tensors(manifest, self.plan, self.peers.payload)
         self.num_bytes: Counter[str] = Counter()
         """Bytes by where they came from: `link`, `host` (its publishers), `peer` (its other ranks)."""
-        self._elsewhere: list[tuple[Source, Wanted, list]] = []
+        self._claimed: list[tuple[Source, Wanted, list]] = []
         self._files: dict[int, FileIO | None] = {}
         """By source of this host: its segment."""
         self._connections: dict[tuple[int, int], socket.socket] = {}
@@ -89,7 +89,7 @@ class _Pull:
     def fetch(self) -> None:
         self._in_parallel([(source, run, False) for source, run in self._runs()])
         again: dict[int, tuple[Source, list[Wanted]]] = {}
-        for source, wanted, holder in self._elsewhere:
+        for source, wanted, holder in self._claimed:
             if not self._from_peer(wanted, holder):
                 again.setdefault(source.rank, (source, []))[1].append(wanted)
         self._in_parallel([(source, run, True) for source, all_of in again.values() for run in _bounded(all_of)])
@@ -101,7 +101,8 @@ class _Pull:
             file.close()
 
     def _runs(self) -> list[Run]:
-        """What to ask for at once, sources in turn: the links of several hosts carry at the same time."""
+        """The regions to fetch, in requests of one source each; sources take turns, so that the links of several hosts
+        are busy at the same time."""
         of_source: dict[int, tuple[Source, list[Wanted]]] = {}
         for region, ((name, box), offers) in enumerate(self.regions.items()):
             if self._needs(name, box):
@@ -164,7 +165,7 @@ class _Pull:
         return f"policy_version={self.manifest.version}: host {name} ({address}, trainer rank {source.rank})"
 
     def _memory(self, source: Source) -> FileIO | None:
-        """A publisher's segment on this host; None where it cannot be opened, in a container for one."""
+        """A publisher's segment on this host; None when it cannot be opened, for example from another container."""
         if source.rank not in self._files:
             self._files[source.rank] = _opened(source)
         return self._files[source.rank]
@@ -180,8 +181,8 @@ class _Pull:
         data = place.reshape(-1).view(torch.uint8) if place.is_contiguous() else self._buffer(wanted.piece.nbytes)
         fill(data.numpy().data)
         if self.verify and layout.checksum(data) != wanted.piece.checksum:
-            what = f"the checksum of {wanted.piece.name} is wrong; publish the version again"
-            raise RuntimeError(f"{self._who(source)}: {what}")
+            problem = f"the checksum of {wanted.piece.name} is wrong; publish the version again"
+            raise RuntimeError(f"{self._who(source)}: {problem}")
         if not place.is_contiguous():
             place.copy_(data.view(place.dtype).view(place.shape))
         self._have(wanted, came_from)
@@ -197,8 +198,8 @@ class _Pull:
         if "error" in header:
             raise Discarded(f"{self._who(source)} {header['error']}; pin a version to keep it, or pull the newest")
         for wanted in run:
-            if (holder := header["elsewhere"].get(str(wanted.at_source))) is not None:
-                self._elsewhere.append((source, wanted, holder))
+            if (holder := header["claimed"].get(str(wanted.at_source))) is not None:
+                self._claimed.append((source, wanted, holder))
                 continue
             self._take(source, wanted, "link", partial(receive, connection))
 

@@ -91,8 +91,8 @@ def evaluate(
     if weight is not None:
         gradient = torch.zeros_like(leaf)
         if loss.requires_grad:  # else no log-probability has a part in it
-            found = torch.autograd.grad(loss * weight, leaf, allow_unused=True)[0]
-            gradient = gradient if found is None else found
+            leaf_gradient = torch.autograd.grad(loss * weight, leaf, allow_unused=True)[0]
+            gradient = gradient if leaf_gradient is None else leaf_gradient
         gradients = list(gradient.split(batch.lengths))
     return Evaluated(loss=loss.item(), sums=sums, gradients=gradients)
 
@@ -117,15 +117,15 @@ def linearized(data: list[Datum], gradients: list[torch.Tensor]) -> Named:
 
 
 def named(loss_fn: LossFunction, data: list[Datum], weight: float) -> Named | None:
-    """`weight` x the loss in the service's words, if it can be said exactly; None if not."""
+    """The service's own loss that equals `weight` x the loss exactly; None where the service has none."""
     function, keywords = _unwrapped(loss_fn)
     if not isinstance(function, FunctionType) or (words := _WORDS.get(function)) is None:
         return None
-    said = [words(datum, weight, **keywords) for datum in data]
-    inputs = [row for row, _ in filter(None, said)]
+    terms = [words(datum, weight, **keywords) for datum in data]
+    inputs = [row for row, _ in filter(None, terms)]
     if len(inputs) < len(data) or not all(torch.isfinite(x).all() for row in inputs for x in row.values()):
         return None
-    return Named(name=function.__name__, inputs=inputs, config=said[0][1])
+    return Named(name=function.__name__, inputs=inputs, config=terms[0][1])
 
 
 def _unwrapped(loss_fn: LossFunction) -> tuple[Callable, dict]:
@@ -140,21 +140,21 @@ def _unwrapped(loss_fn: LossFunction) -> tuple[Callable, dict]:
 _Words = tuple[dict[str, torch.Tensor], dict[str, float]] | None
 
 
-def _cross_entropy(datum: Datum, weight: float, **others) -> _Words:
+def _cross_entropy(datum: Datum, weight: float, **keywords) -> _Words:
     weights = datum.loss_inputs.get("token_weights")
-    if others or weights is None or weights.shape != datum.target_tokens.shape:
+    if keywords or weights is None or weights.shape != datum.target_tokens.shape:
         return None
     return {"target_tokens": datum.target_tokens, "weights": weights.float() * weight}, {}
 
 
 def _policy_gradient(datum: Datum, weight: float) -> dict[str, torch.Tensor] | None:
-    """What the service's losses of a ratio read, with the weights in the advantages; None where they do not fit.
-    Masked tokens get no advantage, so their ratio, whatever it is, has no part."""
+    """The inputs of the service's losses of a ratio, the weights multiplied into the advantages; None where a column is
+    missing or has another shape. Masked tokens get an advantage of 0, so their ratio has no part in the loss."""
     columns = datum.loss_inputs
     old = columns.get("old_logprobs", columns.get("sampling_logprobs"))
     weights, advantages, mask = (columns.get(name) for name in ("token_weights", "advantages", "loss_mask"))
-    given = (old, weights, advantages, mask)
-    if any(x is None or x.dim() > 1 for x in given) or datum.target_tokens.dim() > 1:
+    required = (old, weights, advantages, mask)
+    if any(x is None or x.dim() > 1 for x in required) or datum.target_tokens.dim() > 1:
         return None
     trained = mask > 0
     return {
@@ -164,8 +164,8 @@ def _policy_gradient(datum: Datum, weight: float) -> dict[str, torch.Tensor] | N
     }
 
 
-def _importance_sampling(datum: Datum, weight: float, **others) -> _Words:
-    rows = None if others else _policy_gradient(datum, weight)
+def _importance_sampling(datum: Datum, weight: float, **keywords) -> _Words:
+    rows = None if keywords else _policy_gradient(datum, weight)
     return None if rows is None else (rows, {})
 
 

@@ -74,24 +74,24 @@ class RemoteSamplingClient(SamplingClient):
             raise
 
     async def _answer(self, client: Any, request: Request, version: int) -> Any:
-        tinker, what = sdk(), f"prompt of {len(request.tokens)} tokens"
+        tinker, label = sdk(), f"prompt of {len(request.tokens)} tokens"
         prompt = tinker.ModelInput.from_ints(request.tokens)
         if request.params is not None:
-            asked = tinker.SamplingParams(**self._asked(request.params))
-            return _completion(await self._said(client.sample(prompt, 1, asked), what), version)
+            params = tinker.SamplingParams(**self._sampling_params(request.params))
+            return _completion(await self._result(client.sample(prompt, 1, params), label), version)
         one = tinker.SamplingParams(max_tokens=1)
         if not request.top_k:
-            said = await self._said(client.sample(prompt, 1, one, include_prompt_logprobs=True), what)
-            return said.prompt_logprobs[1:]
-        said = await self._said(client.sample(prompt, 1, one, topk_prompt_logprobs=request.top_k), what)
-        top = said.topk_prompt_logprobs_np
+            response = await self._result(client.sample(prompt, 1, one, include_prompt_logprobs=True), label)
+            return response.prompt_logprobs[1:]
+        response = await self._result(client.sample(prompt, 1, one, topk_prompt_logprobs=request.top_k), label)
+        top = response.topk_prompt_logprobs_np
         return torch.from_numpy(top.token_ids[1:]).long(), torch.from_numpy(top.logprobs[1:].copy())
 
-    async def _said(self, future: Any, what: str) -> Any:
-        return await answered(future, what, self._timeout_s)
+    async def _result(self, future: Any, label: str) -> Any:
+        return await answered(future, label, self._timeout_s)
 
-    def _asked(self, params: SamplingParams) -> dict[str, Any]:
-        """The protocol's parameters. Raises ValueError for what it has no parameter for."""
+    def _sampling_params(self, params: SamplingParams) -> dict[str, Any]:
+        """The protocol's sampling parameters. Raises ValueError for a setting that the protocol does not have."""
         for name, value in params.altered().items():
             if name not in _OFFERED:
                 raise ValueError(f"{name}={value}: Tinker's protocol has no such setting; leave it out")
@@ -119,8 +119,8 @@ class RemoteSamplingClient(SamplingClient):
             task.cancel()
 
 
-def _completion(said: Any, version: int) -> Completion:
-    sequence = said.sequences[0]
+def _completion(response: Any, version: int) -> Completion:
+    sequence = response.sequences[0]
     reason = str(getattr(sequence.stop_reason, "value", sequence.stop_reason))
     return Completion(
         tokens=list(sequence.tokens),
