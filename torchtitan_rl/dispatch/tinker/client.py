@@ -18,7 +18,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths
 from torchtitan_rl.dispatch.role_mesh import describe
 from torchtitan_rl.dispatch.tinker import loss_terms
-from torchtitan_rl.dispatch.tinker.call_order import InOrder, done
+from torchtitan_rl.dispatch.tinker.call_order import CallOrder, done
 from torchtitan_rl.dispatch.tinker.session import NoMesh, Samplers, answered, sdk
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.types import Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
@@ -54,7 +54,7 @@ class RemoteTrainingClient(TrainingClient):
         )
         self._client, self._rest, self._samplers, self._config = client, rest, samplers, config
         self._timeout_s = config.controller.call_timeout_s
-        self._order = InOrder()
+        self._order = CallOrder()
         self._version: asyncio.Future[int] = done(0)
         """The version after every step that has been sent."""
         self._not_finite = False
@@ -80,12 +80,12 @@ class RemoteTrainingClient(TrainingClient):
         began = time.time()
 
         async def send() -> Awaitable[ForwardBackwardOutput]:
-            with _as_workers("forward_backward"):
-                terms = loss_terms.named(loss_fn, data, loss_weight)
-            if terms is not None:
-                return self._known(self._sent(data, terms), data, loss_fn, began)
+            with _AsWorkerError("forward_backward"):
+                service_loss = loss_terms.service_loss(loss_fn, data, loss_weight)
+            if service_loss is not None:
+                return self._known(self._sent(data, service_loss), data, loss_fn, began)
             rows = await self._logprobs("forward_backward", self._sent(data, _scored(data), forward_only=True))
-            with _as_workers("forward_backward"):
+            with _AsWorkerError("forward_backward"):
                 evaluated = loss_terms.evaluate(loss_fn, data, rows, weight=loss_weight)
             if not all(torch.isfinite(row).all() for row in evaluated.gradients):
                 self._not_finite = True
@@ -100,7 +100,7 @@ class RemoteTrainingClient(TrainingClient):
     ) -> ForwardBackwardOutput:
         """The output of a loss that the service computes itself."""
         rows = await self._logprobs("forward_backward", answer)
-        with _as_workers("forward_backward"):
+        with _AsWorkerError("forward_backward"):
             return _output_of(data, rows, loss_terms.evaluate(loss_fn, data, rows), began)
 
     async def _linearized(self, answer: Any, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
@@ -279,7 +279,7 @@ class RemoteTrainingClient(TrainingClient):
         check_lengths(operation, data, self._max_datum_tokens)
         check_alike(data, f"{operation}.data")
 
-    def _sent(self, data: list[Datum], terms: loss_terms.Named, *, forward_only: bool = False) -> Any:
+    def _sent(self, data: list[Datum], service_loss: loss_terms.ServiceLoss, *, forward_only: bool = False) -> Any:
         """Sends a call; the SDK's future of its answer."""
         tinker = sdk()
         datums = [
@@ -287,10 +287,10 @@ class RemoteTrainingClient(TrainingClient):
                 model_input=tinker.ModelInput.from_ints(datum.tokens.tolist()),
                 loss_fn_inputs={name: tinker.TensorData.from_torch(rows) for name, rows in inputs.items()},
             )
-            for datum, inputs in zip(data, terms.inputs, strict=True)
+            for datum, inputs in zip(data, service_loss.inputs, strict=True)
         ]
         call = self._client.forward if forward_only else self._client.forward_backward
-        return call(datums, terms.name, terms.config or None)
+        return call(datums, service_loss.name, service_loss.config or None)
 
     async def _logprobs(self, operation: str, answer: Any) -> list[torch.Tensor]:
         """Per datum, float32 in the targets' shape."""
@@ -304,8 +304,10 @@ class RemoteTrainingClient(TrainingClient):
             raise RuntimeError(str(error)) from error
 
 
-class _as_workers:  # noqa: N801
+class _AsWorkerError:
     """Raises an exception of the block as a worker's: RuntimeError with the operation and the exception's name."""
+
+    # No generator with `contextmanager`: that lets a loss's StopIteration pass unchanged.
 
     def __init__(self, operation: str) -> None:
         self._operation = operation
@@ -317,10 +319,10 @@ class _as_workers:  # noqa: N801
             raise RuntimeError(f"policy-0.{self._operation}: {describe(error)}") from error
 
 
-def _scored(data: list[Datum]) -> loss_terms.Named:
+def _scored(data: list[Datum]) -> loss_terms.ServiceLoss:
     """A forward pass: the cross-entropy with weights of 1, of which only the log-probabilities are read."""
     inputs = [{"target_tokens": d.target_tokens, "weights": torch.ones(d.target_tokens.shape)} for d in data]
-    return loss_terms.Named(name="cross_entropy", inputs=inputs)
+    return loss_terms.ServiceLoss(name="cross_entropy", inputs=inputs)
 
 
 def _output_of(

@@ -23,7 +23,7 @@ from torchtitan_rl.algorithm.objective import measured
 from torchtitan_rl.dispatch.microbatches import pack
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
-__all__ = ["Evaluated", "Named", "evaluate", "linearized", "named"]
+__all__ = ["Evaluated", "ServiceLoss", "evaluate", "linearized", "service_loss"]
 
 _UNKNOWN = {
     "entropy": "the entropy of the policy's distribution",
@@ -33,8 +33,8 @@ _UNKNOWN = {
 
 
 @dataclass(kw_only=True, slots=True)
-class Named:
-    """A loss in the service's words."""
+class ServiceLoss:
+    """A loss that the service computes itself."""
 
     name: str
     inputs: list[dict[str, torch.Tensor]]
@@ -107,25 +107,25 @@ def _sampled(inputs: LossInputs) -> dict[str, torch.Tensor]:
         return sums | (losses.mismatch(policy, inputs) if inputs.policy_logprobs.dim() == 1 else {})
 
 
-def linearized(data: list[Datum], gradients: list[torch.Tensor]) -> Named:
+def linearized(data: list[Datum], gradients: list[torch.Tensor]) -> ServiceLoss:
     """The cross-entropy that has these derivatives by the log-probabilities of the targets."""
     inputs = [
         {"target_tokens": datum.target_tokens, "weights": -gradient.float()}
         for datum, gradient in zip(data, gradients, strict=True)
     ]
-    return Named(name="cross_entropy", inputs=inputs)
+    return ServiceLoss(name="cross_entropy", inputs=inputs)
 
 
-def named(loss_fn: LossFunction, data: list[Datum], weight: float) -> Named | None:
+def service_loss(loss_fn: LossFunction, data: list[Datum], weight: float) -> ServiceLoss | None:
     """The service's own loss that equals `weight` x the loss exactly; None where the service has none."""
     function, keywords = _unwrapped(loss_fn)
-    if not isinstance(function, FunctionType) or (words := _WORDS.get(function)) is None:
+    if not isinstance(function, FunctionType) or (translate := _SERVICE_LOSSES.get(function)) is None:
         return None
-    terms = [words(datum, weight, **keywords) for datum in data]
+    terms = [translate(datum, weight, **keywords) for datum in data]
     inputs = [row for row, _ in filter(None, terms)]
     if len(inputs) < len(data) or not all(torch.isfinite(x).all() for row in inputs for x in row.values()):
         return None
-    return Named(name=function.__name__, inputs=inputs, config=terms[0][1])
+    return ServiceLoss(name=function.__name__, inputs=inputs, config=terms[0][1])
 
 
 def _unwrapped(loss_fn: LossFunction) -> tuple[Callable, dict]:
@@ -137,10 +137,10 @@ def _unwrapped(loss_fn: LossFunction) -> tuple[Callable, dict]:
     return loss_fn, {}
 
 
-_Words = tuple[dict[str, torch.Tensor], dict[str, float]] | None
+_Translation = tuple[dict[str, torch.Tensor], dict[str, float]] | None
 
 
-def _cross_entropy(datum: Datum, weight: float, **keywords) -> _Words:
+def _cross_entropy(datum: Datum, weight: float, **keywords) -> _Translation:
     weights = datum.loss_inputs.get("token_weights")
     if keywords or weights is None or weights.shape != datum.target_tokens.shape:
         return None
@@ -164,14 +164,14 @@ def _policy_gradient(datum: Datum, weight: float) -> dict[str, torch.Tensor] | N
     }
 
 
-def _importance_sampling(datum: Datum, weight: float, **keywords) -> _Words:
+def _importance_sampling(datum: Datum, weight: float, **keywords) -> _Translation:
     rows = None if keywords else _policy_gradient(datum, weight)
     return None if rows is None else (rows, {})
 
 
 def _ppo(
     datum: Datum, weight: float, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = float("inf")
-) -> _Words:
+) -> _Translation:
     rows = _policy_gradient(datum, weight)
     # A minimum keeps a factor only while the factor is not negative.
     if rows is None or dual_clip < float("inf") or bool((datum.loss_inputs["token_weights"] * weight < 0).any()):
@@ -180,7 +180,7 @@ def _ppo(
     return rows, _bounds(clip_low, clip_high)
 
 
-def _cispo(datum: Datum, weight: float, clip_low: float = 1.0, clip_high: float = 4.0) -> _Words:
+def _cispo(datum: Datum, weight: float, clip_low: float = 1.0, clip_high: float = 4.0) -> _Translation:
     losses.check_clip(clip_low, clip_high)
     rows = _policy_gradient(datum, weight)
     return None if rows is None else (rows, _bounds(clip_low, clip_high))
@@ -190,7 +190,7 @@ def _bounds(clip_low: float, clip_high: float) -> dict[str, float]:
     return {"clip_low_threshold": 1 - clip_low, "clip_high_threshold": 1 + clip_high}
 
 
-_WORDS: dict[Callable, Callable[..., _Words]] = {
+_SERVICE_LOSSES: dict[Callable, Callable[..., _Translation]] = {
     losses.cross_entropy: _cross_entropy,
     losses.importance_sampling: _importance_sampling,
     losses.ppo: _ppo,
