@@ -124,7 +124,7 @@ class Replica:
                     self._changed.notify_all()  # waiters wait for the last request of a kind
 
     def _serves(self, version: int | None) -> bool:
-        """Whether a request that names a version, or None, may begin with the weights that are held."""
+        """Whether a request for `version` (None: any) may begin with the weights that the replica has now."""
         if version is None:
             before = self.versions.publications[-2:-1] if self._pulling == self.versions.served else []
             # Not any older version, which a pinned request may have loaded.

@@ -24,7 +24,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.model_executor.models.registry import ModelRegistry
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters, platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine import noise, vllm_internals, vllm_model
@@ -207,9 +207,9 @@ class Engine:
         ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanQwen3ForCausalLM)
         args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
         with (
-            vllm_internals.private_shared_memory(),
-            vllm_internals.nameless_semaphores(),
-            vllm_internals.zeroed_blocks(),
+            adapters.private_shared_memory(),
+            adapters.nameless_semaphores(),
+            adapters.zeroed_blocks(),
             vllm_internals.chosen_model_runner(self._config.model_runner),
         ):
             engine = LLMEngine.from_engine_args(args)

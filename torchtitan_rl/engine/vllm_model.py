@@ -13,7 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.engine.layers import shard_for_rank
 from torchtitan_rl.engine.plan import generator_spec
-from torchtitan_rl.model.held_state import places
+from torchtitan_rl.model.module_state import places
 from torchtitan_rl.model.spec import ModelConfig, build_spec
 
 __all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE"]
@@ -53,7 +53,7 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
 
     @cached_property
     def places(self) -> dict[str, torch.Tensor]:
-        """The memory of this rank's parameters under torchtitan's names, see `held_state.places`."""
+        """The memory of this rank's parameters under torchtitan's names, see `module_state.places`."""
         return {name: place for name, place in places(self.decoder).items() if ".inner_attention." not in name}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -78,12 +78,12 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
     def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
         for name, tensor in weights:
-            own = self._own_tensor(name)
-            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(own.device, own.dtype)
-            if not torch.equal(_bits(own), _bits(expected)):
+            loaded = self._loaded_tensor(name)
+            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(loaded.device, loaded.dtype)
+            if not torch.equal(_bits(loaded), _bits(expected)):
                 raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
 
-    def _own_tensor(self, name: str) -> torch.Tensor:
+    def _loaded_tensor(self, name: str) -> torch.Tensor:
         """One tensor of `canonical_state`, which copies the parts of every fused weight."""
         *path, owner, last = name.split(".")
         module = self.decoder.get_submodule(".".join(path))

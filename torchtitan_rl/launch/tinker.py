@@ -124,13 +124,13 @@ def _beside(call: Callable[[], Any]) -> Future[Any]:
 
 def _base_model(config: RunConfig, offered: list[str]) -> str:
     """The service's name of the config's model. Raises ValueError where the service has none."""
-    given = config.model.assets
-    wanted = (given, str(assets_dir(config.model).absolute()), Path(given).name)
+    assets = config.model.assets
+    wanted = (assets, str(assets_dir(config.model).absolute()), Path(assets).name)
     for name in offered:
         if {name, name.rstrip("/"), name.rstrip("/").split("/")[-1]} & set(wanted):
             return name
     raise ValueError(
-        f"model.assets={given!r}: the service does not train it; its models are {', '.join(offered) or 'none'}; give "
+        f"model.assets={assets!r}: the service does not train it; its models are {', '.join(offered) or 'none'}; give "
         "a directory with the last part of such a name"
     )
 

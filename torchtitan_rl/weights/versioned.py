@@ -14,9 +14,9 @@ import torch
 
 from torchtitan_rl import platform
 from torchtitan_rl.record.tracing import span
-from torchtitan_rl.weights.elsewhere import Elsewhere
 from torchtitan_rl.weights.layout import Manifest, checksum, host_name, open_shared
 from torchtitan_rl.weights.pinned import PinnedPayloads
+from torchtitan_rl.weights.remote_fetcher import RemoteFetcher
 
 __all__ = ["VersionedStore", "MemoryStore"]
 
@@ -29,10 +29,11 @@ class VersionedStore(ABC):
         self.timeout_s = timeout_s
         self._pinned = None if platform.device_type() == "cpu" else PinnedPayloads()
         """Segments that stay mapped between versions, for copies to a GPU."""
-        self.elsewhere = Elsewhere()
+        self.fetcher = RemoteFetcher()
 
     async def publish(self, manifest: Manifest, payload: torch.Tensor | None, *, handle: str, verify: bool) -> None:
-        """Makes a version visible. With an empty `handle` the store keeps the payload; None: pieces lie elsewhere."""
+        """Makes a version visible. With an empty `handle` the store keeps the payload. `payload` None: its publishers
+        serve it in pieces."""
         with span("publish weights"):
             manifest.checksum = checksum(payload) if verify and payload is not None else ""
         manifest.handle, manifest.host = handle, host_name() if handle else ""
@@ -52,7 +53,7 @@ class VersionedStore(ABC):
                 payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
         else:
             with span("wait for the store"):
-                manifest, payload = await self.elsewhere.fetch(manifest, verify, self._get, lambda p: _key(version, p))
+                manifest, payload = await self.fetcher.fetch(manifest, verify, self._get, lambda p: _key(version, p))
         if verify and manifest.checksum:
             with span("read weights"):
                 intact = checksum(payload) == manifest.checksum
@@ -103,27 +104,27 @@ class MemoryStore(VersionedStore):
 
     def __init__(self) -> None:
         super().__init__(timeout_s=600.0)
-        self._held: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     async def stop(self) -> None:
-        self._held.clear()
+        self._values.clear()
         if self._pinned is not None:
             self._pinned.close()
 
     async def _put(self, key: str, value: Any) -> None:
-        self._held[key] = value
+        self._values[key] = value
 
     async def _get(self, key: str) -> Any:
-        return self._held[key]
+        return self._values[key]
 
     async def _exists(self, key: str) -> bool:
-        return key in self._held
+        return key in self._values
 
     async def _delete(self, key: str) -> None:
-        del self._held[key]
+        del self._values[key]
 
     async def _keys(self) -> list[str]:
-        return list(self._held)
+        return list(self._values)
 
 
 def _key(version: int | str, part: str) -> str:

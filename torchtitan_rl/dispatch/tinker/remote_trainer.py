@@ -18,7 +18,7 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths
 from torchtitan_rl.dispatch.role_mesh import describe
 from torchtitan_rl.dispatch.tinker import loss_terms
-from torchtitan_rl.dispatch.tinker.call_order import InOrder, done
+from torchtitan_rl.dispatch.tinker.call_order import CallOrder, done
 from torchtitan_rl.dispatch.tinker.session import NoMesh, Samplers, answered, sdk
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.types import Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
@@ -54,7 +54,7 @@ class RemoteTrainingClient(TrainingClient):
         )
         self._client, self._rest, self._samplers, self._config = client, rest, samplers, config
         self._timeout_s = config.controller.call_timeout_s
-        self._order = InOrder()
+        self._order = CallOrder()
         self._version: asyncio.Future[int] = done(0)
         """The version after every step that has been sent."""
         self._not_finite = False
