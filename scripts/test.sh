@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
-# Sets up with the test extra and runs pytest: the unit tests in two processes, then the others. Arguments go to one
-# pytest for all tests; without -m, slow and gpu tests are left out.
+# Sets up with the test extra and runs pytest.
+#   scripts/test.sh               the tests of every day, with real actors, engine and store: at most six minutes
+#   scripts/test.sh --all         every test but the slow and gpu ones: what has to pass before a change is merged
+#   scripts/test.sh ARGUMENT ...  one pytest with these arguments; without -m, slow and gpu tests are left out
+# The first two run the unit tests in two processes, then the others, which start processes themselves, one at a time.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh test
-select=(-m "not slow and not gpu")
-if (($# == 0)); then
+if (($# == 0)) || [[ $* == --all ]]; then
+  marks="not slow and not gpu"
+  (($#)) || marks+=" and not whole"
   status=0
-  .venv/bin/python -m pytest "${select[@]}" -n 2 tests/unit || status=$?
-  .venv/bin/python -m pytest "${select[@]}" --ignore tests/unit || status=$? # they start processes: one at a time
+  .venv/bin/python -m pytest -m "$marks" -n 2 tests/unit || status=$?
+  .venv/bin/python -m pytest -m "$marks" --ignore tests/unit || status=$?
   exit $status
 fi
+select=(-m "not slow and not gpu")
 for argument in "$@"; do
   # -m takes its value apart (-m slow) or attached (-mslow); long options start with two dashes.
   if [[ $argument == -m* ]]; then select=(); fi

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.record import attempts
+from torchtitan_rl.record.recorder import Evaluated, Metrics, RolloutsEnded, TrainedOn
 from torchtitan_rl.record.records import evaluation_record
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
 __all__ = ["HOSTILE", "completion", "decode", "group", "made_run", "write_evaluation", "write_step"]
@@ -77,9 +78,9 @@ def write_step(run_dir: RunDir, step: int, groups: list[tuple[RolloutGroup, list
         "time/step_s": 1.0,
         "policy/entropy": 2.0,
     }
-    writer.fact("metrics", {"line": line})
-    writer.fact("trained", {"sequences": trained})
-    writer.fact("rollouts", {"step": step, "groups": [played for played, _ in groups]})
+    writer.metrics(Metrics(line=line))
+    writer.trained(TrainedOn(sequences=trained))
+    writer.rollouts(RolloutsEnded(step=step, groups=[played for played, _ in groups]))
 
 
 def completion(index: int, text: str, reward: float | None, *, sample: int = 0, failed: str = "") -> dict:
@@ -92,7 +93,7 @@ def completion(index: int, text: str, reward: float | None, *, sample: int = 0, 
 
 def write_evaluation(run_dir: RunDir, step: int, records: list[dict]) -> None:
     """What the loop tells of an evaluation."""
-    RunDirWriter(run_dir).fact("evaluated", {"step": step, "records": records})
+    RunDirWriter(run_dir).evaluated(Evaluated(step=step, records=records))
 
 
 def made_run(path: Path, steps: int = 3, *, seal_after: int = 2, lr: float = 0.001) -> RunDir:

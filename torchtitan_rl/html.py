@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Html", "ShownDatum", "ShownGroup", "datum", "facts", "group", "safe", "tinted"]
+__all__ = ["Html", "datum", "facts", "group", "safe", "tinted"]
 
 _MAX_TEXT, _MAX_TOKENS = 2000, 1000
 _UP, _DOWN = "0,114,178", "213,94,0"
@@ -85,24 +85,6 @@ class Html:
 
     def _repr_html_(self) -> str:
         return self.text
-
-
-class ShownGroup:
-    """A `RolloutGroup` in a notebook."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        return group(self)
-
-
-class ShownDatum:
-    """A `Datum` in a notebook."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        return datum(self)
 
 
 def tinted(of: Any, tokenizer: Any) -> Html:

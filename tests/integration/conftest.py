@@ -99,7 +99,7 @@ def watched(arguments: list[str], path: Path, typed: str = "") -> SimpleNamespac
 def here(monkeypatch, capsys):
     """The command in this process: for what is refused before anything starts, and for `--backend local` while no other
     local run is open."""
-    from torchtitan_rl.cli import main, verbs
+    from torchtitan_rl.cli import exit_status, main
 
     monkeypatch.chdir(ROOT)
     launchers = []
@@ -112,7 +112,7 @@ def here(monkeypatch, capsys):
                 await launcher.stop()
             launchers.clear()
 
-    def ended(coroutine, status=int) -> int:
+    def end_with(coroutine, status=int) -> int:
         """Returns the status with which the command ends its process, and ends a local run, which would end with that
         process; nothing else of the command is replaced."""
         from torchtitan_rl.launch.local import LocalLauncher
@@ -120,7 +120,7 @@ def here(monkeypatch, capsys):
         monkeypatch.setattr(LocalLauncher, "kill", lambda launcher: launchers.append(launcher))
         return status(asyncio.run(to_the_end(coroutine)))
 
-    monkeypatch.setattr(verbs, "ended", ended)
+    monkeypatch.setattr(exit_status, "end_with", end_with)
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         capsys.readouterr()

@@ -6,7 +6,7 @@ import time
 import torch
 
 from tests.processes import ended
-from torchtitan_rl.train import training
+from torchtitan_rl.train.step import training_data
 from torchtitan_rl.types import Datum
 
 
@@ -61,7 +61,7 @@ def distillation_datums(num: int, *, seed: int, dim: int, num_targets: int = 3, 
 
 async def scored_by(controller, groups) -> list[Datum]:
     """Training data of groups, with what the controller's roles say of them."""
-    return await training.scored(groups, controller.roles, controller.config.algorithm)
+    return await training_data(groups, controller.roles, controller.config.algorithm)
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Trainer meshes of any layout without a generator: for tests of numbers and for scripts/numerics_table.py."""
+"""Trainer meshes of any layout without a generator: for tests of numbers and for benchmarks/numerics_table.py."""
 
 import time
 from contextlib import asynccontextmanager, contextmanager

@@ -1,14 +1,19 @@
 """Batches ahead of training, in the loop of a real run: the age of every trained token, and what the ledger says."""
 
 import contextlib
-from functools import partial
+
+import pytest
 
 from tests.integration.test_batches import algorithm
 from torchtitan_rl.record.attempts import read_ledger, read_rollouts
-from torchtitan_rl.rollout.finished import Finished
-from torchtitan_rl.train.ahead import BatchesAhead
-from torchtitan_rl.train.first_finished import FirstFinished
+from torchtitan_rl.rollout.ahead import BatchesAhead
+from torchtitan_rl.rollout.batches import BatchPlayer
+from torchtitan_rl.rollout.finished import FinishedGroups
+from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
 from torchtitan_rl.train.overlap import Overlap
+from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
+
+pytestmark = pytest.mark.whole
 
 LAG, STEPS = 2, 6
 
@@ -16,19 +21,29 @@ LAG, STEPS = 2, 6
 @contextlib.contextmanager
 def ahead(controller, lag, kind=BatchesAhead):
     """The controller's loop with batches ahead."""
-    before, arguments = controller.batches, (controller.config, controller.player.play, controller.draws)
+    before, config, publications = controller.batches, controller.config, controller.versions.publications
     with algorithm(controller, max_policy_lag=lag):
-        played, run_group = Finished(controller.player.run_group), controller.player.run_group
-        controller.player.run_group = played.run_group
-        make = partial(kind, publications=controller.versions.publications, finished=played)
-        controller.batches = make(*arguments, controller.state, controller._admitted)
-        overlap = Overlap(controller.batches, controller.generator, controller.versions.publications)
-        controller.recorder.listeners.insert(0, overlap)
+        finished = controller.player.finished = FinishedGroups()
+        arguments, limit = (
+            (controller.player, controller.draws, controller._record_admitted),
+            config.sampling.max_tokens,
+        )
+        player = BatchPlayer(config.algorithm, *arguments, max_tokens=limit)
+        own = {}
+        if kind is FirstFinished:
+            own["slot_player"] = BatchPlayer(one_slot(config.algorithm), *arguments, max_tokens=limit)
+        batches = kind(
+            config, player, controller.draws, controller.state, publications=publications, finished=finished, **own
+        )
+        controller.batches, controller.overlap = batches, Overlap(batches, controller.generator, publications)
+        controller.overlapped_evaluations = OverlappedEvaluations(
+            config.controller, controller.evaluations, controller.versions, controller.state, controller.recorder
+        )
         try:
             yield
         finally:
-            controller.batches, controller.player.run_group = before, run_group
-            controller.recorder.listeners.remove(overlap)
+            controller.batches, controller.player.finished = before, None
+            controller.overlap = controller.overlapped_evaluations = None
 
 
 def test_no_trained_token_is_older_than_the_bound_and_no_rollout_is_missing(loop, controller):

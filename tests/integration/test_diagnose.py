@@ -1,4 +1,4 @@
-"""The rules on real runs: a short healthy one, and one whose reward is constant. `scripts.diagnose_faults` has more."""
+"""The rules on real runs: a healthy one, and one with a constant reward. `benchmarks.diagnose_faults` has more."""
 
 import subprocess
 import sys
@@ -7,9 +7,11 @@ import pytest
 
 from tests.integration.conftest import ROOT, SHORT, watched
 from torchtitan_rl.cli import main
-from torchtitan_rl.health.diagnose import examine
+from torchtitan_rl.health.diagnosis import examine
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record.run_dir import RunDir
+
+pytestmark = pytest.mark.whole
 
 CONFIG = """
 from torchtitan_rl.config.load import load_config

@@ -17,6 +17,8 @@ from tests.integration.helpers import gone
 from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
 from torchtitan_rl.types import Request, SamplingParams
 
+pytestmark = pytest.mark.whole
+
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]
 LONG_BATCH = [prompt + [token] for token in range(30, 62) for prompt in PROMPTS]
 

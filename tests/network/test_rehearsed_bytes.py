@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from scripts.weight_sync_driver import config_of
+from benchmarks.weight_sync_driver import config_of
 from tests.integration.layouts import trainer_config
 from tests.network.bed import ROOT, Bed
 from torchtitan_rl.config.derive import settled
@@ -111,7 +111,7 @@ def test_bytes_of_a_weight_sync_are_within_a_twentieth(layout):
         host_of_ranks(meshes_of["policy"], placed["policy"]),
         generator_hosts,
     )
-    command = [sys.executable, "-m", "scripts.weight_sync", "--layout", layout, "--syncs", "4"]
+    command = [sys.executable, "-m", "benchmarks.weight_sync", "--layout", layout, "--syncs", "4"]
     for name, size in sizes.items():
         command += [f"--{name.replace('_', '-')}", str(size)]
     said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=240, check=True).stdout

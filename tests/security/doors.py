@@ -63,8 +63,10 @@ class Door:
         connections = self.process.net_connections("tcp")
         return sum(c.laddr.port == self.address[1] and c.status != psutil.CONN_LISTEN for c in connections)
 
-    def resident_mib(self) -> float:
-        return self.process.memory_info().rss / 2**20
+    def memory_mib(self) -> float:
+        """Without the pages of files, such as libraries: the system drops them and reads them again as it likes."""
+        memory = self.process.memory_info()
+        return (memory.rss - memory.shared) / 2**20
 
     def tracebacks(self) -> list[str]:
         """Of the log, the lines that begin a traceback."""
@@ -123,9 +125,9 @@ def _tinker_door(url: str, process: psutil.Process, log: Path) -> Door:
         session_id = http.post("/create_session", json={"tags": [], "type": "create_session"}).json()["session_id"]
         asked = {"session_id": session_id, "model_seq_id": 0, "base_model": base, "lora_config": {"rank": 4}}
         request_id = http.post("/create_model", json=asked).json()["request_id"]
-        while (answer := http.post("/retrieve_future", json={"request_id": request_id})).status_code == 408:
-            pass
-        model_id = answer.json()["model_id"]
+        model_id = _tinker_answer(http, request_id)["model_id"]
+        saved = http.post("/save_weights", json={"model_id": model_id, "path": "kept"}).json()["request_id"]
+        path = _tinker_answer(http, saved)["path"]
     tokens = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
     tensors = {
         "target_tokens": {"data": [6, 7, 8], "dtype": "int64", "shape": [3]},
@@ -140,7 +142,7 @@ def _tinker_door(url: str, process: psutil.Process, log: Path) -> Door:
         ("/api/v1/optim_step", {"model_id": model_id, "adam_params": {"learning_rate": 1e-4, "beta1": 0.9}}),
         ("/api/v1/asample", sampled),
         ("/api/v1/session_heartbeat", {"session_id": session_id}),
-        ("/api/v1/weights_info", {"tinker_path": "tinker://a:train:0/weights/b"}),
+        ("/api/v1/weights_info", {"tinker_path": path}),
         (
             "/api/v1/create_sampling_session",
             {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": base},
@@ -148,6 +150,12 @@ def _tinker_door(url: str, process: psutil.Process, log: Path) -> Door:
         ("/api/v1/retrieve_future", {"request_id": request_id}),
     ]
     return Door(name="serve-tinker", url=url, process=process, log=log, requests=requests)
+
+
+def _tinker_answer(http: httpx.Client, request_id: str) -> dict:
+    while (answer := http.post("/retrieve_future", json={"request_id": request_id})).status_code == 408:
+        pass
+    return answer.json()
 
 
 def _model(directory: Path) -> Path:

@@ -238,7 +238,8 @@ def test_bodies_that_expand_cost_little_memory_and_the_model_goes_on(server, cli
     peak = resident(process, "VmHWM") - before
     assert peak < 400, peak
     for path in ("/asample", "/create_session", "/telemetry"):
-        assert http.post(path, content=b" " * (2**22 + 1)).status_code == 413
+        answer = http.post(path, content=b" " * (2**22 + 1), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 413, answer.text
     metadata = {"user_metadata": {"x": "y" * 2**17}}
     assert http.post("/create_session", json=metadata).status_code == 400
     client._request_id_counter = client._turn_counter = number

@@ -16,16 +16,15 @@ from torchtitan_rl.dispatch.replica import Replica
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.record import attempts
-from torchtitan_rl.rollout import group, player
+from torchtitan_rl.rollout import group, lagged_batches, player
+from torchtitan_rl.rollout.batches import SynchronousBatches
 from torchtitan_rl.rollout.draws import Draw, Draws
-from torchtitan_rl.rollout.finished import Finished
-from torchtitan_rl.train import ahead
-from torchtitan_rl.train.ahead import BatchesAhead
+from torchtitan_rl.rollout.finished import FinishedGroups
+from torchtitan_rl.rollout.first_finished import FirstFinished
+from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.train.checkpoints import Checkpoints
 from torchtitan_rl.train.evaluation import Evaluations
-from torchtitan_rl.train.evaluation_beside import EvaluationBeside
-from torchtitan_rl.train.first_finished import FirstFinished
-from torchtitan_rl.train.training import Batches
+from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -43,6 +42,10 @@ class Mutant:
     def put_back(self) -> AbstractContextManager[None]:
         """The package has the fault for as long as the block runs."""
         return patched(self.changes)
+
+
+async def _wait_for_nothing(*args: Any) -> None:
+    return None
 
 
 # Position in the data.
@@ -79,11 +82,11 @@ async def _gather_all_but_the_slowest(*calls: Any, return_exceptions: bool = Fal
     return await asyncio.gather(*(task for task in tasks if task not in late), return_exceptions=return_exceptions)
 
 
-_next_batch = BatchesAhead.next_batch
+_next_batch = LaggedBatches.next_batch
 
 
-async def _next_batch_one_more_ahead(self: BatchesAhead) -> Any:
-    algorithm = self._config.algorithm
+async def _next_batch_one_more_ahead(self: LaggedBatches) -> Any:
+    algorithm = self._algorithm
     algorithm.max_policy_lag += 1
     try:
         return await _next_batch(self)
@@ -195,7 +198,7 @@ MUTANTS: dict[str, Mutant] = {
     "data skipped at resume": _mutant(
         "a checkpoint holds the position after the draws in flight, which are lost with the process",
         "a_resumed_run_goes_on",
-        (BatchesAhead, "state_dict", Batches.state_dict),
+        (LaggedBatches, "state_dict", SynchronousBatches.state_dict),
     ),
     "prompts replayed at resume": _mutant(
         "weights are restored and the position in the data is not",
@@ -205,7 +208,7 @@ MUTANTS: dict[str, Mutant] = {
     "finished rollouts played again": _mutant(
         "a checkpoint holds the position in the data alone, so that rollouts that had finished are made anew",
         "what_had_finished_is_not_played_again",
-        (Finished, "restore", lambda self, lines: []),
+        (FinishedGroups, "restore", lambda self, lines: []),
     ),
     "state newer than the weights": _mutant(
         "a checkpoint that is written beside training takes up the state when it is written, not when it is staged",
@@ -236,13 +239,13 @@ MUTANTS: dict[str, Mutant] = {
     "one batch too many ahead": _mutant(
         "admission is off by one, so that tokens are a publication older than the bound",
         "no_token_is_older_than_the_lag",
-        (BatchesAhead, "next_batch", _next_batch_one_more_ahead),
+        (LaggedBatches, "next_batch", _next_batch_one_more_ahead),
     ),
     "long slots passed over": _mutant(
         "a batch takes whatever finished first, and nothing waits for a slot that is due",
         "no_token_is_older_than_the_lag",
         (FirstFinished, "_last_due", lambda self, due, room: float("inf")),
-        (ahead, "check_lag", _find_nothing),  # it would end the run
+        (lagged_batches, "check_lag", _find_nothing),  # it would end the run
         first_seed=19,
     ),
     "rows of another datum": _mutant(
@@ -255,12 +258,12 @@ MUTANTS: dict[str, Mutant] = {
         "an evaluation beside training samples with the newest weights, and no publication waits for it",
         "an_evaluation_has_one_version",
         (Evaluations, "_evaluate", _evaluate_with_the_newest),
-        (EvaluationBeside, "then", lambda self, publish: publish),
+        (OverlappedEvaluations, "finish", _wait_for_nothing),
     ),
     "an evaluation lost at resume": _mutant(
         "a checkpoint that falls between an evaluation's begin and its end does not say that it is due",
         "every_evaluation_is_made_once",
-        (EvaluationBeside, "before_batch", _nothing),
+        (OverlappedEvaluations, "begin_due", _nothing),
         first_seed=25,
     ),
     "a lost wake-up": _mutant(
@@ -282,7 +285,7 @@ MUTANTS: dict[str, Mutant] = {
         "requests for the newest version are served by what an earlier request has left loaded",
         "no_token_is_older_than_the_lag",
         (Replica, "_serves", _serves_unpinned_with_anything),
-        (ahead, "check_lag", _find_nothing),  # it would end the run
+        (lagged_batches, "check_lag", _find_nothing),  # it would end the run
         first_seed=8,
     ),
     "a version deleted under its holder": _mutant(

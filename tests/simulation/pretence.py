@@ -14,7 +14,8 @@ from tests.simulation.tasks import Tokenizer
 from tests.simulation.world import FakeLauncher, World
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.launch.stack import Stack, start_stack
+from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.launch.stack import start_stack
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.tables import Table
 from torchtitan_rl.rollout import player

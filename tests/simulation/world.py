@@ -16,7 +16,7 @@ from tests.simulation.virtual_clock import VirtualLoop
 from torchtitan_rl.dispatch.role_mesh import ProcessDied
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.record.recorder import Listener
+from torchtitan_rl.record.recorder import DrawEvents, Listener, Published, TrainedOn
 from torchtitan_rl.types import Request, RolloutGroup
 
 __all__ = ["Asked", "FakeLauncher", "Log", "Watch", "World"]
@@ -217,19 +217,20 @@ class Watch(Listener):
     def __init__(self, world: World) -> None:
         self.world, self.log = world, world.log
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "draws":
-            self.log.draws += [(what["step"], record) for record in what["records"]]
-            for record in what["records"]:
-                self.world.note(f"draw {record['draw']} {record['event']}")
-        elif kind == "version":
-            self.world.note(f"version {what['version']} is served")
-        elif kind == "trained":
-            for datum, logprobs_T in what["sequences"]:
-                inputs = datum.loss_inputs
-                if logprobs_T.tolist() != (inputs["sampling_logprobs"] * inputs["loss_mask"]).tolist():
-                    steps = self.world.trainer.num_calls
-                    self.log.misplaced.append(f"sequence of rollout {datum.rollout} in the batch before step {steps}")
+    def draws(self, event: DrawEvents) -> None:
+        self.log.draws += [(event.step, record) for record in event.records]
+        for record in event.records:
+            self.world.note(f"draw {record['draw']} {record['event']}")
+
+    def published(self, event: Published) -> None:
+        self.world.note(f"version {event.version} is served")
+
+    def trained(self, event: TrainedOn) -> None:
+        for datum, logprobs_T in event.sequences:
+            inputs = datum.loss_inputs
+            if logprobs_T.tolist() != (inputs["sampling_logprobs"] * inputs["loss_mask"]).tolist():
+                steps = self.world.trainer.num_calls
+                self.log.misplaced.append(f"sequence of rollout {datum.rollout} in the batch before step {steps}")
 
 
 class FakeLauncher(Launcher):

@@ -47,8 +47,15 @@ def test_links_lead_to_files(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_scripts_and_configs_that_a_page_names_exist(page):
-    paths = re.findall(r"(?<![\w/.])((?:scripts|configs|tests|torchtitan_rl)/[\w/]+\.(?:py|sh))", page.read_text())
+    paths = re.findall(
+        r"(?<![\w/.])((?:scripts|benchmarks|configs|tests|torchtitan_rl)/[\w/]+\.(?:py|sh))", page.read_text()
+    )
     assert [path for path in paths if not (ROOT / path).exists() and path != "configs/NAME.py"] == []
+
+
+def test_the_page_on_benchmarks_names_every_file():
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    assert [file.name for file in ROOT.glob("benchmarks/*.py") if f"`{file.name}`" not in page] == []
 
 
 def test_the_index_names_every_page():

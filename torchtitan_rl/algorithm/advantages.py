@@ -9,21 +9,20 @@ as equal (`all_equal`).
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
-from torchtitan_rl.algorithm.listed import from_list
-from torchtitan_rl.algorithm.refusals import refuse_advantages, refuse_number
-from torchtitan_rl.algorithm.role_estimators import estimator_for
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import RolloutGroup, is_float32
 
-__all__ = ["all_equal", "batch_estimator", "estimate_advantages", "group_centered", "grpo", "reinforce"]
-__all__ += ["reinforce_pp_baseline", "rloo"]
+__all__ = ["all_equal", "batch_estimator", "estimate_advantages", "estimator_for", "group_centered", "grpo"]
+__all__ += ["reinforce", "reinforce_pp_baseline", "rloo"]
 
 NO_SPREAD = 1e-6
 """A spread of rewards up to this fraction of the largest absolute reward is rounding.
@@ -108,23 +107,61 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
     for group in groups:
         by_role.setdefault(group.rollouts[0].role, []).append(group)
     for role, of_role in by_role.items():
-        chosen = config.advantage_fn
-        advantage_fn = estimator_for(config, role) if isinstance(chosen, dict) else chosen
+        advantage_fn = estimator_for(config, role)
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
         whole = _sees_batch(advantage_fn)
         given = advantage_fn(rewards) if whole else [advantage_fn(rewards_G) for rewards_G in rewards]
-        given = [each if isinstance(each, torch.Tensor) else from_list(each) for each in given]
+        given = [_as_tensor(each) for each in given]
         if len(given) != len(of_role):
-            refuse_number(given, of_role, advantage_fn)
+            raise ValueError(
+                f"{_setting(advantage_fn)}: gave {len(given)} tensors for {len(of_role)} groups; return one per group, "
+                "in order"
+            )
         for group, advantages_G in zip(of_role, given, strict=True):
-            if not _one_per_rollout(advantages_G, group):
-                refuse_advantages(advantages_G, group, advantage_fn)
+            _check_advantages(advantages_G, group, advantage_fn)
             group.advantages = advantages_G.tolist()
 
 
-def _one_per_rollout(advantages_G: Any, group: RolloutGroup) -> bool:
-    right_shape = isinstance(advantages_G, torch.Tensor) and advantages_G.shape == (len(group.rollouts),)
-    return right_shape and all(map(is_float32, advantages_G.tolist()))
+def estimator_for(config: AlgorithmConfig, role: str) -> Callable:
+    """The estimator for rollouts of `role`. Raises ValueError when `advantage_fn` names roles, but not `role`."""
+    chosen = config.advantage_fn
+    if not isinstance(chosen, dict):
+        return chosen
+    if role not in chosen:
+        near = difflib.get_close_matches(role, chosen, 1)
+        hint = f"did you mean {near[0]!r}, or add it" if near else "add it"
+        raise ValueError(
+            f"algorithm.advantage_fn: has no estimator for role {role!r}, only for {', '.join(chosen)}; {hint}"
+        )
+    return chosen[role]
+
+
+def _as_tensor(advantages_G: Any) -> Any:
+    """A list, tuple or array of numbers as a float64 tensor; anything else as it is, for `_check_advantages`."""
+    if not isinstance(advantages_G, (list, tuple, numpy.ndarray)):
+        return advantages_G
+    try:
+        return torch.tensor([float(advantage) for advantage in advantages_G], dtype=torch.float64)
+    except (TypeError, ValueError):
+        return advantages_G
+
+
+def _check_advantages(advantages_G: Any, group: RolloutGroup, advantage_fn: Callable) -> None:
+    """Raises ValueError for anything but one advantage per rollout that is finite in float32."""
+    is_tensor = isinstance(advantages_G, torch.Tensor)
+    numbers = advantages_G.tolist() if is_tensor else advantages_G
+    if is_tensor and advantages_G.shape == (len(group.rollouts),) and all(map(is_float32, numbers)):
+        return
+    finite = is_tensor and bool(torch.isfinite(advantages_G).all())
+    too_large = finite and any(not is_float32(number) for number in advantages_G.flatten().tolist())
+    raise ValueError(
+        f"{_setting(advantage_fn)}: gave {numbers} for rewards {group.rewards} of group {group.id}; return one finite "
+        f"number per rollout, as a tensor or a list{'; these overflow float32' if too_large else ''}"
+    )
+
+
+def _setting(advantage_fn: Callable) -> str:
+    return f"algorithm.advantage_fn={getattr(advantage_fn, '__name__', repr(advantage_fn))}"
 
 
 def _sees_batch(advantage_fn: Callable) -> bool:

@@ -1,4 +1,4 @@
-"""From judged rollouts to datums, the trainer's input."""
+"""From judged rollouts, and from demonstrations, to datums, the trainer's input."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 
 from torchtitan_rl.algorithm.advantages import estimate_advantages
 from torchtitan_rl.algorithm.precomputed import use_precomputed
-from torchtitan_rl.algorithm.refusals import refuse_reward, refuse_turn
 from torchtitan_rl.algorithm.soft_targets import with_soft_targets
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import Datum, Rollout, RolloutGroup, Turn
 
-__all__ = ["to_datums"]
+__all__ = ["demonstration_datums", "to_datums"]
 
 
 def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum]:
@@ -31,7 +30,10 @@ def to_datums(groups: list[RolloutGroup], config: AlgorithmConfig) -> list[Datum
     for rollout, unneeded in ((rollout, group.precomputed) for group in groups for rollout in group.rollouts):
         # Some estimators turn even an infinite reward into a finite advantage. Precomputed advantages need no reward.
         if not (unneeded if rollout.reward is None else math.isfinite(rollout.reward)):
-            refuse_reward(rollout)
+            raise ValueError(
+                f"reward={rollout.reward}: of rollout {rollout.id} is not a finite number; "
+                "judge every rollout, or group them with algorithm.grouping.form_groups"
+            )
     estimate_advantages([group for group in groups if group.rollouts and not group.precomputed], config)
     sequences: list[_Sequence] = []
     rollouts = [(index, group, i) for index, group in enumerate(groups) for i in range(len(group.rollouts))]
@@ -96,6 +98,30 @@ class _Sequence:
         )
 
 
+def _check_completion(rollout: Rollout, turn: Turn) -> None:
+    """Raises ValueError for a turn whose parts do not fit, and RuntimeError for a log-probability NaN.
+
+    A token of log-probability -inf is masked. Masking NaN too would hide a broken generator.
+    """
+    sampled = turn.completion
+    if len(sampled.logprobs) != len(sampled.tokens):
+        raise ValueError(
+            f"completion.logprobs: {len(sampled.logprobs)} for {len(sampled.tokens)} sampled tokens in a turn of "
+            f"rollout {rollout.id}; give one log-probability per token"
+        )
+    if sampled.filtered:
+        raise ValueError(
+            f"rollout={rollout.id}: was sampled with {sampled.filtered}; its log-probabilities are not those "
+            "of the policy, sample training rollouts without"
+        )
+    for index, logprob in enumerate(sampled.logprobs):
+        if math.isnan(logprob):
+            raise RuntimeError(
+                f"rollout={rollout.id}: token {index} was sampled with "
+                "log-probability NaN; the generator's weights or numerics are broken, look at optim/grad_norm before it"
+            )
+
+
 def _sequences(rollout: Rollout, advantages: float | list[list[float]], group: int, number: int) -> Iterator[_Sequence]:
     """A rollout's sequences; `advantages` is one number, or one number for each turn and token.
 
@@ -104,9 +130,7 @@ def _sequences(rollout: Rollout, advantages: float | list[list[float]], group: i
     """
     sequence = _Sequence(rollout.id, group, number)
     for index, turn in enumerate(rollout.turns):
-        sampled = turn.completion
-        if len(sampled.logprobs) != len(sampled.tokens) or sampled.filtered or any(map(math.isnan, sampled.logprobs)):
-            refuse_turn(rollout, turn)
+        _check_completion(rollout, turn)
         if sequence.tokens and turn.prompt_tokens[: len(sequence.tokens)] != sequence.tokens:
             yield sequence
             sequence = _Sequence(rollout.id, group, number, first_turn=index)
@@ -114,3 +138,20 @@ def _sequences(rollout: Rollout, advantages: float | list[list[float]], group: i
         sequence.extend(turn, of_turn, masked=rollout.masked)
     if sequence.tokens:
         yield sequence
+
+
+def demonstration_datums(pairs: list[tuple[list[int], list[int]]], config: AlgorithmConfig) -> list[Datum]:
+    """Datums from (prompt tokens, completion tokens), for `cross_entropy`: only completion tokens train."""
+    sequences, masks = [], []
+    for prompt, completion in pairs:
+        sequences.append(torch.tensor(prompt + completion))
+        mask_T = torch.zeros(len(prompt) + len(completion) - 1)
+        mask_T[len(prompt) - 1 :] = 1.0
+        masks.append(mask_T)
+    weights = config.reduction(masks, list(range(len(masks))))
+    return [
+        Datum(
+            tokens=sequence[:-1], target_tokens=sequence[1:], loss_inputs={"loss_mask": mask, "token_weights": weight}
+        )
+        for sequence, mask, weight in zip(sequences, masks, weights, strict=True)
+    ]

@@ -8,7 +8,6 @@ from collections import Counter
 
 from torchtitan_rl.algorithm.grouping_hook import hooked_groups
 from torchtitan_rl.algorithm.precomputed import drop_stale
-from torchtitan_rl.algorithm.turn_rewards import fill_from_turns
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.types import A_REWARD, Rollout, RolloutGroup, is_reward
 
@@ -75,8 +74,33 @@ def fill_rewards(group: RolloutGroup) -> None:
     Raises ValueError when a rollout has neither reward, or a reward is none (`types.is_reward`).
     """
     if None in group.rewards:
-        fill_from_turns(group)
+        _fill_from_turns(group)
     for rollout in (rollout for rollout in group.rollouts if not is_reward(rollout.reward)):
         large = math.isfinite(rollout.reward)
         wrong, needed = ("is too large", A_REWARD) if large else ("is not finite", "a finite reward")
         raise ValueError(f"reward={rollout.reward}: of rollout {rollout.id} {wrong}; give every rollout {needed}")
+
+
+def _fill_from_turns(group: RolloutGroup) -> None:
+    """Sets the reward of every rollout to the reward of its last turn, or to 0 where the workflow gave advantages and
+    nobody a reward. Raises ValueError for a last turn without a reward."""
+    own = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+    turns = [turn for rollout in group.rollouts for turn in rollout.turns]
+    if not own and all(turn.reward is None and turn.advantages is not None for turn in turns):
+        for rollout in group.rollouts:  # no judge: the workflow gave its own advantages
+            rollout.reward = 0.0
+        return
+    if own:
+        logger.warning(
+            "group %s: %d of %d rollouts have a reward; all take what their last turn earned",
+            group.id,
+            len(own),
+            len(group.rollouts),
+        )
+    for rollout in group.rollouts:
+        rollout.reward = rollout.turns[-1].reward if rollout.turns else None
+        if rollout.reward is None:
+            raise ValueError(
+                f"rollout={rollout.id}: its last turn has no reward, and {len(own)} of {len(group.rollouts)} "
+                f"rollouts of group {group.id} have one of their own; give every rollout a reward, or every last turn"
+            )

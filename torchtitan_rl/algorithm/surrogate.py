@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_rl.algorithm.refusals import refuse_clip, refuse_shape
 from torchtitan_rl.types import LossInputs
 
 __all__ = ["LOG_RATIO_LIMIT", "check_clip", "clipped_surrogate", "kl_sum", "log_ratio", "masked_difference"]
@@ -79,13 +78,27 @@ def masked_sum(inputs: LossInputs, terms_T: torch.Tensor) -> torch.Tensor:
 def _one_per_token(inputs: LossInputs, *columns: torch.Tensor) -> None:
     for column in columns:
         if column.shape != inputs.loss_mask.shape:
-            refuse_shape(column.shape, inputs.loss_mask.shape)
+            raise ValueError(
+                f"loss inputs: have shape {tuple(column.shape)} where loss_mask has {tuple(inputs.loss_mask.shape)}; "
+                "give one number per token: several targets of a token, (T, K), are for cross_entropy"
+            )
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float = float("inf")) -> None:
     """Raises ValueError for bounds that cannot be met."""
-    if not (clip_low >= 0 and clip_high >= 0 and dual_clip > 1):
-        refuse_clip(clip_low, clip_high, dual_clip)
+    if not 1 - clip_low <= 1 + clip_high:
+        raise ValueError(
+            f"clip_low={clip_low}: the bounds 1 - clip_low = {1 - clip_low:g} and 1 + clip_high = "
+            f"{1 + clip_high:g} cross; use distances from 1, such as 0.2 and 0.28"
+        )
+    for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if not value >= 0:
+            raise ValueError(f"{name}={value}: must not be negative, it is a distance from a ratio of 1; use 0.2")
+    if not dual_clip > 1:
+        raise ValueError(
+            f"dual_clip={dual_clip}: must be above 1, or it would hold the ratio of an unchanged policy; "
+            "use about 3, or leave it out"
+        )
 
 
 # Metrics of any loss.

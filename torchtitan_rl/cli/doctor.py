@@ -1,7 +1,8 @@
-"""Prints the versions and devices of this machine, and what a run still needs."""
+"""The verb `doctor`: prints the versions and devices of this machine, and what a run still needs."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -9,9 +10,17 @@ import platform as host
 import shutil
 import sys
 
-__all__ = ["report"]
+__all__ = ["add_arguments", "report", "run"]
 
 _EXPECTED = {"torch": "2.13.0", "torchtitan": "0.3.0", "torchmonarch": "0.7.0", "torchstore": "0.1.2"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    return report()
 
 
 def report() -> int:

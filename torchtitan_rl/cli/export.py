@@ -1,26 +1,44 @@
-"""A Hugging Face directory out of any checkpoint, without the run that wrote it."""
+"""The verb `export`: a Hugging Face directory out of any checkpoint, without the run that wrote it."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from torchtitan_rl.cli import exit_status
+from torchtitan_rl.record.user_code import told as error_text
 
-from torchtitan_rl.config.meshes import TrainerConfig
-from torchtitan_rl.config.resolve import rebuilt
-from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.launch.local import LocalLauncher
-from torchtitan_rl.model.files import assets_dir, pad_token_id
-from torchtitan_rl.model.shape import resolve_shape
-from torchtitan_rl.weights import checkpoint
-
-__all__ = ["export"]
+__all__ = ["add_arguments", "export", "run"]
 
 _TIMEOUT_S = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a run's checkpoints/step-N")
+    parser.add_argument("directory", help="a new directory")
+    parser.add_argument(
+        "--trust-code", action="store_true", help="import classes of the run's own that its config names"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    return exit_status.end_with(_export(args))
+
+
+async def _export(args: argparse.Namespace) -> int:
+    try:
+        for directory in await export(Path(args.checkpoint), Path(args.directory), trusted=args.trust_code):
+            print(directory)
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        return exit_status.fail(error_text(error))
 
 
 async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[Path]:
@@ -32,6 +50,16 @@ async def export(path: Path, directory: Path, *, trusted: bool = False) -> list[
     Raises ValueError for a checkpoint that is incomplete or damaged or names other code, and for a directory that is
     not empty.
     """
+    from transformers import AutoTokenizer
+
+    from torchtitan_rl.config.meshes import TrainerConfig
+    from torchtitan_rl.config.resolve import rebuilt
+    from torchtitan_rl.dispatch.training_client import TrainingClient
+    from torchtitan_rl.launch.local import LocalLauncher
+    from torchtitan_rl.model.files import assets_dir, pad_token_id
+    from torchtitan_rl.model.shape import resolve_shape
+    from torchtitan_rl.weights import checkpoint
+
     if problem := checkpoint.problem(checkpoint.require_complete(path)):
         raise ValueError(f"checkpoint={str(path)!r}: cannot be used: {problem}; use another checkpoints/step-N")
     if directory.exists() and any(directory.iterdir()):

@@ -1,35 +1,89 @@
-"""Completes a prompt with the weights of a checkpoint, in a run directory of its own."""
+"""The verb `sample`: completes a prompt with the weights of a checkpoint, in a run directory of its own."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
+import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer
+from torchtitan_rl.cli import exit_status
+from torchtitan_rl.cli.verb_arguments import add_checkpoint
+from torchtitan_rl.record.user_code import told as error_text
 
-from torchtitan_rl.config.meshes import GeneratorConfig
-from torchtitan_rl.config.model import Qwen3Shape
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.dispatch.versions import OneVersion
-from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.train.start import dated
-from torchtitan_rl.types import SamplingParams
-from torchtitan_rl.weights.checkpoint import hf_weights, write_json
-from torchtitan_rl.weights.origin import origin
+if TYPE_CHECKING:
+    from torchtitan_rl.types import SamplingParams
 
-__all__ = ["sample"]
+__all__ = ["add_arguments", "run", "sample"]
+
+_ALTERED = (
+    ("top-p", float, 1.0),
+    ("top-k", int, 0),
+    ("min-p", float, 0.0),
+    ("repetition-penalty", float, 1.0),
+    ("presence-penalty", float, 0.0),
+    ("frequency-penalty", float, 0.0),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token, always")
+    for name, kind, off in _ALTERED:
+        parser.add_argument(f"--{name}", type=kind, default=off, metavar=kind.__name__, help=f"{off}: off")
+    parser.add_argument("--output-dir", default="", help="default: runs/sample-NAME-DATE-TIME")
+
+
+def run(args: argparse.Namespace) -> int:
+    return exit_status.end_with(_sample(args))
+
+
+async def _sample(args: argparse.Namespace) -> int:
+    from torchtitan_rl.config.sampling import AlteredSampling
+    from torchtitan_rl.types import SamplingParams
+    from torchtitan_rl.validation.sampling import check_altered, check_greedy
+
+    try:
+        altered = AlteredSampling(**{f.name: getattr(args, f.name) for f in dataclasses.fields(AlteredSampling)})
+        check_altered("--", altered)
+        if not args.temperature:
+            check_greedy("--", altered, "add --temperature 1")
+        params = SamplingParams(
+            max_tokens=args.max_tokens, temperature=args.temperature, seed=0, **dataclasses.asdict(altered)
+        )
+        checkpoint = Path(args.checkpoint)
+        print(await sample(checkpoint, args.prompt, params, output_dir=args.output_dir, quiet=args.quiet))
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        return exit_status.fail(error_text(error))
 
 
 async def sample(
     checkpoint: Path, prompt: str, params: SamplingParams, *, output_dir: str = "", quiet: bool = False
 ) -> str:
     """The completion of a prompt, by one generator with the weights and tokenizer of the checkpoint's Hugging Face
-    directory. Logs, and what was asked and answered (`sample.json`), are in `output_dir`, or in runs/sample-NAME-DATE.
+    directory. Logs, and the request with its answer (`sample.json`), are in `output_dir`, or in runs/sample-NAME-DATE.
 
     Raises ValueError, before anything starts, for a checkpoint or a prompt that cannot be used.
     """
+    from transformers import AutoTokenizer
+
+    from torchtitan_rl.config.meshes import GeneratorConfig
+    from torchtitan_rl.config.model import Qwen3Shape
+    from torchtitan_rl.dispatch.sampling_client import SamplingClient
+    from torchtitan_rl.dispatch.versions import OneVersion
+    from torchtitan_rl.launch.actors import Launcher
+    from torchtitan_rl.record.run_dir import RunDir
+    from torchtitan_rl.train.start import dated
+    from torchtitan_rl.weights.checkpoint import hf_weights, write_json
+    from torchtitan_rl.weights.origin import origin
+
     weights = hf_weights(checkpoint)
     source = origin(checkpoint)
     Qwen3Shape.from_hf(weights / "config.json")  # refuses another model
@@ -50,7 +104,7 @@ async def sample(
     finally:
         launcher.kill()
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-    said = {"checkpoint": str(checkpoint), "step": source.step, "prompt": prompt, "text": text}
-    asked = dataclasses.asdict(params)
-    write_json(run_dir.path / "sample.json", {**said, "params": asked, "completion": dataclasses.asdict(completion)})
+    record = {"checkpoint": str(checkpoint), "step": source.step, "prompt": prompt, "text": text}
+    record |= {"params": dataclasses.asdict(params), "completion": dataclasses.asdict(completion)}
+    write_json(run_dir.path / "sample.json", record)
     return text

@@ -1,8 +1,11 @@
-"""Prints a resolved config, and an estimate of the memory that each process and each GPU of the run will need."""
+"""The verb `show`: prints a resolved config, and an estimate of the memory of each process and each GPU of the run."""
 
 from __future__ import annotations
 
+import argparse
+
 from torchtitan_rl import platform
+from torchtitan_rl.cli.verb_arguments import add_config, configured
 from torchtitan_rl.config.derive import open_fields, settled
 from torchtitan_rl.config.resolve import flat
 from torchtitan_rl.config.run import RunConfig
@@ -11,7 +14,16 @@ from torchtitan_rl.launch.inventory import meshes
 from torchtitan_rl.model.memory import gpu_parts, num_adapter_parameters, run_parts, takes_turns
 from torchtitan_rl.model.shape import resolve_shape
 
-__all__ = ["show"]
+__all__ = ["add_arguments", "run", "show"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    show(configured(args))
+    return 0
 
 
 def show(config: RunConfig) -> None:

@@ -11,12 +11,32 @@ from typing import Any, Literal
 __all__ = ["AlgorithmConfig", "DistillConfig", "FilterConfig", "ScheduleConfig", "SupervisedConfig"]
 
 
-def _default(module: str, name: str) -> Callable:
-    """A function of `torchtitan_rl.algorithm`, imported when a config object is made: losses import torch, this module
-    must not."""
-    import importlib
+# Defaults of `AlgorithmConfig` that are functions of `torchtitan_rl.algorithm`, imported when a config is made: losses
+# import torch, which this module must not, and estimators import this module.
 
-    return getattr(importlib.import_module(f"torchtitan_rl.algorithm.{module}"), name)
+
+def _default_advantage_fn() -> Callable:
+    from torchtitan_rl.algorithm.advantages import group_centered
+
+    return group_centered
+
+
+def _default_loss_fn() -> Callable:
+    from torchtitan_rl.algorithm.losses import ppo
+
+    return ppo
+
+
+def _default_reduction() -> Callable:
+    from torchtitan_rl.algorithm.reductions import token_mean
+
+    return token_mean
+
+
+def _default_critic_loss_fn() -> Callable:
+    from torchtitan_rl.algorithm.losses import value_loss
+
+    return value_loss
 
 
 def _unwrapped(function: Any) -> Any:
@@ -122,9 +142,7 @@ class AlgorithmConfig:
     temperature: float = 1.0
     """Temperature of sampled rollouts. The trainer divides its logits by the same number, so that log-probabilities
     agree."""
-    advantage_fn: Callable | dict[str, Callable] = field(
-        default_factory=lambda: _default("advantages", "group_centered")
-    )
+    advantage_fn: Callable | dict[str, Callable] = field(default_factory=_default_advantage_fn)
     """`(rewards_G) -> advantages_G`, or a dictionary from a workflow's roles to such functions; see
     algorithm/advantages.py."""
     precomputed_advantages: Literal["auto", "require", "ignore"] = "auto"
@@ -138,11 +156,11 @@ class AlgorithmConfig:
     use a `trajectory_grouping_hook` to compare single turns."""
     filters: FilterConfig = field(default_factory=FilterConfig)
     """Which groups and rollouts do not train; see algorithm/filters.py."""
-    loss_fn: Callable = field(default_factory=lambda: _default("losses", "ppo"))
+    loss_fn: Callable = field(default_factory=_default_loss_fn)
     """`(LossInputs, **loss_config) -> (token sum, metric sums)`; see algorithm/losses.py."""
     loss_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `loss_fn`, such as `clip_low`."""
-    reduction: Callable = field(default_factory=lambda: _default("reductions", "token_mean"))
+    reduction: Callable = field(default_factory=_default_reduction)
     """`(masks, groups) -> token weights`: over what the loss is a mean; see algorithm/reductions.py."""
     kl_coef: float = 0.0
     """Factor of the KL to the reference role; 0: no KL term."""
@@ -192,7 +210,7 @@ class AlgorithmConfig:
     gae_lambda: float = 1.0
     """Lambda of GAE. Acts only with `roles.critic`. 1: the advantage is the return minus the critic's value; less gives
     a lower variance and more of the critic's bias."""
-    critic_loss_fn: Callable = field(default_factory=lambda: _default("losses", "value_loss"))
+    critic_loss_fn: Callable = field(default_factory=_default_critic_loss_fn)
     """Loss of `roles.critic`: like `loss_fn`, on `predicted_values`, `values` and `returns`."""
     critic_loss_config: dict[str, float] = field(default_factory=dict)
     """Keyword arguments of `critic_loss_fn`, such as `clip`."""

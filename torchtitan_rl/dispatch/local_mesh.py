@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan_rl.actors.operations import Operation
 from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe, late
+from torchtitan_rl.record.tracing import span
 
 __all__ = ["LocalMesh"]
 
@@ -64,15 +65,19 @@ class LocalMesh:
     async def _call(self, operation: Operation, args: tuple, timeout_s: float) -> Any:
         name = f"{self.role}-0.{operation.__name__}"
         try:
-            async with self._turn:
-                answer = getattr(self._worker, operation.__name__)(*args)
-                if inspect.isawaitable(answer):
-                    answer = await _within(answer, timeout_s, name)
-                return copy.deepcopy(answer)  # before the next call, which may change the worker's tensors
+            with span(f"wait for {self.role}.{operation.__name__}", ranks=1):
+                return await self._answer(operation, args, timeout_s, name)
         except WorkerLost:
             raise
         except Exception as error:
             raise RuntimeError(f"{name}: {describe(error)}") from error
+
+    async def _answer(self, operation: Operation, args: tuple, timeout_s: float, name: str) -> Any:
+        async with self._turn:
+            answer = getattr(self._worker, operation.__name__)(*args)
+            if inspect.isawaitable(answer):
+                answer = await _within(answer, timeout_s, name)
+            return copy.deepcopy(answer)  # before the next call, which may change the worker's tensors
 
 
 async def _within(call: Awaitable, timeout_s: float, call_name: str) -> Any:

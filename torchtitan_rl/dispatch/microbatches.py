@@ -7,9 +7,8 @@ import bisect
 import torch
 
 from torchtitan_rl.types import Datum, Microbatch
-from torchtitan_rl.types.refusals import refuse_token_ids, refuse_unlike
 
-__all__ = ["plan_microbatches", "check_alike", "pack", "filler"]
+__all__ = ["plan_microbatches", "check_alike", "check_lengths", "pack", "filler"]
 
 
 def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
@@ -42,13 +41,40 @@ def _best_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[lis
     return [sorted(members) for members in bins.values()]
 
 
-def check_alike(data: list[Datum], name: str = "data") -> None:
+def check_lengths(operation: str, data: list[Datum], limit: int) -> None:
+    """Raises ValueError for no data, and for a datum of more tokens than the trainer's context, `limit`."""
+    if not data:
+        raise ValueError(f"{operation}.data=[]: no datums; skip the call when nothing is left to train on")
+    for index, datum in enumerate(data):
+        if len(datum) > limit:
+            raise ValueError(
+                f"{operation}.data[{index}]: {len(datum)} tokens, the trainer's context is "
+                f"trainer.training.seq_len={limit}; raise it or shorten the datum"
+            )
+
+
+def check_alike(data: list[Datum], call: str = "data") -> None:
     """Raises ValueError, naming the datum, unless all datums have the same loss inputs, each with the same number of
     values per token."""
-    shapes = _row_shapes(data[0])
+    first = _row_shapes(data[0])
     for index, datum in enumerate(data):
-        if _row_shapes(datum) != shapes:
-            refuse_unlike(f"{name}[{index}]", _row_shapes(datum), shapes)
+        shapes = _row_shapes(datum)
+        if shapes.keys() != first.keys():
+            has, wanted = (sorted(rows.keys() - {"target_tokens"}) for rows in (shapes, first))
+            raise ValueError(
+                f"{call}[{index}].loss_inputs={has}: data[0] of the call has {wanted}; give every datum of one call "
+                "the same loss inputs"
+            )
+        for name, shape in shapes.items():
+            if shape != first[name]:
+                raise ValueError(
+                    f"{call}[{index}].{name}: is {_shape_text(shape)} where that of data[0] is "
+                    f"{_shape_text(first[name])}; give every datum of one call as many per token"
+                )
+
+
+def _shape_text(row: torch.Size) -> str:
+    return f"(T, {row[0]})" if row else "(T,)"
 
 
 def _row_shapes(datum: Datum) -> dict[str, torch.Size]:
@@ -70,7 +96,10 @@ def pack(data: list[Datum]) -> Microbatch:
 def _sent(name: str, rows: torch.Tensor) -> torch.Tensor:
     # Hidden states, in bfloat16, are large; token ids are in int64.
     if rows.dtype == torch.int64:
-        refuse_token_ids(name)
+        raise ValueError(
+            f"loss input {name!r}: holds token ids, which no loss reads; make targets of them with "
+            "algorithm.soft_targets.appended(data)"
+        )
     return rows if rows.dtype == torch.bfloat16 else rows.float()
 
 

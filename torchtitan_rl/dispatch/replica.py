@@ -11,6 +11,7 @@ from typing import Any
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 from torchtitan_rl.dispatch.versions import ServedVersions
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 
 __all__ = ["Replica", "ReplicaLost", "VersionRefused"]
@@ -137,7 +138,9 @@ class Replica:
         return not (pulled or blocked)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        await self._changed.wait_for(lambda: self.lost is not None or condition())
+        while self.lost is None and not condition():
+            with span("wait for pinned requests"):
+                await self._changed.wait()
         if self.lost is not None:
             raise ReplicaLost(self.lost)
 

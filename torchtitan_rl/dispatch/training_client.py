@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl.actors.operations import Operation, TrainerOperations
-from torchtitan_rl.dispatch.microbatches import check_alike, filler, pack, plan_microbatches
+from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths, filler, pack, plan_microbatches
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
-from torchtitan_rl.types.refusals import refuse_lengths, refuse_rows
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
 __all__ = ["TrainingClient"]
@@ -239,15 +239,17 @@ class TrainingClient:
     ) -> asyncio.Future[ForwardBackwardOutput]:
         """Sends the datums of `sent`, which are those of `data` or parts of them, packed and split over the ranks."""
         name = operation.__name__
-        if not data or max(len(datum) for datum in data) > self._max_datum_tokens:
-            refuse_lengths(name, [len(datum) for datum in data], self._max_datum_tokens)
-        check_alike(data, f"{name}.data")
-        plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
-        shards = [[pack([sent[i] for i in m]) if m else filler(sent[0]) for m in of_rank] for of_rank in plan]
+        check_lengths(name, data, self._max_datum_tokens)
+        with span("pack microbatches"):
+            check_alike(data, f"{name}.data")
+            plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
+            shards = [[pack([sent[i] for i in m]) if m else filler(sent[0]) for m in of_rank] for of_rank in plan]
         answers = self._run(operation, lambda: self._mesh.call_split(operation, shards, *args))
 
         async def collect() -> ForwardBackwardOutput:
-            return _merge(await answers, plan, data, who=f"{self._mesh.role}.{name}")
+            of_ranks = await answers
+            with span("read the trainer's answer"):
+                return _merge(of_ranks, plan, data, who=f"{self._mesh.role}.{name}")
 
         return asyncio.ensure_future(collect())
 
@@ -291,7 +293,9 @@ def _merge(
         slots = [index for members in microbatches for index in members or [None]]  # a filler has one row
         for name, of_rank in answer.rows.items():
             if len(slots) != len(of_rank):
-                refuse_rows(who, rank, len(of_rank), len(slots))
+                raise RuntimeError(
+                    f"{who}: data-parallel rank {rank} answered with {len(of_rank)} rows for {len(slots)}"
+                )
             rows[name] |= zip(slots, of_rank)
         for name, value in answer.sums.items():
             sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value

@@ -14,7 +14,7 @@ from torchtitan_rl.health.siblings import recorded_compares_siblings
 from torchtitan_rl.health.whereabouts import Whereabouts, whereabouts
 from torchtitan_rl.record.json_lines import parsed
 
-__all__ = ["Facts", "Reading", "Series"]
+__all__ = ["Facts", "Reading", "Series", "duration", "spans_of"]
 
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -95,6 +95,11 @@ class Facts:
         """Whether the run trains on the rewards of siblings, compared with each other."""
         return recorded_compares_siblings(self.settings)
 
+    @cached_property
+    def spans(self) -> list[dict[str, Any]]:
+        """What the run is doing, outer spans first, as `status.json` has it."""
+        return spans_of(self.status)
+
     @property
     def best_reward(self) -> float:
         """The reward of a correct answer, `controller.correct_reward`."""
@@ -119,8 +124,9 @@ class Facts:
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of the run's own evaluations on validation tasks."""
-        found = self.own_evaluations
-        return [line for line in found if line.get("eval/split") == "validation" and "eval/accuracy" in line]
+        return [
+            line for line in self.own_evaluations if line.get("eval/split") == "validation" and "eval/accuracy" in line
+        ]
 
     def series(self, name: str) -> Series:
         """The readings of a metric of the reinforcement phase, in order; lines without it are left out."""
@@ -134,6 +140,21 @@ class Facts:
                 return otherwise
             value = value[name]
         return value
+
+
+def spans_of(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The open spans in what `status.json` holds; [] for one of another form."""
+    spans = status.get("spans")
+    return [span for span in spans if isinstance(span, dict)] if isinstance(spans, list) else []
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person: `1.0 s`, `40 s`, `5 min`, `2.5 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _records(run: Run, table: str, missing: list[str]) -> list[dict[str, Any]]:

@@ -22,20 +22,20 @@ def newest_rollouts(directory: RunDir, columns: Sequence[str] = COLUMNS) -> list
     """The rollouts of the last 5 batches of the newest attempt that has any, at most 2,000, oldest first, with some
     columns, which include `step` and `attempt`. Of a part of JSON lines the last 16 MiB are read, of a Parquet file the
     row groups that are needed."""
-    found: list[dict[str, Any]] = []
+    rollouts: list[dict[str, Any]] = []
     folder = directory.path / "rollouts"
     parts = {}  # number -> file; where both forms exist, Parquet counts
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         if file.suffix in (".jsonl", ".parquet") and file.stem.isdecimal():
             parts[int(file.stem)] = file
     for _, file in sorted(parts.items(), reverse=True):
-        found = [*(_columnar(file, columns) if file.suffix == ".parquet" else _tail(file, columns)), *found]
-        if len(found) >= _MOST or len({record["step"] for record in found}) > _BATCHES:
+        rollouts = [*(_columnar(file, columns) if file.suffix == ".parquet" else _tail(file, columns)), *rollouts]
+        if len(rollouts) >= _MOST or len({record["step"] for record in rollouts}) > _BATCHES:
             break
-    newest = max((record["attempt"] for record in found), default=0)
-    found = [record for record in found if record["attempt"] == newest]
-    steps = sorted({record["step"] for record in found})[-_BATCHES:]
-    return [record for record in found if record["step"] in steps][-_MOST:]
+    newest = max((record["attempt"] for record in rollouts), default=0)
+    rollouts = [record for record in rollouts if record["attempt"] == newest]
+    steps = sorted({record["step"] for record in rollouts})[-_BATCHES:]
+    return [record for record in rollouts if record["step"] in steps][-_MOST:]
 
 
 def _tail(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:

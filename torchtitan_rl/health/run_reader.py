@@ -87,16 +87,16 @@ class Run:
 
     def missing(self) -> list[str]:
         """What a complete run has and this directory has not, or not yet, in words."""
-        found = []
+        sentences = []
         if not self.config():
-            found.append("config.json is missing or cut off")
+            sentences.append("config.json is missing or cut off")
         if not self.directory.metrics_file.exists():
-            found.append("metrics.jsonl is missing")
+            sentences.append("metrics.jsonl is missing")
         elif not self.lines():
-            found.append("metrics.jsonl has no complete line yet")
+            sentences.append("metrics.jsonl has no complete line yet")
         if not self.directory.tables["rollouts"]:
-            found.append("no rollouts are recorded")
-        return found
+            sentences.append("no rollouts are recorded")
+        return sentences
 
     def _repr_html_(self) -> str:
         from torchtitan_rl import html

@@ -54,7 +54,7 @@ class Samples:
         now = self._clock()
         self._due = now + min(_LAST_S, max(_FIRST_S, _OF_TIME * (now - self._began)))
         if now >= self._look_at:
-            self._look_at, self._processes = now + _LOOK_AGAIN_S, self._found()
+            self._look_at, self._processes = now + _LOOK_AGAIN_S, self._processes_by_name()
         at = datetime.now().astimezone().isoformat(timespec="milliseconds")
         records: list[dict[str, Any]] = []
         for who, process in self._processes.items():
@@ -66,13 +66,13 @@ class Samples:
             records.append({"at": at, "who": who, "in_flight_s": in_flight_s, "answered": answered})
         return records
 
-    def _found(self) -> dict[str, psutil.Process]:
+    def _processes_by_name(self) -> dict[str, psutil.Process]:
         """Name -> process, of the calling process and its children."""
         own, names = psutil.Process(os.getpid()), self._names()
-        found = {"controller": own}
+        processes = {"controller": own}
         for child in own.children(recursive=True):
-            found[names.get(child.pid, f"pid-{child.pid}")] = child
-        return found
+            processes[names.get(child.pid, f"pid-{child.pid}")] = child
+        return processes
 
     def _names(self) -> dict[int, str]:
         """Pid -> role and rank, as the logs of this host say. A log of a replaced process names the newest one last."""
@@ -84,8 +84,8 @@ class Samples:
                 if size > len(text):
                     stream.seek(max(len(text), size - _TAIL_BYTES))
                     text += stream.read()
-            for role, rank, pid, where in _NAMED.findall(text.decode("utf-8", "replace")):
-                if where == host:
+            for role, rank, pid, log_host in _NAMED.findall(text.decode("utf-8", "replace")):
+                if log_host == host:
                     names[int(pid)] = f"{role}-{rank}"
         return names
 

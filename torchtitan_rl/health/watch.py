@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_rl.health.diagnose import RULES, look
 from torchtitan_rl.health.facts import Facts
+from torchtitan_rl.health.rules.table import RULES, look
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.health.samples import Samples
-from torchtitan_rl.record.recorder import Listener
+from torchtitan_rl.record.recorder import GeneratorStarted, Listener, Metrics, RolloutsEnded
 from torchtitan_rl.record.run_dir import RunDir
 
 __all__ = ["Watch"]
@@ -27,14 +27,12 @@ _PACE_S = 2.0
 
 class Watch(Listener):
     """Takes samples of the run's processes, and looks by the rules after batches, evaluations and samples, at most once
-    in `pace_s` seconds. What a rule finds is a warning, once in the process's life. Belongs behind an `Aside`: it
-    computes and writes.
-
-    The fact `generator` (`client`) brings the client whose replicas are timed.
+    in `pace_s` seconds. What a rule finds is a warning, once in the process's life. Belongs behind a
+    `BackgroundListener`: it computes and writes. `GeneratorStarted` brings the client whose replicas are timed.
     """
 
-    HEARS = "generator", "rollouts", "metrics"
-    """The facts that it looks at."""
+    EVENTS = GeneratorStarted, RolloutsEnded, Metrics
+    """The events that it looks at."""
 
     def __init__(self, run_dir: RunDir, thresholds: Mapping[str, float], *, pace_s: float = _PACE_S) -> None:
         self._run_dir, self._thresholds, self._pace_s = run_dir, thresholds, pace_s
@@ -43,28 +41,31 @@ class Watch(Listener):
         self._settings = Run(run_dir).config()
         self._first: list[dict[str, Any]] = []
         self._last: deque[dict[str, Any]] = deque(maxlen=_LAST)
-        self._others: deque[dict[str, Any]] = deque(maxlen=_LAST)
+        self._other_lines: deque[dict[str, Any]] = deque(maxlen=_LAST)
         """Lines of evaluations, and of supervised steps that were skipped."""
         self._rollouts: deque[list[dict[str, Any]]] = deque(maxlen=_BATCHES)
         self._taken: deque[dict[str, Any]] = deque(maxlen=_SAMPLES)
         self._samples = Samples(run_dir.logs)
-        self._step, self._batches, self._num_lines, self._said = 0, 0, 0, set[str]()
+        self._step, self._batches, self._num_lines, self._warned_of = 0, 0, 0, set[str]()
         self._begun: list[int] | None = None
         for line in run_dir.read_metrics():  # of the attempts before
             self._keep(line)
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "generator":
-            self._samples.times = what["client"].request_times
-            self._samples.look_again()
-        elif kind == "rollouts":
-            self._rollouts.append(_light(what["step"], what["groups"]))
-            self._batches += 1
-            self._new |= {"batches", "answers"} if self._batches % _BATCHES == 0 else {"batches"}
-        elif kind == "metrics":
-            self._keep(what["line"])
-            if what["line"]["phase"] == "evaluation":
-                self._new.add("batches")
+    def generator_started(self, event: GeneratorStarted) -> None:
+        self._samples.times = event.client.request_times
+        self._samples.look_again()
+        self.beat()
+
+    def rollouts(self, event: RolloutsEnded) -> None:
+        self._rollouts.append(_light(event.step, event.groups))
+        self._batches += 1
+        self._new |= {"batches", "answers"} if self._batches % _BATCHES == 0 else {"batches"}
+        self.beat()
+
+    def metrics(self, event: Metrics) -> None:
+        self._keep(event.line)
+        if event.line["phase"] == "evaluation":
+            self._new.add("batches")
         self.beat()
 
     def beat(self) -> None:
@@ -84,15 +85,15 @@ class Watch(Listener):
             self._step, self._num_lines = line["step"], self._num_lines + 1
             (self._first if len(self._first) < _FIRST else self._last).append(line)
         elif line["phase"] == "evaluation" or line.get("optim/skipped"):
-            self._others.append(line)
+            self._other_lines.append(line)
 
     def _look(self) -> None:
-        rules = tuple(rule for rule in RULES if rule.live in self._new and rule.name not in self._said)
+        rules = tuple(rule for rule in RULES if rule.live in self._new and rule.name not in self._warned_of)
         self._new, self._looked = set(), time.monotonic()
         if self._begun is None:
             self._begun = [record["step"] for record in self._run_dir.tables["attempts"].read()]
         facts = Facts(
-            lines=[*self._others, *self._first, *self._last],
+            lines=[*self._other_lines, *self._first, *self._last],
             settings=self._settings,
             rollouts=lambda: [rollout for batch in self._rollouts for rollout in batch],
             samples=lambda: list(self._taken),
@@ -100,7 +101,7 @@ class Watch(Listener):
             left_out=self._num_lines - len(self._first) - len(self._last),
         )
         for finding in look(facts, self._thresholds, rules):
-            self._said.add(finding.rule)
+            self._warned_of.add(finding.rule)
             text = f"{finding.what}; {finding.advice} (rule {finding.rule}, threshold {finding.threshold:g})"
             logger.warning("%s", text, extra={"event": "finding", "who": finding.rule})
 

@@ -1,4 +1,4 @@
-"""Whether the process of a run is there, why it ended, and when it last wrote something. Nothing is locked."""
+"""Whether the process of a run is there and reports, why it ended, and when it last wrote. Nothing is locked."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 import re
 import socket
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_rl.health.run_reader import Run
-from torchtitan_rl.record.status import ENDS
+from torchtitan_rl.record.status import ENDS, HEARTBEAT_S
 
-__all__ = ["Whereabouts", "end_of", "whereabouts"]
+__all__ = ["Pulse", "Whereabouts", "end_of", "pulse", "seconds_since", "whereabouts"]
+
+Pulse = Literal["reports", "silent", "gone", "unknown"]
+"""Whether a run's process reports in `status.json`: it does; it is there and does not; it is gone; nobody knows."""
 
 _HOLDER = re.compile(r"pid (\d+) on (\S+)")
 
@@ -42,8 +46,29 @@ def whereabouts(run: Run) -> Whereabouts:
     pid, host = (int(holder[1]), holder[2]) if holder else (None, "")
     state: Literal["running", "gone", "elsewhere", "unknown"] = "unknown"
     if pid is not None:
-        state = "elsewhere" if host != socket.gethostname() else "running" if _held(inode, pid) else "gone"
+        state = "elsewhere" if host != socket.gethostname() else "running" if _is_locked(inode, pid) else "gone"
     return Whereabouts(state, pid, host, _reason(run.path / "ended.json"), _written(run.path))
+
+
+def pulse(process: Whereabouts, status: dict[str, Any], now: float) -> Pulse:
+    """Whether a process reports. `status` is what `status.json` holds, `now` in seconds since 1970. A process on
+    another host that does not report counts as gone."""
+    age = seconds_since(status.get("at"), now)
+    if age is None:
+        return "unknown"
+    heartbeat = status.get("heartbeat_s")
+    late = age > 2 * (float(heartbeat) if isinstance(heartbeat, (int, float)) else HEARTBEAT_S) + 2
+    if process.state == "gone" or (process.state != "running" and late):
+        return "gone"
+    return "silent" if late else "reports"
+
+
+def seconds_since(at: Any, now: float) -> float | None:
+    """Seconds from an ISO time with an offset to `now`, at least 0; None for anything else."""
+    try:
+        return max(0.0, now - datetime.fromisoformat(at).timestamp())
+    except (TypeError, ValueError):
+        return None
 
 
 def end_of(status: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -54,7 +79,7 @@ def end_of(status: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, An
     return ends[-1] if ends and ends[-1].get("attempt") == newest else {}
 
 
-def _held(inode: int, pid: int) -> bool:
+def _is_locked(inode: int, pid: int) -> bool:
     """Whether somebody holds a lock on the file, as the kernel lists locks; without that list, whether the process is
     there. Asking by `flock` would refuse a run that starts in this instant."""
     try:

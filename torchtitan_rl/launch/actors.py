@@ -21,13 +21,17 @@ from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.actors.trainer import PolicyTrainer
 from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, deadline
 from torchtitan_rl.environment import default_environment
 from torchtitan_rl.launch.attach import Hosts, this_host
+from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.bootstrap import claim_devices
 from torchtitan_rl.launch.inventory import Devices, MeshSize, Place, interface_of
 from torchtitan_rl.launch.rendezvous import Rendezvous
 from torchtitan_rl.launch.spares import Spares
+from torchtitan_rl.launch.stack import start_generators, start_stack
 
 __all__ = ["Launcher"]
 
@@ -41,7 +45,7 @@ _HOST_BACK_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
 
 @dataclass
 class Launcher:
-    """Spawns the meshes of a run and remembers every mesh, so that `stop` leaves no process behind."""
+    """Spawns the meshes of a run and remembers every mesh, so that `stop` leaves no process behind. A `MeshBackend`."""
 
     log_dir: str | None
     start_timeout_s: float
@@ -83,6 +87,16 @@ class Launcher:
         """Whether the run's processes belong to the Monarch workers of their hosts; `kill` cannot end them then."""
         return self.hosts.attached
 
+    @property
+    def shares_cores(self) -> bool:
+        return not self.attached
+
+    async def start(self, config: RunConfig, model_dir: Path, *, eos: int) -> Stack:
+        return await start_stack(config, self, model_dir)
+
+    async def start_generators(self, config: RunConfig, model_dir: Path) -> Stack:
+        return await start_generators(config, self, model_dir)
+
     async def start_trainer(
         self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
     ) -> RoleMesh:
@@ -121,6 +135,19 @@ class Launcher:
 
         self._starts[role], self._places[role] = start, place
         return await start(role)
+
+    def repair(self, config: GeneratorConfig) -> Repair | None:
+        """How lost replicas are replaced, with spare processes for them; None with `max_replica_restarts` 0."""
+        if not config.max_replica_restarts:
+            return None
+        return Repair(
+            self.restart_generator,
+            on_answered=partial(self.keep_spares, config) if config.num_spares else None,
+            max_restarts=config.max_replica_restarts,
+            window_s=config.restart_window_s,
+            probe_every_s=config.probe_every_s,
+            hang_timeout_s=config.hang_timeout_s,
+        )
 
     def keep_spares(self, config: GeneratorConfig) -> None:
         """Prepares processes for replacements of lost replicas. On other hosts replacements start from scratch."""

@@ -19,8 +19,11 @@ from torchtitan_rl import adapters, platform
 from torchtitan_rl.actors.process import heavy_imports, setup_logs
 from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.local_mesh import LocalMesh
+from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.inventory import use_interface_of
+from torchtitan_rl.launch.stack import start_generators, start_stack
 from torchtitan_rl.weights.versioned import MemoryStore
 
 __all__ = ["LocalLauncher"]
@@ -30,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LocalLauncher:
-    """The interface of `launch.actors.Launcher`. `validation.run.check_local` has refused layouts of several ranks."""
+    """A `MeshBackend` of one rank a role. `validation.run.check_local` has refused layouts of several ranks."""
 
     log_dir: str
     start_timeout_s: float
@@ -38,6 +41,8 @@ class LocalLauncher:
     store: MemoryStore = field(default_factory=MemoryStore)
     one_host: bool = True
     attached: bool = False
+    shares_cores: bool = False
+    """False: trainers compute on the calling thread, with all of them."""
     _trainers: list = field(default_factory=list)
     _generators: list = field(default_factory=list)
     _joined: bool = False
@@ -45,6 +50,12 @@ class LocalLauncher:
     """torch's number of threads for the trainers, which compute on the calling thread."""
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Roles start one at a time: each seeds and draws from the random state of the process."""
+
+    async def start(self, config: RunConfig, model_dir: Path, *, eos: int) -> Stack:
+        return await start_stack(config, self, model_dir)
+
+    async def start_generators(self, config: RunConfig, model_dir: Path) -> Stack:
+        return await start_generators(config, self, model_dir)
 
     async def start_trainer(
         self, config: TrainerConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
@@ -80,6 +91,9 @@ class LocalLauncher:
 
     async def start_store(self) -> None:
         """Does nothing: `store` exists from the beginning."""
+
+    def repair(self, config: GeneratorConfig) -> None:
+        """None: an engine that is lost in this process is not replaced."""
 
     def _join(self, num_threads: int) -> None:
         """Sets up logs, threads and a process group of one rank, on the first call. vLLM uses the group too."""

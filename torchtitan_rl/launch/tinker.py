@@ -22,6 +22,7 @@ from torchtitan_rl.dispatch.tinker.remote_sampler import RemoteSamplingClient
 from torchtitan_rl.dispatch.tinker.remote_trainer import RemoteTrainingClient
 from torchtitan_rl.dispatch.tinker.session import Samplers, answered, sdk
 from torchtitan_rl.dispatch.versions import PolicyVersions
+from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.validation.remote import adapted_parts
@@ -36,20 +37,17 @@ _KILL_S = 3.0
 
 @dataclass
 class RemoteLauncher:
-    """Opens a session with the service at TINKER_BASE_URL, with the key in TINKER_API_KEY, and ends it."""
+    """Opens a session with the service at TINKER_BASE_URL, with the key in TINKER_API_KEY, and ends it. A `Backend`."""
 
     start_timeout_s: float
     store: Samplers = field(default_factory=Samplers)
-    one_host: bool = False
     attached: bool = False
     _service: Any = None
     """The SDK's ServiceClient, once it has a session."""
 
-    async def start(
-        self, config: RunConfig, *, eos: int
-    ) -> tuple[RemoteTrainingClient, RemoteSamplingClient, PolicyVersions]:
-        """Creates a model at the service, and its clients. `eos` is the tokenizer's end-of-sequence token. Raises
-        ValueError for a model that the service does not train, or does not train as the config asks."""
+    async def start(self, config: RunConfig, model_dir: Path, *, eos: int) -> Stack:
+        """Creates a model at the service, and its clients. Raises ValueError for a model that the service does not
+        train, or does not train as the config asks."""
         tinker = sdk()
         # Said again: the SDK keeps one RestClient in a process for whatever address it found there first.
         where = {"base_url": environ.get("TINKER_BASE_URL") or None, "api_key": environ.get("TINKER_API_KEY") or None}
@@ -68,7 +66,10 @@ class RemoteLauncher:
             timeout_s=config.controller.sample_timeout_s,
             eos=eos,
         )
-        return trainer, generator, versions
+        return Stack(launcher=self, roles={"policy": trainer}, generator=generator, versions=versions, placement=None)
+
+    async def start_generators(self, config: RunConfig, model_dir: Path) -> Stack:
+        raise AssertionError("validation.remote.check_remote refuses generators alone")
 
     async def _created(self, config: RunConfig, base_model: str) -> Any:
         lora = config.trainer.lora

@@ -8,32 +8,30 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TypeVar
 
 import numpy as np
 
 from torchtitan_rl.algorithm.inputs import parts_of, tasks_of
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.launch.stack import Stack
+from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.mismatch import gap
 from torchtitan_rl.mismatch.causes import Cause, left
 from torchtitan_rl.mismatch.gap import Sample, joined
 from torchtitan_rl.mismatch.scores import Rescorer, VersionGone, samples_of
 from torchtitan_rl.mismatch.search import Remembered, Search, wrong_labels
 from torchtitan_rl.model.shape import resolve_shape
-from torchtitan_rl.record.recorder import Listener, Recorder
+from torchtitan_rl.record.recorder import Note, Recorder
 from torchtitan_rl.record.records import Trained
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.types import Rollout, RolloutGroup
 from torchtitan_rl.types.run_state import RunState
 
-__all__ = ["ExplainMismatch"]
+__all__ = ["MismatchExplainer", "Scoring"]
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-_Async = Callable[..., Coroutine[Any, Any, _T]]
 
 _REMEMBERED, _PER_STEP = 8, 2
 """Steps whose tokens the trainer's log-probabilities are kept of, and sequences of a step."""
@@ -41,7 +39,20 @@ _LOOKED_AT_PARAMETERS = 100_000_000
 """Models with more parameters are not compared tensor by tensor."""
 
 
-class ExplainMismatch(Listener):
+@dataclass(slots=True)
+class Scoring:
+    """Rollouts of a batch that the generators score while the batch trains."""
+
+    chosen: dict[int, list[Sample]]
+    """Place of a rollout among all rollouts of the batch -> its samples."""
+    task: asyncio.Task[bool]
+    """Ends with whether the samples were scored."""
+
+    def cancel(self) -> None:
+        self.task.cancel()
+
+
+class MismatchExplainer:
     """Scores a few rollouts again by the generators, while they serve the version that sampled, and once more by the
     newest version while their batch trains. The trainer's log-probabilities are those that training computes anyway.
     No version is held for it, and no replica changes weights."""
@@ -63,59 +74,52 @@ class ExplainMismatch(Listener):
         self._max_model_len = config.generator.max_model_len
         self._early: dict[str, asyncio.Task[list[Sample]]] = {}
         """With a lag: the samples of a rollout, scored by the version that was served when the rollout ended."""
-        self._trained: list[Trained] = []
+        self._trained: Sequence[Trained] = []
         self._memory: deque[Remembered] = deque(maxlen=_REMEMBERED)
         self._first: Remembered | None = None
         self.cause: Cause | None = None
-        """What was found, once something was."""
+        """The cause, once it is known."""
 
-    # Where a run calls: when a group has been played, when a batch trains.
+    # Where a run calls: when a group has been played, before a batch trains, as it trains, afterwards.
 
-    def played(self, run_group: _Async[RolloutGroup]) -> _Async[RolloutGroup]:
-        """`run_group`, after which rollouts of batches that will be explained are scored by the version that is
-        served."""
+    def score_early(self, group: RolloutGroup) -> None:
+        """With a lag: has rollouts of a batch that will be explained scored by the version that is served now, as the
+        group has just been played."""
+        batch, place = divmod(int(group.id.split("/")[0]), self._algorithm.tasks_per_step)
+        steps = self._algorithm.steps_per_batch
+        if place < self._number and self._due(batch * steps, steps):
+            share = math.ceil(self._number / self._algorithm.tasks_per_step)
+            for rollout in group.rollouts[:share]:
+                self._early[rollout.id] = asyncio.ensure_future(self._scored_early(rollout))
 
-        async def run_group_and_score(*args: Any, group_id: str, **named: Any) -> RolloutGroup:
-            group = await run_group(*args, group_id=group_id, **named)
-            batch, place = divmod(int(group_id.split("/")[0]), self._algorithm.tasks_per_step)
-            steps = self._algorithm.steps_per_batch
-            if place < self._number and self._due(batch * steps, steps):
-                share = math.ceil(self._number / self._algorithm.tasks_per_step)
-                for rollout in group.rollouts[:share]:
-                    self._early[rollout.id] = asyncio.ensure_future(self._scored_early(rollout))
-            return group
+    async def begin(self, groups: list[RolloutGroup]) -> Scoring | None:
+        """Chooses rollouts of a batch that is about to train and has the generators score them meanwhile; None where no
+        explanation is due. Pass the result to `finish`."""
+        parts = parts_of(tasks_of(groups), self._algorithm)
+        if not self._due(self._state.step, self._algorithm.num_epochs * len(parts)):
+            return None
+        if not (chosen := await running("explain the mismatch", self._chosen(groups))):
+            return None
+        samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
+        scoring = running("explain the mismatch", self._score(samples, newest=True))
+        return Scoring(chosen, asyncio.ensure_future(scoring))
 
-        return run_group_and_score
+    def note_trained(self, sequences: Sequence[Trained]) -> None:
+        """Keeps what the trainer says of the batch that trains."""
+        self._trained = sequences
+        with span("explain the mismatch"):
+            remembered = self._remembered()
+        if remembered is not None:
+            self._first = self._first or remembered
+            self._memory.append(remembered)
 
-    def beside(self, train_on: _Async[dict]) -> _Async[dict]:
-        """`train_on`, with the parts of the gap in the metrics of every batch in which an explanation is due."""
-
-        async def train_and_explain(groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
-            parts = parts_of(tasks_of(groups), self._algorithm)
-            due = self._due(self._state.step, self._algorithm.num_epochs * len(parts))
-            chosen = await self._chosen(groups) if due else {}
-            if not chosen:
-                return await train_on(groups, sampled)
-            samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
-            scoring = asyncio.ensure_future(self._score(samples, newest=True))
-            try:
-                line = await train_on(groups, sampled)
-            except BaseException:
-                scoring.cancel()
-                raise
-            began = time.perf_counter()
-            if await scoring:
-                line |= await self._explained(chosen)
-            return line | {"time/mismatch_s": time.perf_counter() - began}
-
-        return train_and_explain
-
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "trained":
-            self._trained = what["sequences"]
-            if found := self._remembered():
-                self._first = self._first or found
-                self._memory.append(found)
+    async def finish(self, scoring: Scoring) -> dict[str, float]:
+        """After the batch has trained: the parts of the gap, for its line of metrics."""
+        began = time.perf_counter()
+        parts: dict[str, float] = {}
+        if await scoring.task:
+            parts = await running("explain the mismatch", self._explained(scoring.chosen))
+        return parts | {"time/mismatch_s": time.perf_counter() - began}
 
     # Choosing rollouts, and scoring them.
 
@@ -144,7 +148,7 @@ class ExplainMismatch(Listener):
     async def _scored_early(self, rollout: Rollout) -> list[Sample]:
         samples = samples_of(rollout)
         if self._fits(samples):
-            await self._score(samples, newest=False)
+            await running("explain the mismatch", self._score(samples, newest=False))
         return samples
 
     async def _score(self, samples: list[Sample], *, newest: bool) -> bool:
@@ -235,7 +239,7 @@ class ExplainMismatch(Listener):
         self.cause = cause
         text = f"mismatch: step {self._state.step}: {cause.words} ({cause.part}: {cause.name}; see docs/mismatch.md)"
         logger.warning("%s", text)
-        self._recorder.fact("note", text=text)
+        self._recorder.record(Note(text=text))
 
     async def _tensors(self) -> tuple[dict, dict, dict]:
         version = self._generator.policy_version

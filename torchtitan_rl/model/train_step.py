@@ -12,6 +12,7 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from torchtitan_rl.algorithm.losses import sampled_metrics
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatch, OptimParams
 
 __all__ = ["head_outputs", "accumulate_gradients", "add_rows", "clip_and_step"]
@@ -57,12 +58,14 @@ def accumulate_gradients(
     for batch in batches:
         tensors = {name: rows.to(device, non_blocking=True) for name, rows in batch.loss_inputs.items()}
         asked = {"teacher_hidden_TD": tensors["teacher_hidden"]} if "teacher_hidden" in tensors else {}
-        outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **asked)
+        with span("forward"):
+            outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **asked)
         datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
         inputs = LossInputs(**outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=tensors, turns=batch.turns)
         loss, metrics = loss_fn(inputs)
         metrics = {**sampled_metrics(inputs), **metrics}
-        (loss * loss_weight).backward()
+        with span("backward"):
+            (loss * loss_weight).backward()
         result.loss += loss.item()
         for name, value in metrics.items():
             new, old = float(value), result.sums.get(name)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torchtitan_rl.record.progress import Bar, Progress
-from torchtitan_rl.record.recorder import Listener, Span
+from torchtitan_rl.record.recorder import Listener, Metrics, Note, Span
 
 __all__ = ["Display"]
 
@@ -18,11 +17,11 @@ class Display(Listener):
         self.progress = progress
         self._open: dict[int, tuple[Bar, AbstractContextManager]] = {}
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "note":
-            self.progress.line(what["text"])
-        elif kind == "metrics":
-            self.progress.metrics(what["line"], what["text"])
+    def note(self, event: Note) -> None:
+        self.progress.line(event.text)
+
+    def metrics(self, event: Metrics) -> None:
+        self.progress.metrics(event.line, event.text)
 
     def begin(self, span: Span) -> None:
         if not span.total and not span.shown:

@@ -1,4 +1,7 @@
-"""A picture of a run: accuracy and reward over the reinforcement phase."""
+"""How curves are drawn into a picture, and the picture of one run: accuracy and reward over the reinforcement phase.
+
+The verb `plot` draws several runs with the same functions. The page of the verb `view` draws in the browser.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,12 @@ from torchtitan_rl.record.run_dir import RunDir
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "MARKERS", "curve_of", "plot_curve"]
+__all__ = ["COLORS", "MARKERS", "Curve", "curve_of", "draw_curve", "label_axes", "new_figure", "plot_curve"]
+
+Curve = dict[int, float]
+"""Step -> value."""
 
 # Okabe and Ito's palette, which people with any common form of colour blindness can tell apart. Shapes differ as well.
 _SUPERVISED_COLOR = "#E69F00"
@@ -20,6 +27,36 @@ _REWARD_COLOR = "#009E73"
 COLORS = ("#0072B2", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "v", "P")
 _SIZE_INCHES, _DPI = (8.0, 6.0), 120
+
+
+def new_figure(size_inches: tuple[float, float]) -> Figure:
+    """An empty figure of 120 pixels per inch that needs no display. Raises RuntimeError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError(f"plot: matplotlib cannot be imported ({error}); pip install matplotlib") from error
+    figure = Figure(figsize=size_inches, dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_curve(axes: Axes, curve: Curve, *, color: str, label: str, **style: Any) -> None:
+    """Draws a curve from its first step to its last, with a gap at each value that is not finite. `style` is as for
+    matplotlib's `plot`."""
+    steps = sorted(curve)
+    values = [curve[step] if math.isfinite(curve[step]) else math.nan for step in steps]
+    axes.plot(steps, values, color=color, label=label, **style)
+
+
+def label_axes(axes: Axes, x: str, y: str, **text: Any) -> None:
+    """Names the axes of a panel; x counts steps. `text` is as for matplotlib's labels."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_ylabel(y, **text)
+    axes.set_xlabel(x, **text)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
 
 
 def curve_of(run_dir: RunDir) -> Path | None:
@@ -41,8 +78,6 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
     the last counts. Where there was a warm start, its `loss/mean` over its own steps comes last. Raises ValueError when
     there is neither an accuracy nor a reward.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     accuracies = _accuracies(metrics)
@@ -58,8 +93,7 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
     losses = {line["step"]: line.get("loss/mean", math.nan) for line in metrics if line["phase"] == "supervised"}
     num_supervised = len(losses)
 
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_SIZE_INCHES)
     panels = figure.subplots(3 if losses else 2, 1)
     above, below = panels[:2]
     above.sharex(below)
@@ -67,7 +101,7 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
     if losses:
         _draw_warm_start(panels[2], losses)
     _draw_accuracies(above, accuracies, "after the warm start" if num_supervised else "before the first step")
-    below.plot(list(rewards), list(rewards.values()), color=_REWARD_COLOR, label="reward/mean")
+    draw_curve(below, rewards, color=_REWARD_COLOR, label="reward/mean")
     above.set_ylabel("accuracy")
     below.set_ylabel("mean reward")
     below.set_xlabel("step of the reinforcement phase")
@@ -86,13 +120,8 @@ def plot_curve(metrics: list[dict[str, Any]], path: str | Path) -> Path:
 
 
 def _draw_warm_start(axes: Axes, losses: dict[int, float]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.plot(list(losses), list(losses.values()), color=_SUPERVISED_COLOR, label="loss/mean of the warm start")
-    axes.set_ylabel("loss per token")
-    axes.set_xlabel("step of the supervised phase")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
+    draw_curve(axes, losses, color=_SUPERVISED_COLOR, label="loss/mean of the warm start")
+    label_axes(axes, "step of the supervised phase", "loss per token")
     axes.legend(loc="upper right")
 
 
@@ -110,10 +139,7 @@ def _accuracies(metrics: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
 def _draw_accuracies(axes: Axes, accuracies: dict[str, dict[int, float]], at_zero: str) -> None:
     for index, (label, points) in enumerate(accuracies.items()):
         color = COLORS[index % len(COLORS)]
-        steps = sorted(points)
-        axes.plot(
-            steps, [points[step] for step in steps], color=color, label=label, marker=MARKERS[index % len(MARKERS)]
-        )
+        draw_curve(axes, points, color=color, label=label, marker=MARKERS[index % len(MARKERS)])
         if 0 in points:
             axes.axhline(points[0], color=color, linestyle=":", linewidth=1)
             axes.plot(

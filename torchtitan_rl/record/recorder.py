@@ -1,4 +1,10 @@
-"""Events of a run. The loop tells a `Recorder` facts and spans; listeners write, draw or count them."""
+"""Events of a run: what the loop says happened, who listens, and the recorder that passes one on to the other.
+
+An event is a small dataclass, and a listener has one method per event::
+
+    recorder.record(Metrics(line=line, text="step 3: reward 0.5"))   # calls each listener's metrics(event)
+    with recorder.span("generate") as span: ...                      # calls begin(span), then end(span, failed)
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,28 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["Recorder", "Listener", "Span"]
+if TYPE_CHECKING:
+    import torch
+
+    from torchtitan_rl.types import Datum, RolloutGroup
+
+__all__ = [
+    "DrawEvents",
+    "Evaluated",
+    "Event",
+    "GeneratorStarted",
+    "Listener",
+    "Metrics",
+    "Note",
+    "Published",
+    "Recorder",
+    "RolloutsEnded",
+    "Span",
+    "TrainedOn",
+    "Warned",
+]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,8 +59,32 @@ class Span:
 class Listener:
     """Receives the events of a recorder. The methods do nothing; a subclass overrides the methods that it needs."""
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        """`kind` and `what` are the arguments of `Recorder.fact`."""
+    def metrics(self, event: Metrics) -> None:
+        """A line of metrics is complete."""
+
+    def trained(self, event: TrainedOn) -> None:
+        """A batch has trained."""
+
+    def rollouts(self, event: RolloutsEnded) -> None:
+        """The rollouts of a batch are judged, and the batch has trained."""
+
+    def evaluated(self, event: Evaluated) -> None:
+        """An evaluation has completions to keep."""
+
+    def draws(self, event: DrawEvents) -> None:
+        """Draws were admitted, or have ended."""
+
+    def published(self, event: Published) -> None:
+        """The generators serve a version of the weights."""
+
+    def note(self, event: Note) -> None:
+        """A sentence for the person who watches."""
+
+    def generator_started(self, event: GeneratorStarted) -> None:
+        """The sampling client is there."""
+
+    def warned(self, event: Warned) -> None:
+        """This package logged a warning or an error in the controller's process, or the run ends early."""
 
     def begin(self, span: Span) -> None:
         """A span has begun."""
@@ -47,7 +96,7 @@ class Listener:
         """A span has ended; `failed`: by an exception."""
 
     def beat(self) -> None:
-        """Some time has passed without an event; only an `Aside` with `beat_s` calls this."""
+        """Some time has passed without an event; only a `BackgroundListener` with `beat_s` calls this."""
 
     def close(self) -> None:
         """The run has ended: whatever the listener holds back is written."""
@@ -56,22 +105,124 @@ class Listener:
         """Returns when `close` is done; only a listener that closes in the background waits."""
 
 
-class Recorder:
-    """Passes facts and spans on to every listener, in order. A listener may add to the `line` of `metrics`.
+class Event(Protocol):
+    """Something that happened in a run. `deliver` calls the method of a listener that is for this kind of event."""
 
-    Kinds of facts: `metrics` (`line`, one line of metrics; `text`, the line in words), `trained` (`sequences`, the
-    datums of a batch with the policy's log-probabilities), `rollouts` (`step`, `groups`), `evaluated` (`step`,
-    `records` of the table `evaluations`), `draws` (`step`, `records` of `rollout.draws`), `version` (`step`, `version`,
-    `seconds` of the publication), `note` (`text`), `generator` (`client`, the sampling client, once it has started).
-    Example: `with recorder.span("generate") as span: ...`, then `recorder.fact("note", text=f"{span.seconds} s")`.
-    """
+    def deliver(self, listener: Listener) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Metrics:
+    """One complete line of metrics. No listener changes it."""
+
+    line: dict[str, Any]
+    text: str = ""
+    """The line in words, for the console; empty: it is not shown."""
+
+    def deliver(self, listener: Listener) -> None:
+        listener.metrics(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainedOn:
+    """What a batch trained on."""
+
+    sequences: Sequence[tuple[Datum, torch.Tensor]]
+    """Datums with the policy's log-probabilities before the step."""
+
+    def deliver(self, listener: Listener) -> None:
+        listener.trained(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutsEnded:
+    """The groups of a batch, those that filters left out included."""
+
+    step: int
+    groups: list[RolloutGroup]
+
+    def deliver(self, listener: Listener) -> None:
+        listener.rollouts(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluated:
+    """Records of an evaluation's attempts, for the table `evaluations`."""
+
+    step: int
+    records: list[dict[str, Any]]
+
+    def deliver(self, listener: Listener) -> None:
+        listener.evaluated(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class DrawEvents:
+    """Records of draws that were admitted or have ended; see `rollout.draws`."""
+
+    step: int
+    records: list[dict[str, Any]]
+
+    def deliver(self, listener: Listener) -> None:
+        listener.draws(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class Published:
+    """A publication of the policy's weights."""
+
+    step: int
+    version: int
+    seconds: float
+
+    def deliver(self, listener: Listener) -> None:
+        listener.published(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class Note:
+    text: str
+
+    def deliver(self, listener: Listener) -> None:
+        listener.note(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratorStarted:
+    client: Any
+    """The `SamplingClient`."""
+
+    def deliver(self, listener: Listener) -> None:
+        listener.generator_started(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class Warned:
+    """A warning or an error, as a record of the table `events`."""
+
+    at: str
+    """ISO 8601 with milliseconds and zone."""
+    level: str
+    kind: str
+    """What happened, such as `replica_lost`; else the level."""
+    who: str
+    """What it happened to, such as `generator-1`; empty: nobody in particular."""
+    text: str
+
+    def deliver(self, listener: Listener) -> None:
+        listener.warned(self)
+
+
+class Recorder:
+    """Passes events and spans on to every listener, in order."""
 
     def __init__(self, listeners: Sequence[Listener] = ()) -> None:
         self.listeners = list(listeners)
 
-    def fact(self, kind: str, **what: Any) -> None:
+    def record(self, event: Event) -> None:
+        """Delivers an event to every listener."""
         for listener in self.listeners:
-            listener.fact(kind, what)
+            event.deliver(listener)
 
     def advance(self, span: Span, pieces: int = 1, text: str = "") -> None:
         for listener in self.listeners:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -11,8 +12,21 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
-from torchtitan_rl.record.aside import Aside
-from torchtitan_rl.record.recorder import Listener, Recorder, Span
+from torchtitan_rl.record.background import BackgroundListener
+from torchtitan_rl.record.recorder import (
+    DrawEvents,
+    Evaluated,
+    GeneratorStarted,
+    Listener,
+    Metrics,
+    Note,
+    Published,
+    Recorder,
+    RolloutsEnded,
+    Span,
+    TrainedOn,
+    Warned,
+)
 from torchtitan_rl.record.run_dir import RunDir
 
 __all__ = ["ENDS", "FILE", "HEARTBEAT_S", "Status", "note_end", "watched"]
@@ -28,11 +42,10 @@ _PACKAGE = "torchtitan_rl"
 
 
 class Status(Listener):
-    """Keeps `status.json` up to date, at most once a second, and appends events to the table `events`. Belongs behind
-    an `Aside` with `beat_s`: it writes files.
+    """Keeps `status.json` up to date, at most once a second, and appends warnings to the table `events`. Belongs
+    behind a `BackgroundListener` with `beat_s`: it writes files.
 
-    The fact `event` (`level`, `kind`, `who`, `text`, `at`) is a warning or an error of the controller's process; see
-    `watched`. The kinds `replica_lost` and `replica_replaced` change the health of the replica `who`.
+    Warnings of the kinds `replica_lost` and `replica_replaced` change the health of the replica `who`.
     """
 
     def __init__(self, run_dir: RunDir, replicas: list[str], on_close: Callable[[], None] = lambda: None) -> None:
@@ -46,30 +59,58 @@ class Status(Listener):
         self._written, self._changed = 0.0, True
         self._write()
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "event":
-            self._event(what)
-        self._note()
+    def metrics(self, event: Metrics) -> None:
+        self._mark_changed()
+
+    def trained(self, event: TrainedOn) -> None:
+        self._mark_changed()
+
+    def rollouts(self, event: RolloutsEnded) -> None:
+        self._mark_changed()
+
+    def evaluated(self, event: Evaluated) -> None:
+        self._mark_changed()
+
+    def draws(self, event: DrawEvents) -> None:
+        self._mark_changed()
+
+    def published(self, event: Published) -> None:
+        self._mark_changed()
+
+    def note(self, event: Note) -> None:
+        self._mark_changed()
+
+    def generator_started(self, event: GeneratorStarted) -> None:
+        self._mark_changed()
+
+    def warned(self, event: Warned) -> None:
+        self._run_dir.record("events", self._step, [dataclasses.asdict(event)])
+        self._failed |= event.kind in ENDS
+        if event.kind == "replica_lost":
+            self._replicas[event.who] = event.text
+        elif event.kind == "replica_replaced":
+            self._replicas[event.who] = "healthy"
+        self._mark_changed()
 
     def begin(self, span: Span) -> None:
         if span.total or not (self._num_steps or self._open):
             self._phase, self._num_steps, self._step = span.name, span.total, 0
         self._open[id(span)] = span, 0
-        self._note()
+        self._mark_changed()
 
     def advance(self, span: Span, pieces: int, text: str) -> None:
         if id(span) in self._open:
             self._open[id(span)] = span, self._open[id(span)][1] + pieces
             if span.name == self._phase:
                 self._step = self._open[id(span)][1]
-        self._note()
+        self._mark_changed()
 
     def end(self, span: Span, failed: bool) -> None:
         self._open.pop(id(span), None)
         self._stopped = failed
         if not failed:  # the first span that ends is the start
             self._replicas = {name: "healthy" if how == "starting" else how for name, how in self._replicas.items()}
-        self._note()
+        self._mark_changed()
 
     def beat(self) -> None:
         if self._changed or time.monotonic() - self._written >= HEARTBEAT_S:
@@ -80,15 +121,7 @@ class Status(Listener):
         self._ended = "stopped" if self._stopped or self._failed or self._open else "finished"
         self._write()
 
-    def _event(self, what: dict[str, Any]) -> None:
-        self._run_dir.record("events", self._step, [what])
-        self._failed |= what["kind"] in ENDS
-        if what["kind"] == "replica_lost":
-            self._replicas[what["who"]] = what["text"]
-        elif what["kind"] == "replica_replaced":
-            self._replicas[what["who"]] = "healthy"
-
-    def _note(self) -> None:
+    def _mark_changed(self) -> None:
         self._changed = True
         if time.monotonic() - self._written >= _PERIOD_S:
             self._write()
@@ -119,8 +152,8 @@ class Status(Listener):
         }
 
 
-class _ClosesLast(Aside):
-    """Goes on until the recorder waits for this listener: it hears what those before it say while they close."""
+class _ClosesLast(BackgroundListener):
+    """Receives events until the recorder waits for this listener: warnings of listeners that close before it, too."""
 
     def close(self) -> None:
         """Nothing yet."""
@@ -131,7 +164,7 @@ class _ClosesLast(Aside):
 
 
 class _Events(logging.Handler):
-    """Tells a listener of the warnings and errors of this package."""
+    """Passes the warnings and errors of this package on to a listener."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -139,38 +172,36 @@ class _Events(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.listener is not None:
-            what = {
-                "at": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
-                "level": record.levelname.lower(),
-                "kind": getattr(record, "event", record.levelname.lower()),
-                "who": getattr(record, "who", ""),
-                "text": record.getMessage()[:_LONGEST_TEXT],
-            }
-            self.listener.fact("event", what)
+            event = Warned(
+                at=datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
+                level=record.levelname.lower(),
+                kind=getattr(record, "event", record.levelname.lower()),
+                who=getattr(record, "who", ""),
+                text=record.getMessage()[:_LONGEST_TEXT],
+            )
+            self.listener.warned(event)
 
 
 _EVENTS = _Events()
 """The one handler of this process; it tells the run that began last."""
 
 
-def watched(run_dir: RunDir, replicas: list[str]) -> Aside:
+def watched(run_dir: RunDir, replicas: list[str]) -> BackgroundListener:
     """A listener in a thread of its own that keeps a run's `status.json` and its table `events`, to which each warning
     and error that this package logs in this process is added until the run has ended. The last listener of a recorder.
 
     A log record may say what happened and to whom: `logger.warning(text, extra={"event": "replica_lost", "who":
     "generator-1"})`.
     """
-    aside = _ClosesLast(Status(run_dir, replicas, lambda: _forget(aside)), name="status", beat_s=_PERIOD_S)
-    _EVENTS.listener = aside
+    background = _ClosesLast(Status(run_dir, replicas, lambda: _forget(background)), name="status", beat_s=_PERIOD_S)
+    _EVENTS.listener = background
     logging.getLogger(_PACKAGE).addHandler(_EVENTS)  # a second call adds nothing
-    return aside
+    return background
 
 
 def note_end(recorder: Recorder, kind: str, text: str) -> None:
     """Tells the recorder why a run ends before its last step: `run_failed`, `preempted` or `interrupted`."""
-    what = {"at": _iso(0.0), "level": "error", "kind": kind, "who": "", "text": text[:_LONGEST_TEXT]}
-    for listener in recorder.listeners:
-        listener.fact("event", what)
+    recorder.record(Warned(at=_iso(0.0), level="error", kind=kind, who="", text=text[:_LONGEST_TEXT]))
 
 
 def _forget(listener: Listener) -> None:

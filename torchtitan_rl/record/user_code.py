@@ -14,7 +14,7 @@ from pathlib import Path
 
 __all__ = ["described", "defined_at", "raised_at", "told"]
 
-_OTHERS = tuple(  # where no file is the user's
+_NOT_USERS = tuple(  # where no file is the user's
     os.path.join(path, "")
     for path in {
         str(Path(__file__).parents[1]),
@@ -64,4 +64,4 @@ def told(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", *_OTHERS))
+    return not file.startswith(("<", *_NOT_USERS))

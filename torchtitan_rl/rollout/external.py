@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
 from torchtitan_rl.rollout.agent_process import no_isolation, run_command
 from torchtitan_rl.rollout.ignored_parameters import check_ignored
@@ -119,7 +120,8 @@ class External:
         )
         given, failed = None, None
         try:
-            given = await self._played(task, session.endpoint)
+            with span("wait for an agent"):
+                given = await self._played(task, session.endpoint)
         except AgentFailed as error:
             failed = error
         finally:

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.rollout.altered import AlteredForTraining
 from torchtitan_rl.rollout.episode import EnvironmentFailed
 from torchtitan_rl.rollout.group import GroupFailed
 from torchtitan_rl.rollout.policy import SamplingFailed
+from torchtitan_rl.rollout.sampler import AlteredForTraining
 from torchtitan_rl.types.ends import Ended
 
 __all__ = ["Failures", "TooManyFailures"]

@@ -11,40 +11,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 
-__all__ = ["Finished", "Kept", "read", "write"]
+__all__ = ["FinishedGroups", "Kept", "read", "write"]
 
 Kept = dict[str, Any]
 """A line of the file."""
 
 
-class Finished:
-    """Plays groups and keeps what has been played, by draw. With a lag `Rollouts.run_group` is the method of that
-    name."""
+class FinishedGroups:
+    """The groups that have been played and have not trained, by draw."""
 
-    def __init__(self, run_group: Callable[..., Awaitable[RolloutGroup]]) -> None:
-        """`run_group` is `rollout.group.run_group`."""
-        self._run_group = run_group
+    def __init__(self) -> None:
         self._kept: dict[str, Kept] = {}
         self._restored: set[str] = set()
-        """The draws of `restore` that have not been asked for."""
+        """The draws of `restore` that have not been played since."""
 
-    async def run_group(
-        self, workflow: Callable, task: Task, policy: Any, n: int, *, group_id: str, **named: Any
-    ) -> RolloutGroup:
-        """What `rollout.group.run_group` returns, played or restored. A group that fails is not kept."""
-        if group_id in self._restored and self._kept[group_id]["task"] == task.id:
-            self._restored.remove(group_id)
-            return _group(self._kept[group_id]["group"], task)
-        group = await self._run_group(workflow, task, policy, n, group_id=group_id, **named)
-        self._kept[group_id] = _kept(group, group_id, task)
-        return group
+    def take(self, draw: str, task: Task) -> RolloutGroup | None:
+        """The restored group of a draw, once; None where the draw is to be played."""
+        if draw not in self._restored or self._kept[draw]["task"] != task.id:
+            return None
+        self._restored.remove(draw)
+        return _group(self._kept[draw]["group"], task)
+
+    def keep(self, draw: str, task: Task, group: RolloutGroup) -> None:
+        """Keeps a copy of a group as it was played."""
+        self._kept[draw] = _kept(group, draw, task)
 
     def forget(self, slots: set[int]) -> None:
         """Drops the groups of slots that train now."""
@@ -56,7 +53,7 @@ class Finished:
         return [kept for draw, kept in self._kept.items() if _slot(draw) >= slot]
 
     def restore(self, lines: Iterable[Kept]) -> list[str]:
-        """Takes over what `read` returned. Returns what a user wants to know about groups that are played again."""
+        """Takes over what `read` returned. Returns a note about groups that are played again, if any."""
         again = []
         for kept in lines:
             if "why" in kept:

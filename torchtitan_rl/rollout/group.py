@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
 from torchtitan_rl.rollout.policy import Policy, single_turn
-from torchtitan_rl.rollout.refusals import check_rewards, refuse_attempt, refuse_id
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.tasks.judging import judge
-from torchtitan_rl.types import Rollout, RolloutGroup, Task
+from torchtitan_rl.types import A_REWARD, Rollout, RolloutGroup, Task, is_reward
 
 __all__ = ["run_attempts", "run_group", "rollouts_of", "workflow_of", "GroupFailed"]
 
@@ -126,10 +126,11 @@ async def _played(
 
     async def played(i: int, retry: int) -> list[Rollout]:
         began = time.perf_counter()
-        attempt = await workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
+        attempt = workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
+        attempt = await running("play rollouts", attempt)
         for rollout in (rollouts := rollouts_of(attempt, task)):
             rollout.seconds["play"], rollout.group = time.perf_counter() - began, group_id
-            check_rewards(rollout)
+            _check_rewards(rollout)
         return rollouts
 
     patient = tried is not None  # attempts whose siblings may fail are first played to their end
@@ -145,7 +146,10 @@ def _is_unjudged(rollout: Rollout) -> bool:
 async def _judged(rollouts: list[Rollout], task: Task, reward, timeout_s: float, tried: Tried | None) -> None:
     """Sets the rewards of rollouts, in one call of the reward."""
     texts, parts, began = [rollout.text for rollout in rollouts], {}, time.perf_counter()
-    rewards = await (tried or _once)(lambda retry: judge(reward, task, texts, timeout_s, parts), "reward")
+    with span("wait for rewards"):
+        rewards = await (tried or _once)(
+            lambda retry: running("judge rollouts", judge(reward, task, texts, timeout_s, parts)), "reward"
+        )
     for i, (rollout, value) in enumerate(zip(rollouts, rewards, strict=True)):
         rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began
         rollout.reward_parts |= {name: values[i] for name, values in parts.items()}
@@ -164,12 +168,31 @@ async def _judged_alone(
 
 def _check_ids(rollouts: list[Rollout], task: Task) -> None:
     if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
-        refuse_id(twice[0], task)
+        raise RuntimeError(
+            f"algorithm.workflow: gave several rollouts of task {task.id!r} the id {twice[0]!r}; give each its "
+            "own, such as f'{rollout_id}.judge'"
+        )
+
+
+def _check_rewards(rollout: Rollout) -> None:
+    """Raises RuntimeError for a reward, a part of a reward or a turn's reward that a workflow gave and that is none."""
+    of_turns = {f"reward of turn {i}": turn.reward for i, turn in enumerate(rollout.turns)}
+    parts = {f"reward part {name!r}": number for name, number in rollout.reward_parts.items()}
+    for name, number in {"reward": rollout.reward, **of_turns, **parts}.items():
+        if number is not None and not is_reward(number):
+            raise RuntimeError(
+                f"algorithm.workflow: gave {name} {number!r} for task {rollout.task.id!r}; give {A_REWARD}"
+            )
 
 
 def rollouts_of(attempt: Rollout | list[Rollout], task: Task) -> list[Rollout]:
     """A workflow's result as a list of rollouts. Raises RuntimeError for an empty list and for other types."""
     rollouts = attempt if isinstance(attempt, list) else [attempt]
-    if not rollouts or not all(isinstance(rollout, Rollout) for rollout in rollouts):
-        refuse_attempt(attempt, task)
+    strangers = [each for each in rollouts if not isinstance(each, Rollout)]
+    if strangers or not rollouts:
+        returned = type(strangers[0] if strangers else rollouts).__name__
+        raise RuntimeError(
+            f"algorithm.workflow: returned {returned} for task {task.id!r}; return a Rollout, or a list of one for "
+            "each role"
+        )
     return rollouts

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.record.tracing import running
 from torchtitan_rl.rollout.demonstrate import demonstrate
 from torchtitan_rl.rollout.draws import Draw
 from torchtitan_rl.rollout.failures import Failures
+from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.group import run_group, workflow_of
 from torchtitan_rl.rollout.multi_turn import Limits
 from torchtitan_rl.rollout.policy import Policy, single_turn
@@ -33,12 +34,18 @@ class Rollouts:
         tokenizer,
         generator: SamplingClient,
         weights: PolicyWeights,
-        counted: dict[str, int],
+        counts: dict[str, int],
+        *,
+        finished: FinishedGroups | None = None,
+        score_early: Callable[[RolloutGroup], None] | None = None,
     ) -> None:
-        """`counted` counts calls and failures, see `rollout.failures`."""
+        """`counts` counts calls and failures, see `rollout.failures`. With a lag `finished` keeps groups until they
+        train; None: nothing trains later than it is played. `score_early(group)` is called for each group once it has
+        been played; None: mismatch is not explained."""
         self.config, self.family, self.tokenizer = config, family, tokenizer
-        self.generator, self.weights, self.run_group = generator, weights, run_group
-        self.failures = None if config.algorithm.on_rollout_failure == "fail" else Failures(config.algorithm, counted)
+        self.generator, self.weights = generator, weights
+        self.finished, self._score_early = finished, score_early
+        self.failures = None if config.algorithm.on_rollout_failure == "fail" else Failures(config.algorithm, counts)
 
     async def play(self, draws: list[Draw], counts: Counter) -> list[RolloutGroup]:
         """`group_size` rollouts of each draw's task, with rewards, grouped as the algorithm says.
@@ -51,11 +58,9 @@ class Rollouts:
         extended = config.workflow is not None or config.after_rewards is not None
         if extended and config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
-        failures, limit_s = self.failures, self.config.controller.reward_timeout_s
-        run = partial(self.run_group, workflow, policy=policy, n=config.group_size, seed=self.config.seed)
-        run = partial(run, reward=self.family, reward_timeout_s=limit_s, tried=failures and failures.tried)
-        attempts = (run(draw.task, group_id=draw.id) for draw in draws)
-        played: list = await asyncio.gather(*attempts, return_exceptions=failures is not None)
+        failures = self.failures
+        groups = (running("play rollouts", self._play_draw(draw, workflow, policy)) for draw in draws)
+        played: list = await asyncio.gather(*groups, return_exceptions=failures is not None)
         if failures is not None:
             played = failures.complete(played, counts)
         for hook in config.hooks if extended else ():
@@ -64,6 +69,27 @@ class Rollouts:
             return played
         rollouts = [rollout for group in played for rollout in group.rollouts]
         return form_groups(rollouts, config, counts, policy_version=self.generator.policy_version)
+
+    async def _play_draw(self, draw: Draw, workflow: Callable, policy: Policy) -> RolloutGroup:
+        """The group of one draw, as played: before hooks and grouping. A restored group is not played again."""
+        group = None if self.finished is None else self.finished.take(draw.id, draw.task)
+        if group is None:
+            group = await run_group(
+                workflow,
+                draw.task,
+                policy=policy,
+                n=self.config.algorithm.group_size,
+                seed=self.config.seed,
+                group_id=draw.id,
+                reward=self.family,
+                reward_timeout_s=self.config.controller.reward_timeout_s,
+                tried=None if self.failures is None else self.failures.tried,
+            )
+            if self.finished is not None:
+                self.finished.keep(draw.id, draw.task, group)
+        if self._score_early is not None:
+            self._score_early(group)
+        return group
 
     def policy(self, temperature: float) -> Policy:
         """The newest policy at a temperature, with the run's tokenizer and limits."""

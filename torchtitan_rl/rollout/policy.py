@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl.rollout.altered import TrainingSampler, refuse_altered
 from torchtitan_rl.rollout.chat import Chat
-from torchtitan_rl.rollout.refusals import refuse_first_prompt
-from torchtitan_rl.rollout.sampler import Sampler
+from torchtitan_rl.rollout.sampler import Sampler, TrainingSampler, refuse_altered
 from torchtitan_rl.tasks.family import stream
 from torchtitan_rl.types import Completion, Rollout, SamplingParams, Task, Turn
 
@@ -66,7 +64,10 @@ class Policy:
     def check_prompt(self, task: Task, tokens: list[int]) -> None:
         """Raises ValueError when a first prompt is longer than `max_prompt_tokens`."""
         if len(tokens) > self.max_prompt_tokens:
-            refuse_first_prompt(task, len(tokens), self.max_prompt_tokens)
+            raise ValueError(
+                f"task={task.id!r}: its prompt has {len(tokens)} tokens, sampling.max_prompt_tokens="
+                f"{self.max_prompt_tokens}; raise it or filter the task out"
+            )
 
     async def complete(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from torchtitan_rl.algorithm.filters import filtered
 from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.draws import Batch, Draw, NothingToTrainOn
 from torchtitan_rl.types import RolloutGroup
 
@@ -34,7 +35,8 @@ async def fill_batch(
     rounds, tried = 1, len(draws)
     while True:
         batch.sampled += groups
-        kept, left_out = filtered(groups, config, max_tokens=max_tokens, counts=counts)
+        with span("filter groups"):
+            kept, left_out = filtered(groups, config, max_tokens=max_tokens, counts=counts)
         batch.groups += kept
         batch.left_out += left_out
         draws = _without_a_group(draws, kept)

@@ -1,4 +1,5 @@
-"""What a workflow asks of the generators."""
+"""What a workflow asks of the generators, and what is refused where its rollouts are to train: to sample from another
+distribution than the policy's."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 from torchtitan_rl.types import Completion, SamplingParams
 
-__all__ = ["Sampler"]
+__all__ = ["AlteredForTraining", "Sampler", "TrainingSampler", "refuse_altered"]
 
 
 class Sampler(Protocol):
@@ -24,3 +25,38 @@ class Sampler(Protocol):
     async def score_top(
         self, tokens: list[int], top_k: int, *, policy_version: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class AlteredForTraining(ValueError):
+    """A workflow asked for a completion that could not train."""
+
+
+def refuse_altered(params: SamplingParams, call: str = "policy.complete") -> None:
+    """Raises AlteredForTraining for a setting that alters the policy's distribution. `call` is what asked."""
+    for name, value in params.altered().items():
+        raise AlteredForTraining(
+            f"{call}({name}={value}): this rollout is to train, and its log-probabilities would not be "
+            f"those of the policy; leave {name} out where policy.for_training is True"
+        )
+
+
+class TrainingSampler:
+    """The sampler of a policy whose rollouts train, for a workflow that asks it without `Policy.complete`: refuses the
+    same settings."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    async def sample(
+        self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
+    ) -> Completion:
+        refuse_altered(params, "policy.sampler.sample")
+        return await self._sampler.sample(tokens, params, policy_version=policy_version)
+
+    async def score(self, tokens: list[int], *, policy_version: int | None = None) -> list[float]:
+        return await self._sampler.score(tokens, policy_version=policy_version)
+
+    async def score_top(
+        self, tokens: list[int], top_k: int, *, policy_version: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return await self._sampler.score_top(tokens, top_k, policy_version=policy_version)

@@ -57,12 +57,12 @@ def bearer(authorization: str | None) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def check_key(given: str, expected: str) -> None:
+def check_key(key: str, expected: str) -> None:
     """Raises Refused (401) for another key than `expected`. How long it takes does not depend on the keys' letters."""
-    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), expected.encode()):
+    if not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), expected.encode()):
         raise Refused(
             401,
-            "Authorization: " + ("is not the key of this address" if given else "has no key") + "; send "
+            "Authorization: " + ("is not the key of this address" if key else "has no key") + "; send "
             "'Authorization: Bearer KEY', as SDKs do with api_key",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},

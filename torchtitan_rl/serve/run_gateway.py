@@ -1,4 +1,7 @@
-"""The gateway of a run: opened for a workflow whose agents need one, or to serve the policy meanwhile."""
+"""The gateway of a run: opened for a workflow whose agents need one, or to serve the policy meanwhile.
+
+`serve.gateway` imports FastAPI; most runs open no gateway, so this module imports that one where it opens a gateway.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ if TYPE_CHECKING:
     from torchtitan_rl.rollout.external import External
     from torchtitan_rl.serve.gateway import Gateway, Served
 
-__all__ = ["Address", "context_of", "external_of", "open_gateway", "policy_of", "serving", "told"]
+__all__ = ["Address", "announce", "context_of", "external_of", "open_gateway", "policy_of", "serving"]
 
 
 def external_of(workflow: Callable | None) -> External | None:
     """The `External` that a workflow is or wraps, by `functools.wraps`, `functools.partial` or a field `workflow`."""
-    found: Any = workflow
-    while found is not None and not hasattr(found, "attach"):
-        inner = found.func if isinstance(found, partial) else getattr(found, "__wrapped__", None)
-        found = getattr(found, "workflow", None) if inner is None else inner
-    return found
+    layer: Any = workflow
+    while layer is not None and not hasattr(layer, "attach"):
+        inner = layer.func if isinstance(layer, partial) else getattr(layer, "__wrapped__", None)
+        layer = getattr(layer, "workflow", None) if inner is None else inner
+    return layer
 
 
 def context_of(config: RunConfig) -> int:
@@ -105,7 +108,7 @@ async def serving(controller: Any, address: Address | None, *, quiet: bool) -> A
     )
     vocab_size = resolve_shape(config.model).vocab_size
     async with address.gateway(served, context_tokens=context, vocab_size=vocab_size) as gateway:
-        told(gateway, "the run's newest version, and policy@VERSION", quiet)
+        announce(gateway, "the run's newest version, and policy@VERSION", quiet)
         yield
 
 
@@ -114,6 +117,7 @@ def policy_of(client: Any, tokenizer: Any, context: int) -> Policy:
     return Policy(generator=client, tokenizer=tokenizer, max_tokens=context, max_prompt_tokens=context)
 
 
-def told(gateway: Gateway, what: str, quiet: bool) -> None:
+def announce(gateway: Gateway, description: str, quiet: bool) -> None:
+    """Says on the console where the policy is served, unless `quiet`."""
     if not quiet:
-        say(f"serving {gateway.url}/v1 (model=policy): {what}", event="serving")
+        say(f"serving {gateway.url}/v1 (model=policy): {description}", event="serving")

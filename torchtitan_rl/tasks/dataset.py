@@ -89,8 +89,7 @@ class Dataset:
 
     def __init__(self, config: Dataset.Config) -> None:
         self.config = config
-        if config.reward is not None:
-            self.reward = config.reward
+        self.reward_fn = config.reward
         given = {split: RowTasks(config, split, rows, name) for split, rows, name in _tables(config)}
         digest, keys = hashlib.blake2b(digest_size=8), {}
         for split, rows in given.items():
@@ -118,6 +117,8 @@ class Dataset:
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
         """1 for a completion that is the answer but for white space around either, else 0."""
+        if self.reward_fn is not None:
+            return self.reward_fn(task, completions)
         answer = str(task.answer).strip()
         return [float(completion.strip() == answer) for completion in completions]
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.judging import Reward, judge
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
@@ -74,7 +75,7 @@ class Attempts(Env):
     def __init__(
         self,
         task: Task,
-        reward: Reward,
+        reward: TaskFamily | Reward,
         *,
         num_attempts: int,
         correct_reward: float = 1.0,

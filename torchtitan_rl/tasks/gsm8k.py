@@ -53,8 +53,7 @@ class Gsm8k:
     def __init__(self, config: Gsm8k.Config) -> None:
         self.config = config
         self._rows = cache(self._load)  # by file: "train" or "test"
-        if config.reward is not None:
-            self.reward = config.reward
+        self.reward_fn = config.reward
 
     def num_tasks(self, split: str) -> int:
         check_split(split)
@@ -94,6 +93,8 @@ class Gsm8k:
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
         """1 where the final number equals the answer's, however either is written; else 0."""
+        if self.reward_fn is not None:
+            return self.reward_fn(task, completions)
         answer = _value(task.answer)
         return [float(final_number(completion) == answer) for completion in completions]
 

@@ -69,8 +69,7 @@ class LetterSort:
 
     def __init__(self, config: LetterSort.Config) -> None:
         self.config = config
-        if config.reward is not None:
-            self.reward = config.reward
+        self.reward_fn = config.reward
 
     def num_tasks(self, split: str) -> int | None:
         check_split(split)
@@ -96,6 +95,8 @@ class LetterSort:
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
         """1 for the right answer; otherwise up to 0.5 for letters kept and pairs in order, see `partial_credit`."""
+        if self.reward_fn is not None:
+            return self.reward_fn(task, completions)
         rewards_G = [
             1.0 if completion == task.answer else 0.5 * partial_credit(completion, task.answer)
             for completion in completions

@@ -65,8 +65,7 @@ class ReasoningGym:
         self._names = list(config.datasets)
         self._datasets = {split: [self._create(split, name) for name in self._names] for split in SPLITS}
         self._questions = cache(self._all_questions)  # by split
-        if config.reward is not None:
-            self.reward = config.reward
+        self.reward_fn = config.reward
 
     def num_tasks(self, split: str) -> int:
         check_split(split)
@@ -88,6 +87,8 @@ class ReasoningGym:
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
         """The verifier's score, 0 to 1; 0 where an answer between tags was asked for and none was given."""
+        if self.reward_fn is not None:
+            return self.reward_fn(task, completions)
         from reasoning_gym.utils import extract_answer
 
         dataset = self._datasets["train"][self._names.index(task.answer["dataset"])]
@@ -101,7 +102,7 @@ class ReasoningGym:
         """`Attempts` at the task; None with `num_attempts` 1: the task is played in one turn."""
         if self.config.num_attempts == 1:
             return None
-        return Attempts(task, self.reward, num_attempts=self.config.num_attempts)
+        return Attempts(task, self, num_attempts=self.config.num_attempts)
 
     def _create(self, split: str, name: str) -> Any:
         factory = _import_factory()

@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl.tasks.complaints import name_of
-from torchtitan_rl.tasks.judging import judge
+from torchtitan_rl.tasks.judging import judge, name_of
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import A_REWARD, Task, is_reward
 

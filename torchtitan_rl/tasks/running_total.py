@@ -57,8 +57,7 @@ class RunningTotal:
 
     def __init__(self, config: RunningTotal.Config) -> None:
         self.config = config
-        if config.reward is not None:
-            self.reward = config.reward
+        self.reward_fn = config.reward
         lists = list(itertools.product(range(10), *[range(config.largest + 1)] * (config.num_numbers - 1)))
         if config.num_validation + config.num_test > len(lists) // 2:
             raise ValueError(
@@ -97,6 +96,8 @@ class RunningTotal:
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
         """1 for the right answer; otherwise up to 0.5 for the lines that are right, see `partial_credit`."""
+        if self.reward_fn is not None:
+            return self.reward_fn(task, completions)
         return [
             1.0 if completion == task.answer else 0.5 * partial_credit(completion, task.answer)
             for completion in completions

@@ -1,8 +1,9 @@
-"""Checks a run's records: no finished file is damaged, every draw ends once, and ledger, metrics, rollouts and
-checkpoints agree."""
+"""The verb `audit`: checks a run's records. No finished file is damaged, every draw ends once, and ledger, metrics,
+rollouts and checkpoints agree."""
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -10,9 +11,26 @@ from torchtitan_rl.record.attempts import attempts, read_ledger, read_rollouts
 from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.run_dir import RunDir
 
-__all__ = ["audit"]
+__all__ = ["add_arguments", "audit", "run"]
 
 _ENDS = ("trained", "filtered", "failed")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints how a run's draws ended, and problems. Returns 1 where there are problems."""
+    run_dir = RunDir(args.run)
+    if not run_dir.tables["ledger"]:
+        raise ValueError(f"run={args.run!r}: has no ledger; give a run directory that has begun reinforcement")
+    counts, problems = audit(run_dir)
+    print(", ".join(f"{name} {number}" for name, number in counts.items()))
+    for problem in problems:
+        print(f"problem: {problem}")
+    print("the records agree" if not problems else f"{len(problems)} problems")
+    return 1 if problems else 0
 
 
 def audit(run_dir: RunDir) -> tuple[dict[str, int], list[str]]:
@@ -66,8 +84,10 @@ def _of_rollouts(run_dir: RunDir, ended: dict[str, list[dict[str, Any]]]) -> tup
     problems = []
     for draw, of_draw in ended.items():
         if of_draw[-1]["event"] != "failed" and recorded.get(draw, set()) != {of_draw[-1]["step"]}:
-            where = sorted(recorded.get(draw, ()))
-            problems.append(f"draw {draw}: ended at step {of_draw[-1]['step']}, its rollouts are recorded at {where}")
+            steps_of_rollouts = sorted(recorded.get(draw, ()))
+            problems.append(
+                f"draw {draw}: ended at step {of_draw[-1]['step']}, its rollouts are recorded at {steps_of_rollouts}"
+            )
     problems += [f"draw {draw}: has rollouts, and no end" for draw in recorded if draw not in ended]
     return len(rollouts), problems
 

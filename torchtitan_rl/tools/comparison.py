@@ -91,7 +91,7 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     groups = _grouped(runs)
     paths = list(dict.fromkeys(path for group in groups for path in group.config))
     config = {path: [group.config.get(path) for group in groups] for path in paths}
-    differing = {path: found for path, found in config.items() if any(value != found[0] for value in found)}
+    differing = {path: values for path, values in config.items() if any(value != values[0] for value in values)}
     finals = [[_final(run) for run in group.runs] for group in groups]
     names = list(dict.fromkeys(name for of_group in finals for of_run in of_group for name in of_run))
     if metrics:
@@ -99,8 +99,8 @@ def compare(runs: Sequence[Run], metrics: Sequence[str] = ()) -> Comparison:
     elif len(groups) > 1:
         names = [n for n in names if sum(any(n in of_run for of_run in of_group) for of_group in finals) > 1]
     if not names:
-        asked = f"metrics={','.join(metrics)}" if metrics else "runs"
-        raise ValueError(f"{asked}: the runs have no such numbers to compare; let them make some steps")
+        request = f"metrics={','.join(metrics)}" if metrics else "runs"
+        raise ValueError(f"{request}: the runs have no such numbers to compare; let them make some steps")
     rows = [
         Row(name=name, values=[[of_run[name] for of_run in of_group if name in of_run] for of_group in finals])
         for name in sorted(names, key=lambda name: (not name.startswith("eval/"), name))
@@ -138,13 +138,13 @@ def _is_label(path: str) -> bool:
 
 def _final(run: Run) -> dict[str, float]:
     """Curve -> the last value of an evaluation, the mean of the last quarter of steps of anything else; finite ones."""
-    found = {}
+    means = {}
     for name, curve in curves(run).items():
         last = max(curve)
         counted = [curve[last]] if name.startswith("eval/") else [x for step, x in curve.items() if step > 0.75 * last]
         if counted and all(map(math.isfinite, counted)):
-            found[name] = fmean(counted)
-    return found
+            means[name] = fmean(counted)
+    return means
 
 
 def _notes(groups: list[Group]) -> list[str]:
@@ -176,7 +176,7 @@ def text(comparison: Comparison) -> str:
     parts.append(_aligned([["group", "seeds", "runs"], *rows]))
     letters = [group.letter for group in groups]
     if comparison.config:
-        rows = [[path, *(_short(value) for value in found)] for path, found in comparison.config.items()]
+        rows = [[path, *(_short(value) for value in values)] for path, values in comparison.config.items()]
         parts.append(_aligned([["config", *letters], *rows]))
     heads = [f"{letter} - {letters[0]}" for letter in letters[1:]]
     table = [["metric", *letters, *(column for head in heads for column in (head, "+-"))]]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.rollout_parts import EVALUATION_COLUMNS
-from torchtitan_rl.tools.table_index import TableIndex
+from torchtitan_rl.tools.table_index import Page, TableIndex, restrictions
 
-__all__ = ["VERDICTS", "CompletionPage", "CompletionQuery", "Completions"]
+__all__ = ["VERDICTS", "CompletionQuery", "Completions"]
 
 VERDICTS = {"wrong": "not is_right", "right": "is_right", "failed": "failed <> ''"}
 """Verdict on a completion -> the SQL condition of the completions that have it."""
@@ -36,17 +35,6 @@ class CompletionQuery:
     per_page: int = 50
 
 
-@dataclass(kw_only=True, slots=True)
-class CompletionPage:
-    """One page of a list: rows with the columns of the index, `is_right`, and beginnings of `prompt` and `text`."""
-
-    rows: list[dict[str, Any]]
-    total: int
-    """Completions on all pages."""
-    notes: list[str] = field(default_factory=list)
-    """What could not be read, or was left out."""
-
-
 class Completions:
     """The completions of a run's evaluations that count, as `record.attempts.read_evaluations` counts them, also
     while the run goes on. Threads may share it.
@@ -55,32 +43,22 @@ class Completions:
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._lock = threading.Lock()
         self._index = TableIndex(run_dir, "evaluations", EVALUATION_COLUMNS, "completions")
 
-    def find(self, query: CompletionQuery) -> CompletionPage:
-        """One page of the completions that a query asks for: wrong ones before right ones, then by step, newest first,
-        set, split, task and sample. Raises ValueError for a verdict that is not in `VERDICTS`."""
-        conditions, values = _conditions(query)
-        with self._lock:
-            self._index.refresh()
-            counting = self._index.counting()
-            source, searched = _counted(counting), []
-            if query.text:
-                source, searched = self._index.containing(query.text, source)
-            rows = self._index.rows(
-                f"select *, count(*) over () as total from {source} where {' and '.join(conditions)} order by "
-                "is_right, step desc, name, split, task_index, sample limit ? offset ?",
-                [*searched, *values, query.per_page, (max(1, query.page) - 1) * query.per_page],
+    def find(self, query: CompletionQuery) -> Page:
+        """One page of the completions that a query asks for, with `is_right`: wrong ones before right ones, then by
+        step, newest first, set, split, task and sample. Raises ValueError for a verdict that is not in `VERDICTS`."""
+        restricted = _restrictions(query)
+        order = "is_right, step desc, name, split, task_index, sample"
+        with self._index.current():
+            counted = _counted(self._index.counting())
+            return self._index.page(
+                restricted, order, among=counted, text=query.text, page=query.page, per_page=query.per_page
             )
-            total = rows[0]["total"] if rows else 0
-            self._index.preview(rows)
-            return CompletionPage(rows=rows, total=total, notes=self._index.notes(counting))
 
     def of_task(self, name: str, split: str, task_id: str, length: int) -> list[dict[str, Any]]:
         """The completions of one task, by step and sample, with `length` characters of `prompt` and `text`."""
-        with self._lock:
-            self._index.refresh()
+        with self._index.current():
             rows = self._index.rows(
                 f"select * from {_counted(self._index.counting())} where name = ? and split = ? and task_id = ? "
                 f"order by step, sample limit {_MOST_OF_TASK}",
@@ -91,8 +69,7 @@ class Completions:
 
     def whole(self, name: str, split: str, step: int, task_id: str, sample: int) -> dict[str, Any] | None:
         """The whole record of one completion; None where there is none."""
-        with self._lock:
-            self._index.refresh()
+        with self._index.current():
             counted = _counted(self._index.counting())
             place = f"select part, line from {counted} where name = ? and split = ? and step = ? and task_id = ?"
             where = f"(part, line) in ({place} and sample = ?)"
@@ -100,8 +77,7 @@ class Completions:
 
     def counts(self) -> dict[tuple[int, str, str], tuple[int, int]]:
         """(step, name, split) of an evaluation -> how many of its completions are recorded, and how many are wrong."""
-        with self._lock:
-            self._index.refresh()
+        with self._index.current():
             rows = self._index.rows(
                 f"select {_EVALUATION}, count(*) as num, count(*) filter (not is_right) as wrong from "
                 f"{_counted(self._index.counting())} group by {_EVALUATION} order by {_EVALUATION}"
@@ -118,16 +94,16 @@ def _counted(counting: str) -> str:
     )
 
 
-def _conditions(query: CompletionQuery) -> tuple[list[str], list[Any]]:
+def _restrictions(query: CompletionQuery) -> tuple[list[str], list[Any]]:
     """SQL conditions on the index, and their values."""
     if query.verdict and query.verdict not in VERDICTS:
         raise ValueError(f"verdict={query.verdict!r}: is no verdict; choose one of {', '.join(VERDICTS)}")
-    bounds = {
-        "name = ?": query.name or None,
-        "split = ?": query.split or None,
-        "step = ?": query.step,
-        "contains(lower(task_id), lower(?))": query.task or None,
-    }
-    conditions = [condition for condition, value in bounds.items() if value is not None]
-    values = [value for value in bounds.values() if value is not None]
+    conditions, values = restrictions(
+        {
+            "name = ?": query.name or None,
+            "split = ?": query.split or None,
+            "step = ?": query.step,
+            "contains(lower(task_id), lower(?))": query.task or None,
+        }
+    )
     return [*conditions, VERDICTS.get(query.verdict, "true")], values

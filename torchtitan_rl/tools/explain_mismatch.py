@@ -1,4 +1,4 @@
-"""Why trainer and generator disagreed in a run that has ended or goes on: from its records and its checkpoints.
+"""The verb `explain-mismatch`: why trainer and generator disagreed in a run, from its records and checkpoints.
 
 Everything is scored again in this process, on one device: by the trainer's model and by a generator, under each version
 that a checkpoint holds.
@@ -6,6 +6,8 @@ that a checkpoint holds.
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import dataclasses
 import tempfile
 from collections.abc import Iterable
@@ -21,8 +23,9 @@ from torchtitan_rl.config.meshes import TrainerConfig
 from torchtitan_rl.config.resolve import rebuilt
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.run_reader import Run
+from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.local import LocalLauncher
-from torchtitan_rl.launch.stack import Stack, start_stack
+from torchtitan_rl.launch.stack import start_stack
 from torchtitan_rl.mismatch import gap
 from torchtitan_rl.mismatch.causes import Cause
 from torchtitan_rl.mismatch.gap import Limits, Parts, Sample
@@ -34,7 +37,7 @@ from torchtitan_rl.record.attempts import read_rollouts
 from torchtitan_rl.types import Datum
 from torchtitan_rl.weights import checkpoint
 
-__all__ = ["Explanation", "explain", "text", "samples_of_record"]
+__all__ = ["Explanation", "add_arguments", "explain", "run", "samples_of_record", "text"]
 
 _TIMEOUT_S = 3600.0
 _NEIGHBOURS = 4
@@ -55,21 +58,40 @@ class Explanation:
     causes: list[Cause] = field(default_factory=list)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory with checkpoints")
+    parser.add_argument("--step", type=int, help="the batch of this step; default: the newest that can be explained")
+    parser.add_argument("--rollouts", type=int, default=8, metavar="N", help="rollouts that are scored again")
+    parser.add_argument(
+        "--trust-code", action="store_true", help="import classes of the run's own that its config names"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the parts of the gap and the cause. Returns 1 where a cause was looked for."""
+    if args.rollouts < 1:
+        raise ValueError(f"--rollouts={args.rollouts}: must be at least 1")
+    explaining = explain(Path(args.run), step=args.step, num_rollouts=args.rollouts, trusted=args.trust_code)
+    explanation = asyncio.run(explaining)
+    print(text(explanation))
+    return 1 if explanation.causes else 0
+
+
 async def explain(path: Path, *, step: int | None = None, num_rollouts: int = 8, trusted: bool = False) -> Explanation:
     """Explains the batch of `step`; None: the newest that a checkpoint's version has sampled. Raises ValueError for a
     run without the records or checkpoints that this needs."""
     run = Run.open(path)
     config = _config(run, trusted)
-    held = _checkpoints(run)
-    records = _records(run, held, step, num_rollouts)
+    checkpoints = _checkpoints_by_version(run)
+    records = _records(run, checkpoints, step, num_rollouts)
     samples = [sample for record in records for sample in samples_of_record(record)]
     if not samples:
         raise ValueError(f"step={records[0]['step']}: no rollout of the records trained; give --step of another batch")
     named = sorted({int(version) for sample in samples for version in np.unique(sample.version_N)})
-    if not held.keys() & named:
+    if not checkpoints.keys() & named:
         raise ValueError(
             f"step={records[0]['step']}: version {_listed(named)} sampled its tokens, and checkpoints hold version "
-            f"{_listed(held)}; give --step of another batch, or none"
+            f"{_listed(checkpoints)}; give --step of another batch, or none"
         )
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-") as scratch:
         launcher = LocalLauncher(log_dir=scratch, start_timeout_s=_TIMEOUT_S, call_timeout_s=_TIMEOUT_S)
@@ -80,9 +102,9 @@ async def explain(path: Path, *, step: int | None = None, num_rollouts: int = 8,
                 samples=samples,
                 parts=gap.parts_of(samples, between="trainer"),
                 limits=gap.LIMITS[config.generator.dtype],
-                versions={version: str(held.get(version, "no checkpoint holds it")) for version in named},
+                versions={version: str(checkpoints.get(version, "no checkpoint holds it")) for version in named},
             )
-            await _score(explanation, config, stack, held)
+            await _score(explanation, config, stack, checkpoints)
             return explanation
         finally:
             await launcher.stop()
@@ -91,7 +113,8 @@ async def explain(path: Path, *, step: int | None = None, num_rollouts: int = 8,
 def samples_of_record(record: dict[str, Any]) -> list[Sample]:
     """The training sequences of a record of the table `rollouts`, with what generator and trainer said at the time.
     [] for a rollout that did not train, or whose data had several targets a token."""
-    turns, found = list(enumerate(record["turns"] or [])), []
+    turns: list[tuple[int, dict[str, Any]]] = list(enumerate(record["turns"] or []))
+    samples: list[Sample] = []
     for sequence in record["sequences"] or []:
         if sequence["target_tokens"] is None or sequence["policy_logprobs"] is None:
             return []
@@ -121,8 +144,8 @@ def samples_of_record(record: dict[str, Any]) -> list[Sample]:
             sampled_N=nobody.copy(),
         )
         sample.trainer_N = sample.scored(sequence["policy_logprobs"])
-        found.append(sample)
-    return found
+        samples.append(sample)
+    return samples
 
 
 def _config(run: Run, trusted: bool) -> RunConfig:
@@ -155,26 +178,26 @@ def _config(run: Run, trusted: bool) -> RunConfig:
     )
 
 
-def _checkpoints(run: Run) -> dict[int, Path]:
+def _checkpoints_by_version(run: Run) -> dict[int, Path]:
     """Policy version -> the complete checkpoint that holds it."""
-    found = {}
+    by_version = {}
     paths = sorted(run.directory.checkpoints.glob("*-*")) if run.directory.checkpoints.is_dir() else []
     for path in (path for path in paths if path.suffix != ".writing" and checkpoint.is_complete(path)):
-        found[int(checkpoint.read_state(path)["policy_version"])] = path
-    if not found:
+        by_version[int(checkpoint.read_state(path)["policy_version"])] = path
+    if not by_version:
         raise ValueError(
             f"run={str(run.path)!r}: has no complete checkpoint; set controller.checkpoint_every, or "
             "record.explain_mismatch_every to have the gap explained while the run goes on"
         )
-    return found
+    return by_version
 
 
-def _records(run: Run, held: dict[int, Path], step: int | None, number: int) -> list[dict[str, Any]]:
+def _records(run: Run, checkpoints: dict[int, Path], step: int | None, number: int) -> list[dict[str, Any]]:
     """Records of one batch, of rollouts that trained; those sampled by a version that a checkpoint holds first."""
     chosen: list[dict[str, Any]] = []
     steps: set[int] = set()
     for record in _with_tokens(read_rollouts(run.directory)):
-        fits = held.keys() & {record["policy_version_min"], record["policy_version_max"]}
+        fits = checkpoints.keys() & {record["policy_version_min"], record["policy_version_max"]}
         if step is None and not fits or step is not None and record["step"] != step:
             continue
         steps.add(record["step"])
@@ -188,7 +211,7 @@ def _records(run: Run, held: dict[int, Path], step: int | None, number: int) -> 
         raise ValueError(f"step={step}: has no recorded rollouts that trained; give --step of another batch")
     raise ValueError(
         f"run={str(run.path)!r}: no recorded rollout was sampled by a version that a checkpoint holds "
-        f"({_listed(held)}); controller.checkpoint_every keeps versions that go on sampling"
+        f"({_listed(checkpoints)}); controller.checkpoint_every keeps versions that go on sampling"
     )
 
 
@@ -209,23 +232,23 @@ async def _started(config: RunConfig, launcher: LocalLauncher, model_dir: Path) 
     return await start_stack(config, launcher, model_dir)
 
 
-async def _score(explanation: Explanation, config: RunConfig, stack: Stack, held: dict[int, Path]) -> None:
+async def _score(explanation: Explanation, config: RunConfig, stack: Stack, checkpoints: dict[int, Path]) -> None:
     """Fills in the scores under every version that the tokens name, the parts, and the causes."""
     samples = explanation.samples
-    others: Others = {}
+    alternatives: Others = {}
     rescorer = Rescorer(stack.generator, config.algorithm.temperature, resolve_shape(config.model).vocab_size)
     if config.trainer.lora is not None:  # adapters begin at zero: the trainer holds the base alone
         await stack.generator.pull_newest()
         words = "the tokens were sampled by the base model: the adapters had not reached the generator"
-        others["adapter", words] = np.concatenate(await rescorer.scores(samples))
-    named = [version for version in explanation.versions if version in held]
-    near = sorted(held.keys() - set(named), key=lambda version: abs(version - min(explanation.versions)))
+        alternatives["adapter", words] = np.concatenate(await rescorer.scores(samples))
+    named = [version for version in explanation.versions if version in checkpoints]
+    near = sorted(checkpoints.keys() - set(named), key=lambda version: abs(version - min(explanation.versions)))
     for version in near[:_NEIGHBOURS]:
-        await _load(stack, held[version], version)
+        await _load(stack, checkpoints[version], version)
         words = f"version {version} sampled the tokens, not the one that they name"
-        others["older_version", words] = np.concatenate(await rescorer.scores(samples))
+        alternatives["older_version", words] = np.concatenate(await rescorer.scores(samples))
     for version in named:
-        await _load(stack, held[version], version)
+        await _load(stack, checkpoints[version], version)
         await _score_under(version, samples, stack, rescorer)
     explanation.parts = gap.parts_of(samples, between="trainer")
     keeps = config.generator.on_update == "keep"
@@ -240,7 +263,7 @@ async def _score(explanation: Explanation, config: RunConfig, stack: Stack, held
         alike = [
             dataclasses.replace(s, sampled_N=np.where(s.version_N == named[-1], s.sampled_N, np.nan)) for s in samples
         ]
-        explanation.causes.append(await search.of_rest(alike, others))
+        explanation.causes.append(await search.of_rest(alike, alternatives))
     if "noise" in broken:
         explanation.causes.append(await search.of_noise(samples, []))
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pyarrow as pa
 
+from torchtitan_rl.health.facts import duration, spans_of
+from torchtitan_rl.health.rules.rule import Finding
 from torchtitan_rl.health.run_reader import Run
-from torchtitan_rl.health.whereabouts import end_of, whereabouts
+from torchtitan_rl.health.whereabouts import end_of, pulse, seconds_since, whereabouts
 from torchtitan_rl.record.status import FILE
 from torchtitan_rl.tools.series import Series
 
 __all__ = ["Health", "health_of"]
 
-_LATE_FACTOR, _LATE_S, _LATE_START_S = 5.0, 10.0, 120.0
-_SPANS = {"step": "time/step_s", "generate": "time/generate_s", "sync": "time/sync_s", "score": "time/score_s"}
+_OVERDUE = ("overdue", "stall")
+"""Rules on what the run is doing at this moment."""
 _NUM_EVENTS = 200
 _OF_A_RUN = (FILE, "config.json", "metrics.jsonl", "run.lock", "rollouts")
 """Files of which a run has one at least."""
@@ -34,14 +35,14 @@ class Health:
     state: str
     """`waiting` (there is no run yet), `running`, `finished`, `stopped`, `died` (its process is gone, and it had not
     ended), `silent` (its process is there and has not reported), or `unknown` (no `status.json`)."""
-    said: str
+    sentence: str
     """The state in a sentence."""
     status: dict[str, Any] = field(default_factory=dict)
     """What `status.json` holds; see docs/run_directory.md."""
     replicas: dict[str, str] = field(default_factory=dict)
     """Replica -> `healthy`, `starting`, or why it is out of use."""
-    late: list[str] = field(default_factory=list)
-    """What takes much longer than usual, in sentences."""
+    overdue: bool = False
+    """Whether the rule `overdue` or `stall` has found something."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """The last warnings and errors, newest first."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -54,29 +55,29 @@ class Health:
     def good(self) -> bool:
         """Whether nothing is wrong now."""
         replicas = all(health in ("healthy", "starting") for health in self.replicas.values())
-        return self.state in ("running", "finished") and replicas and not self.late
+        return self.state in ("running", "finished") and replicas and not self.overdue
 
 
-def health_of(run: Run, series: Series) -> Health:
-    """The health of a run. `series` are its metrics, for what is usual. Reads files only; raises nothing for files that
-    are missing, half-written or of another version."""
+def health_of(run: Run, series: Series, findings: Sequence[Finding] = ()) -> Health:
+    """The health of a run. `series` are its metrics, `findings` what the rules find. Reads files only; raises nothing
+    for files that are missing, half-written or of another version."""
     missing: list[str] = []
     status = _status(run.path, missing)
     events = _rows(run, "events", missing)
-    state, said = _state(run, status, str(end_of(status, events).get("text") or ""), _early_end(series))
+    state, sentence = _state(run, status, str(end_of(status, events).get("text") or ""), _early_end(series))
     counts = Counter(str(event.get("kind")) for event in events)
     if not run.config():
         missing.append("config.json is missing or cut off")
-    if not series.phases() and not series.others:
+    if not series.phases() and not series.other_lines:
         missing.append("metrics.jsonl has no lines yet")
     if series.num_bad:
         missing.append(f"metrics.jsonl: {series.num_bad} lines are no metrics, and left out")
     return Health(
         state=state,
-        said=said,
+        sentence=sentence,
         status=status,
         replicas=_replicas(status) if state in ("running", "silent", "died") else {},
-        late=_late(status, series) if state in ("running", "silent") else [],
+        overdue=any(finding.rule in _OVERDUE for finding in findings),
         events=events[: -_NUM_EVENTS - 1 : -1],
         counts=dict(counts),
         num_attempts=len(_rows(run, "attempts", missing)),
@@ -99,7 +100,7 @@ def _status(path: Path, missing: list[str]) -> dict[str, Any]:
 
 def _early_end(series: Series) -> str:
     """The rule that ended the reinforcement phase before its last step; empty for none."""
-    reasons = [line.get("stop/reason") for line in series.others if line["phase"] == "stop"]
+    reasons = [line.get("stop/reason") for line in series.other_lines if line["phase"] == "stop"]
     return str(reasons[-1]) if reasons else ""
 
 
@@ -108,44 +109,26 @@ def _state(run: Run, status: dict[str, Any], why: str, early: str) -> tuple[str,
     if not any((run.path / name).exists() for name in _OF_A_RUN):
         return "waiting", "there is no run yet; this page shows it when it begins"
     process = whereabouts(run)
-    reason, age = process.ended or why, _age(status.get("at"))
-    ago = "" if age is None else f" {_duration(age)} ago"
+    now = time.time()
+    reason, age = process.ended or why, seconds_since(status.get("at"), now)
+    ago = "" if age is None else f" {duration(age)} ago"
     if status.get("ended") == "finished":
         return "finished", f"finished{ago}" + (f", early: {early}" if early else "")
     if status.get("ended") or reason:
         return "stopped", f"stopped{ago}" + (f": {reason}" if reason else "")
     if age is None:
         return "unknown", "what the run is doing is not known"
-    late = age > 2 * _number(status.get("heartbeat_s"), 5.0) + 2
-    if process.state == "gone" or (process.state != "running" and late):
+    beat = pulse(process, status, now)
+    if beat == "gone":
         return "died", f"its process is gone; it last reported{ago}"
-    if late:
-        return "silent", f"its process (pid {process.pid}) has not reported for {_duration(age)}"
-    return "running", " › ".join(str(span.get("name")) for span in _spans(status)) or "between two pieces of work"
+    if beat == "silent":
+        return "silent", f"its process (pid {process.pid}) has not reported for {duration(age)}"
+    return "running", " › ".join(str(span.get("name")) for span in spans_of(status)) or "between two pieces of work"
 
 
 def _replicas(status: dict[str, Any]) -> dict[str, str]:
     replicas = status.get("replicas")
     return {str(name): str(health) for name, health in replicas.items()} if isinstance(replicas, dict) else {}
-
-
-def _spans(status: dict[str, Any]) -> list[dict[str, Any]]:
-    spans = status.get("spans")
-    return [span for span in spans if isinstance(span, dict)] if isinstance(spans, list) else []
-
-
-def _late(status: dict[str, Any], series: Series) -> list[str]:
-    late = []
-    for span in _spans(status):
-        name, seconds = str(span.get("name")), _age(span.get("since"))
-        if seconds is None or span.get("total"):
-            continue
-        usual = series.last(_SPANS.get(name, ""), n=50) or series.last(_SPANS.get(name, ""), "supervised", n=50)
-        if usual and seconds > max(_LATE_S, _LATE_FACTOR * median(usual)):
-            late.append(f"{name} has taken {_duration(seconds)} so far; usually {_duration(median(usual))}")
-        elif name.startswith("starting") and seconds > _LATE_START_S:
-            late.append(f"{name} has taken {_duration(seconds)} so far")
-    return late
 
 
 def _rows(run: Run, table: str, missing: list[str]) -> list[dict[str, Any]]:
@@ -154,23 +137,3 @@ def _rows(run: Run, table: str, missing: list[str]) -> list[dict[str, Any]]:
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         missing.append(f"{table}/: cannot be read ({(str(error).splitlines() or [''])[0][:200]})")
         return []
-
-
-def _age(at: Any) -> float | None:
-    """Seconds since an ISO time with an offset; None for anything else."""
-    try:
-        return max(0.0, time.time() - datetime.fromisoformat(at).timestamp())
-    except (TypeError, ValueError):
-        return None
-
-
-def _number(value: Any, default: float) -> float:
-    return float(value) if isinstance(value, (int, float)) else default
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

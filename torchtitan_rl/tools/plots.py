@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl.health.newest import COLUMNS, newest_rollouts
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.metrics import unit
-from torchtitan_rl.record.plot import COLORS, MARKERS
+from torchtitan_rl.record.plot import COLORS, MARKERS, Curve, draw_curve, label_axes, new_figure
 from torchtitan_rl.tools.selection import curves, labels, matching, opened
 
 if TYPE_CHECKING:
@@ -31,15 +31,13 @@ HISTOGRAMS = ("reward", "advantage", "num_tokens")
 """Columns of rollouts whose distribution can be drawn."""
 SCALES = ("auto", "linear", "log")
 
-_PANEL_INCHES, _DPI, _COLUMNS = (5.0, 3.2), 120, 3
+_PANEL_INCHES, _COLUMNS = (5.0, 3.2), 3
 _DASHES = ("-", "--", ":", "-.")
 _MARKER_SIGNS = ("●", "■", "▲", "▼", "✚")
 """`MARKERS` as text."""
 _MARKED = 12  # points up to which each has a marker
 _BINS = 30
 _LOG_FROM = 1000.0  # ratio of largest to smallest value from which a positive metric has a logarithmic axis
-
-Curve = dict[int, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +79,8 @@ def write_table(runs: Sequence[Run], path: str | Path, metrics: Sequence[str] = 
             table = csv.writer(file)
             table.writerow(("run", "curve", "step", "value"))
             for of_runs in panels.values():
-                for name, found in zip(labels(runs), of_runs):
-                    for label, curve in found.items():
+                for name, by_name in zip(labels(runs), of_runs):
+                    for label, curve in by_name.items():
                         table.writerows((name, label, step, curve[step]) for step in sorted(curve))
     except OSError as error:
         raise ValueError(f"output={str(path)!r}: cannot be written ({error.strerror}); give another file") from error
@@ -107,19 +105,14 @@ def plot_runs(
     """
     if unknown := [name for name in histograms if name not in HISTOGRAMS]:
         raise ValueError(f"histograms={unknown[0]}: is none of {', '.join(HISTOGRAMS)}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError(f"plot: matplotlib cannot be imported ({error}); pip install matplotlib") from error
     panels = _panels([curves(run) for run in runs], metrics)
     num_panels = len(panels) + len(histograms)
     columns = min(_COLUMNS, num_panels)
     rows = math.ceil(num_panels / columns)
     size = (_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows + 0.25 * math.ceil(len(runs) / columns))
-    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+    figure = new_figure(size)
     ending = Path(path).suffix.removeprefix(".")
-    if ending not in (formats := FigureCanvasAgg(figure).get_supported_filetypes()):
+    if ending not in (formats := figure.canvas.get_supported_filetypes()):
         raise ValueError(f"output={str(path)!r}: is no picture that can be written; end it in .{', .'.join(formats)}")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[num_panels:]:
@@ -141,14 +134,14 @@ def plot_runs(
 
 def _panels(of_runs: list[dict[str, Curve]], metrics: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
     """Metric -> for every run its curves by name."""
-    every = list(dict.fromkeys(name for found in of_runs for name in found))
+    every = list(dict.fromkeys(name for by_name in of_runs for name in by_name))
     panels: dict[str, list[dict[str, Curve]]] = {}
     for metric in metrics or METRICS:
         names = matching(metric, every)
         if names or metrics:
             if not names:
                 raise ValueError(_nothing(metric, every))
-            panels[metric] = [{name: found[name] for name in names if name in found} for found in of_runs]
+            panels[metric] = [{name: by_name[name] for name in names if name in by_name} for by_name in of_runs]
     if not panels:
         raise ValueError(_nothing("", every))
     return panels
@@ -199,21 +192,17 @@ def _of_rollout(value: Any) -> float:
 
 def _draw(axes: Axes, metric: str, of_runs: list[dict[str, Curve]], runs: list[str], scale: str) -> None:
     """Colour and, from the sixth run on, dashes tell the runs apart; markers tell sets and splits apart."""
-    from matplotlib.ticker import MaxNLocator
-
-    names = list(dict.fromkeys(name for found in of_runs for name in found))
+    names = list(dict.fromkeys(name for by_name in of_runs for name in by_name))
     values = []
-    for index, found in enumerate(of_runs):
-        for name, curve in found.items():
-            steps = sorted(curve)
-            ys = [curve[step] if math.isfinite(curve[step]) else math.nan for step in steps]
-            values += [y for y in ys if math.isfinite(y)]
+    for index, by_name in enumerate(of_runs):
+        for name, curve in by_name.items():
+            values += [value for value in curve.values() if math.isfinite(value)]
             several = len(names) > 1
-            marker = MARKERS[names.index(name) % len(MARKERS)] if several else "o" if len(steps) <= _MARKED else ""
-            axes.plot(steps, ys, color=COLORS[index % len(COLORS)], linestyle=_DASHES[index // len(COLORS) % 4],
-                      marker=marker, markersize=4, linewidth=1.3, label=runs[index])  # fmt: skip
+            marker = MARKERS[names.index(name) % len(MARKERS)] if several else "o" if len(curve) <= _MARKED else ""
+            style = {"linestyle": _DASHES[index // len(COLORS) % 4], "marker": marker, "markersize": 4}
+            draw_curve(axes, curve, color=COLORS[index % len(COLORS)], label=runs[index], linewidth=1.3, **style)
     if len(names) > 1:
-        shown = ", ".join(f"{_MARKER_SIGNS[i % len(MARKERS)]} {_where(name)}" for i, name in enumerate(names))
+        shown = ", ".join(f"{_MARKER_SIGNS[i % len(MARKERS)]} {_set_and_split(name)}" for i, name in enumerate(names))
         axes.set_title(f"{metric} ({shown})", fontsize=9)
     else:
         axes.set_title(metric, fontsize=9)
@@ -222,13 +211,11 @@ def _draw(axes: Axes, metric: str, of_runs: list[dict[str, Curve]], runs: list[s
         axes.set_yscale("log", nonpositive="mask")
         if left_out := sum(value <= 0 for value in values):
             axes.set_title(f"{axes.get_title()}; {left_out} values are not above 0", fontsize=9)
-    axes.set_ylabel(unit(metric), fontsize=8)
-    axes.set_xlabel("step of the supervised phase" if metric.startswith("supervised/") else "step", fontsize=8)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
+    x = "step of the supervised phase" if metric.startswith("supervised/") else "step"
+    label_axes(axes, x, unit(metric), fontsize=8)
 
 
-def _where(curve: str) -> str:
+def _set_and_split(curve: str) -> str:
     """`eval/letter_sort/test/accuracy` -> `letter_sort test`."""
     parts = curve.split("/")
     return " ".join(parts[1:3]) if parts[0] == "eval" and len(parts) > 3 else curve

@@ -161,7 +161,7 @@ class Parts:
                     return
 
     def _add(self, name: str, part: int, lines: list[bytes]) -> None:
-        found: list[tuple] = []
+        records: list[tuple] = []
         texts: list[tuple] = []
         for line in lines:
             at, row = self._offsets.get(part, 0), self._rows.get(part, 0)
@@ -173,9 +173,9 @@ class Parts:
                 self.notes[name] = f"{self.directory.name}/{name}: a line is no JSON"
                 continue
             self._rows[part] = row + 1
-            found.append((part, row, at, len(line), *values))
+            records.append((part, row, at, len(line), *values))
             texts.append((part, row, _text(record.get("prompt")), _text(record.get("text"))))
-        self._insert("records", ("part", "line", "start", "size", *self._columns), found)
+        self._insert("records", ("part", "line", "start", "size", *self._columns), records)
         self._insert("texts", ("part", "line", "prompt", "text"), texts)
 
     def _insert(self, table: str, names: tuple[str, ...], rows: list[tuple]) -> None:

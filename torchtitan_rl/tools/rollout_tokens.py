@@ -73,9 +73,9 @@ class ReadTurn:
 def clip_of(config: dict[str, Any]) -> Clip | None:
     """The bounds in a resolved config; None where the loss has none, or has its own defaults."""
     algorithm = config.get("algorithm")
-    given = algorithm.get("loss_config") if isinstance(algorithm, dict) else None
+    loss_config = algorithm.get("loss_config") if isinstance(algorithm, dict) else None
     try:
-        return Clip(low=float(given["clip_low"]), high=float(given["clip_high"]))
+        return Clip(low=float(loss_config["clip_low"]), high=float(loss_config["clip_high"]))
     except (TypeError, KeyError, ValueError):
         return None
 
@@ -137,14 +137,14 @@ def _places(turns: list[ReadTurn], sequence: dict[str, Any]) -> list[tuple[int, 
     found among the targets, in order."""
     if sequence.get("turns"):
         return [(int(index), int(first), int(count)) for index, first, count in sequence["turns"]]
-    targets, start, found = sequence.get("target_tokens") or [], 0, []
+    targets, start, positions = sequence.get("target_tokens") or [], 0, []
     for index, turn in enumerate(turns):
         sampled = [token.number for token in turn.tokens]
         wanted = (i for i in range(start, len(targets) - len(sampled) + 1) if targets[i : i + len(sampled)] == sampled)
         if sampled and all(token.trained is None for token in turn.tokens) and (at := next(wanted, None)) is not None:
-            found.append((index, at, len(sampled)))
+            positions.append((index, at, len(sampled)))
             start = at + len(sampled)
-    return found
+    return positions
 
 
 def _at(values: Any, index: int) -> float | None:

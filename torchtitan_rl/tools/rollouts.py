@@ -6,15 +6,14 @@ is per token is read for one rollout only. The run may be going on: each questio
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.rollout_parts import COLUMNS
-from torchtitan_rl.tools.table_index import TableIndex
+from torchtitan_rl.tools.table_index import Page, TableIndex, restrictions
 
-__all__ = ["SORTS", "Found", "Query", "Rollouts"]
+__all__ = ["SORTS", "Query", "Rollouts"]
 
 SORTS = ("step", "reward", "advantage", "num_tokens", "num_turns", "task_id", "rollout_id")
 """What lists are sorted by."""
@@ -47,17 +46,6 @@ class Query:
     per_page: int = 50
 
 
-@dataclass(kw_only=True, slots=True)
-class Found:
-    """One page of a list: rows with the columns of the index, and beginnings of `prompt` and `text`."""
-
-    rows: list[dict[str, Any]]
-    total: int
-    """Rollouts on all pages."""
-    notes: list[str] = field(default_factory=list)
-    """What could not be read, or was left out."""
-
-
 class Rollouts:
     """The rollouts of a run that count: without those of steps that a later attempt took again. Threads may share it.
 
@@ -65,45 +53,32 @@ class Rollouts:
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._lock = threading.Lock()
         self._index = TableIndex(run_dir, "rollouts", COLUMNS, "rollouts")
 
-    def find(self, query: Query) -> Found:
+    def find(self, query: Query) -> Page:
         """One page of the rollouts that a query asks for. Raises ValueError for an order that is not in `SORTS`."""
         if query.sort not in SORTS:
             raise ValueError(f"sort={query.sort!r}: is no order of rollouts; choose one of {', '.join(SORTS)}")
-        with self._lock:
-            self._index.refresh()
-            conditions, values = _conditions(query)
-            conditions += [counting := self._index.counting()]
-            source, found = "records", []
-            if query.text:
-                source, found = self._index.containing(query.text)
-            direction = "desc" if query.descending else "asc"
-            rows = self._index.rows(
-                f"select *, count(*) over () as total from {source} where {' and '.join(conditions)} order by "
-                f"{query.sort} {direction} nulls last, part {direction}, line {direction} limit ? offset ?",
-                [*found, *values, query.per_page, (max(1, query.page) - 1) * query.per_page],
-            )
-            total = rows[0].pop("total") if rows else 0
-            self._index.preview(rows)
-            return Found(rows=rows, total=total, notes=self._index.notes(counting))
+        direction = "desc" if query.descending else "asc"
+        order = f"{query.sort} {direction} nulls last, part {direction}, line {direction}"
+        with self._index.current():
+            conditions, values = _restrictions(query)
+            restricted = [*conditions, self._index.counting()], values
+            return self._index.page(restricted, order, text=query.text, page=query.page, per_page=query.per_page)
 
     def siblings(self, group_id: str, step: int | None = None) -> list[dict[str, Any]]:
         """The rollouts of a group, by their ids, with the columns of the index and beginnings of the texts."""
-        with self._lock:
-            self._index.refresh()
-            where, values = f"group_id = ? and {self._index.counting()}", [group_id]
+        with self._index.current():
+            condition, values = f"group_id = ? and {self._index.counting()}", [group_id]
             if step is not None:
-                where, values = f"{where} and step = {int(step)}", [group_id]
-            rows = self._index.rows(f"select * from records where {where} order by part, line limit 1000", values)
+                condition, values = f"{condition} and step = {int(step)}", [group_id]
+            rows = self._index.rows(f"select * from records where {condition} order by part, line limit 1000", values)
             self._index.preview(rows)
             return rows
 
     def groups(self, step: int) -> list[dict[str, Any]]:
         """The groups of a step: `group_id`, `task_id`, `left_out`, `rewards` and `rollout_ids` in one order."""
-        with self._lock:
-            self._index.refresh()
+        with self._index.current():
             return self._index.rows(
                 "select group_id, any_value(task_id) as task_id, any_value(left_out) as left_out, list(reward order by "
                 "part, line) as rewards, list(rollout_id order by part, line) as rollout_ids from records "
@@ -117,8 +92,7 @@ class Rollouts:
         for another column."""
         if column not in ("reward", "advantage", "num_tokens"):
             raise ValueError(f"column={column!r}: holds no numbers to count; take reward, advantage or num_tokens")
-        with self._lock:
-            self._index.refresh()
+        with self._index.current():
             newest = (
                 f"select distinct step from records where {self._index.counting()} order by step desc limit {num_steps}"
             )
@@ -130,8 +104,7 @@ class Rollouts:
 
     def steps(self) -> list[int]:
         """The steps that have rollouts, in order."""
-        with self._lock:
-            self._index.refresh()
+        with self._index.current():
             return [
                 r["step"]
                 for r in self._index.rows(
@@ -141,8 +114,7 @@ class Rollouts:
 
     def reasons(self) -> list[str]:
         """The values of `left_out`, `finish_reason` and `end_reason` that there are, most frequent first."""
-        with self._lock:
-            self._index.refresh()
+        with self._index.current():
             union = " union all ".join(f"select {name} as reason from records" for name in _REASONS)
             return [
                 row["reason"]
@@ -153,25 +125,24 @@ class Rollouts:
 
     def complete(self, rollout_id: str) -> dict[str, Any] | None:
         """The whole record of a rollout, with whatever columns it has; None where there is no such rollout."""
-        with self._lock:
-            self._index.refresh()
+        with self._index.current():
             return self._index.whole(f"rollout_id = ? and {self._index.counting()}", [rollout_id])
 
 
-def _conditions(query: Query) -> tuple[list[str], list[Any]]:
+def _restrictions(query: Query) -> tuple[list[str], list[Any]]:
     """SQL conditions on the index, and their values."""
-    bounds = {
-        "reward >= ?": query.reward_min,
-        "reward <= ?": query.reward_max,
-        "num_tokens >= ?": query.tokens_min,
-        "num_tokens <= ?": query.tokens_max,
-        "step >= ?": query.step_min,
-        "step <= ?": query.step_max,
-        "contains(lower(task_id), lower(?))": query.task or None,
-        "group_id = ?": query.group or None,
-    }
-    conditions = [condition for condition, value in bounds.items() if value is not None]
-    values = [value for value in bounds.values() if value is not None]
+    conditions, values = restrictions(
+        {
+            "reward >= ?": query.reward_min,
+            "reward <= ?": query.reward_max,
+            "num_tokens >= ?": query.tokens_min,
+            "num_tokens <= ?": query.tokens_max,
+            "step >= ?": query.step_min,
+            "step <= ?": query.step_max,
+            "contains(lower(task_id), lower(?))": query.task or None,
+            "group_id = ?": query.group or None,
+        }
+    )
     if query.reason == "trained":
         conditions.append("coalesce(left_out, '') = '' and not coalesce(masked, false)")
     elif query.reason == "masked":

@@ -26,11 +26,11 @@ def opened(path: str | Path) -> Run:
 
 def curves(run: Run) -> dict[str, dict[int, float]]:
     """Name of a curve (`record.curves`) -> step -> value; the last value of a step counts."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
+    by_name: dict[str, dict[int, float]] = defaultdict(dict)
     for line in run.lines():
         for name, value in points(line).items():
-            found[name][line["step"]] = value
-    return dict(found)
+            by_name[name][line["step"]] = value
+    return dict(by_name)
 
 
 def matching(metric: str, names: Iterable[str]) -> list[str]:
@@ -38,9 +38,9 @@ def matching(metric: str, names: Iterable[str]) -> list[str]:
 
     Example: `eval/accuracy` names `eval/letter_sort/validation/accuracy` and `eval/letter_sort/test/accuracy`.
     """
-    area, _, what = metric.partition("/")
-    found = [name for name in names if name == metric]
-    return found or [n for n in names if area == "eval" and n.startswith("eval/") and n.split("/", 3)[3:] == [what]]
+    area, _, rest = metric.partition("/")
+    exact = [name for name in names if name == metric]
+    return exact or [n for n in names if area == "eval" and n.startswith("eval/") and n.split("/", 3)[3:] == [rest]]
 
 
 def labels(runs: Sequence[Run]) -> list[str]:

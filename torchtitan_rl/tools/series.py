@@ -28,7 +28,7 @@ class Series:
         self.version = getattr(self, "version", 0) + 1
         """Changes whenever a line was read."""
         self._columns: dict[tuple[str, str], tuple[array, array]] = {}
-        self.others: list[dict[str, Any]] = []
+        self.other_lines: list[dict[str, Any]] = []
         """Lines of evaluations, checkpoints and early ends, in order."""
         self.num_bad = 0
         """Lines that are no JSON objects with a step and a phase."""
@@ -74,7 +74,7 @@ class Series:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of evaluations, in order."""
-        return [line for line in self.others if line["phase"] == "evaluation"]
+        return [line for line in self.other_lines if line["phase"] == "evaluation"]
 
     def _add(self, line: bytes) -> None:
         try:
@@ -84,7 +84,7 @@ class Series:
             self.num_bad += bool(line.strip())
             return
         if phase not in _COUNTED:
-            self.others.append(
+            self.other_lines.append(
                 {name: _plain(value) for name, value in metrics.items()} | {"step": step, "phase": phase}
             )
             return

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import duckdb
@@ -12,7 +15,7 @@ from torchtitan_rl.record.json_lines import parsed
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.rollout_parts import SCAN, Parts, literal
 
-__all__ = ["TableIndex"]
+__all__ = ["Page", "TableIndex", "restrictions"]
 
 _MEMORY = "160MB"
 _THREADS = 2
@@ -20,22 +23,72 @@ _PREVIEW = 240
 _REFRESH_S = 0.6
 
 
-class TableIndex:
-    """The table `records` of DuckDB, with the records of a run's table. One thread uses an object at a time.
+@dataclass(kw_only=True, slots=True)
+class Page:
+    """One page of a list: rows with the columns of the index, and beginnings of `prompt` and `text`."""
 
-    Example: `TableIndex(run_dir, "rollouts", COLUMNS, "rollouts").rows("select count(*) as n from records")`.
+    rows: list[dict[str, Any]]
+    total: int
+    """Records on all pages."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, or was left out."""
+
+
+def restrictions(bounds: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+    """SQL conditions, and the values of their question marks. `bounds`: condition -> value; None does not restrict."""
+    kept = {condition: value for condition, value in bounds.items() if value is not None}
+    return list(kept), list(kept.values())
+
+
+class TableIndex:
+    """The table `records` of DuckDB, with the records of a run's table. Threads take turns with `current`.
+
+    Example::
+
+        index = TableIndex(run_dir, "rollouts", COLUMNS, "rollouts")
+        with index.current():
+            index.rows("select count(*) as n from records")
     """
 
     def __init__(self, run_dir: RunDir, table: str, columns: Mapping[str, tuple[str, str]], noun: str) -> None:
         """`columns` are such as `rollout_parts.COLUMNS`; notes call the records by `noun`, a plural."""
-        self._run_dir, self._noun = run_dir, noun
+        self._run_dir, self._noun, self._lock = run_dir, noun, threading.Lock()
         settings: dict[str, Any] = {"memory_limit": _MEMORY, "threads": _THREADS, "autoinstall_known_extensions": False}
         self._connection = duckdb.connect(":memory:", config=settings | {"autoload_known_extensions": False})
         self._parts = Parts(run_dir.path / table, self._connection, columns)
 
-    def refresh(self) -> None:
-        """Reads what was written since the last call, for about half a second at most."""
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Keeps other threads out for the block, before which new records are read, for half a second at most."""
+        with self._lock:
+            self._refresh()
+            yield
+
+    def _refresh(self) -> None:
         self._parts.refresh(limit_s=_REFRESH_S)
+
+    def page(
+        self,
+        restricted: tuple[list[str], list[Any]],
+        order: str,
+        *,
+        among: str = "records",
+        text: str = "",
+        page: int,
+        per_page: int,
+    ) -> Page:
+        """A page of the records of the relation `among` that meet all of some `restrictions`, in an order, and whose
+        prompt or text contains `text`."""
+        conditions, values = restricted
+        source, searched = self.containing(text, among) if text else (among, [])
+        rows = self.rows(
+            f"select *, count(*) over () as total from {source} where {' and '.join(conditions)} "
+            f"order by {order} limit ? offset ?",
+            [*searched, *values, per_page, (max(1, page) - 1) * per_page],
+        )
+        total = rows[0]["total"] if rows else 0
+        self.preview(rows)
+        return Page(rows=rows, total=total, notes=self.notes())
 
     def whole(self, where: str, values: list[Any]) -> dict[str, Any] | None:
         """The newest record that a condition holds for, with whatever columns it has on disk; None: there is none."""
@@ -46,7 +99,7 @@ class TableIndex:
         try:
             return self._record(**rows[0])
         except FileNotFoundError:  # the part has become Parquet meanwhile
-            self.refresh()
+            self._refresh()
             return self._record(**rows[0])
 
     def _record(self, part: int, line: int, start: int | None, size: int | None) -> dict[str, Any]:
@@ -98,19 +151,20 @@ class TableIndex:
         for part, numbers in by_part.items():
             if part in self._parts.columnar:
                 sql = f"select file_row_number, {shown} from {SCAN}"
-                found = self._connection.execute(
+                previews = self._connection.execute(
                     f"{sql} where file_row_number in (select unnest(?::BIGINT[]))",
                     [literal(self._parts.path(part)), numbers],
                 )
             else:
                 sql = f"select line, {shown} from texts where part = ? and line in (select unnest(?::BIGINT[]))"
-                found = self._connection.execute(sql, [part, numbers])
-            texts |= {(part, number): (prompt, text) for number, prompt, text in found.fetchall()}
+                previews = self._connection.execute(sql, [part, numbers])
+            texts |= {(part, number): (prompt, text) for number, prompt, text in previews.fetchall()}
         for row in rows:
             row["prompt"], row["text"] = texts.get((row["part"], row["line"]), (None, None))
 
-    def notes(self, counting: str) -> list[str]:
-        """What could not be read, and how many records do not count by the condition `counting`."""
+    def notes(self) -> list[str]:
+        """What could not be read, and how many records do not count."""
+        counting = self.counting()
         notes = list(self._parts.notes.values())
         if self._parts.pending_bytes:
             notes.append(f"{self._parts.pending_bytes / 1e6:.0f} MB of {self._noun} are still being read; look again")

@@ -8,42 +8,59 @@ Scripts, the command line and the notebook drive the same object::
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.launch.attach import Hosts
-from torchtitan_rl.launch.stack import Stack, hosts_for, launcher_for, settled_for
-from torchtitan_rl.mismatch.explainer import ExplainMismatch
+from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.launch.choice import hosts_for, launcher_for, settled_for
+from torchtitan_rl.mismatch.explainer import MismatchExplainer
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.progress import Progress
-from torchtitan_rl.record.recorder import Recorder
+from torchtitan_rl.record.recorder import (
+    DrawEvents,
+    GeneratorStarted,
+    Metrics,
+    Note,
+    Published,
+    Recorder,
+    RolloutsEnded,
+    TrainedOn,
+)
+from torchtitan_rl.record.records import Trained
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout import finished
-from torchtitan_rl.rollout.draws import Draw, Draws
+from torchtitan_rl.rollout.ahead import BatchesAhead
+from torchtitan_rl.rollout.batches import BatchPlayer, BatchSource, SynchronousBatches
+from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, ends
+from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
+from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.serve.run_gateway import open_gateway
-from torchtitan_rl.train import listeners, resume
-from torchtitan_rl.train.ahead import BatchesAhead
+from torchtitan_rl.train import lines, listeners, resume
 from torchtitan_rl.train.checkpoints import Checkpoints
-from torchtitan_rl.train.early_stop import EarlyEnd, end_early, watch_for_collapse
+from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, end_early
 from torchtitan_rl.train.evaluation import Evaluation, Evaluations
-from torchtitan_rl.train.evaluation_beside import EvaluationBeside
-from torchtitan_rl.train.first_finished import FirstFinished
+from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.train.numeric_guard import note_bad_step
 from torchtitan_rl.train.overlap import Overlap
+from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 from torchtitan_rl.train.profiles import Profiles
 from torchtitan_rl.train.start import Inputs, read_inputs, start, stopped_on_failure
+from torchtitan_rl.train.step import count_bad, take_step, training_data
 from torchtitan_rl.train.supervised import supervise
-from torchtitan_rl.train.training import Batches, Reinforcement
 from torchtitan_rl.types import RolloutGroup
-from torchtitan_rl.types.ends import Ended, StopRequest
+from torchtitan_rl.types.ends import Ended, Preempted, StopRequest
 from torchtitan_rl.types.run_state import RunState
 from torchtitan_rl.validation.rewards import check_reward
 from torchtitan_rl.validation.run import missing_weights, validate
@@ -55,9 +72,9 @@ if TYPE_CHECKING:
 __all__ = ["Controller"]
 
 
-class Controller(Reinforcement, AbstractAsyncContextManager):
+class Controller(AbstractAsyncContextManager):
     """A running policy, made by `launch`. `trainer` and `generator` are the clients; `weights` sends the trainer's
-    weights to the generators. The steps of reinforcement are in `Reinforcement` (`train/training.py`).
+    weights to the generators; `batches` plays and judges what trains next.
 
     `state.step` counts the optimizer steps of the reinforcement phase; `policy_version` counts the steps of all phases.
     """
@@ -80,31 +97,57 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         self.stop, self.ended_early = StopRequest(config.controller.max_hours), ""
         self.gateway: Gateway | None = None
         """Where agents meet the policy; None: the workflow asks for none."""
-        watch_for_collapse(config.controller.stop, self.state, self.stop, recorder)
         self.weights = PolicyWeights(self.roles, self.generator, self.versions)
-        self.player = Rollouts(config, self.family, self.tokenizer, self.generator, self.weights, self.state.calls)
+
+        # What a run may use or not; None: it does not.
+        lag, stopping, record = config.algorithm.max_policy_lag, config.controller.stop, config.record
+        lagging = bool(lag and self.versions is not None)
+        self.collapse: CollapseRule | None = None
+        if stopping.min_entropy or stopping.max_no_signal:
+            self.collapse = CollapseRule(stopping, self.state.collapse, self.stop)
+        self.explainer: MismatchExplainer | None = None
+        if record.explain_mismatch_every:
+            self.explainer = MismatchExplainer(config, stack, self.state, recorder)
+        self.profiles: Profiles | None = None
+        if record.profile.steps:
+            directory, per_batch = run_dir.path / "timeline" / "profile", config.algorithm.steps_per_batch
+            self.profiles = Profiles(record.profile, per_batch, self.state, self.roles, self.generator, directory)
+        finished_groups = finished.FinishedGroups() if lagging else None
+
+        self.player = Rollouts(
+            config,
+            self.family,
+            self.tokenizer,
+            self.generator,
+            self.weights,
+            self.state.calls,
+            finished=finished_groups,
+            score_early=self.explainer.score_early if self.explainer is not None and lag else None,
+        )
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
-        arguments = config, self.player.play, self.draws, self.state, self._admitted
-        self.batches = Batches(*arguments)
-        if config.algorithm.max_policy_lag and self.versions is not None:
-            played = finished.Finished(self.player.run_group)
-            self.player.run_group = played.run_group
-            kind = FirstFinished if config.algorithm.batch_order == "finished" else BatchesAhead
-            self.batches = ahead = kind(*arguments, publications=self.versions.publications, finished=played)
-            beside = EvaluationBeside(config.controller, self.evaluations, self.versions, self.state, recorder)
-            self.evaluate_all, self.publish = beside.begin, beside.then(self.publish)
-            ahead.beside = beside
-            recorder.listeners.insert(0, Overlap(ahead, self.generator, self.versions.publications))
-        if config.record.profile.steps:
-            chosen, per_batch = config.record.profile, config.algorithm.steps_per_batch
-            told = self.state, self.roles, self.generator, run_dir.path / "timeline" / "profile"
-            recorder.listeners.insert(0, Profiles(chosen, per_batch, *told))
-        if config.record.explain_mismatch_every:
-            explained = ExplainMismatch(config, stack, self.state, recorder)
-            self.train_on = explained.beside(self.train_on)
-            if config.algorithm.max_policy_lag:
-                self.player.run_group = explained.played(self.player.run_group)
-            recorder.listeners.insert(0, explained)
+        max_tokens = config.sampling.max_tokens
+        player = BatchPlayer(config.algorithm, self.player, self.draws, self._record_admitted, max_tokens=max_tokens)
+        self.batches: BatchSource = SynchronousBatches(player, self.draws, self.state)
+        self.lagged: LaggedBatches | None = None
+        """`batches`, where they are played while earlier ones train."""
+        self.overlapped_evaluations: OverlappedEvaluations | None = None
+        self.overlap: Overlap | None = None
+        if lagging:
+            shared = config, player, self.draws, self.state
+            publications = self.versions.publications
+            if config.algorithm.batch_order == "finished":
+                slot = one_slot(config.algorithm)
+                slot_player = BatchPlayer(slot, self.player, self.draws, self._record_admitted, max_tokens=max_tokens)
+                self.lagged = FirstFinished(
+                    *shared, slot_player=slot_player, publications=publications, finished=finished_groups
+                )
+            else:
+                self.lagged = BatchesAhead(*shared, publications=publications, finished=finished_groups)
+            self.batches = self.lagged
+            self.overlap = Overlap(self.lagged, self.generator, publications)
+            self.overlapped_evaluations = OverlappedEvaluations(
+                config.controller, self.evaluations, self.versions, self.state, recorder
+            )
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
         )
@@ -142,26 +185,28 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         if hf_weights is None:
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached
-        run_dir, found = resume.open_run(config, resume_from, absolute=absolute)
+        run_dir, resumption = resume.open_run(config, resume_from, absolute=absolute)
         recorder = listeners.recorder_of(
             config, run_dir, inputs.tokenizer.decode, progress, debugger=backend == "local"
         )
-        for note in found.notes if found is not None else ():
-            recorder.fact("note", text=note)
+        for note in resumption.notes if resumption is not None else ():
+            recorder.record(Note(text=note))
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
-                state = None if found is None or found.checkpoint is None else resume.state_of(found)
+                state = None
+                if resumption is not None and resumption.checkpoint is not None:
+                    state = resume.state_of(resumption)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)
-                recorder.fact("generator", client=stack.generator)
+                recorder.record(GeneratorStarted(client=stack.generator))
                 controller.gateway = await open_gateway(config)
                 if state is not None:
-                    await resume.restore(found, config, state, stack.roles, controller.weights, controller.draws)
-                    if isinstance(controller.batches, BatchesAhead):
-                        played = finished.read(checkpoint.finished_file(found.checkpoint))
-                        for note in controller.batches.resume(state.draws, played):
-                            recorder.fact("note", text=note)
+                    await resume.restore(resumption, config, state, stack.roles, controller.weights, controller.draws)
+                    if controller.lagged is not None:
+                        played = finished.read(checkpoint.finished_file(resumption.checkpoint))
+                        for note in controller.lagged.resume(state.draws, played):
+                            recorder.record(Note(text=note))
                 elif hf_weights is None:
                     await controller.publish()
         return controller
@@ -247,6 +292,150 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
             if name in ("reference", "critic") and role.model is None:  # reference and critic start here too
                 await self.weights.copy_to(name)
 
+    # The reinforcement phase.
+
+    async def reinforce(self) -> None:
+        """The steps of the reinforcement phase that are left.
+
+        Raises NothingToTrainOn, after a checkpoint, when the filters leave nothing; Diverged after several bad steps in
+        a row; Preempted, after a checkpoint, when the run was asked to stop; EarlyEnd by `controller.stop`.
+        """
+        if self.overlap is not None:
+            self.overlap.start()
+        try:
+            await running("run the loop", self._reinforce())
+        except NothingToTrainOn as nothing:
+            attempts.end_for_good(self.run_dir, str(nothing))
+            self._record_batch(nothing.batch)
+            await self.checkpoints.save(last=True)
+            await self.checkpoints.require_written()
+            raise
+        except Ended as end:
+            attempts.end_for_good(self.run_dir, str(end))
+            raise
+        finally:
+            if self.overlap is not None:
+                self.overlap.stop()
+            await self.batches.cancel()
+            if self.overlapped_evaluations is not None:
+                await self.overlapped_evaluations.cancel()
+
+    async def _reinforce(self) -> None:
+        """Generates, trains, publishes, and evaluates every `eval_every` steps."""
+        config, state, recorder = self.config, self.state, self.recorder
+        num_steps, state.phase, state.phase_step = config.controller.num_steps, "reinforcement", state.step
+        with recorder.span("reinforcement", total=num_steps) as phase:
+            recorder.advance(phase, state.step)
+            while state.step < num_steps:
+                first = state.step
+                profile = nullcontext() if self.profiles is None else self.profiles.batch()
+                with recorder.span("step") as step, profile:
+                    if self.overlap is not None:
+                        self.overlap.begin_step()
+                    with recorder.span("generate") as generate:
+                        if self.overlapped_evaluations is not None:
+                            self.overlapped_evaluations.begin_due()
+                        batch = await self.batches.next_batch()
+                    line = await self.train_on(batch.groups, batch.sampled) | batch.metrics
+                    with recorder.span("sync") as sync:
+                        await self.publish()
+                    if config.roles.refresh_reference_every or config.algorithm.refresh_teacher_every:
+                        await self._refresh(first)
+                line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds)
+                if self.overlap is not None and "policy/lag_mean" in line:
+                    training_s, waited_s = sync.began - generate.ended, self.overlapped_evaluations.waited_s
+                    line |= self.overlap.metrics(line, training_s=training_s, evaluation_wait_s=waited_s)
+                recorder.record(Metrics(line=line, text=lines.summary(line, num_steps)))
+                if self.collapse is not None:
+                    self.collapse.count(line)
+                self._record_batch(batch)
+                recorder.advance(phase, state.step - first, text=f"reward {line['reward/mean']:.3f}")
+                if state.step < num_steps:
+                    if _passed(config.controller.eval_every, first, state.step):
+                        await self.evaluate_all()
+                    await self._between_steps(first)
+
+    async def train_on(self, groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
+        """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
+
+        Metrics of rewards count `sampled`, which `groups` were chosen from. Does not publish. `mismatch/*` are computed
+        on the first minibatch, before its step.
+        """
+        scoring = None if self.explainer is None else await self.explainer.begin(groups)
+        try:
+            line = await self._train_on(groups, sampled or groups)
+        except BaseException:
+            if scoring is not None:
+                scoring.cancel()
+            raise
+        if scoring is not None:
+            line |= await self.explainer.finish(scoring)
+        return line
+
+    async def _train_on(self, groups: list[RolloutGroup], sampled: list[RolloutGroup]) -> dict:
+        algorithm, line = self.config.algorithm, StepMetrics()
+        with self.recorder.span("score") as score:
+            data = await training_data(groups, self.roles, algorithm)
+        line.mean("time/score_s", score.seconds)
+        with span("count metrics"):
+            of_batch = lines.of_batch(sampled, self.generator.policy_version, self.generator.health())
+        trained: list[Trained] = []
+        for epoch in range(algorithm.num_epochs):
+            for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
+                output = await take_step(minibatch, self.roles, self.config, self.state.step, line)
+                self.state.step = self.state.phase_step = self.state.step + 1
+                if bad := count_bad(self.state, output.steps):
+                    limit = self.config.controller.max_skipped_steps
+                    note_bad_step(self.run_dir, self.state, bad, output.steps, minibatch, max_skipped=limit)
+                if epoch == 0:
+                    trained += zip(minibatch, output.policy_logprobs, strict=True)
+        if self.explainer is not None:
+            self.explainer.note_trained(trained)
+        if self.overlap is not None:
+            self.overlap.note_trained(trained)
+        self.recorder.record(TrainedOn(sequences=trained))
+        return {**of_batch, "step": self.state.step, **line.line()}
+
+    async def publish(self) -> int:
+        """Sends the trainer's weights to every generator, after evaluations of the weights before. Returns the policy
+        version that now serves unpinned requests."""
+        if self.overlapped_evaluations is not None:
+            await self.overlapped_evaluations.finish()
+        began = time.perf_counter()
+        version = await self.weights.publish()
+        seconds = time.perf_counter() - began
+        self.recorder.record(Published(step=self.state.step, version=version, seconds=seconds))
+        return version
+
+    @property
+    def policy_version(self) -> int:
+        """The version that serves unpinned requests. A version is a number of optimizer steps."""
+        return self.generator.policy_version
+
+    async def _refresh(self, since: int) -> None:
+        """The policy's weights to the reference and to the snapshot, where that fell due after step `since`."""
+        if _passed(self.config.roles.refresh_reference_every, since, self.state.step):
+            await self.weights.copy_to("reference")
+        if _passed(self.config.algorithm.refresh_teacher_every, since, self.state.step):
+            await self.weights.set_teacher(self.policy_version)
+
+    async def _between_steps(self, since: int) -> None:
+        """Writes a checkpoint where one fell due after step `since` of the phase. Raises Preempted or the run's
+        failure, after a checkpoint, where the run is to stop."""
+        reason = self.stop.reason()
+        if reason or _passed(self.config.controller.checkpoint_every, since, self.state.phase_step):
+            await self.checkpoints.save()
+        if reason:
+            await self.checkpoints.require_written()
+            raise self.stop.failure or Preempted(reason)
+
+    def _record_admitted(self, draws: list[Draw], step: int) -> None:
+        self.recorder.record(DrawEvents(step=step, records=admissions(draws)))
+
+    def _record_batch(self, batch: Batch) -> None:
+        self.recorder.record(DrawEvents(step=self.state.step, records=ends(batch)))
+        self.recorder.record(RolloutsEnded(step=self.state.step, groups=batch.groups + batch.left_out))
+
     # Parts of a step, for the notebook and for loops of your own.
 
     async def rollouts(self, draws: list[Draw]) -> list[RolloutGroup]:
@@ -258,6 +447,11 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         return await self.player.play(draws, Counter())
 
     async def evaluate_all(self) -> None:
+        """The evaluations between steps: on the validation split, and those of `controller.eval_sets`. With a lag they
+        begin here, and end while later batches train. Raises EarlyEnd by `controller.stop`."""
+        if self.overlapped_evaluations is not None:
+            await self.overlapped_evaluations.begin()
+            return
         await self.evaluate("validation")
         await self.evaluate_sets()
         end_early(self.config.controller, self.state, self.recorder)
@@ -297,3 +491,8 @@ class Controller(Reinforcement, AbstractAsyncContextManager):
         path = await self.checkpoints.save(last=True)
         await self.checkpoints.require_written()
         return path
+
+
+def _passed(every: int, since: int, step: int) -> bool:
+    """Whether a multiple of `every` lies in (`since`, `step`]; False for `every` = 0."""
+    return every > 0 and step // every > since // every

@@ -10,11 +10,11 @@ from typing import Any
 
 from torchtitan_rl.config.run import ControllerConfig
 from torchtitan_rl.config.stopping import StopConfig
-from torchtitan_rl.record.recorder import Listener, Recorder
+from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.types.ends import Ended, StopRequest
 from torchtitan_rl.types.run_state import RunState
 
-__all__ = ["Collapsed", "EarlyEnd", "early_end", "end_early", "watch_for_collapse"]
+__all__ = ["CollapseRule", "Collapsed", "EarlyEnd", "early_end", "end_early"]
 
 
 class EarlyEnd(Exception):
@@ -60,27 +60,20 @@ def end_early(config: ControllerConfig, state: RunState, recorder: Recorder) -> 
     not end early."""
     if state.step < config.num_steps and (reason := early_end(config.stop, state.accuracies)):
         line = {"step": state.step, "phase": "stop", "stop/reason": reason}
-        recorder.fact("metrics", line=line, text=f"step {state.step}: stopped early by {reason}")
+        recorder.record(Metrics(line=line, text=f"step {state.step}: stopped early by {reason}"))
         raise EarlyEnd(reason)
 
 
-def watch_for_collapse(config: StopConfig, state: RunState, stop: StopRequest, recorder: Recorder) -> None:
-    """Makes the run fail where a rule about collapse says so."""
-    if config.min_entropy or config.max_no_signal:
-        recorder.listeners.append(_Collapse(config, state.collapse, stop))
-
-
-class _Collapse(Listener):
-    """Counts batches in a row with a sign of collapse."""
+class CollapseRule:
+    """Counts batches in a row with a sign of collapse, and makes the run fail after enough of them."""
 
     def __init__(self, config: StopConfig, counted: dict[str, int], stop: StopRequest) -> None:
         """`counted` has the batches so far by rule. Counting goes on in it: a checkpoint holds it."""
         self._config, self._counted, self._stop = config, counted, stop
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind != "metrics" or what["line"]["phase"] != "reinforcement":
-            return
-        config, line = self._config, what["line"]
+    def count(self, line: dict[str, Any]) -> None:
+        """Counts a batch by its line of metrics."""
+        config = self._config
         entropy, no_signal = line.get("policy/entropy", math.inf), line.get("reward/zero_std_frac", 0.0)
         if config.min_entropy:
             self._count("min_entropy", entropy < config.min_entropy, f"entropy {entropy:.3g}")

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from statistics import mean
 
 from torchtitan_rl.algorithm.advantages import all_equal
-from torchtitan_rl.train.line_features import of_features
-from torchtitan_rl.types import RolloutGroup
+from torchtitan_rl.tasks.reward_parts import part_means
+from torchtitan_rl.types import Rollout, RolloutGroup
 
 __all__ = ["StepMetrics", "of_batch", "of_times", "summary", "mean_std"]
 
@@ -73,9 +73,25 @@ def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     line["time/reward_s"] = max(rollout.seconds.get("reward", 0.0) for rollout in rollouts)
     if any(rollout.role != "policy" or rollout.end_reason or rollout.reward_parts for rollout in rollouts):
-        line |= of_features(rollouts)
+        line |= _of_features(rollouts)
     if len(health) > 1:
         line["generator/healthy_replicas"] = list(health.values()).count("healthy")
+    return line
+
+
+def _of_features(rollouts: list[Rollout]) -> dict[str, float]:
+    """Means of the reward by its parts and by role, of turns, and of the share of episodes that a limit ended."""
+    line, by_role = part_means(rollouts, "reward/part_{}_mean"), {}
+    for rollout in rollouts:
+        by_role.setdefault(rollout.role, []).append(rollout.reward)
+    if len(by_role) > 1:
+        line |= {f"reward/{role}_mean": mean(of_role) for role, of_role in by_role.items()}
+    played = [rollout for rollout in rollouts if rollout.end_reason]
+    if played:
+        line["rollout/turns_mean"] = mean(len(rollout.turns) for rollout in played)
+        line["rollout/limit_frac"] = mean(rollout.end_reason != "done" for rollout in played)
+        for name in sorted({name for rollout in played for name in rollout.counts}):
+            line[f"rollout/{name}_mean"] = mean(rollout.counts.get(name, 0.0) for rollout in played)
     return line
 
 

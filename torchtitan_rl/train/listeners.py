@@ -1,4 +1,4 @@
-"""Who listens to a run: the recorder that the controller tells facts and spans."""
+"""Who listens to a run: the recorder of the controller's events and spans."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.watch import Watch
-from torchtitan_rl.record.aside import Aside
+from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.display import Display
 from torchtitan_rl.record.progress import Progress
 from torchtitan_rl.record.recorder import Listener, Recorder
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.record.status import watched
 from torchtitan_rl.train.metric_sinks import sinks_of
 
@@ -37,7 +37,9 @@ def recorder_of(
     if record.health and not debugger:
         status.append(watched(run_dir, [f"generator-{i}" for i in range(config.generator.num_replicas)]))
     if record.diagnose and not debugger:
-        listeners.append(Aside(Watch(run_dir, record.thresholds), name="diagnose", hears=Watch.HEARS, beat_s=1.0))
+        listeners.append(
+            BackgroundListener(Watch(run_dir, record.thresholds), name="diagnose", events=Watch.EVENTS, beat_s=1.0)
+        )
     if progress is not None:
         listeners.append(Display(progress))
     return Recorder([*listeners, *sinks_of(config, run_dir), *status])

@@ -8,7 +8,8 @@ import logging
 import torch
 
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.types import Datum, OptimStepOutput
+from torchtitan_rl.train.role_step import RoleStep
+from torchtitan_rl.types import Datum
 from torchtitan_rl.types.ends import Diverged
 from torchtitan_rl.types.run_state import RunState
 
@@ -21,7 +22,7 @@ def note_bad_step(
     run_dir: RunDir,
     state: RunState,
     roles: list[str],
-    steps: dict[str, tuple[OptimStepOutput, float]],
+    steps: dict[str, RoleStep],
     data: list[Datum],
     *,
     max_skipped: int,
@@ -30,16 +31,16 @@ def note_bad_step(
     Diverged when a role has had `max_skipped` bad steps in a row."""
     file = run_dir.path / "bad_steps" / f"{state.phase}-{state.phase_step:06d}.pt"
     file.parent.mkdir(exist_ok=True)
-    said = {role: {"grad_norm": steps[role][0].grad_norm, "loss": steps[role][1]} for role in roles}
+    numbers = {role: {"grad_norm": steps[role].optim.grad_norm, "loss": steps[role].loss} for role in roles}
     plain = [dataclasses.asdict(datum) for datum in data]
-    torch.save({"phase": state.phase, "step": state.phase_step, "roles": said, "data": plain}, file)
+    torch.save({"phase": state.phase, "step": state.phase_step, "roles": numbers, "data": plain}, file)
     for role in roles:
-        in_a_row, (optim, loss) = state.skipped_in_a_row[role], steps[role]
-        what = "step_skipped" if optim.skipped else "loss_not_finite"
+        in_a_row, optim, loss = state.skipped_in_a_row[role], steps[role].optim, steps[role].loss
+        kind = "step_skipped" if optim.skipped else "loss_not_finite"
         logger.warning(
             "%s: a step of the %s, optim/grad_norm=%s, loss=%s; its batch is in %s",
-            *(what.replace("_", " "), role, optim.grad_norm, loss, file),
-            extra={"event": what, "who": role},
+            *(kind.replace("_", " "), role, optim.grad_norm, loss, file),
+            extra={"event": kind, "who": role},
         )
         if in_a_row >= max_skipped:
             raise Diverged(

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.record.recorder import Listener, Span
 from torchtitan_rl.record.records import Trained
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.lag import ages
-from torchtitan_rl.train.ahead import BatchesAhead
-from torchtitan_rl.train.evaluation_beside import WAIT
+from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.types import RolloutGroup
 
 __all__ = ["Overlap", "ratios_by_age"]
@@ -25,49 +24,49 @@ _NONE = -1
 """The age of a token that does not train."""
 
 
-class Overlap(Listener):
-    """Adds to every line of metrics of the reinforcement phase what `metrics.py` lists under a lag. Needs a place among
-    the recorder's listeners before those that write lines."""
+class Overlap:
+    """What lines of metrics say of a run under a lag, see `metrics.py`. Looks at the generators every 50 ms."""
 
-    def __init__(self, batches: BatchesAhead, generator: SamplingClient, publications: list[int]) -> None:
+    def __init__(self, batches: LaggedBatches, generator: SamplingClient, publications: list[int]) -> None:
         self._batches, self._generator, self._publications = batches, generator, publications
         self._watch: asyncio.Task | None = None
         self._looks = self._seen = self._idle = self._in_flight = 0
         """Looks at the generators; the replicas, those without a request, and the unanswered requests, over looks."""
         self._ready = 0
-        self._training_s = self._waited_s = 0.0
         self._by_age: dict[str, float] = {}
 
-    def begin(self, span: Span) -> None:
-        if span.name == "reinforcement":
-            self._watch = asyncio.ensure_future(self._look())
-        elif span.name == "step":
-            self._ready, self._training_s, self._waited_s = self._batches.num_ready(), 0.0, 0.0
-        elif span.name == "score":  # the first part of training
-            self._training_s -= span.began
-        elif span.name == "sync":
-            self._training_s += span.began
+    def start(self) -> None:
+        """Begins to look at the generators."""
+        self._watch = asyncio.ensure_future(self._look())
 
-    def end(self, span: Span, failed: bool) -> None:
-        if span.name == "reinforcement" and self._watch is not None:
+    def stop(self) -> None:
+        if self._watch is not None:
             self._watch.cancel()
-        elif span.name == WAIT:
-            self._waited_s = span.seconds
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "trained":
-            self._by_age = ratios_by_age(what["sequences"], self._batches.groups, self._publications[:])
-        elif kind == "metrics" and "policy/lag_mean" in what["line"]:
-            line, looks = what["line"], self._looks
-            line["batches/ready"] = self._ready
-            line["trainer/idle_frac"] = max(0.0, 1.0 - self._training_s / line["time/step_s"])
-            if looks:
-                line["generator/idle_frac"] = _mean(self._idle, self._seen)
-                line["generator/in_flight_mean"] = _mean(self._in_flight, looks)
-            line["time/eval_wait_s"], line["time/sync_s"] = self._waited_s, line["time/sync_s"] - self._waited_s
-            line["generator/stall_s"] = max(self._generator.stalls())
-            line |= self._by_age
-            self._looks = self._seen = self._idle = self._in_flight = 0
+    def begin_step(self) -> None:
+        """Notes how many batches are ready before the step takes one."""
+        self._ready = self._batches.num_ready()
+
+    def note_trained(self, sequences: Sequence[Trained]) -> None:
+        """Counts the tokens that trained, by age, before the step's weights are published."""
+        with span("count metrics"):
+            self._by_age = ratios_by_age(sequences, self._batches.groups, self._publications[:])
+
+    def metrics(self, line: dict[str, Any], *, training_s: float, evaluation_wait_s: float) -> dict[str, Any]:
+        """The metrics of a batch whose other metrics are `line`. `training_s` is the time from the batch to its
+        publication; of `time/sync_s`, `evaluation_wait_s` was spent waiting for an evaluation."""
+        looks = self._looks
+        added: dict[str, Any] = {
+            "batches/ready": self._ready,
+            "trainer/idle_frac": max(0.0, 1.0 - training_s / line["time/step_s"]),
+        }
+        if looks:
+            added["generator/idle_frac"] = _mean(self._idle, self._seen)
+            added["generator/in_flight_mean"] = _mean(self._in_flight, looks)
+        added["time/eval_wait_s"], added["time/sync_s"] = evaluation_wait_s, line["time/sync_s"] - evaluation_wait_s
+        added["generator/stall_s"] = max(self._generator.stalls())
+        self._looks = self._seen = self._idle = self._in_flight = 0
+        return added | self._by_age
 
     async def _look(self) -> None:
         while True:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
-from torchtitan_rl.algorithm import soft_targets
 from torchtitan_rl.algorithm.distill import teacher_request, with_teacher
 from torchtitan_rl.algorithm.gae import with_gae
 from torchtitan_rl.algorithm.inputs import with_inputs, without_inputs
-from torchtitan_rl.algorithm.terms import with_kept_weights, with_kl_reward
+from torchtitan_rl.algorithm.terms import with_kl_reward
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.train.lines import StepMetrics
-from torchtitan_rl.types import Datum, OptimParams, OptimStepOutput, RolloutGroup
+from torchtitan_rl.train.role_step import RoleStep
+from torchtitan_rl.types import Datum, OptimParams, RolloutGroup
 
-__all__ = ["with_roles", "before_step"]
+__all__ = ["critic_step", "with_old_logprobs", "with_roles"]
 
 
 async def with_roles(
@@ -56,26 +56,7 @@ async def with_roles(
     return with_kl_reward(data, config)
 
 
-async def before_step(
-    data: list[Datum],
-    roles: dict[str, TrainingClient],
-    config: AlgorithmConfig,
-    critic_params: Callable[[], OptimParams],
-    line: StepMetrics,
-) -> tuple[list[Datum], dict[str, Awaitable[tuple[OptimStepOutput, float]]]]:
-    """What some algorithms do before a policy's step: (the minibatch as the policy trains on it, role -> step of that
-    role, submitted before the policy's, because the two may take turns on shared devices)."""
-    if config.recompute_logprobs_per_minibatch:
-        data = await _with_old_logprobs(data, roles["policy"], line)
-    steps = {}
-    if "critic" in roles:
-        steps["critic"] = _critic_step(data, roles["critic"], config, critic_params(), line)
-    if config.correction_denominator == "kept":
-        data = with_kept_weights(data, config)
-    return soft_targets.appended(data) if "soft_tokens" in data[0].loss_inputs else data, steps
-
-
-async def _with_old_logprobs(data: list[Datum], policy: TrainingClient, line: StepMetrics) -> list[Datum]:
+async def with_old_logprobs(data: list[Datum], policy: TrainingClient, line: StepMetrics) -> list[Datum]:
     """The data with `old_logprobs`: the policy's log-probabilities now, the denominator of the loss's ratios."""
     start = time.perf_counter()
     output = await policy.forward(data)
@@ -83,11 +64,11 @@ async def _with_old_logprobs(data: list[Datum], policy: TrainingClient, line: St
     return with_inputs(data, old_logprobs=output.policy_logprobs)
 
 
-def _critic_step(
+def critic_step(
     data: list[Datum], critic: TrainingClient, config: AlgorithmConfig, params: OptimParams, line: StepMetrics
-) -> Awaitable[tuple[OptimStepOutput, float]]:
+) -> Awaitable[RoleStep]:
     """Submits an optimizer step of the critic. The awaitable adds the critic's metrics to `line`, and returns the
-    step's output and loss."""
+    step."""
     forward_backward = critic.forward_backward(
         without_inputs(data, "soft_tokens", "soft_shares", "teacher_hidden"),
         config.critic_loss_fn,
@@ -95,12 +76,12 @@ def _critic_step(
     )
     optim_step = critic.optim_step(params)
 
-    async def gather() -> tuple[OptimStepOutput, float]:
+    async def gather() -> RoleStep:
         output, optim = await forward_backward, await optim_step
         line.add(output)
         line.mean("critic/loss", output.loss)
         line.mean("critic/grad_norm", optim.grad_norm)
         line.mean("critic/skipped", optim.skipped)
-        return optim, output.loss
+        return RoleStep(optim, output.loss)
 
     return gather()

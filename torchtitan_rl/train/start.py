@@ -8,12 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.launch.stack import Stack, start_generators, start_stack
-from torchtitan_rl.launch.tinker import RemoteLauncher
+from torchtitan_rl.launch.backend import Backend, Stack
 from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record import attempts
@@ -25,9 +23,6 @@ from torchtitan_rl.rollout.turn_end import warn_open_turns
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.vocabulary import warn_unknown_text
 from torchtitan_rl.train.evaluation import eval_families
-
-if TYPE_CHECKING:
-    from torchtitan_rl.launch.local import LocalLauncher
 
 __all__ = ["Inputs", "read_inputs", "start", "stopped_on_failure", "output_path", "dated"]
 
@@ -81,11 +76,7 @@ def dated(name: str) -> str:
 
 
 async def start(
-    config: RunConfig,
-    inputs: Inputs,
-    launcher: Launcher | LocalLauncher | RemoteLauncher,
-    model_dir: Path,
-    hf_weights: Path | None,
+    config: RunConfig, inputs: Inputs, launcher: Backend, model_dir: Path, hf_weights: Path | None
 ) -> Stack:
     """Starts the meshes, or a session with a service. The generators hold no weights yet, except with `hf_weights`, a
     Hugging Face directory: then only generators start and load that directory."""
@@ -97,25 +88,18 @@ async def start(
         eos=tokenizer.eos_token_id,
         pad=pad_token_id(tokenizer),
     )
-    if isinstance(launcher, RemoteLauncher):
-        policy, generator, versions = await launcher.start(config, eos=tokenizer.eos_token_id)
-        return Stack(
-            launcher=launcher, roles={"policy": policy}, generator=generator, versions=versions, placement=None
-        )
     if hf_weights is not None:
-        stack = await start_generators(config, launcher, model_dir)
+        stack = await launcher.start_generators(config, model_dir)
         await stack.generator.load_hf(str(hf_weights))
         return stack
-    stack = await start_stack(config, launcher, model_dir)
+    stack = await launcher.start(config, model_dir, eos=tokenizer.eos_token_id)
     if config.algorithm.distill is not None and config.algorithm.distill.divergence == "full":
         await stack.versions.copy_head(stack.roles["teacher"], stack.roles["policy"])
     return stack
 
 
 @asynccontextmanager
-async def stopped_on_failure(
-    launcher: Launcher | LocalLauncher | RemoteLauncher, run_dir: RunDir, recorder: Recorder
-) -> AsyncIterator[None]:
+async def stopped_on_failure(launcher: Backend, run_dir: RunDir, recorder: Recorder) -> AsyncIterator[None]:
     """Stops the meshes that have started, tells the recorder that the run has ended, and unlocks the run's directory,
     when the block fails or is interrupted."""
     try:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from torchtitan_rl.algorithm.demonstrations import demonstration_datums
+from torchtitan_rl.algorithm.datums import demonstration_datums
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.record.recorder import Recorder
+from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.tasks.family import TaskFamily, source_of
-from torchtitan_rl.train.training import count_bad, lr_factor, timed
+from torchtitan_rl.train.role_step import RoleStep
+from torchtitan_rl.train.step import count_bad, lr_factor, timed
 from torchtitan_rl.types import Datum, OptimParams
 from torchtitan_rl.types.run_state import RunState
 
@@ -52,7 +53,7 @@ async def supervise(
                 output, forward_backward_s = await timed(forward_backward, span.began)
                 optim, step_s = await timed(optim_step, span.began)
             state.phase_step, state.supervised_source = step + 1, source.state_dict()
-            steps = {"policy": (optim, output.loss)}
+            steps = {"policy": RoleStep(optim, output.loss)}
             if bad := count_bad(state, steps):
                 bad_step(bad, steps, data)
             line = {
@@ -66,7 +67,7 @@ async def supervise(
                 "time/forward_backward_s": forward_backward_s,
                 "time/optim_s": step_s - forward_backward_s,
             }
-            recorder.fact("metrics", line=line, text="")
+            recorder.record(Metrics(line=line))
             recorder.advance(phase, text=f"loss {output.loss:.3f}")
             if step + 1 < supervised.num_steps:
                 await between_steps(step)

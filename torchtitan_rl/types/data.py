@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_rl.html import ShownDatum, ShownGroup
-from torchtitan_rl.types.refusals import refuse_datum
+from torchtitan_rl import html
 from torchtitan_rl.types.turns import Turns, missing
 
 __all__ = ["Task", "Completion", "Turn", "Rollout", "RolloutGroup", "Datum", "LossInputs", "LossFunction"]
@@ -103,7 +102,7 @@ class Rollout:
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutGroup(ShownGroup):
+class RolloutGroup:
     """Rollouts whose rewards are compared with each other: of one task and role, unless a grouping hook decides."""
 
     id: str
@@ -119,9 +118,12 @@ class RolloutGroup(ShownGroup):
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self.rollouts]
 
+    def _repr_html_(self) -> str:
+        return html.group(self)
+
 
 @dataclass(kw_only=True, slots=True)
-class Datum(ShownDatum):
+class Datum:
     """One training sequence: predict `target_tokens[t]` after reading `tokens[:t+1]`.
 
     Every tensor in `loss_inputs` is float32 with as many rows T as `tokens` has entries: (T,), or (T, n) where a loss
@@ -153,15 +155,38 @@ class Datum(ShownDatum):
     """Where the datum's turns are; None: not known, and no loss can read `position` or `turn`."""
 
     def __post_init__(self) -> None:
-        inputs, targets, length = self.loss_inputs.values(), self.target_tokens, len(self.tokens)
-        shapes = all(len(x) == length and x.dim() <= 2 and x.numel() for x in (targets, *inputs)) and length > 0
-        mask, weights = self.loss_inputs.get("loss_mask", self.tokens), self.loss_inputs.get("token_weights", targets)
-        wide = mask.dim() > 1 or (weights.dim() > 1 and weights.shape != targets.shape)
-        if not shapes or wide or not all(abs(x.sum().item()) < torch.inf or torch.isfinite(x).all() for x in inputs):
-            refuse_datum(self)
+        length = len(self.tokens)
+        if length == 0:
+            raise ValueError("datum.tokens=[]: a datum needs at least one token; drop it before training")
+        for name, tensor in {"target_tokens": self.target_tokens, **self.loss_inputs}.items():
+            if len(tensor) != length:
+                raise ValueError(
+                    f"datum.{name}: has {len(tensor)} entries where tokens has {length}; give one per token"
+                )
+            allowed = ["(T,)"] if name == "loss_mask" else ["(T,)", "(T, n)"]
+            if tensor.dim() > len(allowed) or 0 in tensor.shape:
+                raise ValueError(f"datum.{name}: has shape {tuple(tensor.shape)}; give {' or '.join(allowed)}")
+        weights = self.loss_inputs.get("token_weights", self.target_tokens)
+        if weights.dim() == 2 and weights.shape != self.target_tokens.shape:
+            raise ValueError(
+                f"datum.token_weights: has shape {tuple(weights.shape)} where target_tokens has "
+                f"{tuple(self.target_tokens.shape)}; give one per token, or one per target"
+            )
+        for name, tensor in self.loss_inputs.items():
+            # A finite sum has finite terms and is the cheaper question; finite terms may still overflow their sum.
+            if not (abs(tensor.sum().item()) < torch.inf or torch.isfinite(tensor).all()):
+                raise ValueError(
+                    f"datum.{name}={tensor[~torch.isfinite(tensor)][0].item()}: is not finite; mask such tokens "
+                    "out and give them a finite value"
+                )
+        if self.tokens.dim() != 1:
+            raise ValueError(f"datum.tokens: has shape {tuple(self.tokens.shape)}; give (T,)")
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def _repr_html_(self) -> str:
+        return html.datum(self)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.config.resolve import named
 from torchtitan_rl.config.run import EvalSetConfig, RunConfig
-from torchtitan_rl.health.diagnose import check_thresholds
+from torchtitan_rl.health.rules.table import check_thresholds
 from torchtitan_rl.model import files
 from torchtitan_rl.model.files import assets_dir
 from torchtitan_rl.model.shape import resolve_shape

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchtitan_rl import platform
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.weights.elsewhere import Elsewhere
 from torchtitan_rl.weights.layout import Manifest, checksum, host_name, open_shared
 from torchtitan_rl.weights.pinned import PinnedPayloads
@@ -32,23 +33,31 @@ class VersionedStore(ABC):
 
     async def publish(self, manifest: Manifest, payload: torch.Tensor | None, *, handle: str, verify: bool) -> None:
         """Makes a version visible. With an empty `handle` the store keeps the payload; None: pieces lie elsewhere."""
-        manifest.checksum = checksum(payload) if verify and payload is not None else ""
+        with span("publish weights"):
+            manifest.checksum = checksum(payload) if verify and payload is not None else ""
         manifest.handle, manifest.host = handle, host_name() if handle else ""
-        if not handle and payload is not None:
-            await self._put(_key(manifest.version, "payload"), payload)
-        await self._put(_key(manifest.version, "manifest"), manifest)
+        with span("wait for the store"):
+            if not handle and payload is not None:
+                await self._put(_key(manifest.version, "payload"), payload)
+            await self._put(_key(manifest.version, "manifest"), manifest)
 
     async def fetch(self, version: int | str, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
         """(manifest, payload) of a version. Raises RuntimeError for a missing version and for a wrong checksum."""
-        if not await self._exists(_key(version, "manifest")):
-            await self._refuse_missing(version)
-        manifest: Manifest = await self._get(_key(version, "manifest"))
+        with span("wait for the store"):
+            if not await self._exists(_key(version, "manifest")):
+                await self._refuse_missing(version)
+            manifest: Manifest = await self._get(_key(version, "manifest"))
         if manifest.handle:
-            payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
+            with span("read weights"):
+                payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
         else:
-            manifest, payload = await self.elsewhere.fetch(manifest, verify, self._get, lambda p: _key(version, p))
-        if verify and manifest.checksum and checksum(payload) != manifest.checksum:
-            raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
+            with span("wait for the store"):
+                manifest, payload = await self.elsewhere.fetch(manifest, verify, self._get, lambda p: _key(version, p))
+        if verify and manifest.checksum:
+            with span("read weights"):
+                intact = checksum(payload) == manifest.checksum
+            if not intact:
+                raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
         return manifest, payload
 
     async def _refuse_missing(self, version: int | str) -> None:
@@ -60,10 +69,11 @@ class VersionedStore(ABC):
     async def discard(self, version: int | str) -> None:
         """Deletes a version, the manifest first. Raises RuntimeError after `timeout_s`."""
         try:
-            async with asyncio.timeout(self.timeout_s):
-                for key in (_key(version, "manifest"), _key(version, "payload")):
-                    if await self._exists(key):
-                        await self._delete(key)
+            with span("wait for the store"):
+                async with asyncio.timeout(self.timeout_s):
+                    for key in (_key(version, "manifest"), _key(version, "payload")):
+                        if await self._exists(key):
+                            await self._delete(key)
         except TimeoutError:
             raise RuntimeError(f"store: did not discard version {version} within {self.timeout_s:g} s") from None
 

@@ -16,6 +16,7 @@ from torchtitan_rl.algorithm import advantages as estimators
 from torchtitan_rl.algorithm.advantages import (
     batch_estimator,
     estimate_advantages,
+    estimator_for,
     group_centered,
     grpo,
     reinforce,
@@ -23,7 +24,6 @@ from torchtitan_rl.algorithm.advantages import (
     rloo,
 )
 from torchtitan_rl.algorithm.filters import filtered
-from torchtitan_rl.algorithm.role_estimators import estimator_for
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
 from torchtitan_rl.train import lines
 from torchtitan_rl.types import Rollout, RolloutGroup, Task

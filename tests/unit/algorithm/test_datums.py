@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl.algorithm.advantages import group_centered
-from torchtitan_rl.algorithm.datums import to_datums
-from torchtitan_rl.algorithm.demonstrations import demonstration_datums
+from torchtitan_rl.algorithm.datums import demonstration_datums, to_datums
 from torchtitan_rl.algorithm.gae import with_gae
 from torchtitan_rl.algorithm.inputs import minibatches, with_inputs
 from torchtitan_rl.algorithm.reductions import prompt_mean, sequence_mean

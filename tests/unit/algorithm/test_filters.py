@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,8 @@ from torchtitan_rl.algorithm.reductions import sequence_mean
 from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig, SamplingConfig
+from torchtitan_rl.rollout.batches import BatchPlayer, SynchronousBatches
 from torchtitan_rl.rollout.draws import Draws, NothingToTrainOn
-from torchtitan_rl.train.training import Batches
 from torchtitan_rl.types import Task
 from torchtitan_rl.types.run_state import RunState
 
@@ -184,7 +185,9 @@ def filled(play, algorithm):
         algorithm=algorithm,
         sampling=SamplingConfig(max_tokens=8),
     )
-    batches = Batches(config, play, Draws(Source()), RunState(seed=0), lambda draws, step: None)
+    draws, rollouts = Draws(Source()), SimpleNamespace(play=play)
+    player = BatchPlayer(algorithm, rollouts, draws, lambda draws, step: None, max_tokens=config.sampling.max_tokens)
+    batches = SynchronousBatches(player, draws, RunState(seed=0))
     return asyncio.run(batches.next_batch())
 
 

@@ -9,9 +9,10 @@ import socket
 import pytest
 
 from torchtitan_rl.cli import main
-from torchtitan_rl.health.diagnose import RULES, diagnose, examine
+from torchtitan_rl.health.diagnosis import diagnose, examine
 from torchtitan_rl.health.facts import Facts
 from torchtitan_rl.health.newest import newest_rollouts
+from torchtitan_rl.health.rules.table import RULES
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.tables import Table
@@ -136,9 +137,9 @@ def test_rules_without_data_are_named_with_what_they_lack(run_dir, capsys):
         "not looked at: rules no_signal, saturation: needs `reward/zero_std_frac` of 10 batches; there are 4\n" in out
     )
     assert "not looked at: rule eval_falls: needs `eval/accuracy` of 2 evaluations on validation tasks; there" in out
-    # dead_replica, slow_replica (one replica: nobody to compare with), stall, gone, memory, lag, steps_skipped,
-    # duplicates, unparsable
-    assert out.endswith("9 of 19 rules could look, and found nothing; what was not looked at may be wrong\n")
+    # dead_replica, slow_replica (one replica: nobody to compare with), stall, gone, overdue, memory, lag,
+    # steps_skipped, duplicates, unparsable
+    assert out.endswith("10 of 20 rules could look, and found nothing; what was not looked at may be wrong\n")
 
 
 @pytest.mark.parametrize("broken", ["config.json", "status.json", "metrics.jsonl"])

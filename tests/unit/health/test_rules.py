@@ -2,14 +2,15 @@
 
 import math
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.resolve import resolved
-from torchtitan_rl.health.diagnose import RULES, check_thresholds, look
 from torchtitan_rl.health.facts import Facts
+from torchtitan_rl.health.rules.table import RULES, check_thresholds, look
 from torchtitan_rl.health.siblings import compares_siblings, recorded_compares_siblings
 from torchtitan_rl.health.whereabouts import Whereabouts
 from torchtitan_rl.train.intervals import score_interval
@@ -136,6 +137,22 @@ def test_a_stall():
     assert found(lines, whereabouts=where(), now=1099.0) == {}
     assert found(steps(time__step_s=0.5), whereabouts=where(), now=1059.0) == {}  # short steps: a minute at least
     assert found(whereabouts=where(), now=1299.0) == {}  # it starts
+
+
+def test_work_that_is_overdue():
+    def at_work(seconds, name="generate", **more):
+        since = datetime.fromtimestamp(1000.0 - seconds, UTC).isoformat()
+        spans = [{"name": "reinforcement", "since": since, "total": 40}, {"name": name, "since": since, "total": 0}]
+        reported = datetime.fromtimestamp(999.0, UTC).isoformat()
+        status = {"at": reported, "step": 20, "spans": spans, **more}
+        return found(steps(time__generate_s=4.0), whereabouts=where(), now=1000.0, status=status)
+
+    finding = at_work(21.0)["overdue"]
+    assert finding.what == "generate has taken 21 s so far; usually 4.0 s" and finding.evidence[0].step == 20
+    assert at_work(19.0) == {}  # less than five times as long
+    assert at_work(21.0, ended="stopped") == {} and at_work(21.0, name="export") == {}  # nobody knows how long it takes
+    assert at_work(121.0, name="starting actors")["overdue"].what == "starting actors has taken 2 min so far"
+    assert at_work(21.0, at=datetime.fromtimestamp(1.0, UTC).isoformat(), spans=[7]) == {}
 
 
 def test_a_run_that_is_gone():

@@ -11,6 +11,7 @@ import pytest
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.health.samples import Samples
 from torchtitan_rl.health.watch import Watch
+from torchtitan_rl.record.recorder import GeneratorStarted, Metrics, RolloutsEnded
 from torchtitan_rl.record.run_dir import RunDir
 
 
@@ -26,8 +27,8 @@ def trained(watch, *fractions, phase="reinforcement", **more):
     for fraction in fractions:
         step = watch._step + 1
         line = {"step": step, "phase": phase, "reward/zero_std_frac": fraction, "reward/mean": 0.2, **more}
-        watch.fact("metrics", {"line": line, "text": ""})
-        watch.fact("rollouts", {"step": step, "groups": []})
+        watch.metrics(Metrics(line=line))
+        watch.rollouts(RolloutsEnded(step=step, groups=[]))
 
 
 def test_what_is_found_is_said_once(run_dir, caplog):
@@ -57,7 +58,7 @@ def test_answers_are_looked_at(run_dir, caplog):
         for i in range(10)
     ]
     for step in range(1, 6):
-        watch.fact("rollouts", {"step": step, "groups": groups})
+        watch.rollouts(RolloutsEnded(step=step, groups=groups))
     assert {record.who for record in caplog.records} == {"duplicates", "unparsable"}
 
 
@@ -92,8 +93,8 @@ def test_first_steps_after_a_resume_may_be_slow(run_dir, caplog):
     watch = Watch(run_dir, {}, pace_s=0)
     for step in range(11, 20):
         line = {"step": step, "phase": "reinforcement", "time/step_s": 8.0 if step == 11 else 0.3}
-        watch.fact("metrics", {"line": line})
-        watch.fact("rollouts", {"step": step, "groups": []})
+        watch.metrics(Metrics(line=line))
+        watch.rollouts(RolloutsEnded(step=step, groups=[]))
     assert caplog.messages == []
 
 
@@ -102,15 +103,16 @@ def test_a_quarter_of_a_long_run_is_a_quarter_of_all_its_batches(run_dir, caplog
     for step in range(1, 301):
         late = step > 260
         line = {"step": step, "reward/zero_std_frac": 0.9 if late else 0.1, "reward/mean": 0.99 if late else 0.5}
-        watch.fact("metrics", {"line": {"phase": "reinforcement", **line}})
-        watch.fact("rollouts", {"step": step, "groups": []})
+        watch.metrics(Metrics(line={"phase": "reinforcement", **line}))
+        watch.rollouts(RolloutsEnded(step=step, groups=[]))
     assert "saturation" not in {record.who for record in caplog.records}
 
 
 def test_samples_have_memory_and_times(run_dir, caplog):
     watch = Watch(run_dir, {}, pace_s=0)
     router = Router(2)
-    watch.fact("generator", {"client": SimpleNamespace(request_times=lambda: {"generator-0": router.times()[0]})})
+    client = SimpleNamespace(request_times=lambda: {"generator-0": router.times()[0]})
+    watch.generator_started(GeneratorStarted(client=client))
     first, *_ = records = list(run_dir.tables["samples"].read())
     assert (first["who"], first["pid"]) == ("controller", os.getpid()) and first["rss_mib"] > 10
     assert (records[-1]["who"], records[-1]["in_flight_s"], records[-1]["answered"]) == ("generator-0", 0.0, 0)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan_rl.cli import verbs
+from torchtitan_rl.cli import controller_run
 from torchtitan_rl.launch import jobs, torchrun
 from torchtitan_rl.launch.slurm import SlurmJob, script
 from torchtitan_rl.types.ends import SAME_REQUEST_S
@@ -128,7 +128,9 @@ def test_a_controller_ends_at_once_at_a_later_signal_only(monkeypatch):
 
     async def run() -> None:
         task, stop = asyncio.current_task(), SimpleNamespace(ask=asked.append)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, verbs._sigterm, SimpleNamespace(stop=stop), task)
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGTERM, controller_run._sigterm, SimpleNamespace(stop=stop), task
+        )
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.05)

@@ -14,7 +14,7 @@ from torchtitan_rl.record.display import Display
 from torchtitan_rl.record.json_console import JsonProgress
 from torchtitan_rl.record.live_table import LiveTable
 from torchtitan_rl.record.progress import Bar, Progress, _times
-from torchtitan_rl.record.recorder import Recorder
+from torchtitan_rl.record.recorder import Metrics, Note, Recorder
 
 
 class Clock:
@@ -223,9 +223,9 @@ def test_a_json_console_has_an_object_per_line():
     recorder = Recorder([Display(JsonProgress(file=out))])
     with pytest.raises(KeyError), recorder.span("reinforcement", total=2) as phase:
         with recorder.span("step"):
-            recorder.fact("metrics", line=line(1, reward_0_mean=float("nan")), text="step 1\nreward")
+            recorder.record(Metrics(line=line(1, reward_0_mean=float("nan")), text="step 1\nreward"))
         recorder.advance(phase, text="reward 0.5")
-        recorder.fact("note", text="\x1b[31mred\u2028")
+        recorder.record(Note(text="\x1b[31mred\u2028"))
         raise KeyError
     JsonProgress(file=out, quiet=True).line("nothing")
     JsonProgress(file=out, quiet=True).final_table([("run", "runs/a")])

@@ -6,17 +6,17 @@ import pytest
 
 from torchtitan_rl.record.display import Display
 from torchtitan_rl.record.progress import Progress
-from torchtitan_rl.record.recorder import Listener, Recorder
+from torchtitan_rl.record.recorder import Listener, Metrics, Recorder
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 
 
 class Notes(Listener):
     def __init__(self):
         self.heard = []
 
-    def fact(self, kind, what):
-        self.heard.append((kind, what))
+    def metrics(self, event):
+        self.heard.append(("metrics", event))
 
     def begin(self, span):
         self.heard.append(("begin", span.name))
@@ -33,13 +33,13 @@ def test_listeners_hear_facts_and_spans_in_order():
     recorder = Recorder([notes])
     with pytest.raises(KeyError), recorder.span("phase", total=2) as phase:
         with recorder.span("step") as step:
-            recorder.fact("metrics", line={"step": 1}, text="")
+            recorder.record(Metrics(line={"step": 1}))
         recorder.advance(phase, text="half")
         raise KeyError
     assert notes.heard == [
         ("begin", "phase"),
         ("begin", "step"),
-        ("metrics", {"line": {"step": 1}, "text": ""}),
+        ("metrics", Metrics(line={"step": 1})),
         ("end", "step", False),
         ("phase", 1, "half"),
         ("end", "phase", True),
@@ -55,7 +55,7 @@ def test_a_span_that_goes_on_says_how_long_it_has_taken_so_far():
 
 def test_a_run_directory_gets_lines_of_metrics(tmp_path):
     run_dir = RunDir.create(tmp_path / "run")
-    Recorder([RunDirWriter(run_dir)]).fact("metrics", line={"step": 3, "phase": "evaluation"}, text="for people")
+    Recorder([RunDirWriter(run_dir)]).record(Metrics(line={"step": 3, "phase": "evaluation"}, text="for people"))
     assert run_dir.read_metrics() == [{"step": 3, "phase": "evaluation"}]
 
 
@@ -66,7 +66,7 @@ def test_a_person_sees_phases_waits_and_lines_but_no_parts_of_a_step():
         pass
     with pytest.raises(KeyError), recorder.span("reinforcement", total=2) as phase:
         with recorder.span("generate"):
-            recorder.fact("metrics", line={}, text="step 1")
+            recorder.record(Metrics(line={}, text="step 1"))
         recorder.advance(phase, text="reward 0.5")
         raise KeyError
     assert shown.getvalue().splitlines() == [

@@ -4,9 +4,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from torchtitan_rl.record.recorder import RolloutsEnded, TrainedOn
 from torchtitan_rl.record.records import rollout_records
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.record.schemas import SCHEMAS
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
@@ -54,8 +55,8 @@ LOGPROBS = torch.tensor([-2.0, -1.0, -1.5, -3.0, -0.5])
 def test_a_record_has_texts_turns_and_both_sides_of_the_training(tmp_path):
     run_dir = RunDir.create(tmp_path)
     writer = RunDirWriter(run_dir, decode)
-    writer.fact("trained", {"sequences": [(DATUM, LOGPROBS)]})
-    writer.fact("rollouts", {"step": 7, "groups": [GROUP]})
+    writer.trained(TrainedOn(sequences=[(DATUM, LOGPROBS)]))
+    writer.rollouts(RolloutsEnded(step=7, groups=[GROUP]))
     first, second = run_dir.tables["rollouts"].read()
     turns, (sequence,) = first.pop("turns"), first.pop("sequences")
     assert first == {

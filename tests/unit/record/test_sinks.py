@@ -15,11 +15,11 @@ from torchtitan_rl.config.overrides import apply_overrides
 from torchtitan_rl.config.recording import RecordConfig, WandbConfig
 from torchtitan_rl.config.values import shell_text
 from torchtitan_rl.record import attempts
-from torchtitan_rl.record.aside import Aside
+from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.curves import final_evaluations, points
-from torchtitan_rl.record.recorder import Listener, Recorder
+from torchtitan_rl.record.recorder import Listener, Metrics, Note, Recorder
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.record.sinks.function import FunctionSink
 from torchtitan_rl.record.sinks.tensorboard import TensorBoard
 from torchtitan_rl.record.sinks.wandb import Wandb
@@ -41,7 +41,7 @@ def begun(path, lines=(), phase="", step=0):
 def told(run_dir, listener, lines):
     recorder = Recorder([RunDirWriter(run_dir), listener])
     for line in lines:
-        recorder.fact("metrics", line=line, text="")
+        recorder.record(Metrics(line=line))
     recorder.close()
 
 
@@ -168,17 +168,17 @@ def test_a_function_is_called_with_copies_of_the_lines_in_order():
         heard.append(dict(line))
         line.clear()
 
-    recorder = Recorder([Aside(FunctionSink(sink), "mine", hears=("metrics",))])
+    recorder = Recorder([BackgroundListener(FunctionSink(sink), "mine", events=(Metrics,))])
     lines = [dict(line) for line in LINES]
     for line in lines:
-        recorder.fact("metrics", line=line, text="")
-        recorder.fact("note", text="not for sinks")
+        recorder.record(Metrics(line=line))
+        recorder.record(Note(text="not for sinks"))
     recorder.close()
     assert heard == LINES == lines
 
 
 class Sleeps(Listener):
-    def fact(self, kind, what):
+    def metrics(self, event):
         time.sleep(60)
 
 
@@ -193,7 +193,7 @@ class CannotEnd(Listener):
 
 
 class Leaves(Listener):
-    def fact(self, kind, what):
+    def metrics(self, event):
         raise SystemExit
 
 
@@ -214,15 +214,15 @@ def broken(line):
 def test_a_sink_that_fails_or_hangs_is_reported_once_and_delays_nothing(sink, expected, caplog, tmp_path):
     run_dir = begun(tmp_path / "run")
     other = []
-    aside = Aside(sink, "mine", patience_s=0.1)
-    recorder = Recorder([RunDirWriter(run_dir), aside, Aside(FunctionSink(other.append), "other")])
+    aside = BackgroundListener(sink, "mine", patience_s=0.1)
+    recorder = Recorder([RunDirWriter(run_dir), aside, BackgroundListener(FunctionSink(other.append), "other")])
     with caplog.at_level(logging.WARNING):
         began = time.monotonic()
         for line in LINES:
-            recorder.fact("metrics", line=line, text="")
+            recorder.record(Metrics(line=line))
         slept = time.monotonic() - began
         time.sleep(0.15)
-        recorder.fact("metrics", line=LINES[-1], text="")
+        recorder.record(Metrics(line=LINES[-1]))
         began = time.monotonic()
         recorder.close()
         closing = time.monotonic() - began
@@ -232,9 +232,9 @@ def test_a_sink_that_fails_or_hangs_is_reported_once_and_delays_nothing(sink, ex
 
 
 def test_a_sink_that_is_too_slow_loses_events_and_takes_no_memory(caplog):
-    aside = Aside(Sleeps(), "slow", room=3, patience_s=30)
+    aside = BackgroundListener(Sleeps(), "slow", room=3, patience_s=30)
     for line in LINES[:10]:
-        aside.fact("metrics", {"line": line})
+        aside.metrics(Metrics(line=line))
     assert aside._events.qsize() <= 3
     assert [message for message in caplog.messages if "is 3 events behind" in message] == caplog.messages
     assert len(caplog.messages) == 1

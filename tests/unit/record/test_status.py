@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchtitan_rl.record.aside import Aside
+from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.recorder import Listener, Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.status import Status, note_end, watched
@@ -82,7 +82,7 @@ def test_what_other_listeners_say_at_their_end_is_an_event(run_dir):
             time.sleep(0.2)
             logger.warning("found", extra={"event": "finding", "who": "no_signal"})
 
-    recorder = Recorder([Aside(Late(), name="late"), watched(run_dir, [])])
+    recorder = Recorder([BackgroundListener(Late(), name="late"), watched(run_dir, [])])
     recorder.close()
     assert [event["who"] for event in run_dir.tables["events"].read()] == ["no_signal"]
     assert status(run_dir)["ended"] == "finished"
@@ -106,6 +106,6 @@ def test_a_listener_in_a_thread_of_its_own_is_told_of_time_that_passes():
             self.beats += 1
 
     beats = Beats()
-    aside = Aside(beats, name="beats", beat_s=0.01)
+    aside = BackgroundListener(beats, name="beats", beat_s=0.01)
     eventually(lambda: beats.beats >= 2)
     aside.close()

@@ -1,12 +1,11 @@
 """Groups that have been played, as a checkpoint holds them: written and read exactly, restored by draw."""
 
-import asyncio
 import math
 from dataclasses import dataclass
 
 import torch
 
-from torchtitan_rl.rollout.finished import Finished, read, write
+from torchtitan_rl.rollout.finished import FinishedGroups, read, write
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 
 TASK = Task(id="sort/train/3", prompt="cab=", answer="abc")
@@ -26,22 +25,11 @@ def rollout(number, **changed):
 
 
 def played(*groups):
-    """A `Finished` that has played one group for each of the slots from 0 on, and the slots that it asked to play."""
-    asked = []
-
-    async def run_group(workflow, task, policy, n, *, group_id, seed):
-        assert (workflow, policy, n, seed) == ("workflow", "policy", 2, 5)
-        asked.append(group_id)
-        return groups[int(group_id.split("/")[0])]
-
-    finished = Finished(run_group)
-    for slot in range(len(groups)):
-        asyncio.run(run(finished, f"{slot}/0"))
-    return finished, asked
-
-
-async def run(finished, draw, task=TASK):
-    return await finished.run_group("workflow", task, "policy", 2, group_id=draw, seed=5)
+    """The groups that were played for the slots from 0 on, kept."""
+    finished = FinishedGroups()
+    for slot, group in enumerate(groups):
+        finished.keep(f"{slot}/0", TASK, group)
+    return finished
 
 
 def test_a_group_comes_back_exactly_and_without_what_hooks_have_made_of_it(tmp_path):
@@ -49,36 +37,32 @@ def test_a_group_comes_back_exactly_and_without_what_hooks_have_made_of_it(tmp_p
         return RolloutGroup(id="0/0", rollouts=[rollout(0), rollout(1, masked=True)])
 
     one = group()
-    finished, asked = played(one)
+    finished = played(one)
     one.left_out, one.advantages = "zero_variance", [1.0, 2.0]
     one.rollouts[0].turns[0].completion.tokens.append(9)
     one.rollouts[0].turns[0].advantages, one.rollouts[0].reward = torch.ones(4), 7.0
     write(tmp_path / "finished.jsonl", finished.since(0))
-    resumed, played_again = played()
+    resumed = played()
     assert resumed.restore(read(tmp_path / "finished.jsonl")) == []
-    again = asyncio.run(run(resumed, "0/0"))
-    assert again == group() and played_again == [] and asked == ["0/0"]
+    again = resumed.take("0/0", TASK)
+    assert again == group()
     assert again.rollouts[0].task is TASK
     again.rollouts[0].turns[0].completion.tokens.clear()
     assert resumed.since(0) == finished.since(0)  # the next checkpoint holds it too
 
 
 def test_a_restored_group_serves_its_own_draw_once():
-    finished, asked = played(RolloutGroup(id="0/0", rollouts=[rollout(0)]))
-    resumed = Finished(finished._run_group)
-    lines = finished.since(0)
+    lines, resumed = played(RolloutGroup(id="0/0", rollouts=[rollout(0)])).since(0), FinishedGroups()
     resumed.restore(lines)
-    asyncio.run(run(resumed, "0/0"))
-    assert asked == ["0/0"]
-    asyncio.run(run(resumed, "0/0"))  # asked for once more, by a loop of somebody's own: played from the newest policy
-    assert asked == ["0/0"] * 2
+    assert resumed.take("1/0", TASK) is None
+    assert resumed.take("0/0", TASK) is not None
+    assert resumed.take("0/0", TASK) is None  # a second time, by a loop of somebody's own: played by the newest policy
     resumed.restore(lines)
-    asyncio.run(run(resumed, "0/0", Task(id="another", prompt="")))
-    assert asked == ["0/0"] * 3
+    assert resumed.take("0/0", Task(id="another", prompt="")) is None
 
 
 def test_slots_that_have_trained_are_forgotten():
-    finished, _ = played(*(RolloutGroup(id=f"{slot}/0", rollouts=[rollout(0)]) for slot in range(12)))
+    finished = played(*(RolloutGroup(id=f"{slot}/0", rollouts=[rollout(0)]) for slot in range(12)))
     assert [line["draw"] for line in finished.since(9)] == ["9/0", "10/0", "11/0"]
     finished.forget(set(range(10)))
     assert [line["draw"] for line in finished.since(0)] == ["10/0", "11/0"]
@@ -97,7 +81,7 @@ def test_what_is_not_plain_data_is_played_again_and_a_note_says_so(tmp_path):
             [tensors, rollout(0, task=Task(id=TASK.id, prompt="")), Mine(id="2/0/0", task=TASK, turns=[]), rollout(0)]
         )
     ]
-    finished, _ = played(*groups)
+    finished = played(*groups)
     write(tmp_path / "finished.jsonl", finished.since(0))
     lines = read(tmp_path / "finished.jsonl")
     assert [line.get("why", "") for line in lines] == [
@@ -106,9 +90,9 @@ def test_what_is_not_plain_data_is_played_again_and_a_note_says_so(tmp_path):
         "rollout 2/0/0 has a Mine, a class of the workflow's own",
         "",
     ]
-    resumed, _ = played(groups[0])
+    resumed = played(groups[0])
     assert resumed.restore(lines) == [
         "3 draws had finished and are played again, such as 0/0: is not plain data "
         "(Object of type Tensor is not JSON serializable)"
     ]
-    assert asyncio.run(run(resumed, "3/0")) == groups[3] and read(tmp_path / "missing") == []
+    assert resumed.take("3/0", TASK) == groups[3] and read(tmp_path / "missing") == []

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from torchtitan_rl.tasks.gsm8k import Gsm8k
-from torchtitan_rl.tasks.judging import judge
+from torchtitan_rl.tasks.judging import judge, reward_function
 from torchtitan_rl.tasks.math_reward import math_equal
 from torchtitan_rl.types import Task
 
@@ -47,7 +47,8 @@ def test_a_task_without_a_readable_answer_is_refused():
 
 
 def test_a_family_takes_it_for_its_own():
-    assert Gsm8k.Config(reward=math_equal).build().reward is math_equal
+    task = Task(id="m/0", prompt="1+1=", answer="2")
+    assert reward_function(Gsm8k.Config(reward=math_equal).build(), task) is math_equal
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch):

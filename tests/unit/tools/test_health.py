@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from tests.made_runs import made_run
+from torchtitan_rl.health.diagnosis import examine
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
@@ -31,7 +32,13 @@ def put(run_dir, age=0.0, **more):
 
 
 def look(run_dir):
-    return health_of(Run(run_dir), Series(run_dir.metrics_file).refresh())
+    run = Run(run_dir)
+    return health_of(run, Series(run_dir.metrics_file).refresh(), examine(run).findings)
+
+
+def overdue(run_dir):
+    """What the rule on the present work says."""
+    return [finding.what for finding in examine(Run(run_dir)).findings if finding.rule == "overdue"]
 
 
 def test_a_run_that_reports_is_running_and_well(run_dir):
@@ -44,11 +51,11 @@ def test_a_lost_replica_and_a_late_span_are_not_well(run_dir):
     put(run_dir, replicas={"generator-0": "its process has ended"})
     assert not look(run_dir).good
     put(run_dir, spans=[{"name": "generate", "since": ago(40), "done": 0, "total": 0}])
-    assert look(run_dir).late == []  # nobody knows how long it takes
+    assert overdue(run_dir) == []  # nobody knows how long it takes
     put(run_dir, spans=[{"name": "step", "since": ago(40), "done": 0, "total": 0}])
     assert (
-        look(run_dir).said == "step"
-        and look(run_dir).late == ["step has taken 40 s so far; usually 1.0 s"]
+        look(run_dir).sentence == "step"
+        and overdue(run_dir) == ["step has taken 40 s so far; usually 1.0 s"]
         and not look(run_dir).good
     )
 
@@ -74,7 +81,7 @@ def test_ends_are_told_with_their_reason(run_dir):
     put(run_dir, ended="stopped")
     attempts.end_for_good(run_dir, "the filters left nothing")
     health = look(run_dir)
-    assert health.state == "stopped" and health.said.endswith(": the filters left nothing")
+    assert health.state == "stopped" and health.sentence.endswith(": the filters left nothing")
 
 
 def test_events_are_newest_first_and_counted(run_dir):
@@ -112,12 +119,12 @@ def test_a_stopped_run_says_why_by_its_last_event(run_dir, kind, text):
     put(run_dir, ended="stopped")
     run_dir.attempt = 1
     run_dir.record("events", 2, [{"at": ago(3), "level": "error", "kind": kind, "who": "", "text": text}])
-    assert look(run_dir).said.endswith(f" ago: {text}")
+    assert look(run_dir).sentence.endswith(f" ago: {text}")
     put(run_dir, ended="stopped", attempt=2)  # a later attempt: that event is not about its end
-    assert text not in look(run_dir).said
+    assert text not in look(run_dir).sentence
 
 
 def test_a_run_that_ended_early_says_by_which_rule(run_dir):
     put(run_dir, ended="finished")
     run_dir.log_metrics({"step": 3, "phase": "stop", "stop/reason": "controller.stop.patience=2: no better"})
-    assert look(run_dir).said.endswith(" ago, early: controller.stop.patience=2: no better")
+    assert look(run_dir).sentence.endswith(" ago, early: controller.stop.patience=2: no better")

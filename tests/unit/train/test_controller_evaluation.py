@@ -8,13 +8,13 @@ import pytest
 
 from tests.unit.config.test_load import run_config
 from torchtitan_rl import Run
-from torchtitan_rl.cli import main, verbs
+from torchtitan_rl.cli import evaluate, main
 from torchtitan_rl.config.run import EvalSetConfig
 from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.launch.stack import Stack
+from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture, MixtureSource
 from torchtitan_rl.tasks.pass_rate_filter import PassRateFilter, read_pass_rates, write_pass_rates
@@ -146,8 +146,8 @@ def run_eval(config, tmp_path, monkeypatch, *flags):
         return controller_of(config, tmp_path / "run")
 
     monkeypatch.setattr(Controller, "launch", launch)
-    args = main._parser().parse_args(["eval", "a config", "--checkpoint", str(tmp_path), *flags])
-    return asyncio.run(verbs.evaluate(args, config))
+    args = main._parser("eval").parse_args(["eval", "a config", "--checkpoint", str(tmp_path), *flags])
+    return asyncio.run(evaluate.evaluate(args, config))
 
 
 def test_eval_writes_the_pass_rates_and_prints_every_set(config, tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scripts.controller_scale import growths, power
+from benchmarks.controller_scale import growths, power
 from tests.simulation.scale import config_at, simulated
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.train.controller import Controller

@@ -8,7 +8,7 @@ import pytest
 from torchtitan_rl.config.run import ControllerConfig
 from torchtitan_rl.config.stopping import StopConfig
 from torchtitan_rl.record.recorder import Listener, Recorder
-from torchtitan_rl.train.early_stop import EarlyEnd, early_end, end_early, watch_for_collapse
+from torchtitan_rl.train.early_stop import CollapseRule, EarlyEnd, early_end, end_early
 from torchtitan_rl.types.ends import StopRequest
 from torchtitan_rl.types.run_state import RunState
 
@@ -66,8 +66,8 @@ class Lines(Listener):
     def __init__(self):
         self.lines = []
 
-    def fact(self, kind, what):
-        self.lines.append((what["line"], what["text"]))
+    def metrics(self, event):
+        self.lines.append((event.line, event.text))
 
 
 def test_an_early_end_is_recorded_with_its_reason():
@@ -86,17 +86,16 @@ def test_an_early_end_is_recorded_with_its_reason():
 
 def batches(stop, state, *lines, **rules):
     """Tells the rules of batches: (entropy, share of groups without signal)."""
-    recorder = Recorder()
-    watch_for_collapse(StopConfig(**rules), state, stop, recorder)
+    rule = CollapseRule(StopConfig(**rules), state.collapse, stop)
     for entropy, no_signal in lines:
         line = {"step": 1, "phase": "reinforcement", "policy/entropy": entropy, "reward/zero_std_frac": no_signal}
-        recorder.fact("metrics", line=line, text="")
-        recorder.fact("metrics", line={"step": 1, "phase": "evaluation", "eval/accuracy": 0.1}, text="")
-    return recorder
+        rule.count(line)
 
 
-def test_rules_that_are_off_do_not_listen():
-    assert batches(StopRequest(0.0), RunState(seed=0), (0.0, 1.0)).listeners == []
+def test_rules_that_are_off_count_nothing():
+    state, stop = RunState(seed=0), StopRequest(0.0)
+    batches(stop, state, (0.0, 1.0))
+    assert state.collapse == {} and stop.failure is None
 
 
 def test_a_collapse_is_signs_in_a_row():

@@ -6,8 +6,6 @@ import math
 import pytest
 import torch
 
-from torchtitan_rl.record.recorder import Recorder
-from torchtitan_rl.train.evaluation_beside import WAIT
 from torchtitan_rl.train.overlap import Overlap, ratios_by_age
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
@@ -66,31 +64,20 @@ def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
             return [0.1, 0.2]
 
     async def run():
-        recorder = Recorder()
-        recorder.listeners.append(Overlap(Batches(), Generators(), [0]))
-        lines, expected = [], []
-        with recorder.span("reinforcement", total=1):
-            for _ in range(2):
-                with recorder.span("step") as step:
-                    await asyncio.sleep(0.2)  # the wait for a batch
-                    with recorder.span("score") as score:
-                        await asyncio.sleep(0.1)
-                    with recorder.span("sync") as sync:
-                        await asyncio.sleep(0.02)
-                        waited_s = 0.0
-                        if not lines:
-                            with recorder.span(WAIT) as wait:
-                                await asyncio.sleep(0.05)
-                            waited_s = wait.seconds
-                lines.append({"policy/lag_mean": 1.0, "time/step_s": step.seconds, "time/sync_s": sync.seconds})
-                expected.append((1 - score.seconds / step.seconds, waited_s, sync.seconds - waited_s))
-                recorder.fact("metrics", line=lines[-1], text="")
+        overlap, lines, expected = Overlap(Batches(), Generators(), [0]), [], []
+        overlap.start()
+        for waited_s in (0.05, 0.0):
+            overlap.begin_step()
+            await asyncio.sleep(0.2)
+            line = {"policy/lag_mean": 1.0, "time/step_s": 0.4, "time/sync_s": 0.07}
+            lines.append(line | overlap.metrics(line, training_s=0.1, evaluation_wait_s=waited_s))
+            expected.append((0.75, waited_s, 0.07 - waited_s))
+        overlap.stop()
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1  # nobody looks any more
         return lines, expected
 
     lines, expected = asyncio.run(run())
-    assert lines[0]["time/eval_wait_s"] >= 0.05 and lines[1]["time/eval_wait_s"] == 0
     for line, (idle, waited_s, sync_s) in zip(lines, expected, strict=True):
         assert line["trainer/idle_frac"] == pytest.approx(idle, abs=0.01) and 0 < idle < 1
         assert line["time/eval_wait_s"] == pytest.approx(waited_s, abs=0.01)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_rl.config.algorithm import ScheduleConfig
-from torchtitan_rl.train.training import lr_factor
+from torchtitan_rl.train.step import lr_factor
 
 
 def factors(num_steps, **config):

@@ -6,13 +6,14 @@ import random
 import numpy
 import torch
 
-from torchtitan_rl.train.training import count_bad
+from torchtitan_rl.train.role_step import RoleStep
+from torchtitan_rl.train.step import count_bad
 from torchtitan_rl.types import OptimStepOutput
 from torchtitan_rl.types.run_state import RunState, random_states, set_random_states
 
 
-def step(version: int, *, skipped: bool = False, loss: float = 0.5) -> tuple[OptimStepOutput, float]:
-    return OptimStepOutput(grad_norm=1.0, lr=0.1, policy_version=version, skipped=skipped), loss
+def step(version: int, *, skipped: bool = False, loss: float = 0.5) -> RoleStep:
+    return RoleStep(OptimStepOutput(grad_norm=1.0, lr=0.1, policy_version=version, skipped=skipped), loss)
 
 
 def test_bad_steps_are_counted_in_a_row_for_each_role():

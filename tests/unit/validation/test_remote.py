@@ -7,7 +7,7 @@ import pytest
 import torchtitan_rl.config as rl
 from tests.integration.conftest import ROOT
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.launch.stack import hosts_for, settled_for
+from torchtitan_rl.launch.choice import hosts_for, settled_for
 from torchtitan_rl.validation.remote import adapted_parts, check_remote
 
 

@@ -59,7 +59,7 @@ def test_every_place_has_the_same_settings_with_the_same_values_for_off():
     assert settings == {name: off[0] for name, off in NEUTRAL.items()}
     params = SamplingParams(max_tokens=1)
     assert settings == {name: getattr(params, name) for name in NEUTRAL}
-    args = main._parser().parse_args(["sample", "--checkpoint", "x", "--prompt", "y"])
+    args = main._parser("sample").parse_args(["sample", "--checkpoint", "x", "--prompt", "y"])
     assert settings == {name: getattr(args, name) for name in NEUTRAL}
 
 
@@ -73,8 +73,8 @@ def test_every_place_has_the_same_settings_with_the_same_values_for_off():
 def test_the_verb_sample_refuses_them_before_anything_starts(flags, complaint, capsys, monkeypatch):
     import asyncio
 
-    from torchtitan_rl.cli import verbs
+    from torchtitan_rl.cli import exit_status
 
-    monkeypatch.setattr(verbs, "ended", lambda coroutine, status=int: status(asyncio.run(coroutine)))
+    monkeypatch.setattr(exit_status, "end_with", lambda coroutine, status=int: status(asyncio.run(coroutine)))
     assert main.main(["sample", "--checkpoint", "nowhere", "--prompt", "ab", *flags]) == 1
     assert capsys.readouterr().err.startswith(complaint)

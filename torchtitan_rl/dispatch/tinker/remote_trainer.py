@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.dispatch.microbatches import check_alike
+from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths
 from torchtitan_rl.dispatch.role_mesh import describe
 from torchtitan_rl.dispatch.tinker import loss_terms
 from torchtitan_rl.dispatch.tinker.call_order import InOrder, done
 from torchtitan_rl.dispatch.tinker.session import NoMesh, Samplers, answered, sdk
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.types import Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
-from torchtitan_rl.types.refusals import refuse_lengths
 from torchtitan_rl.weights import checkpoint
 
 __all__ = ["RECORD", "RemoteTrainingClient"]
@@ -202,8 +201,7 @@ class RemoteTrainingClient(TrainingClient):
                 f"{operation}.temperature={temperature}: a remote service computes log-probabilities at temperature 1; "
                 "use 1, or backend='actors'"
             )
-        if not data or max(len(datum) for datum in data) > self._max_datum_tokens:
-            refuse_lengths(operation, [len(datum) for datum in data], self._max_datum_tokens)
+        check_lengths(operation, data, self._max_datum_tokens)
         check_alike(data, f"{operation}.data")
 
     def _send(self, data: list[Datum], loss: loss_terms.Named, *, forward_only: bool = False) -> Any:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from torchtitan_rl.health.facts import Facts, Reading
-from torchtitan_rl.health.rules.rule import Rule, Said, few, last, middle
+from torchtitan_rl.health.rules.rule import Problem, Rule, few, last, middle
 
 __all__ = ["ANSWERS"]
 
@@ -19,7 +19,7 @@ _TAIL, _LONGEST_PIECE, _TIMES = 512, 32, 8
 _FORM = re.compile(r"format|parse|valid|schema|well_?formed")
 
 
-def duplicates(facts: Facts, threshold: float) -> Said | None:
+def duplicates(facts: Facts, threshold: float) -> Problem | None:
     """The policy says the same to different tasks, or siblings are copies although the policy is not sure."""
     rollouts = facts.rollouts
     if len(rollouts) < _FEW_ROLLOUTS or len({rollout["task_id"] for rollout in rollouts}) < _FEW_TASKS:
@@ -27,18 +27,18 @@ def duplicates(facts: Facts, threshold: float) -> Said | None:
     return _one_answer(facts, threshold) or _copies(facts, threshold)
 
 
-def _one_answer(facts: Facts, threshold: float) -> Said | None:
+def _one_answer(facts: Facts, threshold: float) -> Problem | None:
     rollouts = facts.rollouts
     text, number = Counter(rollout["text"] for rollout in rollouts).most_common(1)[0]
     same, share = [rollout for rollout in rollouts if rollout["text"] == text], number / len(rollouts)
     right = fmean(rollout["reward"] or 0.0 for rollout in same) >= _RIGHT * facts.best_reward
     if share < threshold or right or len({rollout["task_id"] for rollout in same}) < _FEW_TASKS:
         return None
-    what = f"{share:.0%} of {len(rollouts)} answers to different tasks are the same, {_shown(text)}"
-    return Said(what, [Reading("share of the commonest answer", rollouts[-1]["step"], share)])
+    sentence = f"{share:.0%} of {len(rollouts)} answers to different tasks are the same, {_shown(text)}"
+    return Problem(sentence, [Reading("share of the commonest answer", rollouts[-1]["step"], share)])
 
 
-def _copies(facts: Facts, threshold: float) -> Said | None:
+def _copies(facts: Facts, threshold: float) -> Problem | None:
     """With n nats of chance in an answer, equal siblings are rare: a few groups in a thousand at n = 2."""
     entropy, length = (last(facts.series(name)) for name in ("policy/entropy", "completion/length_mean"))
     if not entropy or not length or (nats := middle(entropy) * middle(length)) < _FEW_NATS:
@@ -49,26 +49,28 @@ def _copies(facts: Facts, threshold: float) -> Said | None:
     alike = [len(set(texts)) == 1 for texts in groups.values() if len(texts) > 2]
     if not alike or fmean(alike) < threshold:
         return None
-    what = (
+    sentence = (
         f"in {fmean(alike):.0%} of the groups all rollouts are the same, while an answer has {nats:.1f} nats of chance"
     )
     evidence = [Reading("share of groups of copies", facts.rollouts[-1]["step"], fmean(alike)), *entropy]
-    return Said(f"{what}: siblings are not sampled independently", evidence)
+    return Problem(f"{sentence}: siblings are not sampled independently", evidence)
 
 
-def unparsable(facts: Facts, threshold: float) -> Said | None:
+def unparsable(facts: Facts, threshold: float) -> Problem | None:
     """Many answers cannot be read: empty, undecodable, or one piece over and over."""
     rollouts = facts.rollouts
     if len(rollouts) < _FEW_ROLLOUTS:
         return None
     step = rollouts[-1]["step"]
-    found = Counter(why for rollout in rollouts if (why := _unreadable(rollout)))
-    if not found or found.total() / len(rollouts) <= threshold:
+    reasons = Counter(why for rollout in rollouts if (why := _unreadable(rollout)))
+    if not reasons or reasons.total() / len(rollouts) <= threshold:
         return None
-    evidence = [Reading(f"share that is {why}", step, number / len(rollouts)) for why, number in found.most_common()]
+    evidence = [Reading(f"share that is {why}", step, number / len(rollouts)) for why, number in reasons.most_common()]
     example = next(rollout["text"] for rollout in rollouts if _unreadable(rollout))
-    what = f"{found.total() / len(rollouts):.0%} of the newest {len(rollouts)} answers cannot be read"
-    return Said(f"{what}, mostly because they are {found.most_common(1)[0][0]}, such as {_shown(example)}", evidence)
+    sentence = f"{reasons.total() / len(rollouts):.0%} of the newest {len(rollouts)} answers cannot be read"
+    return Problem(
+        f"{sentence}, mostly because they are {reasons.most_common(1)[0][0]}, such as {_shown(example)}", evidence
+    )
 
 
 def _unreadable(rollout: dict[str, Any]) -> str:

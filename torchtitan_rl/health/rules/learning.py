@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_rl.health.facts import Facts, Reading, Series
-from torchtitan_rl.health.rules.rule import RECENT, Rule, Said, batches, few, first, last, middle
+from torchtitan_rl.health.rules.rule import RECENT, Problem, Rule, batches, few, first, last, middle
 
 __all__ = ["LEARNING"]
 
@@ -14,7 +14,7 @@ _LONG_ENOUGH = 4.0
 """Tokens by which a length must change."""
 
 
-def entropy_collapse(facts: Facts, threshold: float) -> Said | None:
+def entropy_collapse(facts: Facts, threshold: float) -> Problem | None:
     """The policy has become sure of answers that earn little."""
     series = facts.series("policy/entropy")
     early, late = first(series), last(series)
@@ -24,11 +24,11 @@ def entropy_collapse(facts: Facts, threshold: float) -> Said | None:
     before, now, best = middle(first(rewards)), middle(last(rewards)), facts.best_reward
     if now >= before + 0.5 * (best - before):  # sure and mostly right: it has learned
         return None
-    what = f"the policy's entropy fell from {middle(early):.3g} to {middle(late):.2g} nats per token"
-    return Said(f"{what} while the reward went from {before:.3f} to {now:.3f}", [*early, *late, *last(rewards)])
+    sentence = f"the policy's entropy fell from {middle(early):.3g} to {middle(late):.2g} nats per token"
+    return Problem(f"{sentence} while the reward went from {before:.3f} to {now:.3f}", [*early, *late, *last(rewards)])
 
 
-def no_signal(facts: Facts, threshold: float) -> Said | None:
+def no_signal(facts: Facts, threshold: float) -> Problem | None:
     """The rewards of siblings have been equal for many batches, and are not the best."""
     late = _without_signal(facts, threshold)
     if not late or (rewards := last(facts.series("reward/mean"), _IN_A_ROW)) == []:
@@ -36,11 +36,11 @@ def no_signal(facts: Facts, threshold: float) -> Said | None:
     if middle(rewards) >= 0.95 * facts.best_reward:
         return None
     spread = "the same for every rollout" if _constant(facts) else "equal within the groups"
-    what = f"for {len(late)} batches the rewards of at least {threshold:.0%} of the groups have been equal"
-    return Said(f"{what}, from which nothing is learned; rewards are {spread}", [*late[-5:], *rewards[-5:]])
+    sentence = f"for {len(late)} batches the rewards of at least {threshold:.0%} of the groups have been equal"
+    return Problem(f"{sentence}, from which nothing is learned; rewards are {spread}", [*late[-5:], *rewards[-5:]])
 
 
-def saturation(facts: Facts, threshold: float) -> Said | None:
+def saturation(facts: Facts, threshold: float) -> Problem | None:
     """Almost every answer has earned the best reward for a good part of the run."""
     late, best = _without_signal(facts, _ALMOST_ALL), facts.best_reward
     rewards = {reading.step: reading for reading in facts.series("reward/mean")}
@@ -52,8 +52,8 @@ def saturation(facts: Facts, threshold: float) -> Said | None:
     if len(full) < max(_IN_A_ROW, facts.num_batches // 4):
         return None
     since = "since the first step" if len(full) == facts.num_batches else f"since step {full[0].step}"
-    what = f"the reward has been at least {threshold:.0%} of the best, {best:g}, in {len(full)} batches {since}"
-    return Said(f"{what}: almost no group has a signal, further steps teach nothing", [*full[-5:], *late[-5:]])
+    sentence = f"the reward has been at least {threshold:.0%} of the best, {best:g}, in {len(full)} batches {since}"
+    return Problem(f"{sentence}: almost no group has a signal, further steps teach nothing", [*full[-5:], *late[-5:]])
 
 
 def _without_signal(facts: Facts, threshold: float) -> Series:
@@ -71,19 +71,19 @@ def _constant(facts: Facts) -> bool:
     return all(float(reading.value) < 1e-9 for reading in last(facts.series("reward/std"), _IN_A_ROW))
 
 
-def truncation(facts: Facts, threshold: float) -> Said | None:
+def truncation(facts: Facts, threshold: float) -> Problem | None:
     """Many completions end at the token limit."""
     late = last(facts.series("completion/truncated_frac"))
     if not late or middle(late) <= threshold:
         return None
     limit = facts.setting("sampling.max_tokens", "?")
-    what = f"{middle(late):.0%} of the completions are cut off at sampling.max_tokens={limit}"
-    return Said(
-        f"{what}: what they would have said earns nothing", [*late, *last(facts.series("completion/length_mean"))]
+    sentence = f"{middle(late):.0%} of the completions are cut off at sampling.max_tokens={limit}"
+    return Problem(
+        f"{sentence}: what they would have said earns nothing", [*late, *last(facts.series("completion/length_mean"))]
     )
 
 
-def length_drift(facts: Facts, threshold: float) -> Said | None:
+def length_drift(facts: Facts, threshold: float) -> Problem | None:
     """Completions become much longer or shorter, and answers no better."""
     series = facts.series("completion/length_mean")
     early, late = first(series), last(series)
@@ -94,8 +94,8 @@ def length_drift(facts: Facts, threshold: float) -> Said | None:
         return None
     accuracy = [Reading("eval/accuracy", line["step"], line["eval/accuracy"]) for line in facts.evaluations]
     answers = "accuracy is no better" if len(accuracy) > 1 else "the reward has not risen as much"
-    what = f"completions went from {before:.1f} to {now:.1f} tokens, and {answers}"
-    return Said(f"{what}: something else than right answers decides the length", [*early, *late, *accuracy[-3:]])
+    sentence = f"completions went from {before:.1f} to {now:.1f} tokens, and {answers}"
+    return Problem(f"{sentence}: something else than right answers decides the length", [*early, *late, *accuracy[-3:]])
 
 
 def _better(facts: Facts) -> bool:
@@ -108,7 +108,7 @@ def _better(facts: Facts) -> bool:
     return now >= before + 0.25 * (facts.best_reward - before)
 
 
-def eval_falls(facts: Facts, threshold: float) -> Said | None:
+def eval_falls(facts: Facts, threshold: float) -> Problem | None:
     """Accuracy on validation tasks falls while the reward rises."""
     lines = facts.evaluations
     if len(lines) < 2:
@@ -123,9 +123,9 @@ def eval_falls(facts: Facts, threshold: float) -> Said | None:
         return None
     evidence = [Reading("eval/accuracy", line["step"], line["eval/accuracy"]) for line in (best, now)]
     before, after = best["eval/accuracy"], now["eval/accuracy"]
-    what = f"validation accuracy fell from {before:.3f} (step {best['step']}) to {after:.3f} (step {now['step']})"
+    sentence = f"validation accuracy fell from {before:.3f} (step {best['step']}) to {after:.3f} (step {now['step']})"
     rise = f"while the reward rose from {middle(then):.3f} to {middle(late):.3f}"
-    return Said(f"{what}, {rise}: the reward pays for something else", [*evidence, *then, *late])
+    return Problem(f"{sentence}, {rise}: the reward pays for something else", [*evidence, *then, *late])
 
 
 def _reward_at(facts: Facts, step: int) -> Series:

@@ -7,21 +7,24 @@ from collections import Counter, defaultdict
 from statistics import median
 from typing import Any
 
-from torchtitan_rl.health.facts import Facts, Reading, Series
-from torchtitan_rl.health.rules.rule import RECENT, Rule, Said, batches, few, last, middle
-from torchtitan_rl.health.whereabouts import end_of
+from torchtitan_rl.health.facts import Facts, Reading, Series, duration
+from torchtitan_rl.health.rules.rule import RECENT, Problem, Rule, batches, few, last, middle
+from torchtitan_rl.health.whereabouts import end_of, pulse, seconds_since
 
 __all__ = ["LIVENESS"]
 
 _LEAST_SILENCE_S, _START_S = 60.0, 300.0
 _LEAST_EXCESS_S = 5.0
+_LEAST_OVERDUE_S, _LONG_START_S, _NEWEST_LINES = 10.0, 120.0, 50
 _FEW_STEPS = 5
 _FEW_SAMPLES, _LATE_SAMPLES = 12, 60
 _LEAST_GROWTH_MIB = 128.0
+_SPANS = {"step": "time/step_s", "generate": "time/generate_s", "sync": "time/sync_s", "score": "time/score_s"}
+"""Span of `status.json` -> the metric with its usual seconds."""
 _PARTS = ("time/reward_s", "time/generate_s", "time/forward_backward_s", "time/optim_s", "time/score_s", "time/sync_s")
 
 
-def dead_replica(facts: Facts, threshold: float) -> Said | None:
+def dead_replica(facts: Facts, threshold: float) -> Problem | None:
     """A replica of the generator died or was given up, replaced or not."""
     lost = [event for event in facts.events if event.get("kind") == "replica_lost"]
     evidence = [Reading(str(event.get("who")), event.get("step"), str(event.get("text"))) for event in lost]
@@ -34,19 +37,19 @@ def dead_replica(facts: Facts, threshold: float) -> Said | None:
         return None
     replaced = sum(event.get("kind") == "replica_replaced" for event in facts.events)
     who = ", ".join(sorted({str(event.get("who")) for event in lost})) or f"{number} of {replicas} replicas"
-    return Said(f"{who}: lost; losses in all: {number}, replacements that have started: {replaced}", evidence)
+    return Problem(f"{who}: lost; losses in all: {number}, replacements that have started: {replaced}", evidence)
 
 
-def slow_replica(facts: Facts, threshold: float) -> Said | None:
+def slow_replica(facts: Facts, threshold: float) -> Problem | None:
     """One replica takes much longer for a request than its siblings."""
     waits, known = _seconds_per_request(facts.samples)
     who, slowest = max(waits.items(), key=lambda item: item[1], default=("", 0.0))
-    others = [seconds for other, seconds in waits.items() if other != who and other in known]
-    usual = median(others) if others else math.inf
+    sibling_waits = [seconds for other, seconds in waits.items() if other != who and other in known]
+    usual = median(sibling_waits) if sibling_waits else math.inf
     if slowest <= threshold * usual:
         return None
     evidence: Series = [Reading(f"{name} s/request", None, seconds) for name, seconds in sorted(waits.items())]
-    return Said(f"{who}: takes {slowest:.3g} s for a request, the other replicas {usual:.3g} s", evidence)
+    return Problem(f"{who}: takes {slowest:.3g} s for a request, the other replicas {usual:.3g} s", evidence)
 
 
 def _seconds_per_request(samples: list[dict[str, Any]]) -> tuple[dict[str, float], set[str]]:
@@ -70,7 +73,7 @@ def _seconds_per_request(samples: list[dict[str, Any]]) -> tuple[dict[str, float
     return waits, known
 
 
-def idle_trainer(facts: Facts, threshold: float) -> Said | None:
+def idle_trainer(facts: Facts, threshold: float) -> Problem | None:
     """The trainers wait for most of a step."""
     recent = last(_idle(facts))
     if not recent or middle(recent) <= threshold:
@@ -86,14 +89,14 @@ def idle_trainer(facts: Facts, threshold: float) -> Said | None:
     waits["the generators"] = max(0.0, waits.get("the generators", 0.0) - waits.get("the rewards", 0.0))
     cause = max(waits, key=lambda who: waits[who])
     step_s = middle(last(facts.series("time/step_s")))
-    what = f"trainers wait for {middle(recent):.0%} of a step, most of it for {cause}"
-    return Said(f"{what} ({waits[cause]:.2f} of {step_s:.2f} s)", [*recent, *seconds[cause]])
+    sentence = f"trainers wait for {middle(recent):.0%} of a step, most of it for {cause}"
+    return Problem(f"{sentence} ({waits[cause]:.2f} of {step_s:.2f} s)", [*recent, *seconds[cause]])
 
 
 def _idle(facts: Facts) -> Series:
     """The share of each step in which no trainer trained or scored."""
-    if told := facts.series("trainer/idle_frac"):
-        return told
+    if recorded := facts.series("trainer/idle_frac"):
+        return recorded
     names = ("time/forward_backward_s", "time/optim_s", "time/score_s")
     return [
         Reading("trainer idle", line["step"], 1 - sum(line.get(name, 0.0) for name in names) / line["time/step_s"])
@@ -102,12 +105,12 @@ def _idle(facts: Facts) -> Series:
     ]
 
 
-def stall(facts: Facts, threshold: float) -> Said | None:
+def stall(facts: Facts, threshold: float) -> Problem | None:
     """The run's process is there and nothing goes on."""
-    where = facts.whereabouts
-    if where is None or where.state != "running" or where.written is None:
+    process = facts.whereabouts
+    if process is None or process.state != "running" or process.written is None:
         return None
-    silence = facts.now - where.written
+    silence = facts.now - process.written
     steps = [line["time/step_s"] for line in facts.lines[-20:] if line.get("time/step_s")]
     usual = median(steps) if steps else 0.0
     limit = max(_LEAST_SILENCE_S, threshold * usual) if steps else _START_S
@@ -115,34 +118,34 @@ def stall(facts: Facts, threshold: float) -> Said | None:
         return None
     step = facts.lines[-1]["step"] if facts.lines else None
     evidence = [Reading("seconds since the run last wrote", step, silence), Reading("usual step, seconds", step, usual)]
-    return Said(
+    return Problem(
         f"nothing was written for {silence:.0f} s, a step usually takes {usual:.2g} s; {_doing(facts)}", evidence
     )
 
 
 def _doing(facts: Facts) -> str:
-    spans = [str(span.get("name", span)) for span in facts.status.get("spans", ())]
-    return f"the controller is in: {' > '.join(spans)}" if spans else "what it waits for is not recorded"
+    names = [str(span.get("name")) for span in facts.spans]
+    return f"the controller is in: {' > '.join(names)}" if names else "what it waits for is not recorded"
 
 
-def gone(facts: Facts, threshold: float) -> Said | None:
+def gone(facts: Facts, threshold: float) -> Problem | None:
     """The run's process is gone, and the run has not come to an end."""
-    where = facts.whereabouts
-    if where is None or where.state in ("running", "unknown"):
+    process = facts.whereabouts
+    if process is None or process.state in ("running", "unknown"):
         return None
     end, planned = end_of(facts.status, facts.events), facts.setting("controller.num_steps", "?")
     if _finished(facts) and end.get("kind") != "run_failed":  # which it may after its last evaluation
         return None
-    if where.state == "elsewhere" and facts.now - (where.written or facts.now) <= threshold:
+    if process.state == "elsewhere" and facts.now - (process.written or facts.now) <= threshold:
         return None
     phase, step = (facts.lines[-1]["phase"], facts.lines[-1]["step"]) if facts.lines else ("start-up", 0)
     if end.get("kind") in ("preempted", "interrupted"):
         return None  # as it was asked to
-    why = where.ended or end.get("text") or "it left no reason: it was killed, or its host failed"
+    why = process.ended or end.get("text") or "it left no reason: it was killed, or its host failed"
     evidence = [Reading("last step", step, phase), Reading("controller.num_steps", None, planned)]
-    if where.pid is not None:
-        evidence.append(Reading(f"pid on {where.host}", None, where.pid))
-    return Said(f"the run ended in the {phase} phase at step {step} of {planned}: {why}", evidence)
+    if process.pid is not None:
+        evidence.append(Reading(f"pid on {process.host}", None, process.pid))
+    return Problem(f"the run ended in the {phase} phase at step {step} of {planned}: {why}", evidence)
 
 
 def _finished(facts: Facts) -> bool:
@@ -151,7 +154,7 @@ def _finished(facts: Facts) -> bool:
     return facts.status.get("ended") == "finished" or any(line.get("eval/split") == "test" for line in last_ones)
 
 
-def slow_step(facts: Facts, threshold: float) -> Said | None:
+def slow_step(facts: Facts, threshold: float) -> Problem | None:
     """One step took far longer than its peers."""
     steps = []
     for number, line in enumerate(facts.steps):
@@ -166,14 +169,49 @@ def slow_step(facts: Facts, threshold: float) -> Said | None:
         return None
     line = next(line for line in facts.steps if line["step"] == slowest.step)
     parts = [Reading(name, slowest.step, line[name]) for name in _PARTS if line.get(name)]
-    what = f"step {slowest.step} took {slowest.value:.1f} s, a step usually takes {usual:.2g} s"
+    sentence = f"step {slowest.step} took {slowest.value:.1f} s, a step usually takes {usual:.2g} s"
     # Rewards are within the generation: the first part that is most of the step says most.
     if most := next((part for part in parts if float(part.value) > 0.5 * float(slowest.value)), None):
-        what += f"; {most.value:.1f} s of it are {most.name}"
-    return Said(what, [slowest, *parts])
+        sentence += f"; {most.value:.1f} s of it are {most.name}"
+    return Problem(sentence, [slowest, *parts])
 
 
-def memory(facts: Facts, threshold: float) -> Said | None:
+def overdue(facts: Facts, threshold: float) -> Problem | None:
+    """What the run is doing now takes much longer than usual."""
+    process = facts.whereabouts
+    if facts.status.get("ended") or process is None or process.ended:
+        return None
+    if pulse(process, facts.status, facts.now) not in ("reports", "silent"):
+        return None
+    sentences: list[str] = []
+    evidence: Series = []
+    for span in facts.spans:
+        name, seconds = str(span.get("name")), seconds_since(span.get("since"), facts.now)
+        if seconds is None or span.get("total"):  # a phase, which is as long as its steps
+            continue
+        usual = _usual_s(facts, _SPANS.get(name, ""))
+        if usual is not None and seconds > max(_LEAST_OVERDUE_S, threshold * usual):
+            sentences.append(f"{name} has taken {duration(seconds)} so far; usually {duration(usual)}")
+        elif name.startswith("starting") and seconds > _LONG_START_S:
+            sentences.append(f"{name} has taken {duration(seconds)} so far")
+        else:
+            continue
+        evidence.append(Reading(f"{name}, seconds so far", facts.status.get("step"), seconds))
+    return Problem("; ".join(sentences), evidence) if sentences else None
+
+
+def _usual_s(facts: Facts, metric: str) -> float | None:
+    """The median of a metric's newest values, of reinforcement if that has any, else of the warm start."""
+    for phase in ("reinforcement", "supervised"):
+        lines = [
+            line for line in facts.lines if line.get("phase") == phase and isinstance(line.get(metric), float | int)
+        ]
+        if lines:
+            return median(line[metric] for line in lines[-_NEWEST_LINES:])
+    return None
+
+
+def memory(facts: Facts, threshold: float) -> Problem | None:
     """The memory of a process grows and grows."""
     grown = []
     by_process: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
@@ -199,7 +237,7 @@ def memory(facts: Facts, threshold: float) -> Said | None:
         Reading(f"{who} MiB", quarter[-1]["step"], level) for level, quarter in zip(levels, quarters, strict=True)
     ]
     per_step = f", {growth / (end - begin):.2g} MiB a step" if end > begin else ""
-    return Said(f"{who}: its memory grew by {growth:.0f} MiB from step {begin} to step {end}{per_step}", evidence)
+    return Problem(f"{who}: its memory grew by {growth:.0f} MiB from step {begin} to step {end}{per_step}", evidence)
 
 
 def _lacks_events(facts: Facts) -> str:
@@ -220,8 +258,14 @@ def _lacks_idle(facts: Facts) -> str:
 
 
 def _lacks_process(facts: Facts) -> str:
-    where = facts.whereabouts
-    return "needs run.lock, which says whose process the run is" if where is None or where.state == "unknown" else ""
+    process = facts.whereabouts
+    return (
+        "needs run.lock, which says whose process the run is" if process is None or process.state == "unknown" else ""
+    )
+
+
+def _lacks_status(facts: Facts) -> str:
+    return "" if facts.status else "needs status.json, which says what the run is doing"
 
 
 def _lacks_samples(facts: Facts) -> str:
@@ -304,6 +348,17 @@ LIVENESS = (
         advice="look at the part of the step that is named: a reward that waits for a service, a generator that was "
         "replaced, a store on a slow disk",
         lacks=batches("time/step_s", number=_FEW_STEPS + 2),
+    ),
+    Rule(
+        "overdue",
+        "liveness",
+        overdue,
+        threshold=5,
+        means="times the usual seconds, and at least 10 s, that a step or a part of it has taken so far; a start 120 s",
+        reads="status.json; `time/step_s`, `time/generate_s`, `time/sync_s`, `time/score_s`",
+        advice="wait, or look at the newest lines in logs/ for what it waits for; `py-spy dump --pid` shows where",
+        lacks=_lacks_status,
+        live="",  # of a run that is there to be looked at from elsewhere
     ),
     Rule(
         "memory",

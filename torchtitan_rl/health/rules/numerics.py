@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from torchtitan_rl.health.facts import Facts, Reading, Series
-from torchtitan_rl.health.rules.rule import RECENT, Rule, Said, batches, few, first, middle, worst
+from torchtitan_rl.health.rules.rule import RECENT, Problem, Rule, batches, few, first, middle, worst
 
 __all__ = ["NUMERICS"]
 
@@ -15,7 +15,7 @@ _CLEARLY = 3.0
 """Times what is usual, from where on a rise counts."""
 
 
-def mismatch(facts: Facts, threshold: float) -> Said | None:
+def mismatch(facts: Facts, threshold: float) -> Problem | None:
     """Trainer and generator disagree about sampled tokens more than their dtypes and the lag explain."""
     series = facts.series("mismatch/kl")
     early, high = first(series), worst(series)
@@ -27,8 +27,10 @@ def mismatch(facts: Facts, threshold: float) -> Said | None:
     if level <= threshold * usual and not rises:
         return None
     shape = f"it rose from {before:.1e} at the run's first steps" if rises else "it has been so from the first steps on"
-    what = f"trainer and generator disagree by {level:.1e} nats per token at steps {high[0].step} to {high[-1].step}"
-    return Said(f"{what}, {usual:.0e} is usual for {dtypes}; {shape}", [*early, *high] if rises else high)
+    sentence = (
+        f"trainer and generator disagree by {level:.1e} nats per token at steps {high[0].step} to {high[-1].step}"
+    )
+    return Problem(f"{sentence}, {usual:.0e} is usual for {dtypes}; {shape}", [*early, *high] if rises else high)
 
 
 def _usual(facts: Facts) -> tuple[float, str]:
@@ -39,29 +41,29 @@ def _usual(facts: Facts) -> tuple[float, str]:
     return (_USUAL_FLOAT32, "float32") if dtypes == {"float32"} else (_USUAL_BFLOAT16, "bfloat16")
 
 
-def lag(facts: Facts, threshold: float) -> Said | None:
+def lag(facts: Facts, threshold: float) -> Problem | None:
     """Tokens were sampled by weights that are too old."""
     if not facts.setting("algorithm.max_policy_lag", 0):
         late = [reading for reading in facts.series("policy/lag_max") if float(reading.value) > 0]
         if not late:
             return None
-        what = (
+        sentence = (
             f"{len(late)} batches hold tokens of older weights, up to {max(r.value for r in late):g} versions, in a run"
         )
-        return Said(f"{what} without a lag: new weights did not reach a generator in time", late[:10])
+        return Problem(f"{sentence} without a lag: new weights did not reach a generator in time", late[:10])
     far = worst(_far(facts))
     if not far or middle(far) <= threshold:
         return None
     ages = facts.series("policy/lag_max")[-1:]
-    what = f"{middle(far):.0%} of the tokens that are older than one publication have a ratio outside 0.8 to 1.2"
-    return Said(
-        f"{what} at steps {far[0].step} to {far[-1].step}: the policy moves too far within the lag", [*far, *ages]
+    sentence = f"{middle(far):.0%} of the tokens that are older than one publication have a ratio outside 0.8 to 1.2"
+    return Problem(
+        f"{sentence} at steps {far[0].step} to {far[-1].step}: the policy moves too far within the lag", [*far, *ages]
     )
 
 
 def _far(facts: Facts) -> Series:
     """Per batch the share of tokens of an age above 0 whose ratio is far from 1."""
-    found = []
+    shares = []
     for line in facts.steps:
         ages = [
             int(name.removeprefix("policy/far_lag").removesuffix("_frac"))
@@ -71,20 +73,20 @@ def _far(facts: Facts) -> Series:
         tokens = {age: line.get(f"tokens/trained_lag{age}", 0) for age in ages if age > 0}
         if total := sum(tokens.values()):
             share = sum(line[f"policy/far_lag{age}_frac"] * number for age, number in tokens.items()) / total
-            found.append(Reading("far tokens", line["step"], share))
-    return found
+            shares.append(Reading("far tokens", line["step"], share))
+    return shares
 
 
-def clip_share(facts: Facts, threshold: float) -> Said | None:
+def clip_share(facts: Facts, threshold: float) -> Problem | None:
     """The loss clips a large share of the tokens."""
     high = worst(facts.series("policy/clip_frac"))
     if not high or middle(high) <= threshold:
         return None
-    what = f"{middle(high):.0%} of the tokens were clipped at steps {high[0].step} to {high[-1].step}"
-    return Said(f"{what}: the policy moves farther in a batch than the loss lets it", high)
+    sentence = f"{middle(high):.0%} of the tokens were clipped at steps {high[0].step} to {high[-1].step}"
+    return Problem(f"{sentence}: the policy moves farther in a batch than the loss lets it", high)
 
 
-def steps_skipped(facts: Facts, threshold: float) -> Said | None:
+def steps_skipped(facts: Facts, threshold: float) -> Problem | None:
     """Optimizer steps were skipped, or had a loss that is not finite."""
     bad: Series = []
     for line in facts.lines:
@@ -96,8 +98,8 @@ def steps_skipped(facts: Facts, threshold: float) -> Said | None:
     number = sum(1 if reading.name == "loss/mean" else int(reading.value) for reading in bad)
     if not number or number < threshold:
         return None
-    what = f"{number} optimizer steps had a gradient or a loss that is not finite, the first at step {bad[0].step}"
-    return Said(f"{what}; skipped steps change nothing", bad[:10])
+    sentence = f"{number} optimizer steps had a gradient or a loss that is not finite, the first at step {bad[0].step}"
+    return Problem(f"{sentence}; skipped steps change nothing", bad[:10])
 
 
 def _lacks_ages(facts: Facts) -> str:

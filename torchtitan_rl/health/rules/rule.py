@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from torchtitan_rl.health.facts import Facts, Reading, Series
 
-__all__ = ["Area", "Finding", "Rule", "Said", "RECENT", "batches", "few", "first", "last", "middle", "worst"]
+__all__ = ["Area", "Finding", "Rule", "Problem", "RECENT", "batches", "few", "first", "last", "middle", "worst"]
 
 Area = Literal["liveness", "numerics", "learning"]
 
@@ -36,10 +36,10 @@ class Finding:
         return asdict(self) | {"evidence": [reading._asdict() for reading in self.evidence]}
 
 
-class Said(NamedTuple):
-    """What a rule's function says when something is wrong."""
+class Problem(NamedTuple):
+    """What a rule's function returns when something is wrong."""
 
-    what: str
+    sentence: str
     evidence: Series
 
 
@@ -49,7 +49,7 @@ class Rule:
 
     name: str
     area: Area
-    find: Callable[[Facts, float], Said | None]
+    find: Callable[[Facts, float], Problem | None]
     """Looks at a run; None: nothing is wrong, or too little is known."""
     threshold: float
     means: str
@@ -65,10 +65,10 @@ class Rule:
     the run's own process cannot see such things."""
 
     def on(self, facts: Facts, threshold: float) -> Finding | None:
-        said = self.find(facts, threshold)
-        if said is None:
+        problem = self.find(facts, threshold)
+        if problem is None:
             return None
-        return Finding(self.name, self.area, said.what, tuple(said.evidence), threshold, self.advice)
+        return Finding(self.name, self.area, problem.sentence, tuple(problem.evidence), threshold, self.advice)
 
 
 def batches(*names: str, number: int = RECENT) -> Callable[[Facts], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_rl.record.recorder import Listener
+from torchtitan_rl.record.recorder import Listener, Metrics
 
 __all__ = ["FunctionSink"]
 
@@ -16,6 +16,5 @@ class FunctionSink(Listener):
     def __init__(self, function: Callable[[dict[str, Any]], object]) -> None:
         self._function = function
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind == "metrics":
-            self._function(dict(what["line"]))
+    def metrics(self, event: Metrics) -> None:
+        self._function(dict(event.line))

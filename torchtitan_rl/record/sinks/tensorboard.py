@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_rl.record.curves import SUPERVISED, final_evaluations, points
 from torchtitan_rl.record.plot import curve_of
-from torchtitan_rl.record.recorder import Listener
+from torchtitan_rl.record.recorder import Listener, Metrics
 from torchtitan_rl.record.run_dir import RunDir
 
 __all__ = ["TensorBoard"]
@@ -38,12 +38,10 @@ class TensorBoard(Listener):
         else:
             self._text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```", 0)
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind != "metrics":
-            return
+    def metrics(self, event: Metrics) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        line, by_phase = what["line"], {}
+        line, by_phase = event.line, {}
         for name, value in points(line).items():
             phase = "supervised" if name.startswith(SUPERVISED) else "reinforcement"
             by_phase.setdefault(phase, []).append(Summary.Value(tag=name, simple_value=value))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torchtitan_rl.record.curves import SUPERVISED, final_evaluations, points
 from torchtitan_rl.record.plot import curve_of
-from torchtitan_rl.record.recorder import Listener
+from torchtitan_rl.record.recorder import Listener, Metrics
 from torchtitan_rl.record.run_dir import RunDir
 
 __all__ = ["Wandb"]
@@ -61,17 +61,15 @@ class Wandb(Listener):
         self._known: set[str] = set()
         """Curves whose x axis W&B has been told."""
 
-    def fact(self, kind: str, what: dict[str, Any]) -> None:
-        if kind != "metrics":
-            return
-        if values := points(what["line"]):
+    def metrics(self, event: Metrics) -> None:
+        if values := points(event.line):
             step = f"{SUPERVISED}step" if next(iter(values)).startswith(SUPERVISED) else "step"
             for name in values.keys() - self._known:  # one by one: of two patterns that fit, W&B says not which counts
                 self._run.define_metric(name, step_metric=step)
             self._known |= values.keys()
-            self._run.log({**values, step: what["line"]["step"], "attempt": self._attempt})
-        elif "stop/reason" in what["line"]:
-            self._run.summary["stop/reason"] = what["line"]["stop/reason"]
+            self._run.log({**values, step: event.line["step"], "attempt": self._attempt})
+        elif "stop/reason" in event.line:
+            self._run.summary["stop/reason"] = event.line["stop/reason"]
 
     def close(self) -> None:
         for line in final_evaluations(self._run_dir.read_metrics()):

@@ -85,8 +85,8 @@ def _pythonic_call(tool: dict) -> dict[str, Any]:
         return [{"type": "optional", "content": _sequence(", ", argument(each))} for each in names]
 
     if needed:
-        first, *others = map(argument, needed)
-        arguments = [_sequence(first, *(_sequence(", ", each) for each in others), *rest(optional))]
+        first, *further = map(argument, needed)
+        arguments = [_sequence(first, *(_sequence(", ", each) for each in further), *rest(optional))]
     else:  # any of the optional ones may be the first
         ones = [_sequence(argument(each), *rest(optional[i + 1 :])) for i, each in enumerate(optional)]
         arguments = [{"type": "optional", "content": any_of(*ones)}] if ones else []

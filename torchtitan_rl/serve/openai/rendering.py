@@ -26,7 +26,7 @@ class Renderings:
     def chat(self, tokenizer: Any, tools: list[dict]) -> Chat:
         """The template of a tokenizer with these tools. Raises ValueError for a tokenizer without a template."""
         name = hashlib.blake2b(json.dumps(tools).encode(), digest_size=16).hexdigest()
-        return _Chat(tokenizer, tools, self, f"{id(tokenizer)} {name}")
+        return _CachedChat(tokenizer, tools, self, f"{id(tokenizer)} {name}")
 
     def keep(self, key: bytes, tokens: list[int]) -> None:
         self.kept[key] = tokens
@@ -35,19 +35,23 @@ class Renderings:
             self.num_tokens -= len(self.kept.popitem(last=False)[1])
 
 
-class _Chat(Chat):
+class _CachedChat(Chat):
+    """A `Chat` as workflows use it, whose two renderings are looked up in a gateway's `Renderings` first."""
+
     def __init__(self, tokenizer: Any, tools: list[dict], renderings: Renderings, name: str) -> None:
         super().__init__(tokenizer, tools or None)
         self._renderings, self._name = renderings, name
 
     def prompt(self, messages: list) -> list[int]:
-        return self._once([messages], lambda: super(_Chat, self).prompt(messages))
+        return self._once([messages], lambda: super(_CachedChat, self).prompt(messages))
 
     def between(self, history: list, following: list, *, more: bool = True) -> list[int]:
-        return self._once([history, following, more], lambda: super(_Chat, self).between(history, following, more=more))
+        return self._once(
+            [history, following, more], lambda: super(_CachedChat, self).between(history, following, more=more)
+        )
 
-    def _once(self, asked: list, render) -> list[int]:
-        text = json.dumps([self._name, asked])
+    def _once(self, arguments: list, render) -> list[int]:
+        text = json.dumps([self._name, arguments])
         key, kept = hashlib.blake2b(text.encode(), digest_size=16).digest(), self._renderings.kept
         if key in kept:
             kept.move_to_end(key)

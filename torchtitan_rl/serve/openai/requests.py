@@ -187,23 +187,23 @@ def parse(kind: type[_Body], body: bytes, ignored: Collection[str] = ()) -> tupl
     """A body as `kind`, and the parameters of `ignored` that it had; they are left out. Raises Refused (400) for what
     is not of the form, and for parameters that are not offered."""
     try:
-        asked = kind.model_validate_json(body)
+        request = kind.model_validate_json(body)
     except ValidationError as error:
         raise refusal_of(error) from None
-    left_out = [name for name in ignored if _asks(asked, name)]
+    left_out = [name for name in ignored if _asks(request, name)]
     for name in left_out:
-        setattr(asked, name, None)
-    for name, value in (asked.model_extra or {}).items():
+        setattr(request, name, None)
+    for name, value in (request.model_extra or {}).items():
         if value is None or name in _MEANINGLESS:
             continue
         neutral, why = NOT_OFFERED.get(name, ((), "there is no such parameter here"))
         if value not in neutral:
             raise invalid(f"{name[:80]}: is not offered: {why}; leave it out", name[:80], "unsupported_parameter")
-    return asked, left_out
+    return request, left_out
 
 
-def _asks(asked: _Body, name: str) -> bool:
+def _asks(request: _Body, name: str) -> bool:
     """Whether a request has a parameter that asks for something."""
-    value = getattr(asked, name, None)
+    value = getattr(request, name, None)
     value = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
     return value is not None and value not in IGNORABLE[name]

@@ -17,36 +17,36 @@ _NEVER = -9999.0
 """JSON has no infinity; vLLM writes the same."""
 
 
-def chat_answer(answers: list[Answer], asked: ChatRequest, model: str, name: str, tokenizer) -> dict[str, Any]:
+def chat_answer(answers: list[Answer], request: ChatRequest, model: str, name: str, tokenizer) -> dict[str, Any]:
     """A `chat.completion`; `name` is its id."""
     choices = [
         {
             "index": i,
             "message": _message(answer),
-            "logprobs": _chat_logprobs(answer, tokenizer) if asked.logprobs else None,
+            "logprobs": _chat_logprobs(answer, tokenizer) if request.logprobs else None,
             "finish_reason": answer.finish_reason,
-            **_tokens(answer, asked),
+            **_tokens(answer, request),
         }
         for i, answer in enumerate(answers)
     ]
     whole = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model, "choices": choices}
-    if asked.return_token_ids:
+    if request.return_token_ids:
         whole["prompt_token_ids"] = answers[0].prompt.tokens
     return whole | {"usage": _usage(answers)}
 
 
 def completion_answer(
-    answers: list[Answer], asked: CompletionRequest, model: str, name: str, tokenizer
+    answers: list[Answer], request: CompletionRequest, model: str, name: str, tokenizer
 ) -> dict[str, Any]:
     """A `text_completion`."""
     choices = [
         {
             "index": i,
             "text": answer.text,
-            "logprobs": None if asked.logprobs is None else _completion_logprobs(answer, tokenizer),
+            "logprobs": None if request.logprobs is None else _completion_logprobs(answer, tokenizer),
             "finish_reason": answer.completion.finish_reason,
-            **_tokens(answer, asked),
-            **({"prompt_token_ids": answer.prompt.tokens} if asked.return_token_ids else {}),
+            **_tokens(answer, request),
+            **({"prompt_token_ids": answer.prompt.tokens} if request.return_token_ids else {}),
         }
         for i, answer in enumerate(answers)
     ]
@@ -54,7 +54,7 @@ def completion_answer(
     return head | {"choices": choices, "usage": _usage(answers)}
 
 
-def chat_chunks(whole: dict[str, Any], asked: ChatRequest) -> Iterator[dict[str, Any]]:
+def chat_chunks(whole: dict[str, Any], request: ChatRequest) -> Iterator[dict[str, Any]]:
     """The same answer as chunks: for each choice its role, its text with calls, and its end."""
     head = {key: whole[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     if "prompt_token_ids" in whole:
@@ -68,20 +68,20 @@ def chat_chunks(whole: dict[str, Any], asked: ChatRequest) -> Iterator[dict[str,
         delta: dict[str, Any] = {} if message["content"] is None else {"content": message["content"]}
         if calls := message.get("tool_calls"):
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-        said = {"index": index, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+        choice_chunk = {"index": index, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
         yield head | {
-            "choices": [said | {key: choice[key] for key in ("token_ids", "policy_versions") if key in choice}]
+            "choices": [choice_chunk | {key: choice[key] for key in ("token_ids", "policy_versions") if key in choice}]
         }
         yield head | {"choices": [{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]}
-    if asked.stream_options is not None and asked.stream_options.include_usage:
+    if request.stream_options is not None and request.stream_options.include_usage:
         yield head | {"choices": [], "usage": whole["usage"]}
 
 
-def completion_chunks(whole: dict[str, Any], asked: CompletionRequest) -> Iterator[dict[str, Any]]:
+def completion_chunks(whole: dict[str, Any], request: CompletionRequest) -> Iterator[dict[str, Any]]:
     head = {key: whole[key] for key in ("id", "object", "created", "model")}
     for choice in whole["choices"]:
         yield head | {"choices": [choice]}
-    if asked.stream_options is not None and asked.stream_options.include_usage:
+    if request.stream_options is not None and request.stream_options.include_usage:
         yield head | {"choices": [], "usage": whole["usage"]}
 
 
@@ -109,12 +109,12 @@ def _message(answer: Answer) -> dict[str, Any]:
     return message
 
 
-def _tokens(answer: Answer, asked: Sampled) -> dict[str, Any]:
+def _tokens(answer: Answer, request: Sampled) -> dict[str, Any]:
     """What a request may ask for beyond OpenAI's fields, of each sampled token."""
     more: dict[str, Any] = {}
-    if asked.return_token_ids:
+    if request.return_token_ids:
         more["token_ids"] = answer.completion.tokens
-    if asked.return_policy_versions:
+    if request.return_policy_versions:
         more["policy_versions"] = answer.completion.policy_versions
     return more
 
@@ -144,5 +144,10 @@ def _finite(logprob: float) -> float:
 
 def _usage(answers: list[Answer]) -> dict[str, int]:
     prompts = {id(answer.prompt): len(answer.prompt.tokens) for answer in answers}
-    given, said = sum(prompts.values()), sum(len(answer.completion.tokens) for answer in answers)
-    return {"prompt_tokens": given, "completion_tokens": said, "total_tokens": given + said}
+    num_prompt_tokens = sum(prompts.values())
+    num_sampled_tokens = sum(len(answer.completion.tokens) for answer in answers)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_sampled_tokens,
+        "total_tokens": num_prompt_tokens + num_sampled_tokens,
+    }

@@ -79,9 +79,11 @@ class Answer:
 
     def begins(self, tokens: list[int]) -> bool:
         """Whether a prompt goes on from this turn."""
-        given = len(self.prompt.tokens)
-        end = given + len(self.completion.tokens)
-        return tokens[given:end] == self.completion.tokens and tokens[:given] == self.prompt.tokens
+        num_prompt_tokens = len(self.prompt.tokens)
+        end = num_prompt_tokens + len(self.completion.tokens)
+        return (
+            tokens[num_prompt_tokens:end] == self.completion.tokens and tokens[:num_prompt_tokens] == self.prompt.tokens
+        )
 
     @property
     def finish_reason(self) -> str:
@@ -135,26 +137,26 @@ class Session:
         """Why no reward of this session can count."""
         self.closed = False
         self._rate, self._places = Rate(limits.requests_per_s), places or Places(limits.max_parallel)
-        self._asked = self._num_tokens = 0
+        self._num_requested = self._num_tokens = 0
         self._limit_at = 0
         """The completions that had been asked for when `ended_by` was set."""
         self._began = time.perf_counter()
         self._by_key: dict[int, Answer] = {}
-        self._given: set[int] = set()
+        self._kept_keys: set[int] = set()
         self._spans, self._renderings = spans, renderings
 
     # Prompts.
 
-    def chat_prompt(self, asked: ChatRequest) -> Prompt:
+    def chat_prompt(self, request: ChatRequest) -> Prompt:
         """The prompt of a conversation. Raises Refused for messages that cannot be rendered."""
-        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
         if self.policy.for_training:
-            refuse_for_training(asked, tools)
-            constraint = Structure(reads_calls=asked.tool_choice != "none")
+            refuse_for_training(request, tools)
+            constraint = Structure(reads_calls=request.tool_choice != "none")
         else:
-            constraint = structure(asked, tools, self.tool_reader)
+            constraint = structure(request, tools, self.tool_reader)
         try:
-            return dataclasses.replace(self._conversation(asked.messages, tools), structure=constraint)
+            return dataclasses.replace(self._conversation(request.messages, tools), structure=constraint)
         except Exception as error:  # a template, or a tokenizer, may raise anything, always about the messages
             raise invalid(" ".join(str(error).split())[:500] or type(error).__name__, "messages") from error
 
@@ -173,35 +175,35 @@ class Session:
                 )
                 stops = earlier.prompt.stop_token_ids
                 return Prompt(tokens, stops, earlier, rendered, tools, keys[-1])
-            self.counts["drift"] += keys[i] in self._given
+            self.counts["drift"] += keys[i] in self._kept_keys
         end = chat.end_of_turn(rendered)
         stops = [] if end in (None, self.policy.tokenizer.eos_token_id) else [end]
         return Prompt(chat.prompt(rendered), stops, None, rendered, tools, keys[-1])
 
-    def text_prompts(self, asked: CompletionRequest) -> list[Prompt]:
+    def text_prompts(self, request: CompletionRequest) -> list[Prompt]:
         """The prompts of a request for completions: text or tokens, one or several. Raises Refused."""
-        given = asked.prompt
-        several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        content = request.prompt
+        several = isinstance(content, list) and bool(content) and not isinstance(content[0], int)
         try:
-            prompts = [self._plain(prompt) for prompt in (given if several else [given])]
+            prompts = [self._plain(prompt) for prompt in (content if several else [content])]
         except (ValueError, TypeError, OverflowError) as error:
             raise invalid(f"prompt: {error}", "prompt") from error
         if any(not prompt.tokens for prompt in prompts):
             raise invalid("prompt: has no tokens; give at least one", "prompt")
         return prompts
 
-    def _plain(self, given: Any) -> Prompt:
-        if isinstance(given, str):
+    def _plain(self, prompt: Any) -> Prompt:
+        if isinstance(prompt, str):
             earlier = [
-                a for a in self.answers if a.prompt.text is not None and given.startswith(a.prompt.text + a.text)
+                a for a in self.answers if a.prompt.text is not None and prompt.startswith(a.prompt.text + a.text)
             ]
             if (after := max(earlier, key=lambda a: len(a.prompt.text + a.text), default=None)) is None:
-                return Prompt(self.policy.encode(given), text=given)
-            rest = given[len(after.prompt.text) + len(after.text) :]
-            return Prompt([*after.tokens, *self.policy.encode(rest)], after=after, text=given)
-        self._check_ids(given, "prompt")
-        after = next((answer for answer in reversed(self.answers) if answer.begins(given)), None)
-        return Prompt(list(given), after=after)
+                return Prompt(self.policy.encode(prompt), text=prompt)
+            rest = prompt[len(after.prompt.text) + len(after.text) :]
+            return Prompt([*after.tokens, *self.policy.encode(rest)], after=after, text=prompt)
+        self._check_ids(prompt, "prompt")
+        after = next((answer for answer in reversed(self.answers) if answer.begins(prompt)), None)
+        return Prompt(list(prompt), after=after)
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         size = self.vocab_size
@@ -210,9 +212,9 @@ class Session:
 
     # Completions.
 
-    async def complete(self, prompts: list[Prompt], asked: Sampled) -> list[Answer]:
+    async def complete(self, prompts: list[Prompt], request: Sampled) -> list[Answer]:
         """`n` completions of each prompt, prompt by prompt. They count as turns once `keep` is told. Raises Refused."""
-        n = (asked.n or 1) * len(prompts)
+        n = (request.n or 1) * len(prompts)
         self._admit(n)
         params = []
         for prompt in prompts:
@@ -225,16 +227,16 @@ class Session:
                     "messages",
                     "context_length_exceeded",
                 )
-            self._check_ids(asked.stop_token_ids or [], "stop_token_ids")
+            self._check_ids(request.stop_token_ids or [], "stop_token_ids")
             drawn = sampling_params(
-                asked, self.policy, prompt.stop_token_ids, room, prompt.structure.tag, own=self.seed is None
+                request, self.policy, prompt.stop_token_ids, room, prompt.structure.tag, own=self.seed is None
             )
-            params += [(prompt, drawn)] * (asked.n or 1)
+            params += [(prompt, drawn)] * (request.n or 1)
         num_tokens = sum(len(prompt.tokens) + drawn.max_tokens for prompt, drawn in params)
         self._places.take(n, num_tokens)
-        first, self._asked = self._asked, self._asked + n
+        first, self._num_requested = self._num_requested, self._num_requested + n
         try:
-            calls = [self._complete(*drawn, first + i, asked.stops) for i, drawn in enumerate(params)]
+            calls = [self._complete(*drawn, first + i, request.stops) for i, drawn in enumerate(params)]
             with self._spans.away():
                 return [await calls[0]] if n == 1 else await asyncio.gather(*calls)
         except RuntimeError as error:
@@ -253,14 +255,14 @@ class Session:
         if self.closed:
             raise Refused(404, "session: has ended; open another", code="session_not_found")
         self._rate.take()
-        turns = limits.max_turns and self._asked + n > limits.max_turns
+        turns = limits.max_turns and self._num_requested + n > limits.max_turns
         if turns or (limits.max_tokens and self._num_tokens >= limits.max_tokens):
             self._stand_at("turns" if turns else "tokens")
             reached = f"{limits.max_turns} completions" if turns else f"{limits.max_tokens} sampled tokens"
             raise invalid(f"session: its limit of {reached} is reached; end here", code="session_limit_reached")
 
     def _stand_at(self, limit: str) -> None:
-        self.ended_by, self._limit_at = limit, self._asked
+        self.ended_by, self._limit_at = limit, self._num_requested
 
     async def _complete(self, prompt: Prompt, params: SamplingParams, number: int, stops: list[str]) -> Answer:
         self._spans.go()
@@ -307,7 +309,7 @@ class Session:
         self.answers.sort(key=lambda answer: answer.number)
         for answer in answers:
             if answer.prompt.messages:
-                self._given.add(answer.prompt.key)
+                self._kept_keys.add(answer.prompt.key)
                 self._by_key[hash((answer.prompt.key, *compared_answer(answer.content, answer.calls)))] = answer
 
     def turns(self) -> list[Turn]:

@@ -14,7 +14,7 @@ _MAX_STOP_TOKENS = 256
 
 
 def sampling_params(
-    asked: Sampled, policy: Policy, stop_token_ids: list[int], room: int, structure: str = "", *, own: bool
+    request: Sampled, policy: Policy, stop_token_ids: list[int], room: int, structure: str = "", *, own: bool
 ) -> SamplingParams:
     """How a completion is drawn: by the policy's settings, and the request's where the request may decide.
 
@@ -22,13 +22,13 @@ def sampling_params(
     temperature and seed. Otherwise the run does: where rollouts train, another temperature and whatever alters the
     distribution is refused with status 400, and where they are evaluated, the evaluation's temperature holds.
     """
-    if len(asked.stops) > _MAX_STOPS or not all(asked.stops):
+    if len(request.stops) > _MAX_STOPS or not all(request.stops):
         raise invalid(f"stop: has an empty text, or more than {_MAX_STOPS}; give texts that end a completion", "stop")
-    if len(asked.stop_token_ids or ()) > _MAX_STOP_TOKENS:
+    if len(request.stop_token_ids or ()) > _MAX_STOP_TOKENS:
         raise invalid(f"stop_token_ids: has more than {_MAX_STOP_TOKENS}; give fewer", "stop_token_ids")
     altered = dict(policy.altered)
     for name, off in NEUTRAL.items():
-        value = getattr(asked, name)
+        value = getattr(request, name)
         if value is None or value in off:
             continue
         if policy.for_training:
@@ -40,24 +40,24 @@ def sampling_params(
             )
         altered[name] = value
     temperature = policy.temperature
-    if asked.temperature is not None:
+    if request.temperature is not None:
         if own:
-            temperature = asked.temperature
-        elif policy.for_training and asked.temperature != temperature:
+            temperature = request.temperature
+        elif policy.for_training and request.temperature != temperature:
             raise invalid(
-                f"temperature={asked.temperature:g}: this session trains at algorithm.temperature={temperature:g}; "
+                f"temperature={request.temperature:g}: this session trains at algorithm.temperature={temperature:g}; "
                 "leave it out, or name it in external(ignored=...)",
                 "temperature",
                 "unsupported_parameter",
             )
-    limits = [policy.max_tokens, room, *([] if asked.limit is None else [asked.limit])]
+    limits = [policy.max_tokens, room, *([] if request.limit is None else [request.limit])]
     return SamplingParams(
         max_tokens=min(limits),
         temperature=temperature,
-        seed=asked.seed if own else None,
-        stop_token_ids=[*stop_token_ids, *policy.stop_token_ids, *(asked.stop_token_ids or [])],
-        stop=[*policy.stop, *asked.stops],
-        ignore_eos=bool(asked.ignore_eos),
+        seed=request.seed if own else None,
+        stop_token_ids=[*stop_token_ids, *policy.stop_token_ids, *(request.stop_token_ids or [])],
+        stop=[*policy.stop, *request.stops],
+        ignore_eos=bool(request.ignore_eos),
         structure=structure,
         **altered,  # type: ignore[arg-type]  # top_k is a whole number
     )

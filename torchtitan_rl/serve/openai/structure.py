@@ -27,19 +27,19 @@ class Structure:
     """Whether calls are written as `call_forms.json_list`, and not in the tool parser's form."""
 
 
-def structure(asked: ChatRequest, tools: list[dict], reader: ToolReader | None) -> Structure:
+def structure(request: ChatRequest, tools: list[dict], reader: ToolReader | None) -> Structure:
     """The structure that a request asks for; without a tag where it asks for none. Raises Refused for a tool that is
     not there, and for what no grammar says."""
     try:
-        return _structure(asked, tools, reader)
+        return _structure(request, tools, reader)
     except ValueError as error:
         raise invalid(str(error), "tools") from error
 
 
-def refuse_for_training(asked: ChatRequest, tools: list[dict]) -> None:
+def refuse_for_training(request: ChatRequest, tools: list[dict]) -> None:
     """Raises Refused for a request that constrains what a policy in training says."""
     for name, neutral in CONSTRAINTS.items():
-        value = getattr(asked, name)
+        value = getattr(request, name)
         value = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
         if value is None or value in neutral or (name == "parallel_tool_calls" and not tools):
             continue
@@ -51,10 +51,10 @@ def refuse_for_training(asked: ChatRequest, tools: list[dict]) -> None:
         )
 
 
-def _structure(asked: ChatRequest, tools: list[dict], reader: ToolReader | None) -> Structure:
-    schema = None if asked.response_format is None else asked.response_format.schema_asked
+def _structure(request: ChatRequest, tools: list[dict], reader: ToolReader | None) -> Structure:
+    schema = None if request.response_format is None else request.response_format.schema_asked
     answer = None if schema is None else call_forms.json_value(schema)
-    choice, single = asked.tool_choice, asked.parallel_tool_calls is False
+    choice, single = request.tool_choice, request.parallel_tool_calls is False
     if choice == "required" or isinstance(choice, NamedTool):
         return _forced(choice, tools, reader, single)
     if choice == "none" or not tools or reader is None:

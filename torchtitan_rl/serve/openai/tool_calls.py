@@ -127,21 +127,21 @@ class ToolReader:
         properties = {"city": {"type": "string"}, "number": {"type": "integer"}}
         described = {"description": "looks up", "parameters": {"type": "object", "properties": properties}}
         tools = [{"type": "function", "function": {"name": name, **described}}]
-        asked = {"role": "user", "content": "a"}
+        question = {"role": "user", "content": "a"}
         result = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": "b"}
 
         def rendered(**message: Any) -> str:
-            messages = [asked, {"role": "assistant", **message}, result]
+            messages = [question, {"role": "assistant", **message}, result]
             return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
 
         try:
-            called, said = rendered(content="", tool_calls=[call]), rendered(content=_MARK)
+            called, spoken = rendered(content="", tool_calls=[call]), rendered(content=_MARK)
         except Exception as error:  # a template may raise anything
             raise ValueError(
                 f"tool_parser={self.name!r}: the tokenizer's chat template refuses a conversation with a call of a "
                 f"tool ({' '.join(str(error).split())[:300]}); give it a template that renders tool_calls"
             ) from error
-        before, _, after = said.partition(_MARK)
+        before, _, after = spoken.partition(_MARK)
         text = called[len(before) : len(called) - len(after)] if called.startswith(before) else called
         if name not in text:
             raise ValueError(

@@ -241,10 +241,10 @@ class _Routes:
         max_bytes, encoding = self.server.limits.max_body_bytes, request.headers.get("content-encoding")
         raw = await self._raw(request, max_bytes)
         try:
-            asked = read(bounds.decompressed(raw, encoding, max_bytes))
+            body = read(bounds.decompressed(raw, encoding, max_bytes))
         except Fault as fault:
             return self._refused_in_order(request, bounds.beginning(raw, encoding), fault)
-        return _future(submit(asked), asked.model_id)
+        return _future(submit(body), body.model_id)
 
     def _refused_in_order(self, request: Request, body: bytes, fault: Fault) -> Response:
         """The fault at the place of the request in the order of its model. Raises the fault where `body` has no
@@ -309,19 +309,19 @@ class _Routes:
         request_id = (await self._parsed(request, bodies.FutureBody)).request_id
         try:
             with self.spans.away():
-                found = await _service(request).futures.fetch(request_id, self.server.limits.poll_s)
+                outcome = await _service(request).futures.fetch(request_id, self.server.limits.poll_s)
         except Fault as fault:
-            found = fault
-        if found is None:
+            outcome = fault
+        if outcome is None:
             waits = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return Response(json.dumps(waits), 408, media_type="application/json")
-        if isinstance(found, Fault):
-            return _json(found.body)
-        if found.kind == "json":
-            return Response(found.content, media_type="application/json")
+        if isinstance(outcome, Fault):
+            return _json(outcome.body)
+        if outcome.kind == "json":
+            return Response(outcome.content, media_type="application/json")
         if "protobuf" not in request.headers.get("accept", ""):
-            return Response(as_json(found.kind, found.content), media_type="application/json")
-        return Response(found.content, media_type="application/x-protobuf")
+            return Response(as_json(outcome.kind, outcome.content), media_type="application/json")
+        return Response(outcome.content, media_type="application/x-protobuf")
 
 
 def _service(request: Request) -> Service:

@@ -53,8 +53,8 @@ class Catalogue:
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
     async def runs(self, request: Request) -> dict[str, Any]:
-        found = self._service.checkpoints.models()
-        shown, cursor = _page(request, found, 20)
+        models = self._service.checkpoints.models()
+        shown, cursor = _page(request, models, 20)
         return {"training_runs": [self._as_wire(record) for record in shown], "cursor": cursor}
 
     async def run(self, request: Request) -> dict[str, Any]:
@@ -62,13 +62,13 @@ class Catalogue:
 
     async def checkpoints_of(self, request: Request) -> dict[str, Any]:
         record = self._record(request)
-        return {"checkpoints": [found.as_wire() for found in self._service.checkpoints.of(record.model_id)]}
+        return {"checkpoints": [checkpoint.as_wire() for checkpoint in self._service.checkpoints.of(record.model_id)]}
 
     async def checkpoints(self, request: Request) -> dict[str, Any]:
         store = self._service.checkpoints
-        found = [checkpoint for record in store.models() for checkpoint in store.of(record.model_id)]
-        found.sort(key=lambda checkpoint: checkpoint.time, reverse=True)
-        shown, cursor = _page(request, found, 100)
+        checkpoints = [checkpoint for record in store.models() for checkpoint in store.of(record.model_id)]
+        checkpoints.sort(key=lambda checkpoint: checkpoint.time, reverse=True)
+        shown, cursor = _page(request, checkpoints, 100)
         return {"checkpoints": [checkpoint.as_wire() for checkpoint in shown], "cursor": cursor}
 
     async def delete(self, request: Request) -> None:
@@ -77,8 +77,8 @@ class Catalogue:
     async def set_ttl(self, request: Request) -> None:
         limits = self._service.limits
         body = parse(TtlBody, await read_body(request, limits.max_small_bytes, limits.body_timeout_s))
-        found = request.path_params["model_id"], request.path_params["checkpoint_id"]
-        self._service.checkpoints.set_ttl(*found, body.ttl_seconds)
+        place = request.path_params["model_id"], request.path_params["checkpoint_id"]
+        self._service.checkpoints.set_ttl(*place, body.ttl_seconds)
 
     async def urls(self, request: Request) -> dict[str, Any]:
         """A link for each file of weights that were saved for other programs. Raises Fault where they are damaged."""
@@ -169,12 +169,12 @@ def download_url(request: Request, token: str, name: str) -> str:
     return f"{request.base_url}api/v1/downloads/{token}/{quote(name)}"
 
 
-def _page(request: Request, found: list, limit: int) -> tuple[list, dict[str, int]]:
+def _page(request: Request, records: list, limit: int) -> tuple[list, dict[str, int]]:
     try:
         limit, offset = (
-            int(request.query_params.get(name, given)) for name, given in (("limit", limit), ("offset", 0))
+            int(request.query_params.get(name, default)) for name, default in (("limit", limit), ("offset", 0))
         )
     except ValueError:
         raise user("limit and offset: are whole numbers; mend the query") from None
     limit, offset = min(max(limit, 0), 1000), max(offset, 0)
-    return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
+    return records[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(records)}

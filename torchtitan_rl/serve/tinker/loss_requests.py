@@ -85,28 +85,28 @@ def datums(data: list[Sequence], name: str, loss: Loss, *, vocab_size: int) -> l
     return [_datum(sequence, f"data[{i}]", name, loss, vocab_size) for i, sequence in enumerate(data)]
 
 
-def _datum(sequence: Sequence, where: str, name: str, loss: Loss, vocab_size: int) -> Datum:
+def _datum(sequence: Sequence, path: str, name: str, loss: Loss, vocab_size: int) -> Datum:
     inputs = sequence.inputs
     if missing := [key for key in loss.needed if key not in inputs]:
-        raise user(f"{where}.loss_fn_inputs: lacks {', '.join(missing)}, which {name} reads; add it")
+        raise user(f"{path}.loss_fn_inputs: lacks {', '.join(missing)}, which {name} reads; add it")
     if unknown := [key for key in inputs if key not in loss.needed + loss.optional]:
-        raise user(f"{where}.loss_fn_inputs[{unknown[0][:80]!r}]: is not read by {name}; leave it out")
+        raise user(f"{path}.loss_fn_inputs[{unknown[0][:80]!r}]: is not read by {name}; leave it out")
     tokens, targets = sequence.tokens, inputs["target_tokens"]
     for key, ids in (("model_input", tokens), ("loss_fn_inputs['target_tokens']", targets)):
         if ids.is_floating_point() or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size):
-            raise user(f"{where}.{key}: has an id that is not in the vocabulary of {vocab_size}; check the tokenizer")
+            raise user(f"{path}.{key}: has an id that is not in the vocabulary of {vocab_size}; check the tokenizer")
     for key, tensor in inputs.items():
         wide = key == "target_tokens" or key == "weights"
         if len(tensor) != len(tokens) or not len(tokens) or not tensor.numel() or (tensor.dim() > 1 and not wide):
             raise user(
-                f"{where}.loss_fn_inputs[{key!r}]: has shape {tuple(tensor.shape)} and the input {len(tokens)} tokens; "
+                f"{path}.loss_fn_inputs[{key!r}]: has shape {tuple(tensor.shape)} and the input {len(tokens)} tokens; "
                 "give one number for each token"
             )
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise user(f"{where}.loss_fn_inputs[{key!r}]: has a NaN or an infinity; send finite numbers")
+            raise user(f"{path}.loss_fn_inputs[{key!r}]: has a NaN or an infinity; send finite numbers")
     if name != "cross_entropy":
         if targets.dim() > 1:
-            raise user(f"{where}.loss_fn_inputs['target_tokens']: {name} takes one target a token; use cross_entropy")
+            raise user(f"{path}.loss_fn_inputs['target_tokens']: {name} takes one target a token; use cross_entropy")
         one_T = torch.ones(len(tokens))
         columns = {"token_weights": one_T, "loss_mask": one_T}
         columns |= {"sampling_logprobs": inputs["logprobs"].float(), "advantages": inputs["advantages"].float()}
@@ -114,7 +114,7 @@ def _datum(sequence: Sequence, where: str, name: str, loss: Loss, vocab_size: in
     weights = inputs.get("weights", torch.ones(targets.shape))
     if weights.shape != targets.shape:
         raise user(
-            f"{where}.loss_fn_inputs['weights']: has shape {tuple(weights.shape)} and target_tokens "
+            f"{path}.loss_fn_inputs['weights']: has shape {tuple(weights.shape)} and target_tokens "
             f"{tuple(targets.shape)}; give every target a weight"
         )
     return Datum(tokens=tokens, target_tokens=targets, loss_inputs={"token_weights": weights.float()})

@@ -66,21 +66,21 @@ class ModelRequests:
                 self._models.remove(model, "its checkpoint could not be loaded")
             raise
 
-    def train(self, asked: wire.Training) -> str:
+    def train(self, request: wire.Training) -> str:
         """A forward pass, with a backward pass unless `forward_only`."""
 
         async def start(model: Model) -> Awaitable[Answer]:
-            loss, arguments = loss_requests.loss_of(asked.loss_fn, asked.loss_config)
-            given = loss_requests.datums(asked.data, asked.loss_fn, loss, vocab_size=self._models.vocab_size)
-            data = loss_requests.widened(given)
+            loss, arguments = loss_requests.loss_of(request.loss_fn, request.loss_config)
+            sent = loss_requests.datums(request.data, request.loss_fn, loss, vocab_size=self._models.vocab_size)
+            data = loss_requests.widened(sent)
             self._models.use(model)
-            if asked.forward_only:
+            if request.forward_only:
                 output = self._trainer.forward(data, temperature=1.0)
-                return _outputs(output, given, lambda rows: loss_requests.value(loss, arguments, data, rows))
+                return _outputs(output, sent, lambda rows: loss_requests.value(loss, arguments, data, rows))
             output = self._trainer.forward_backward(data, loss.function, loss_config=arguments, temperature=1.0)
-            return _outputs(output, given, None)
+            return _outputs(output, sent, None)
 
-        return self._models.submit(asked.model_id, asked.seq_id, start, nbytes=asked.nbytes)
+        return self._models.submit(request.model_id, request.seq_id, start, nbytes=request.nbytes)
 
     def step(self, body: OptimStepBody) -> str:
         """An optimizer step."""

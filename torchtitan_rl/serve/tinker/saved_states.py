@@ -150,8 +150,8 @@ class Checkpoints:
             user_metadata=metadata,
         )
         known = files or {}
-        others = [f for f in sorted(writing.rglob("*")) if f.is_file() and str(f.relative_to(writing)) not in known]
-        write_checksums(writing, known | checksums(writing, others))
+        new_files = [f for f in sorted(writing.rglob("*")) if f.is_file() and str(f.relative_to(writing)) not in known]
+        write_checksums(writing, known | checksums(writing, new_files))
         self.describe(record)
         _write_json(writing / "checkpoint.json", asdict(checkpoint))
         shutil.rmtree(final, ignore_errors=True)
@@ -175,9 +175,9 @@ class Checkpoints:
             verb = "train on" if kind == "weights" else "sample from"
             raise user(f"path={path[:160]!r}: is none to {verb}; give tinker://MODEL/{kind}/NAME")
         directory = self.directory(*parts)
-        if (found := self._read(directory)) is None:
+        if (checkpoint := self._read(directory)) is None:
             raise user(f"path={path[:160]!r}: there is no such checkpoint; list_user_checkpoints names those there are")
-        return found, directory
+        return checkpoint, directory
 
     def remove(self, model_id: str, checkpoint_id: str) -> None:
         """Deletes a checkpoint. Raises Fault (404) for one that is not there."""
@@ -200,20 +200,20 @@ class Checkpoints:
 
     def of(self, model_id: str) -> list[Checkpoint]:
         """A model's checkpoints, newest first."""
-        found = []
+        checkpoints = []
         for kind in KINDS:
             for directory in (self.root / model_id / kind).glob("[!.]*"):
                 if (checkpoint := self._read(directory)) is not None:
-                    found.append(checkpoint)
-        return sorted(found, key=lambda checkpoint: checkpoint.time, reverse=True)
+                    checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
 
     def models(self) -> list[ModelRecord]:
         """The models that have been, the last used first."""
-        found = []
+        records = []
         for file in self.root.glob("*/model.json"):
             if (record := self._record(file)) is not None:
-                found.append(record)
-        return sorted(found, key=lambda record: record.last_request, reverse=True)
+                records.append(record)
+        return sorted(records, key=lambda record: record.last_request, reverse=True)
 
     def model(self, model_id: str) -> ModelRecord | None:
         if not _MODEL_ID.fullmatch(model_id):
@@ -252,8 +252,8 @@ async def require_intact(directory: Path) -> None:
     is used, and a log line says so."""
     if not has_checksums(directory):
         return logger.warning("%s: was saved without checksums by an older server; it is used unchecked", directory)
-    if found := await asyncio.to_thread(damage, directory):
-        raise user(f"checkpoint is damaged: {found}; use another one")
+    if problem := await asyncio.to_thread(damage, directory):
+        raise user(f"checkpoint is damaged: {problem}; use another one")
 
 
 def _first(error: ValidationError) -> str:

@@ -22,7 +22,7 @@ from torchtitan_rl.serve.tinker.models import Model, ModelPlaces, Models
 from torchtitan_rl.serve.tinker.owners import EVERYBODY
 from torchtitan_rl.serve.tinker.requests import ModelRequests
 from torchtitan_rl.serve.tinker.samplers import Versions
-from torchtitan_rl.serve.tinker.sampling import BASE_VERSION, Generators, Sampler, Sampling
+from torchtitan_rl.serve.tinker.sampling_sessions import BASE_VERSION, Generators, Sampler, Sampling
 from torchtitan_rl.serve.tinker.saved_states import Checkpoint, Checkpoints
 
 __all__ = ["Limits", "Served", "Server", "Service"]

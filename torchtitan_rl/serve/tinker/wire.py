@@ -121,23 +121,23 @@ def _message(body: bytes) -> Any:
 
 
 def _training_of(body: ForwardBackwardBody, forward_only: bool) -> Training:
-    asked = body.forward_backward_input or body.forward_input
-    if asked is None:
+    call = body.forward_backward_input or body.forward_input
+    if call is None:
         raise user("forward_backward_input: is missing; send data and loss_fn in it")
     bounds.check_entries(
-        [tensor.shape or [len(tensor.data)] for tensor in datum.loss_fn_inputs.values()] for datum in asked.data
+        [tensor.shape or [len(tensor.data)] for tensor in datum.loss_fn_inputs.values()] for datum in call.data
     )
     return Training(
         model_id=body.model_id,
         seq_id=body.seq_id or 0,
-        loss_fn=asked.loss_fn,
-        loss_config=asked.loss_fn_config or {},
+        loss_fn=call.loss_fn,
+        loss_config=call.loss_fn_config or {},
         data=[
             Sequence(
                 tokens=torch.tensor(tokens_of(datum.model_input), dtype=torch.int64),
                 inputs={name: _json_tensor(t, f"data[{i}].{name}") for name, t in datum.loss_fn_inputs.items()},
             )
-            for i, datum in enumerate(asked.data)
+            for i, datum in enumerate(call.data)
         ],
         forward_only=forward_only,
     )
@@ -155,15 +155,15 @@ def _tokens(chunks: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(chunks, dtype=np.int64)) if chunks else torch.zeros(0, dtype=torch.int64)
 
 
-def _chunk_tokens(chunk: Any, where: str) -> np.ndarray:
+def _chunk_tokens(chunk: Any, path: str) -> np.ndarray:
     if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
-        raise user(f"{where}.model_input: has a chunk of {kind or 'nothing'}; the model reads text alone")
-    return _from_bytes(chunk.encoded_text.tokens, np.dtype(np.int32), where)
+        raise user(f"{path}.model_input: has a chunk of {kind or 'nothing'}; the model reads text alone")
+    return _from_bytes(chunk.encoded_text.tokens, np.dtype(np.int32), path)
 
 
-def _from_bytes(content: bytes, dtype: np.dtype, where: str) -> np.ndarray:
+def _from_bytes(content: bytes, dtype: np.dtype, path: str) -> np.ndarray:
     if len(content) % dtype.itemsize:
-        raise user(f"{where}: {len(content)} bytes are no whole number of {dtype.name}; send the tensor again")
+        raise user(f"{path}: {len(content)} bytes are no whole number of {dtype.name}; send the tensor again")
     return np.frombuffer(content, dtype=dtype)
 
 
@@ -173,38 +173,38 @@ def _shape(message: Any) -> list[int]:
     return list(message.shape) or [len(message.dense) // itemsize]
 
 
-def _tensor(message: Any, where: str) -> torch.Tensor:
+def _tensor(message: Any, path: str) -> torch.Tensor:
     if (dtype := _DTYPES.get(message.dtype)) is None:
-        raise user(f"{where}.dtype={message.dtype}: is not float32 or int64; convert the tensor")
+        raise user(f"{path}.dtype={message.dtype}: is not float32 or int64; convert the tensor")
     if message.WhichOneof("encoding") == "sparse_csr":
         csr, of_int = message.sparse_csr, _DTYPES[pb.DTYPE_INT64]
-        rows, columns = _from_bytes(csr.crow_indices, of_int, where), _from_bytes(csr.col_indices, of_int, where)
-        return _dense(_from_bytes(csr.values, dtype, where), list(message.shape), rows, columns, where)
-    return _shaped(_from_bytes(message.dense, dtype, where), list(message.shape), where)
+        rows, columns = _from_bytes(csr.crow_indices, of_int, path), _from_bytes(csr.col_indices, of_int, path)
+        return _dense(_from_bytes(csr.values, dtype, path), list(message.shape), rows, columns, path)
+    return _shaped(_from_bytes(message.dense, dtype, path), list(message.shape), path)
 
 
-def _json_tensor(body: TensorBody, where: str) -> torch.Tensor:
+def _json_tensor(body: TensorBody, path: str) -> torch.Tensor:
     try:
         values = np.asarray(body.data, dtype=np.int64 if body.dtype == "int64" else np.float32)
         rows, columns = (
-            None if given is None else np.asarray(given, dtype=np.int64)
-            for given in (body.sparse_crow_indices, body.sparse_col_indices)
+            None if indices is None else np.asarray(indices, dtype=np.int64)
+            for indices in (body.sparse_crow_indices, body.sparse_col_indices)
         )
     except (OverflowError, ValueError) as error:
-        raise user(f"{where}: {error}; send numbers of dtype {body.dtype}") from error
+        raise user(f"{path}: {error}; send numbers of dtype {body.dtype}") from error
     if rows is not None and columns is not None:
-        return _dense(values, body.shape or [], rows, columns, where)
-    return _shaped(values, [len(values)] if body.shape is None else body.shape, where)
+        return _dense(values, body.shape or [], rows, columns, path)
+    return _shaped(values, [len(values)] if body.shape is None else body.shape, path)
 
 
-def _shaped(values: np.ndarray, shape: list[int], where: str) -> torch.Tensor:
+def _shaped(values: np.ndarray, shape: list[int], path: str) -> torch.Tensor:
     shape = shape or [len(values)]
     if len(shape) > 2 or min(shape) < 0 or int(np.prod(shape, dtype=object)) != len(values):
-        raise user(f"{where}.shape={shape[:4]}: {len(values)} numbers came; give the shape (N,) or (N, K) they have")
+        raise user(f"{path}.shape={shape[:4]}: {len(values)} numbers came; give the shape (N,) or (N, K) they have")
     return torch.from_numpy(values.copy()).reshape(shape)
 
 
-def _dense(values: np.ndarray, shape: list[int], rows: np.ndarray, columns: np.ndarray, where: str) -> torch.Tensor:
+def _dense(values: np.ndarray, shape: list[int], rows: np.ndarray, columns: np.ndarray, path: str) -> torch.Tensor:
     """CSR as a dense tensor (N, K), 0 where nothing is stored."""
     wrong = len(shape) != 2 or not 0 <= shape[0] < 2**24 or not 0 <= shape[1] < 2**16 or len(rows) != shape[0] + 1
     counts = np.diff(rows)
@@ -213,7 +213,7 @@ def _dense(values: np.ndarray, shape: list[int], rows: np.ndarray, columns: np.n
         wrong = not stored
         wrong = wrong or (len(columns) > 0 and not 0 <= columns.min() <= columns.max() < shape[1])
     if wrong:
-        raise user(f"{where}: is no compressed sparse matrix of shape {shape[:4]}; send it dense, or mend its indices")
+        raise user(f"{path}: is no compressed sparse matrix of shape {shape[:4]}; send it dense, or mend its indices")
     dense = np.zeros(shape, dtype=values.dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return torch.from_numpy(dense)

@@ -108,8 +108,8 @@ def _train(
     turns: dict[str, float] = {}
     for name in links.within | links.between:
         link, seconds = link_seconds(links, name, hardware)
-        kind, held = ("tensor parallel", turns) if name == "tensor parallel" else ("FSDP", calls)
-        held[f"network of {kind}, {link}"] = held.get(f"network of {kind}, {link}", 0.0) + seconds
+        kind, parts = ("tensor parallel", turns) if name == "tensor parallel" else ("FSDP", calls)
+        parts[f"network of {kind}, {link}"] = parts.get(f"network of {kind}, {link}", 0.0) + seconds
     if sum(calls.values()) > compute:
         return turns | calls, {"compute": compute}
     return turns | {"compute": compute}, calls

@@ -58,17 +58,17 @@ def seats(sizes: list[MeshSize], placed: dict[str, Place], num_hosts: int) -> li
         for host, devices in zip(place.hosts, place.devices, strict=True):
             kind = "generator" if mesh.replica else mesh.role, mesh.num_ranks // len(place.hosts)
             per_host[host].setdefault(kind, []).append(devices)
-    found: list[Seat] = []
-    for index, held in enumerate(per_host):
-        meshes = tuple(_told(role, number, devices) for (role, number), devices in held.items())
-        if found and found[-1].meshes == meshes:
-            found[-1] = Seat(first=found[-1].first, last=index, meshes=meshes)
+    grouped: list[Seat] = []
+    for index, meshes_of_host in enumerate(per_host):
+        meshes = tuple(_mesh_text(role, number, devices) for (role, number), devices in meshes_of_host.items())
+        if grouped and grouped[-1].meshes == meshes:
+            grouped[-1] = Seat(first=grouped[-1].first, last=index, meshes=meshes)
         else:
-            found.append(Seat(first=index, last=index, meshes=meshes))
-    return found
+            grouped.append(Seat(first=index, last=index, meshes=meshes))
+    return grouped
 
 
-def _told(role: str, number: int, devices: list[str]) -> str:
+def _mesh_text(role: str, number: int, devices: list[str]) -> str:
     """`2 generators of 4 ranks on GPU 0-7`."""
     ranks = f"{number} rank{'s' if number > 1 else ''}"
     who = f"{ranks} of {role}" if role != "generator" else f"{len(devices)} generators of {ranks}"

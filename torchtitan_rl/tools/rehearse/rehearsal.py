@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.launch.inventory import Host, Place, meshes, places
+from torchtitan_rl.launch.inventory import Host, Place, check_fits, meshes, places
 from torchtitan_rl.launch.preflight import memory_problem
 from torchtitan_rl.model.memory import generator_parts, gpu_bytes, trainer_parts, working_parts
 from torchtitan_rl.model.shape import resolve_shape
@@ -15,12 +17,14 @@ from torchtitan_rl.tools.rehearse.capacity import Times, batch_times
 from torchtitan_rl.tools.rehearse.hardware import REACHED, Hardware
 from torchtitan_rl.tools.rehearse.links import Links, links_of
 from torchtitan_rl.tools.rehearse.process_placement import Seat, host_of_ranks, seats
-from torchtitan_rl.tools.rehearse.refusals import config_refusal, layout_refusal, task_refusal
 from torchtitan_rl.tools.rehearse.shards import MeshShards, mesh_shards
 from torchtitan_rl.tools.rehearse.sync import SYNC, sync_links
 from torchtitan_rl.tools.rehearse.trace_file import Collective, trace_microbatch
 from torchtitan_rl.tools.rehearse.work import BatchWork, RoleWork, batch_work
+from torchtitan_rl.train.evaluation import look_at_data
 from torchtitan_rl.validation.advice import advice
+from torchtitan_rl.validation.rewards import check_reward
+from torchtitan_rl.validation.run import missing_weights, validate
 
 __all__ = ["Load", "Rehearsal", "rehearse", "TRAINS"]
 
@@ -67,47 +71,47 @@ def rehearse(
 ) -> Rehearsal:
     """Rehearses one batch. Starts nothing and needs no memory for the model. `completion_tokens`: see `batch_work`.
     `check_task=False`: neither data nor reward are looked at."""
-    found = Rehearsal()
-    if problem := config_refusal(config):
-        found.refused.append(problem)
-        return found
-    found.warnings = advice(config)
+    rehearsal = Rehearsal()
+    if problem := _config_refusal(config):
+        rehearsal.refused.append(problem)
+        return rehearsal
+    rehearsal.warnings = advice(config)
     config = settled(config)
     if check_task:
-        problem, needed = task_refusal(config)
-        found.refused += filter(None, [problem])
-        found.warnings += needed
-    if problem := layout_refusal(config, hosts):
-        found.refused.append(problem)
-        return found
+        problem, needed = _task_refusal(config)
+        rehearsal.refused += filter(None, [problem])
+        rehearsal.warnings += needed
+    if problem := _layout_refusal(config, hosts):
+        rehearsal.refused.append(problem)
+        return rehearsal
     placed = places(config, hosts)
-    found.seats = seats(meshes(config), placed, len(hosts))
+    rehearsal.seats = seats(meshes(config), placed, len(hosts))
     device = "cuda" if hosts[0].devices else "cpu"
-    _rehearse_memory(found, config, hosts, placed, device)
-    found.work = batch_work(config, completion_tokens)
-    _rehearse_traffic(found, config, placed, device)
-    if device == "cuda" and not found.unknown:
-        sync = max([0, *found.links[SYNC].between.values(), *found.taken.values()])
+    _rehearse_memory(rehearsal, config, hosts, placed, device)
+    rehearsal.work = batch_work(config, completion_tokens)
+    _rehearse_traffic(rehearsal, config, placed, device)
+    if device == "cuda" and not rehearsal.unknown:
+        sync = max([0, *rehearsal.links[SYNC].between.values(), *rehearsal.taken.values()])
         seconds = sync / (hardware.between_gb_s * 1e9 * REACHED["network"])
-        found.times = batch_times(config, found.work, found.links, seconds, hardware)
-    return found
+        rehearsal.times = batch_times(config, rehearsal.work, rehearsal.links, seconds, hardware)
+    return rehearsal
 
 
 def _rehearse_memory(
-    found: Rehearsal, config: RunConfig, hosts: list[Host], placed: dict[str, Place], device: str
+    rehearsal: Rehearsal, config: RunConfig, hosts: list[Host], placed: dict[str, Place], device: str
 ) -> None:
     parts: dict[str, dict[str, int]] = {}
     for role, (trainer, model) in config.trainers().items():
         shape, trains = resolve_shape(model), role in TRAINS
-        shards = found.shards[role] = mesh_shards(trainer, model, role, device)
+        shards = rehearsal.shards[role] = mesh_shards(trainer, model, role, device)
         most = shards.largest
         measured = {"parameters": most.parameters, "gradients": most.gradients, "optimizer": most.optimizer}
         parts[role] = trainer_parts(trainer, shape, trains=trains, device=device) | measured
         working = working_parts(trainer, shape, trains=trains, device=device)
-        found.memory[role] = measured | working | {"step": parts[role]["step"]}
-    found.memory["generator"] = parts["generator"] = generator_parts(config.generator, resolve_shape(config.model))
+        rehearsal.memory[role] = measured | working | {"step": parts[role]["step"]}
+    rehearsal.memory["generator"] = parts["generator"] = generator_parts(config.generator, resolve_shape(config.model))
     if problem := memory_problem(config, hosts, parts=parts):
-        found.refused.append(problem)
+        rehearsal.refused.append(problem)
     loads: Counter[tuple[str, ...]] = Counter()
     on: dict[tuple[int, str], list[str]] = {}
     for role, place in placed.items():
@@ -119,22 +123,24 @@ def _rehearse_memory(
     sizes = [gpu.total_bytes for host in hosts if host.cuda is not None for gpu in host.cuda.gpus]
     for together, number in loads.items():
         needed = gpu_bytes(config, together, parts)
-        found.loads.append(Load(meshes=list(together), num_gpus=number, needed=needed, has=min(sizes)))
+        rehearsal.loads.append(Load(meshes=list(together), num_gpus=number, needed=needed, has=min(sizes)))
 
 
-def _rehearse_traffic(found: Rehearsal, config: RunConfig, placed: dict[str, Place], device: str) -> None:
-    assert found.work is not None
+def _rehearse_traffic(rehearsal: Rehearsal, config: RunConfig, placed: dict[str, Place], device: str) -> None:
+    assert rehearsal.work is not None
     sizes = {mesh.role: mesh for mesh in meshes(config)}
-    where = {role: host_of_ranks(sizes[role], placed[role]) for role in config.trainers()}
+    hosts_of_role = {role: host_of_ranks(sizes[role], placed[role]) for role in config.trainers()}
     for role, (trainer, model) in config.trainers().items():
         if resolve_shape(model).experts is not None:
-            found.unknown.append(f"{role}: what a mixture of experts sends depends on where its router sends tokens")
+            rehearsal.unknown.append(
+                f"{role}: what a mixture of experts sends depends on where its router sends tokens"
+            )
             continue
-        calls = _batch_calls(config, role, found.work.roles[role], device)
-        found.links[role] = links_of(calls, trainer, where[role])
+        calls = _batch_calls(config, role, rehearsal.work.roles[role], device)
+        rehearsal.links[role] = links_of(calls, trainer, hosts_of_role[role])
     generator_hosts = [host for name, place in placed.items() if sizes[name].replica for host in place.hosts]
-    found.links[SYNC], found.taken = sync_links(
-        found.shards["policy"], config.trainer, config.generator.dtype, where["policy"], generator_hosts
+    rehearsal.links[SYNC], rehearsal.taken = sync_links(
+        rehearsal.shards["policy"], config.trainer, config.generator.dtype, hosts_of_role["policy"], generator_hosts
     )
 
 
@@ -149,3 +155,35 @@ def _batch_calls(config: RunConfig, role: str, work: RoleWork, device: str) -> C
             for collective, times in (traced.forward + traced.backward).items():
                 calls[collective] += times * number
     return calls
+
+
+def _config_refusal(config: RunConfig) -> str:
+    """The first mistake of a config that shows before a process starts; "" for none."""
+    return _refusal(lambda: validate(config))
+
+
+def _layout_refusal(config: RunConfig, hosts: list[Host]) -> str:
+    """Why a settled config has no place on these hosts; "" when it has one."""
+    return _refusal(lambda: check_fits(config, hosts))
+
+
+def _task_refusal(config: RunConfig) -> tuple[str, list[str]]:
+    """(why the tasks or the reward cannot be used, "" when they can; what a run still needs, such as weights that are
+    not on this machine). Calls the reward on two made-up completions."""
+    needed = [missing_weights(config)]
+
+    def check() -> None:
+        family, unread = look_at_data(config)
+        needed.append(unread)
+        if not unread:
+            asyncio.run(check_reward(config, family))
+
+    return _refusal(check), [f"still needed: {problem}" for problem in needed if problem]
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""

@@ -43,20 +43,20 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # as in every rank's logs
     config = load_config(args.config)
     apply_overrides(config, args.overrides, args.options["rehearse"])
-    given = {name: getattr(args, name) for name in _RATES if getattr(args, name) is not None}
-    hardware = dataclasses.replace(GPUS[args.gpu], **given)
+    rates = {name: getattr(args, name) for name in _RATES if getattr(args, name) is not None}
+    hardware = dataclasses.replace(GPUS[args.gpu], **rates)
     _check(hardware, args.completion_tokens, config.sampling.max_tokens)
     cores = args.cores_per_host or (8 * args.gpus_per_host if args.gpus_per_host else platform.num_cores())
     hosts = imagined_hosts(args.hosts, args.gpus_per_host, cores, hardware.name, hardware.memory_gib)
-    found = rehearse(
+    rehearsal = rehearse(
         config, hosts, hardware, completion_tokens=args.completion_tokens, check_task=not args.no_reward_check
     )
     if args.json:
-        json.dump(as_json(found), sys.stdout, indent=1)
+        json.dump(as_json(rehearsal), sys.stdout, indent=1)
         print()
     else:
-        print_report(found, config, hardware)
-    return 1 if found.refused else 0
+        print_report(rehearsal, config, hardware)
+    return 1 if rehearsal.refused else 0
 
 
 def _check(hardware: Hardware, completion_tokens: int, most: int) -> None:

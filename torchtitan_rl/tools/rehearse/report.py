@@ -20,14 +20,14 @@ __all__ = ["print_report", "as_json"]
 _WIDTH = 118
 
 
-def print_report(found: Rehearsal, config: RunConfig, hardware: Hardware, console: Console | None = None) -> None:
+def print_report(rehearsal: Rehearsal, config: RunConfig, hardware: Hardware, console: Console | None = None) -> None:
     """Prints who sits where, memory, traffic, times, warnings and refusals, the refusals last."""
     console = console or Console(width=_WIDTH, highlight=False)
-    if found.seats:
-        _print(console, "Who sits where", ("hosts", "meshes"), [_seat(seat) for seat in found.seats])
-        _print_memory(console, found)
-    if found.work is not None:
-        work = found.work
+    if rehearsal.seats:
+        _print(console, "Who sits where", ("hosts", "meshes"), [_seat(seat) for seat in rehearsal.seats])
+        _print_memory(console, rehearsal)
+    if rehearsal.work is not None:
+        work = rehearsal.work
         console.print(
             Text(
                 f"A batch: {work.num_completions:,} completions of {work.completion_tokens:,} tokens after prompts of "
@@ -38,53 +38,58 @@ def print_report(found: Rehearsal, config: RunConfig, hardware: Hardware, consol
                 + " (trained + only scored)"
             )
         )
-        _print_links(console, found)
-    if found.times is not None:
-        _print_times(console, found, hardware)
-    for title, lines in (("unknown", found.unknown), ("warning", found.warnings), ("refused", found.refused)):
+        _print_links(console, rehearsal)
+    if rehearsal.times is not None:
+        _print_times(console, rehearsal, hardware)
+    for title, lines in (
+        ("unknown", rehearsal.unknown),
+        ("warning", rehearsal.warnings),
+        ("refused", rehearsal.refused),
+    ):
         for line in lines:
             console.print(Text(f"{title}: {line}"), soft_wrap=True)
-    if not found.refused:
+    if not rehearsal.refused:
         console.print("nothing is refused")
 
 
-def as_json(found: Rehearsal) -> dict[str, Any]:
+def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
     """The same as plain data: bytes, seconds, and for each class of ranks their number and the first of them."""
-    said = dataclasses.asdict(found)
-    said["shards"] = {
+    data = dataclasses.asdict(rehearsal)
+    data["shards"] = {
         role: [
             {"num_ranks": len(ranks.ranks), "first_rank": ranks.ranks[0]}
             | {part: getattr(ranks, part) for part in ("parameters", "gradients", "optimizer")}
             for ranks in shards.classes
         ]
-        for role, shards in found.shards.items()
+        for role, shards in rehearsal.shards.items()
     }
-    if found.times is not None:
-        said["times"] |= {"total": found.times.total, "limit": found.times.limit}
-    return said
+    if rehearsal.times is not None:
+        data["times"] |= {"total": rehearsal.times.total, "limit": rehearsal.times.limit}
+    return data
 
 
-def _print_memory(console: Console, found: Rehearsal) -> None:
+def _print_memory(console: Console, rehearsal: Rehearsal) -> None:
     rows = [
         (role, ", ".join(f"{name.replace('_', ' ')} {_size(size)}" for name, size in parts.items() if size))
-        for role, parts in found.memory.items()
+        for role, parts in rehearsal.memory.items()
     ]
     _print(console, "Memory of one rank; of a trainer's, the rank with the largest shards", None, rows)
     rows = []
-    for role, shards in found.shards.items():
+    for role, shards in rehearsal.shards.items():
         kinds = [f"{len(kind.ranks):,} x {_size(kind.total)}" for kind in shards.classes]
         rows.append((role, f"{len(kinds)} built, one for all ranks with equal shards: {', '.join(kinds)}"))
     _print(console, "Shards: parameters, gradients and optimizer", None, rows)
     loads = [
-        (f"{load.num_gpus:,}", " and ".join(load.meshes), _size(load.needed), _size(load.has)) for load in found.loads
+        (f"{load.num_gpus:,}", " and ".join(load.meshes), _size(load.needed), _size(load.has))
+        for load in rehearsal.loads
     ]
     if loads:
         _print(console, "GPUs, with allowances", ("GPUs", "one rank of", "need about", "have"), loads)
 
 
-def _print_links(console: Console, found: Rehearsal) -> None:
+def _print_links(console: Console, rehearsal: Rehearsal) -> None:
     rows = []
-    for role, links in found.links.items():
+    for role, links in rehearsal.links.items():
         for name in links.within | links.between:
             within, between, everyone = (part.get(name, 0) for part in (links.within, links.between, links.between_all))
             rows.append((role if role == name else f"{role}: {name}", *map(_sent, (within, between, everyone))))
@@ -92,8 +97,8 @@ def _print_links(console: Console, found: Rehearsal) -> None:
     _print(console, "Bytes sent", columns, rows)
 
 
-def _print_times(console: Console, found: Rehearsal, hardware: Hardware) -> None:
-    times = found.times
+def _print_times(console: Console, rehearsal: Rehearsal, hardware: Hardware) -> None:
+    times = rehearsal.times
     assert times is not None
     rows = [
         *((name, f"{seconds:.3g}", "") for name, seconds in (times.generate | times.train).items()),

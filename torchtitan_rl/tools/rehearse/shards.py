@@ -102,18 +102,18 @@ def mesh_shards(config: TrainerConfig, model: ModelConfig, role: str, device: st
     for rank in range(config.num_ranks):
         shapes = {cut: local_shape(cut, rank, config) for cut in set(cuts)}
         kinds.setdefault(tuple(shapes[cut] for cut in cuts), []).append(rank)
-    found = []
+    classes = []
     for kind, ranks in kinds.items():
         if ranks[0] == 0:
-            built, held = first, own
+            built, built_shapes = first, own
         else:
             with as_rank(ranks[0], config) as parallel_dims:
                 built = cut_for(config, model, role, parallel_dims, device).model
-                held = _local_shapes(built)
-        assert held == list(kind), f"rank {ranks[0]}: torch cuts the model otherwise than was computed"
-        found.append(_class(ranks, built, trains=role in ("policy", "critic")))
+                built_shapes = _local_shapes(built)
+        assert built_shapes == list(kind), f"rank {ranks[0]}: torch cuts the model otherwise than was computed"
+        classes.append(_class(ranks, built, trains=role in ("policy", "critic")))
     names = [name for name, _ in first.named_parameters()]
-    return MeshShards(classes=found, cuts=[cut for name, cut in zip(names, cuts) if ".lora_" not in name])
+    return MeshShards(classes=classes, cuts=[cut for name, cut in zip(names, cuts) if ".lora_" not in name])
 
 
 def _class(ranks: list[int], model: torch.nn.Module, *, trains: bool) -> RankClass:

@@ -32,8 +32,8 @@ def sync_links(
     for cut, number in times.items():
         holders: dict[tuple[int, ...], list[int]] = {}  # index on each axis that cuts -> ranks that hold the shard
         for rank in range(config.num_ranks):
-            where = tuple(axes[rank][name][0] for name, _ in cut[1])
-            holders.setdefault(where, []).append(rank)
+            position = tuple(axes[rank][name][0] for name, _ in cut[1])
+            holders.setdefault(position, []).append(rank)
         for ranks in holders.values():
             nbytes = number * itemsize * prod(local_shape(cut, ranks[0], config))
             hosts = {trainer_hosts[rank] for rank in ranks}

@@ -70,10 +70,10 @@ def trace_microbatch(
             cut.to_empty(device=platform.device_type())
             cut.train()
             with _Recorder() as forward:
-                said = _forward(cut, num_tokens)
+                output = _forward(cut, num_tokens)
             with _Recorder() as backward:
                 if trains:
-                    said.sum().backward()
+                    output.sum().backward()
     return Microbatch(forward=forward.seen, backward=backward.seen)
 
 
@@ -82,8 +82,8 @@ def _forward(model: Any, num_tokens: int) -> torch.Tensor:
     tokens_T = torch.zeros_like(positions_T)
     model.lm_head.target(tokens_T, 1.0)
     masks = PackedDocuments(positions_T, positions_T, ((1, num_tokens),))
-    said = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
-    return next(iter(said.values()))
+    output = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
+    return next(iter(output.values()))
 
 
 class _Recorder(TorchDispatchMode):

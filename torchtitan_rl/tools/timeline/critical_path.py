@@ -48,12 +48,12 @@ def critical_path(step: Step, timeline: Timeline) -> list[Stretch]:
 
 def _backwards(step: Step) -> list[tuple[int, int, Piece | None]]:
     pieces = sorted(leaves(step), key=lambda piece: piece.start)
-    found: list[tuple[int, int, Piece | None]] = []
+    stretches: list[tuple[int, int, Piece | None]] = []
     now = step.phase.end
     while now > step.phase.start:
         before = [piece for piece in pieces if piece.start < now]
         if not before:
-            found.append((step.phase.start, now, None))
+            stretches.append((step.phase.start, now, None))
             break
         # What goes on now, work first; else what ended last. Of several, the one that ended first after now.
         going = [piece for piece in before if piece.end >= now]
@@ -62,13 +62,13 @@ def _backwards(step: Step) -> list[tuple[int, int, Piece | None]]:
             piece = max(work, key=lambda p: p.start) if work else min(going, key=lambda p: (p.end, p.start))
         else:
             piece = max(before, key=lambda p: (p.end, -p.start))
-            found.append((piece.end, now, None))
+            stretches.append((piece.end, now, None))
         start, end = piece.start, min(piece.end, now)
         # Work inside, which interrupts a wait or has a narrower name, is on the path itself.
         start = max([start, *(p.end for p in before if p.kind == "work" and p is not piece and p.end < end)])
-        found.append((start, end, piece))
+        stretches.append((start, end, piece))
         now = start
-    return found
+    return stretches
 
 
 def _answering(wait: Piece, start: int, end: int, timeline: Timeline) -> Process | None:
@@ -78,8 +78,8 @@ def _answering(wait: Piece, start: int, end: int, timeline: Timeline) -> Process
     def last(process: Process) -> int:
         return max((min(p.end, end) for p in process.pieces if p.kind == "work" and p.start < end), default=0)
 
-    found = [process for process in timeline.processes if process.role == target or process.role.startswith(kinds)]
-    return max((process for process in found if last(process) > start), key=last, default=None)
+    candidates = [process for process in timeline.processes if process.role == target or process.role.startswith(kinds)]
+    return max((process for process in candidates if last(process) > start), key=last, default=None)
 
 
 def _opened(process: Process, start: int, end: int) -> list[Stretch]:
@@ -96,10 +96,10 @@ def _opened(process: Process, start: int, end: int) -> list[Stretch]:
 
 def _joined(path: list[Stretch]) -> list[Stretch]:
     """The path with equal neighbours as one, also where less than a millisecond of something else lies between."""
-    found: list[Stretch] = []
+    merged: list[Stretch] = []
     for stretch in path:
-        if found and (found[-1].process, found[-1].name) == (stretch.process, stretch.name):
-            found[-1].end, found[-1].pieces = stretch.end, found[-1].pieces + 1
+        if merged and (merged[-1].process, merged[-1].name) == (stretch.process, stretch.name):
+            merged[-1].end, merged[-1].pieces = stretch.end, merged[-1].pieces + 1
         else:
-            found.append(stretch)
-    return found
+            merged.append(stretch)
+    return merged

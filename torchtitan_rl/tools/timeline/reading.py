@@ -75,14 +75,16 @@ class Timeline:
         and `phases_only` everything but phases. Raises ValueError where no process recorded anything.
         """
         kept = _Kept(window, phases_only)
-        found = [process for file in sorted(directory.glob("*.jsonl")) if (process := _process(file, kept)) is not None]
-        if not any(process.name == CONTROLLER for process in found):
+        processes = [
+            process for file in sorted(directory.glob("*.jsonl")) if (process := _process(file, kept)) is not None
+        ]
+        if not any(process.name == CONTROLLER for process in processes):
             raise ValueError(
                 f"run={str(directory.parent)!r}: has no timeline; train with --record.timeline True to record one"
             )
-        timeline = cls(sorted(found, key=lambda process: (process.name != CONTROLLER, process.name, process.pid)))
+        timeline = cls(sorted(processes, key=lambda process: (process.name != CONTROLLER, process.name, process.pid)))
         controllers = {process.clock: process for process in timeline.controllers}
-        elsewhere = [p for p in found if p.clock in controllers and p.boot != controllers[p.clock].boot]
+        elsewhere = [p for p in processes if p.clock in controllers and p.boot != controllers[p.clock].boot]
         if elsewhere and window is not None:  # clocks are compared by all calls of a run
             return cls.read(directory)
         for process in elsewhere:
@@ -104,8 +106,8 @@ def _ahead(process: Process, controller: Process) -> int:
             waits[piece.name].append(piece)
     answered: dict[str, list[Piece]] = defaultdict(list)
     for piece in process.pieces:
-        asked = f"{process.role}.{_ANSWERS[piece.name]}" if piece.name in _ANSWERS else piece.name
-        answered[f"wait for {asked}"].append(piece)
+        call_name = f"{process.role}.{_ANSWERS[piece.name]}" if piece.name in _ANSWERS else piece.name
+        answered[f"wait for {call_name}"].append(piece)
     for name, pieces in answered.items():
         calls = sorted(waits.get(name, ()), key=lambda piece: piece.start)
         if abs(len(calls) - len(pieces)) > 1:  # one may be going on; with more, which belongs to which is not known

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torchtitan_rl.record.timeline.points import GARBAGE
+from torchtitan_rl.record.tracing import GARBAGE
 from torchtitan_rl.tools.timeline.reading import Piece, Process, Timeline
 
 __all__ = ["Step", "UNNAMED", "steps_of", "leaves", "shares", "accounted", "busy", "union_ns"]
@@ -32,12 +32,12 @@ class Step:
 def steps_of(timeline: Timeline) -> list[Step]:
     """The steps of the reinforcement phase in order. After a resume, without those that the attempt before had made
     beyond its checkpoint."""
-    found: dict[int, Step] = {}
+    by_number: dict[int, Step] = {}
     attempts = [steps for controller in timeline.controllers if (steps := _steps_in(controller))]
     for steps in sorted(attempts, key=lambda steps: steps[0].phase.start):
-        found = {number: step for number, step in found.items() if number < steps[0].number}
-        found |= {step.number: step for step in steps}
-    return [found[number] for number in sorted(found)]
+        by_number = {number: step for number, step in by_number.items() if number < steps[0].number}
+        by_number |= {step.number: step for step in steps}
+    return [by_number[number] for number in sorted(by_number)]
 
 
 def _steps_in(controller: Process) -> list[Step]:
@@ -89,7 +89,7 @@ def moments(step: Step) -> list[tuple[int, int, str]]:
     bounds = sorted({step.phase.start, step.phase.end, *(p.start for p in pieces), *(p.end for p in pieces)})
     begins = sorted(pieces, key=lambda piece: piece.start, reverse=True)
     going: list[Piece] = []
-    found = []
+    parts = []
     for start, end in zip(bounds, bounds[1:]):
         while begins and begins[-1].start <= start:
             going.append(begins.pop())
@@ -99,8 +99,8 @@ def moments(step: Step) -> list[tuple[int, int, str]]:
             name = max(work, key=lambda piece: piece.start).name
         else:
             name = min(going, key=lambda piece: (piece.start, piece.end)).name if going else UNNAMED
-        found.append((start, end, name))
-    return found
+        parts.append((start, end, name))
+    return parts
 
 
 def shares(step: Step) -> Counter[str]:

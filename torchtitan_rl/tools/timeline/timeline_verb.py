@@ -21,9 +21,9 @@ _SMALL = 0.005
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="the batch that optimizer step N belongs to")
-    which.add_argument("--last", type=int, default=10, metavar="K", help="the last K batches; default: 10")
+    steps_group = parser.add_mutually_exclusive_group()
+    steps_group.add_argument("--step", type=int, metavar="N", help="the batch that optimizer step N belongs to")
+    steps_group.add_argument("--last", type=int, default=10, metavar="K", help="the last K batches; default: 10")
     parser.add_argument("--trace", default="", metavar="FILE", help="write a .json or .json.gz for ui.perfetto.dev")
 
 
@@ -92,12 +92,12 @@ def _path(path: Sequence[Stretch], total: float) -> list[str]:
     short = [stretch for stretch in path if stretch.seconds < _SMALL * total]
     for stretch in path:
         if stretch.seconds >= _SMALL * total:
-            what = f"{stretch.process}: {stretch.name}" if stretch.process else stretch.name
-            same = bool(shown) and shown[-1][0] == what
-            _, seconds, pieces = shown.pop() if same else (what, 0.0, 0)
-            shown.append((what, seconds + stretch.seconds, pieces + stretch.pieces))
+            label = f"{stretch.process}: {stretch.name}" if stretch.process else stretch.name
+            same = bool(shown) and shown[-1][0] == label
+            _, seconds, pieces = shown.pop() if same else (label, 0.0, 0)
+            shown.append((label, seconds + stretch.seconds, pieces + stretch.pieces))
     rest = sum(stretch.seconds for stretch in short)
-    lines = [f"{s:9.3f} s {s / total:6.1%}  {what}" + f" x {n}" * (n > 1) for what, s, n in shown]
+    lines = [f"{s:9.3f} s {s / total:6.1%}  {label}" + f" x {n}" * (n > 1) for label, s, n in shown]
     lines += [f"{rest:9.3f} s {rest / total:6.1%}  {len(short)} shorter stretches between them"] if short else []
     return [f"  {line}" for line in lines]
 

@@ -18,18 +18,18 @@ def events(timeline: Timeline) -> list[dict[str, Any]]:
     spans that overlap need, since the events of one track must lie in each other or apart. Times are microseconds from
     the first span."""
     first = min((piece.start for process in timeline.processes for piece in process.pieces), default=0)
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for index, process in enumerate(timeline.processes, 1):
-        found.append(_meta("process_name", index, 0, name=f"{process.name} ({process.pid})"))
-        found.append(_meta("process_sort_index", index, 0, sort_index=index))
+        events.append(_meta("process_name", index, 0, name=f"{process.name} ({process.pid})"))
+        events.append(_meta("process_sort_index", index, 0, sort_index=index))
         for track, (name, pieces) in enumerate(_tracks(process.pieces), 1):
-            found.append(_meta("thread_name", index, track, name=name))
-            found.append(_meta("thread_sort_index", index, track, sort_index=track))
+            events.append(_meta("thread_name", index, track, name=name))
+            events.append(_meta("thread_sort_index", index, track, sort_index=track))
             for piece in pieces:
                 event = {"ph": "X", "pid": index, "tid": track, "name": piece.name, "cat": piece.kind}
                 event |= {"ts": (piece.start - first) / 1000, "dur": (piece.end - piece.start) / 1000}
-                found.append(event | {"args": piece.more})
-    return found
+                events.append(event | {"args": piece.more})
+    return events
 
 
 def write(timeline: Timeline, file: Path) -> int:

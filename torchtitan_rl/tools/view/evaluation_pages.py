@@ -25,19 +25,19 @@ def listed(parameters: Parameters) -> dict[str, Any]:
         verdict=parameters.choice("verdict", ("", *VERDICTS)),
         page=max(1, parameters.whole("page") or 1),
     )
-    found = shown.completions.find(query)
+    records = shown.completions.find(query)
     evaluations = list(shown.completions.counts())
     return {
         "chosen": [shown],
         "run": shown,
         "query": query,
-        "found": found,
+        "records": records,
         "steps": sorted({step for step, _, _ in evaluations}),
         "names": sorted({name for _, name, _ in evaluations if name}),
         "splits": sorted({split for _, _, split in evaluations if split}),
         "verdicts": list(VERDICTS),
-        "num_pages": -(-found.total // query.per_page),
-        "empty": _why_empty(shown) if not found.total else "",
+        "num_pages": -(-records.total // query.per_page),
+        "empty": _why_empty(shown) if not records.total else "",
     }
 
 

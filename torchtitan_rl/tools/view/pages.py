@@ -77,11 +77,11 @@ def _newest_accuracies(series: Series) -> list[tuple[str, float]]:
     """(in words, accuracy) of the newest evaluation on each set and split."""
     lines = [line for line in final_evaluations(series.evaluations()) if _is_number(line.get("eval/accuracy"))]
     several = len({line.get("eval/name") for line in lines}) > 1
-    found = []
+    accuracies = []
     for line in sorted(lines, key=lambda line: -line["step"])[:_MOST_ACCURACIES]:
         of = f"{line.get('eval/name', '') if several else ''} {line.get('eval/split', '')}".strip()
-        found.append((f"accuracy, {of}, step {line['step']}", line["eval/accuracy"]))
-    return found
+        accuracies.append((f"accuracy, {of}, step {line['step']}", line["eval/accuracy"]))
+    return accuracies
 
 
 def _count(value: Any) -> int:
@@ -92,12 +92,12 @@ def curves(parameters: Parameters) -> dict[str, Any]:
     chosen = parameters.chosen()
     names = sorted({name for shown in chosen for name in _names(shown.series)})
     known = frozenset(names)
-    asked = parameters.all("metric") or [name for name in _SHOWN if name in known]
+    metrics = parameters.all("metric") or [name for name in _SHOWN if name in known]
     return {
         "chosen": chosen,
         "names": names,
-        "asked": list(dict.fromkeys(name for name in asked if name in known)),
-        "unknown": [name for name in asked if name not in known],
+        "metrics": list(dict.fromkeys(name for name in metrics if name in known)),
+        "unknown": [name for name in metrics if name not in known],
         "smooth": parameters.choice("smooth", _SMOOTH),
         "smooths": _SMOOTH,
         "scale": parameters.choice("scale", _SCALES),
@@ -149,11 +149,11 @@ def curve_data(parameters: Parameters) -> dict[str, Any]:
     state = "-".join(str(read.version) for read in series.values())
     if parameters.text("have") == state:
         return {"state": state}
-    asked, width = parameters.all("metric"), int(parameters.choice("smooth", _SMOOTH))
-    if len(asked) > _MAX_CURVES:
-        raise ValueError(f"metric: {len(asked)} are asked for, and {_MAX_CURVES} may be; ask for some at a time")
+    metrics, width = parameters.all("metric"), int(parameters.choice("smooth", _SMOOTH))
+    if len(metrics) > _MAX_CURVES:
+        raise ValueError(f"metric: {len(metrics)} are asked for, and {_MAX_CURVES} may be; ask for some at a time")
     charts = []
-    for name in asked:
+    for name in metrics:
         lines = []
         for shown in chosen:
             for label, steps, values in _columns(series[shown.name], name):
@@ -173,18 +173,18 @@ def _names(series: Series) -> list[str]:
 def _columns(series: Series, name: str) -> list[tuple[str, list[int], list[float]]]:
     """(label, steps, values) of a metric; an evaluation has a line for each set of tasks."""
     if name.startswith("eval/"):
-        found: dict[str, tuple[list[int], list[float]]] = {}
+        lines: dict[str, tuple[list[int], list[float]]] = {}
         several = len({line.get("eval/name") for line in series.evaluations()}) > 1
         for line in series.evaluations():
             if _is_number(line.get(name)):
                 label = f"{line.get('eval/name', '') if several else ''} {line.get('eval/split', '')}".strip()
-                steps, values = found.setdefault(label, ([], []))
+                steps, values = lines.setdefault(label, ([], []))
                 if steps and steps[-1] == line["step"]:
                     values[-1] = line[name]
                 else:
                     steps.append(line["step"])
                     values.append(line[name])
-        return [(label, steps, values) for label, (steps, values) in found.items()]
+        return [(label, steps, values) for label, (steps, values) in lines.items()]
     phase = "supervised" if name.startswith("supervised: ") else "reinforcement"
     steps, values = series.column(name.removeprefix("supervised: "), phase)
     return [("", steps, values)] if steps else []

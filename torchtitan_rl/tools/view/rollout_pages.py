@@ -36,16 +36,16 @@ def listed(parameters: Parameters) -> dict[str, Any]:
         **{name: parameters.number(name) for name in _NUMBERS},  # type: ignore[arg-type]
         **{name: parameters.whole(name) for name in _WHOLE},
     )
-    found = shown.rollouts.find(query)
+    records = shown.rollouts.find(query)
     return {
         "chosen": [shown],
         "run": shown,
         "query": query,
-        "found": found,
+        "records": records,
         "reasons": ["trained", "masked", *shown.rollouts.reasons()],
-        "num_pages": -(-found.total // query.per_page),
+        "num_pages": -(-records.total // query.per_page),
         "columns": SORTS,
-        "empty": _why_empty(shown) if not found.total else "",
+        "empty": _why_empty(shown) if not records.total else "",
     }
 
 
@@ -55,7 +55,7 @@ def groups(parameters: Parameters) -> dict[str, Any]:
     step = parameters.whole("step")
     if step is None and steps:
         step = steps[-1]
-    found = shown.rollouts.groups(step) if step is not None else []
+    step_groups = shown.rollouts.groups(step) if step is not None else []
     page = max(1, parameters.whole("page") or 1)
     return {
         "chosen": [shown],
@@ -64,13 +64,13 @@ def groups(parameters: Parameters) -> dict[str, Any]:
         "previous": max((s for s in steps if step is not None and s < step), default=None),
         "next": min((s for s in steps if step is not None and s > step), default=None),
         "last": steps[-1] if steps else None,
-        "scale": _scale([reward for one in found for reward in one["rewards"]]),
+        "scale": _scale([reward for one in step_groups for reward in one["rewards"]]),
         "bar_of": _bar,
-        "groups": found[(page - 1) * _GROUPS_PER_PAGE : page * _GROUPS_PER_PAGE],
-        "total": len(found),
+        "groups": step_groups[(page - 1) * _GROUPS_PER_PAGE : page * _GROUPS_PER_PAGE],
+        "total": len(step_groups),
         "page": page,
-        "num_pages": -(-len(found) // _GROUPS_PER_PAGE),
-        "empty": _why_empty(shown) if not found else "",
+        "num_pages": -(-len(step_groups) // _GROUPS_PER_PAGE),
+        "empty": _why_empty(shown) if not step_groups else "",
     }
 
 
@@ -136,16 +136,16 @@ def rollout(parameters: Parameters) -> dict[str, Any]:
 def whole_text(parameters: Parameters) -> dict[str, Any]:
     """One text of a rollout: `text`, `prompt`, or of turn i `prompt-i` and `text-i`."""
     shown, record = _record(parameters)
-    what, _, index = parameters.text("part", "text").partition("-")
-    if what not in ("text", "prompt"):
-        raise ValueError(f"part={what!r}: is none of text, prompt")
+    field, _, index = parameters.text("part", "text").partition("-")
+    if field not in ("text", "prompt"):
+        raise ValueError(f"part={field!r}: is none of text, prompt")
     source = record
     if index:
         turns = record.get("turns") or []
         if not index.isdecimal() or int(index) >= len(turns):
-            raise Missing(f"part={what}-{index}: the rollout has {len(turns)} turns")
+            raise Missing(f"part={field}-{index}: the rollout has {len(turns)} turns")
         source = turns[int(index)]
-    return {"chosen": [shown], "run": shown, "record": record, "text": str(source.get(what) or ""), "what": what}
+    return {"chosen": [shown], "run": shown, "record": record, "text": str(source.get(field) or ""), "field": field}
 
 
 def _record(parameters: Parameters) -> tuple[ShownRun, dict[str, Any]]:
@@ -174,14 +174,14 @@ def _spans(record: dict[str, Any]) -> list[tuple[str, float, float]]:
     if not whole > 0:
         return []
     spans = []
-    for i, (asked, sampled, answered) in enumerate(turns):
-        spans.append((f"turn {i}: sampling {sampled - asked:.3f} s", asked, sampled - asked))
+    for i, (requested, sampled, answered) in enumerate(turns):
+        spans.append((f"turn {i}: sampling {sampled - requested:.3f} s", requested, sampled - requested))
         spans.append((f"turn {i}: environment {answered - sampled:.3f} s", sampled, answered - sampled))
     if not turns:
         spans.append((f"play {play:.3f} s", 0.0, play))
     if reward:
         spans.append((f"reward {reward:.3f} s", play, reward))
-    return [(what, 100 * begin / whole, 100 * length / whole) for what, begin, length in spans]
+    return [(label, 100 * begin / whole, 100 * length / whole) for label, begin, length in spans]
 
 
 def _missing(record: dict[str, Any], turns: list[ReadTurn], tokenizer: Any) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl.health.diagnose import Diagnosis, examine
+from torchtitan_rl.health.diagnosis import Diagnosis, examine
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.tools.evaluation_completions import Completions
@@ -73,7 +73,8 @@ class ShownRun:
             return self._tokenizer
 
     def health(self) -> Health:
-        return health_of(self.run, self.series)
+        diagnosis = self.diagnosis()
+        return health_of(self.run, self.series, [] if isinstance(diagnosis, str) else diagnosis.findings)
 
     def diagnosis(self) -> Diagnosis | str:
         """What the rules say, or why they could not read the run; computed anew after some seconds."""

@@ -41,9 +41,9 @@ def visible(text: Any) -> Markup:
     return Markup(_UNSEEN.sub(_mark, str(escape(str(text)))))
 
 
-def _mark(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    name = unicodedata.name(found[0], "control character")
+def _mark(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    name = unicodedata.name(match[0], "control character")
     shown = chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else f"U+{code:04X}"
     return f'<span class="unseen" title="U+{code:04X} {name}">{shown}</span>'
 

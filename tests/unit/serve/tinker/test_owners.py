@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_rl.cli.main import main
-from torchtitan_rl.cli.serve_tinker import TinkerOptions, keys_of
+from torchtitan_rl.cli.tinker_server import TinkerOptions, keys_of
 from torchtitan_rl.serve.tinker.owners import EVERYBODY, KeyFile, OneKey, add_key, read_key_file, remove_key
 
 

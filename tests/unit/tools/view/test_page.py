@@ -14,14 +14,14 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.made_runs import HOSTILE, completion, group, made_run, write_evaluation, write_step
-from torchtitan_rl.cli import main, run_verbs
+from torchtitan_rl.cli import main, verbs
 from torchtitan_rl.record.run_dir import RunDir
 
 pytest.importorskip("duckdb")
 from fastapi.testclient import TestClient  # noqa: E402
 
 from torchtitan_rl.tools.view import pages, text, view_verb  # noqa: E402
-from torchtitan_rl.tools.view.app import application  # noqa: E402
+from torchtitan_rl.tools.view.application import application  # noqa: E402
 from torchtitan_rl.tools.view.runs import open_runs  # noqa: E402
 
 ADDRESSES = ("/", "/curves", "/evaluations", "/completions", "/configs", "/rollouts", "/groups")
@@ -419,14 +419,14 @@ def test_a_port_in_use_picks_the_next_one(runs):
 
 
 def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
-    assert "view" in run_verbs.VERBS
+    assert "view" in verbs.VERBS
     (tmp_path / "file").touch()
     assert main.main(["view", str(tmp_path / "file")]) == 1
     assert "is no directory" in capsys.readouterr().err
-    monkeypatch.setitem(__import__("sys").modules, "torchtitan_rl.tools.view.app", None)
+    monkeypatch.setitem(__import__("sys").modules, "torchtitan_rl.tools.view.application", None)
 
     def without(name, *args, **kwargs):
-        if name == "torchtitan_rl.tools.view.app":
+        if name == "torchtitan_rl.tools.view.application":
             raise ModuleNotFoundError("No module named 'duckdb'", name="duckdb")
         return imported(name, *args, **kwargs)
 

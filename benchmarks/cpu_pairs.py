@@ -1,0 +1,139 @@
+"""CPU seconds of the quickstart in this checkout against another checkout of the project, in pairs of runs.
+
+    .venv/bin/python -m benchmarks.cpu_pairs CHECKOUT [--pairs 20] [--steps 20] [--supervised-steps 20] [--whole]
+
+The two runs of a pair have the same seed and go at the same time, each on its half of the cores. The halves are swapped
+from pair to pair. A machine whose speed drifts from minute to minute slows both runs of a pair alike. CPU seconds are
+user and system time of all processes of a run: its parent adopts orphans, and the kernel adds up what the parent has
+waited for. Prints a line of JSON per pair, then the median of the pairs' ratios (this checkout / CHECKOUT) with its 95%
+bootstrap interval. Needs two cores and wants them idle. CHECKOUT runs with this one's packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class Side(NamedTuple):
+    """One of the two things that are compared: a checkout, and what its quickstart's config is changed to."""
+
+    name: str
+    root: Path
+    overrides: tuple[str, ...]
+
+
+class Used(NamedTuple):
+    cpu_s: float
+    wall_s: float
+
+
+def compare(one: Side, other: Side, pairs: int) -> None:
+    """Prints every pair, then the median of `one` / `other` with its interval."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        sys.exit(f"cores={len(cores)}: the two runs of a pair need a core each; run this on a machine with more cores")
+    halves = [cores[: len(cores) // 2], cores[len(cores) // 2 : len(cores) // 2 * 2]]
+    cpu, wall = [], []
+    for pair in range(pairs):
+        used = _at_once({one: halves[pair % 2], other: halves[1 - pair % 2]})
+        cpu.append(used[one].cpu_s / used[other].cpu_s)
+        wall.append(used[one].wall_s / used[other].wall_s)
+        row = {side.name: {name: round(value, 2) for name, value in used[side]._asdict().items()} for side in used}
+        print(json.dumps({"pair": pair + 1, **row, "cpu_ratio": round(cpu[-1], 4)}), flush=True)
+    low, high = interval(cpu)
+    summary = {"cpu_ratio": median(cpu), "low": low, "high": high, "wall_ratio": median(wall)}
+    print(json.dumps({"pairs": pairs} | {name: round(value, 4) for name, value in summary.items()}))
+
+
+def interval(ratios: Sequence[float], *, draws: int = 10_000, seed: int = 0) -> tuple[float, float]:
+    """95% percentile bootstrap interval of the median."""
+    source = random.Random(seed)
+    medians = sorted(median(source.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]
+
+
+def _at_once(sides: dict[Side, list[int]]) -> dict[Side, Used]:
+    with ProcessPoolExecutor(len(sides), mp_context=multiprocessing.get_context("spawn")) as processes:
+        runs = {side: processes.submit(_measured, side, cores) for side, cores in sides.items()}
+        return {side: run.result() for side, run in runs.items()}
+
+
+def _measured(side: Side, cores: list[int]) -> Used:
+    """Of one run, in a process that had no other children. RuntimeError with the run's last lines if it fails."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.sched_setaffinity(0, cores)
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "torchtitan_rl.cli", "train", str(side.root / "configs" / "quickstart.py")]
+        command += ["--quiet", *side.overrides, "--output-dir", str(Path(directory, "run"))]
+        before, began = _cpu_seconds(), time.perf_counter()
+        environment = os.environ | {"PYTHONPATH": str(side.root)}
+        run = subprocess.Popen(command, cwd=side.root, env=environment, stdout=output, stderr=output)
+        code = run.wait()
+        seconds = time.perf_counter() - began
+        _wait_for_orphans()
+        if code != 0:
+            output.seek(0)
+            raise RuntimeError(f"{side.name}: training ended with {code}\n" + "".join(output.readlines()[-20:]))
+        return Used(_cpu_seconds() - before, seconds)
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _wait_for_orphans() -> None:
+    try:
+        while True:
+            os.wait()
+    except ChildProcessError:  # there is none left
+        return
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With the arguments that every comparison has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--pairs", type=int, default=20)
+    made.add_argument("--steps", type=int, default=20, help="of reinforcement")
+    made.add_argument("--supervised-steps", type=int, default=20)
+    made.add_argument("--whole", action="store_true", help="the config's own steps and evaluations instead")
+    return made
+
+
+def length(args: argparse.Namespace) -> tuple[str, ...]:
+    """What makes the quickstart as long as `args` asks for."""
+    if args.whole:
+        return ()
+    steps = ("--supervised.num-steps", str(args.supervised_steps), "--controller.num-steps", str(args.steps))
+    return *steps, "--controller.eval-every=0", "--controller.eval-tasks=64", "--controller.test-tasks=64"
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("checkout", type=Path)
+    args, more = made.parse_known_args()
+    overrides = (*length(args), *more)
+    base = args.checkout.resolve()
+    compare(Side("this", ROOT, overrides), Side(str(args.checkout), base, overrides), args.pairs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""What recording everything costs: CPU seconds and wall time of the quickstart against a run that records nothing.
+
+    .venv/bin/python -m benchmarks.recording_cost [--pairs 20] [--steps 20] [--supervised-steps 20] [--whole]
+
+Runs in pairs, both at the same time, as benchmarks/cpu_pairs.py has them.
+"""
+
+from __future__ import annotations
+
+from benchmarks.cpu_pairs import ROOT, Side, compare, length, parser
+
+SWITCHES = ("record.timeline", "record.health", "record.diagnose", "record.tensorboard", "controller.record-tokens")
+"""What is on in one run and off in the other. Explanations of the mismatch have a bound of their own, and Weights &
+Biases is a program of its own."""
+
+
+def main() -> None:
+    args, overrides = parser(__doc__).parse_known_args()
+
+    def side(name: str, switch: str) -> Side:
+        switches = (word for field in SWITCHES for word in (f"--{field}", switch))
+        return Side(name, ROOT, (*switches, *length(args), *overrides))
+
+    compare(side("everything", "True"), side("nothing", "False"), args.pairs)
+
+
+if __name__ == "__main__":
+    main()

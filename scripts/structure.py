@@ -1,0 +1,138 @@
+"""What the linters do not check of structure and words. `scripts/check.sh` runs this: a line for each fault, and
+status 1.
+
+    .venv/bin/python scripts/structure.py
+
+- A file name occurs once, but for the shapes in `SHAPES` that repeat in each folder on purpose.
+- A class that nobody makes and that has one subclass is no base: it has two real implementations, or users subclass it
+  and its docstring says so.
+- No module replaces a name of another module at run time, but for `adapters.py`, and for the hooks in `HOOKS`.
+- Names are nouns and verbs of the field: no binding is called one of `WORDS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "torchtitan_rl"
+
+SHAPES = {
+    "__init__": "packages",
+    "__main__": "packages that are programs",
+    "app": "the ASGI application of each server",
+    "requests": "the requests of each door",
+}
+"""File name -> the shape that repeats."""
+SECTIONS = ("config", "validation")
+"""Rooms with a file per section of a run's config, named after the section or after the room that it configures."""
+
+HOOKS = {
+    "monarch.actor.unhandled_fault_hook": "Monarch asks for its replacement",
+    "sys.breakpointhook": "Python asks for its replacement",
+    "dynamo.recompile_limit": "a setting, which a block sets and restores",
+    "dynamo.accumulated_recompile_limit": "a setting, which a block sets and restores",
+}
+"""Name that a module may set in another -> why."""
+
+WORDS = {
+    "found": "name the thing that was looked for: `checkpoint`, `match`, `rows`",
+    "told": "name the message or its reader: `text`, `listener`",
+    "held": "name what is kept: `loaded_tensors`, `kept`",
+    "asked": "name the request: `request`, `requests`",
+    "said": "name the words: `message`, `reason`",
+    "given": "name the argument: `value`, `arguments`",
+    "what": "name the thing: `record`, `fields`, `item`",
+    "which": "name the choice: `name`, `index`",
+    "others": "name the rest: `siblings`, `remaining`",
+}
+"""Word -> what to write instead."""
+
+
+def main() -> int:
+    modules = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    faults = [*repeated_names(modules), *single_subclasses(modules)]
+    for path, tree in modules.items():
+        place = path.relative_to(PACKAGE.parent)
+        faults += [f"{place}:{line}: {text}" for line, text in [*replaced_functions(path, tree), *vague_names(tree)]]
+    print(*faults, sep="\n" if faults else "")
+    print(f"structure: {len(modules)} modules, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+def repeated_names(modules: dict[Path, ast.Module]) -> Iterator[str]:
+    places = defaultdict(list)
+    for path in modules:
+        if path.stem not in SHAPES and path.parent.name not in SECTIONS:
+            places[path.stem].append(str(path.relative_to(PACKAGE)))
+    for paths in places.values():
+        if len(paths) > 1:
+            yield f"{', '.join(paths)}: the same file name; name each after its own noun"
+
+
+def single_subclasses(modules: dict[Path, ast.Module]) -> Iterator[str]:
+    classes = {
+        node.name: (path, node)
+        for path, tree in modules.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    subclasses, made = Counter[str](), set[str]()
+    for node in (node for tree in modules.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            subclasses.update(base.id for base in node.bases if isinstance(base, ast.Name))
+        elif isinstance(node, ast.Call):
+            callees = [node.func, *node.args]  # a class may be made by a function that it is passed to
+            made |= {callee.id for callee in callees if isinstance(callee, ast.Name)}
+        elif isinstance(node, ast.ExceptHandler) and node.type is not None:
+            made |= {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)}
+    for name, (path, node) in classes.items():
+        if subclasses[name] == 1 and name not in made and "subclass" not in (ast.get_docstring(node) or "").lower():
+            place = path.relative_to(PACKAGE.parent)
+            yield f"{place}:{node.lineno}: {name}: has one subclass; make the two one class, or say who subclasses it"
+
+
+def replaced_functions(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    if path.name == "adapters.py":
+        return
+    imported = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if not isinstance(target, ast.Attribute) or ast.unparse(target) in HOOKS:
+                    continue
+                if _root(target) in imported:
+                    yield node.lineno, f"{ast.unparse(target)}: is replaced at run time; do it in adapters.py, or not"
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        if (word := name.strip("_").lower()) in WORDS:
+            yield getattr(node, "lineno", 0), f"{name}: says nothing; {WORDS[word]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Batches ahead of training: which draws are admitted when, and what is true of every order in which rollouts end."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.rollout.ahead import BatchesAhead
+from torchtitan_rl.rollout.batches import BatchPlayer, SynchronousBatches
+from torchtitan_rl.rollout.draws import Draws
+from torchtitan_rl.rollout.finished import FinishedGroups
+from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
+from torchtitan_rl.rollout.lag import check_lag
+from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
+from torchtitan_rl.types.run_state import RunState
+
+PER_BATCH, NUM_BATCHES = 3, 7
+
+
+class Source:
+    """Task i of the split, in order."""
+
+    def __init__(self):
+        self.cursor = 0
+
+    def next(self, num_tasks):
+        self.cursor += num_tasks
+        return [Task(id=str(i), prompt="") for i in range(self.cursor - num_tasks, self.cursor)]
+
+    def replacement(self, slot, round):
+        return Task(id=f"{slot}-{round}", prompt="")
+
+    def state_dict(self):
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state):
+        self.cursor = state["cursor"]
+
+
+class Run:
+    """A loop over batches with generators that take a random time, drawn from a seed; every batch is one step and is
+    followed by a publication. `bad` groups have equal rewards, which the filter drops."""
+
+    def __init__(self, lag, seed=0, bad=(), start=None, kind=BatchesAhead):
+        self.random, self.bad, self.events = random.Random(seed), set(bad), []
+        filters = FilterConfig(zero_variance=bool(bad), max_resamples=3 if bad else 0)
+        algorithm = AlgorithmConfig(max_policy_lag=lag, tasks_per_step=PER_BATCH, group_size=2, filters=filters)
+        self.config = RunConfig(name="unit", task=None, model=ModelConfig(assets="chars"), algorithm=algorithm)
+        self.config.controller.num_steps = NUM_BATCHES
+        self.state, self.publications, self.draws = RunState(seed=0), [0], Draws(Source())
+        if start is not None:
+            self.state.step, draws = start
+            self.draws.load_state_dict(draws)
+        self.finished, self.played = FinishedGroups(), []
+        player, slot_player = (
+            BatchPlayer(of, SimpleNamespace(play=self.play), self.draws, self.admitted, max_tokens=64)
+            for of in (algorithm, one_slot(algorithm))
+        )
+        own = {"slot_player": slot_player} if kind is FirstFinished else {}
+        lagged = dict(publications=self.publications, finished=self.finished, **own)
+        self.batches = (
+            kind(self.config, player, self.draws, self.state, **lagged)
+            if lag
+            else SynchronousBatches(player, self.draws, self.state)
+        )
+
+    def admitted(self, draws, step):
+        self.events.append(("admitted", step, self.publications[-1], [draw.id for draw in draws]))
+
+    async def play(self, draws, counts: Counter):
+        return list(await asyncio.gather(*(self.play_draw(draw) for draw in draws)))
+
+    async def play_draw(self, draw):
+        """As `Rollouts` does: a group that a checkpoint holds is not played again."""
+        if (group := self.finished.take(draw.id, draw.task)) is None:
+            group = await self.group(draw.task, draw.id)
+            self.finished.keep(draw.id, draw.task, group)
+        return group
+
+    async def group(self, task, group_id):
+        versions = []
+        for _ in range(self.random.randrange(1, 4)):  # tokens: each from the version that is served then
+            await asyncio.sleep(self.random.choice([0, 0, 1e-4, 2e-3]))
+            versions.append(self.publications[-1])
+        tokens = Completion(
+            tokens=[0] * len(versions), logprobs=[0.0] * len(versions), policy_versions=versions, finish_reason="stop"
+        )
+        rewards = [1.0, 1.0] if group_id in self.bad else [1.0, 0.0]
+        turns = [Turn(prompt_tokens=[0], completion=tokens)]
+        rollouts = [
+            Rollout(id=f"{group_id}/{i}", task=task, turns=turns, reward=reward, group=group_id)
+            for i, reward in enumerate(rewards)
+        ]
+        self.played.append(group_id)
+        return RolloutGroup(id=group_id, rollouts=rollouts)
+
+    async def batch(self):
+        """One round of the loop. Returns the batch."""
+        batch = await self.batches.next_batch()
+        self.events.append(("trained", self.state.step, self.publications[-1], [group.id for group in batch.groups]))
+        await asyncio.sleep(self.random.choice([0, 1e-3]))
+        self.state.step += 1
+        self.publications.append(self.publications[-1] + self.random.randrange(2))  # some steps are skipped
+        return batch
+
+    async def all(self):
+        return [await self.batch() for _ in range(self.state.step, NUM_BATCHES)]
+
+    def of(self, kind):
+        return [event for event in self.events if event[0] == kind]
+
+
+@settings(deadline=None)  # the loop sleeps, and a busy machine sleeps longer
+@given(lag=st.integers(0, 3), seed=st.integers(0, 2**16))
+def test_the_composition_of_batches_does_not_depend_on_what_ends_first(lag, seed):
+    run = Run(lag, seed, bad=["1/0", "5/0", "5/1"])
+    batches = asyncio.run(run.all())
+    trained = [sorted(group.id for group in batch.groups) for batch in batches]
+    slots = [[f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)]
+    slots[0][1], slots[1][2] = "1/1", "5/2"
+    assert trained == [sorted(ids) for ids in slots]
+    assert sorted(sum((event[3] for event in run.of("admitted")), [])) == sorted(sum(trained, ["1/0", "5/0", "5/1"]))
+
+
+@settings(deadline=None)  # the loop sleeps, and a busy machine sleeps longer
+@given(lag=st.integers(0, 3), seed=st.integers(0, 2**16))
+def test_no_token_is_older_than_the_bound_and_nothing_is_thrown_away_for_its_age(lag, seed):
+    run = Run(lag, seed)
+    batches = asyncio.run(run.all())
+    assert [len(batch.groups) for batch in batches] == [PER_BATCH] * NUM_BATCHES
+    if lag:
+        assert max(batch.metrics["policy/lag_max"] for batch in batches) <= lag
+    for b, (_, step, _, ids) in enumerate(run.of("admitted")):  # batch b: after the publication of batch b - k - 1
+        before = run.events[: run.events.index(run.of("admitted")[b])]
+        assert step == b and ids == [f"{slot}/0" for slot in range(3 * b, 3 * b + 3)]
+        assert sum(event[0] == "trained" for event in before) == max(0, b - lag)
+
+
+def test_no_batch_is_admitted_that_the_run_will_not_train_on():
+    run = Run(lag=3)
+    asyncio.run(run.all())
+    assert len(run.of("admitted")) == NUM_BATCHES and run.draws.next_slot == PER_BATCH * NUM_BATCHES
+
+
+@settings(deadline=None)
+@given(lag=st.integers(1, 3), seed=st.integers(0, 2**16), stop_after=st.integers(1, 5))
+def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag, seed, stop_after):
+    async def stopped():
+        run = Run(lag, seed, bad=["1/0", "5/0", "5/1"])
+        for _ in range(stop_after):
+            await run.batch()
+        await asyncio.sleep(run.random.choice([0, 1e-3, 5e-3]))
+        state = run.batches.state_dict()
+        lines = json.loads(json.dumps(state.pop("finished")))
+        state, publications = json.loads(json.dumps(state)), list(run.publications)
+        await run.batches.cancel()
+        return run, publications, state, lines
+
+    async def resumed(publications, state, lines):
+        run = Run(lag, seed + 1, bad=["1/0", "5/0", "5/1"], start=(stop_after, state))
+        run.publications[:] = publications[-1:]  # a resumed run publishes the checkpoint's weights
+        assert run.batches.resume(state, lines) == []
+        assert run.publications == publications[-lag - 1 :]
+        first = run.batches.state_dict()
+        assert first["finished"] == lines and first["publications"] == run.publications
+        return run, await run.all()
+
+    run, publications, state, lines = asyncio.run(stopped())
+    assert state["next_slot"] == stop_after * PER_BATCH == run.draws.next_slot  # `cancel` has given the draws back
+    again, batches = asyncio.run(resumed(publications, state, lines))
+    assert all(batch.metrics["policy/lag_max"] <= lag for batch in batches)
+    trained = [sorted(event[3]) for event in run.of("trained") + again.of("trained")]
+    slots = [[f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)]
+    slots[0][1], slots[1][2] = "1/1", "5/2"
+    assert trained == [sorted(ids) for ids in slots]
+    kept = [line["draw"] for line in lines]
+    assert sorted(kept) == sorted(draw for draw in run.played if int(draw.split("/")[0]) >= state["next_slot"])
+    assert not set(kept) & set(again.played)
+    assert again.batches.state_dict()["finished"] == []  # what has trained is forgotten
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_resumed_run_plays_what_was_in_flight_again(lag):
+    async def stopped():
+        run = Run(lag)
+        for step in range(3):
+            await run.batch()
+            assert run.batches.state_dict()["next_slot"] == (step + 1) * PER_BATCH
+        state = run.batches.state_dict()
+        await run.batches.cancel()
+        return run, state
+
+    run, state = asyncio.run(stopped())
+    assert state["next_slot"] == 3 * PER_BATCH == run.draws.next_slot
+    resumed = Run(lag, start=(3, state))
+    asyncio.run(resumed.all())
+    assert [event[3] for event in run.of("trained") + resumed.of("trained")] == [
+        [f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)
+    ]
+
+
+def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_for_no_one():
+    async def failing():
+        run = Run(lag=2)
+        play = run.play
+
+        async def fails_in_the_second(draws, counts):
+            if draws[0].slot == 3:
+                raise ValueError("reward=2")
+            if draws[0].slot == 6:
+                await asyncio.sleep(1000)
+            return await play(draws, counts)
+
+        run.batches._player._rollouts.play = fails_in_the_second
+        await run.batch()
+        with pytest.raises(ValueError, match="reward=2"):
+            await run.batch()
+        await asyncio.wait_for(run.batches.cancel(), 1)
+        assert run.batches.state_dict()["next_slot"] == run.draws.next_slot
+
+    asyncio.run(failing())
+
+
+def test_age_is_counted_in_publications_and_an_older_token_is_refused():
+    task = Task(id="0", prompt="")
+    group = asyncio.run(Run(lag=0).group(task, "0/0"))
+    for rollout in group.rollouts:
+        rollout.turns[0].completion.policy_versions = [4, 6]
+    assert check_lag([group], [0, 4, 6], 1) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}
+    assert check_lag([group], [4, 6, 6, 6], 3)["policy/lag_max"] == 3
+    assert check_lag([group], [4, 4, 6], 1)["policy/lag_max"] == 1  # version 4 was published again: the same weights
+    message = r"rollout='0/0/0': has a token that is 2 publications old, algorithm.max_policy_lag=1"
+    with pytest.raises(RuntimeError, match=message):
+        check_lag([group], [4, 5, 6], 1)
+    with pytest.raises(RuntimeError, match="a token that is inf publications old"):
+        check_lag([group], [5, 6], 3)  # version 4 is not known

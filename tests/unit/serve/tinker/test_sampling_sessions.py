@@ -1,0 +1,58 @@
+"""Streams of the samples of one request."""
+
+import numpy as np
+import torch
+from scipy import stats
+
+from torchtitan_rl import adapters
+
+adapters.prepare_vllm(eager=True)
+
+from torchtitan_rl.engine.gumbel import gumbel_argmax  # noqa: E402
+from torchtitan_rl.engine.noise import splitmix64  # noqa: E402
+from torchtitan_rl.serve.tinker.bodies import SamplingBody  # noqa: E402
+from torchtitan_rl.serve.tinker.sampling_sessions import Generators, Sampling  # noqa: E402
+
+SEEDS, SAMPLES, TOKENS, VOCABULARY = 20, 16, 24, 64
+
+
+def sampling():
+    """No request is made: the streams are a function of seed and index."""
+    generators = Generators(None, None, max_parallel=0)
+    return Sampling(generators, None, None, base_model="tiny", context_tokens=64, vocab_size=VOCABULARY)
+
+
+def drawn(seed):
+    """The tokens (SAMPLES, TOKENS) that the noise alone draws: all logits are equal."""
+    asked = SamplingBody(max_tokens=TOKENS, seed=seed)
+    streams = [sampling()._params(asked, 4, index).seed for index in range(SAMPLES)]
+    seeds = np.repeat(np.asarray(streams, dtype=np.uint64), TOKENS)
+    keys = splitmix64(seeds, np.tile(np.arange(TOKENS), SAMPLES))
+    return gumbel_argmax(torch.zeros(SAMPLES * TOKENS, VOCABULARY), torch.from_numpy(keys)).view(SAMPLES, TOKENS)
+
+
+def test_no_sample_of_a_seeded_request_is_another_one_shifted():
+    tokens_S16T = torch.stack([drawn(seed) for seed in range(SEEDS)])
+    apart = ~torch.eye(SAMPLES, dtype=torch.bool)
+    distance = torch.arange(SAMPLES)[:, None] - torch.arange(SAMPLES)
+    for lag in range(TOKENS):
+        later, earlier = tokens_S16T[:, :, None, lag:], tokens_S16T[:, None, :, : TOKENS - lag]
+        equal = (later == earlier).float().mean(dim=(0, 3))
+        compared = SEEDS * (TOKENS - lag)
+        number = compared * int(apart.sum())
+        sigma = (1 / VOCABULARY * (1 - 1 / VOCABULARY) / number) ** 0.5
+        assert equal[apart].mean() <= 1 / VOCABULARY + 3 * sigma, lag
+        for step in range(1 - SAMPLES, SAMPLES):  # a shift relates pairs of one distance
+            pairs = apart & (distance == step)
+            if count := int(pairs.sum()):
+                hits = round(float(equal[pairs].sum()) * compared)
+                assert stats.binom.sf(hits - 1, count * compared, 1 / VOCABULARY) > 1e-5, (lag, step)
+
+
+def test_the_streams_of_a_request_are_named_by_seed_and_index_alone():
+    asked = SamplingBody(max_tokens=4, seed=7)
+    assert sampling()._params(asked, 4, 3).seed == sampling()._params(asked, 9, 3).seed
+    seeds = {
+        sampling()._params(SamplingBody(seed=seed), 4, index).seed for seed in (-3, 0, 7, 2**80) for index in range(9)
+    }
+    assert len(seeds) == 36 and all(0 <= seed < 2**63 for seed in seeds)

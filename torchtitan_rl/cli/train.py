@@ -1,0 +1,143 @@
+"""The verb `train`: warm start, reinforcement, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torchtitan_rl.cli import exit_status
+from torchtitan_rl.cli.controller_run import check_backend, run_controller
+from torchtitan_rl.cli.verb_arguments import (
+    add_address,
+    add_config,
+    add_processes,
+    add_restarts,
+    address,
+    configured,
+    without_restarts,
+)
+from torchtitan_rl.record.console import say
+
+if TYPE_CHECKING:
+    from torchtitan_rl.config.run import RunConfig
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--dry-run", action="store_true", help="validate everything, start nothing")
+    parser.add_argument(
+        "--no-reward-check",
+        action="store_true",
+        help="do not call the reward on two made-up completions first, as for one that costs money",
+    )
+    parser.add_argument(
+        "--resume",
+        default="",
+        metavar="latest|auto|DIR",
+        help="go on from the newest checkpoint in --output-dir (auto: or begin), or from a run or checkpoint",
+    )
+    add_restarts(parser, 0, "begin again from the newest checkpoint, at most N times, when the run is killed or fails")
+    parser.add_argument("--profile", metavar="STEPS", help="torch.profiler's traces, such as 3,5-6")
+    parser.add_argument("--serve", type=int, metavar="PORT", help="serve the run's newest version meanwhile")
+    add_address(parser, "serve-")
+    add_processes(parser)
+    parser.add_argument("--json-logs", action="store_true", help="every line of the console is a JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from torchtitan_rl.config.derive import settled
+    from torchtitan_rl.config.recording import steps_of
+    from torchtitan_rl.launch.restarts import attempt, leave_outcome
+    from torchtitan_rl.validation.advice import advice
+    from torchtitan_rl.validation.run import validate
+
+    if args.outcome is not None and attempt(args.outcome):
+        args.resume = "auto"
+    config = configured(args)
+    if args.profile is not None:
+        config.record.profile.steps = steps_of(args.profile)
+    validate(config)
+    config.controller.check_reward &= not args.no_reward_check
+    for line in advice(config):
+        say(f"warning: {line}", event="advice", level="warning")
+    config = settled(config)
+    check_backend(args, config, generators_only=False)
+    if args.dry_run:
+        return _dry_run(args, config)
+    if args.max_restarts:
+        return _train_with_restarts(args, config)
+    if args.outcome is None:
+        return exit_status.end_with(_train(args, config))
+    return exit_status.end_with(_train(args, config), lambda code: leave_outcome(args.outcome, code, final=args.final))
+
+
+def _dry_run(args: argparse.Namespace, config: RunConfig) -> int:
+    """Says whether a valid config can run on this machine. Starts nothing."""
+    from torchtitan_rl.launch.inventory import check_fits, local_host
+    from torchtitan_rl.launch.preflight import busy_problem, host_problem, memory_problem
+    from torchtitan_rl.train.evaluation import look_at_data
+    from torchtitan_rl.validation.rewards import check_reward
+    from torchtitan_rl.validation.run import missing_weights
+
+    # A dry run connects to no other host: it takes each host to be like this machine.
+    hosts = [local_host(worker) for worker in args.hosts] or [local_host()]
+    check_fits(config, hosts)
+    if problem := memory_problem(config, hosts):
+        raise ValueError(problem)
+    family, unread = look_at_data(config)
+    if not unread:
+        asyncio.run(check_reward(config, family))
+    say(f"{args.config}: valid; nothing was started", event="valid", to=sys.stdout)
+    # Problems of this machine now, not of the config: a dry run only reports them.
+    for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts), unread):
+        if missing:
+            say(f"still needed: {missing}", event="needed", level="warning", to=sys.stdout)
+    return 0
+
+
+def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
+    """`train` under `launch.restarts`."""
+    from torchtitan_rl.launch.restarts import run_with_restarts
+    from torchtitan_rl.train.resume import place
+    from torchtitan_rl.train.start import output_path
+
+    if args.max_restarts < 0:
+        raise ValueError(f"--max-restarts={args.max_restarts}: must not be negative; use 0 for none")
+    arguments, directory = without_restarts(args.argv[args.argv.index("train") + 1 :]), config.output_dir
+    if not directory:  # the same one for every attempt
+        directory = str(place(config, args.resume)[0] if args.resume else output_path(config, absolute=False))
+        arguments += ["--output-dir", directory]
+    return run_with_restarts("train", arguments, args.max_restarts, directory)
+
+
+async def _train(args: argparse.Namespace, config: RunConfig) -> int:
+    from torchtitan_rl.cli.summary import summary_rows
+    from torchtitan_rl.launch.watchdog import alive
+    from torchtitan_rl.record.json_console import JsonProgress
+    from torchtitan_rl.record.plot import plot_curve
+    from torchtitan_rl.record.progress import Progress
+    from torchtitan_rl.serve.run_gateway import serving
+    from torchtitan_rl.train.controller import Controller
+
+    progress = (JsonProgress if args.json_logs else Progress)(quiet=args.quiet)
+    served_at = address(args, args.serve, args.serve_host)
+
+    async def body(controller: Controller) -> None:
+        async with serving(controller, served_at, quiet=args.quiet):
+            report = await controller.train()
+        curve = controller.run_dir.path / "curve.png"
+        plot_curve(controller.run_dir.read_metrics(), curve)
+        progress.final_table(summary_rows(controller, report, curve))
+
+    with alive(config.controller.hang_timeout_s):
+        return await run_controller(
+            args,
+            partial(Controller.launch, config, progress=progress, resume_from=args.resume),
+            body,
+            config.output_dir,
+        )

@@ -1,0 +1,47 @@
+"""Batches of slots in order, played while earlier batches train: `algorithm.batch_order="slots"` with a lag."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from torchtitan_rl.rollout.draws import Batch
+from torchtitan_rl.rollout.lagged_batches import LaggedBatches
+
+__all__ = ["BatchesAhead"]
+
+
+class BatchesAhead(LaggedBatches):
+    """Draws of batch b are admitted once the publication that follows batch b - k - 1 is served, so long rollouts train
+    as often as short ones."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """The arguments are those of `LaggedBatches`."""
+        super().__init__(*arguments, **keywords)
+        self._playing: deque[tuple[asyncio.Task[Batch], dict[str, Any]]] = deque()
+        """The batches that are being played, in order, each with the state of the draws before the batch."""
+
+    async def _next(self) -> Batch:
+        algorithm, step = self._algorithm, self._state.step
+        while len(self._playing) <= algorithm.max_policy_lag:
+            begins = step + len(self._playing) * algorithm.steps_per_batch
+            if self._playing and begins >= self._config.controller.num_steps:
+                break
+            before = self._draws.state_dict()
+            draws = self._draws.next(algorithm.tasks_per_step)
+            self._playing.append((asyncio.ensure_future(self._player.play(draws, begins)), before))
+        playing, _ = self._playing.popleft()
+        await asyncio.sleep(0)  # the requests of later batches leave before training begins
+        return await playing
+
+    def num_ready(self) -> int:
+        return sum(task.done() for task, _ in self._playing)
+
+    def _before(self) -> dict[str, Any]:
+        return self._playing[0][1] if self._playing else self._draws.state_dict()
+
+    def _give_up(self) -> list[asyncio.Task[Batch]]:
+        tasks = [task for task, _ in self._playing]
+        self._playing.clear()
+        return tasks
