@@ -23,7 +23,7 @@ from torchtitan_rl.algorithm.objective import measured
 from torchtitan_rl.dispatch.microbatches import pack
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
-__all__ = ["Evaluated", "Named", "evaluate", "linearized", "named"]
+__all__ = ["Evaluated", "ServiceLoss", "evaluate", "linearized", "service_loss"]
 
 _UNKNOWN = {
     "entropy": "the entropy of the policy's distribution",
@@ -33,7 +33,7 @@ _UNKNOWN = {
 
 
 @dataclass(kw_only=True, slots=True)
-class Named:
+class ServiceLoss:
     """A loss in the service's words."""
 
     name: str
@@ -107,16 +107,16 @@ def _sampled(inputs: LossInputs) -> dict[str, torch.Tensor]:
         return sums | (losses.mismatch(policy, inputs) if inputs.policy_logprobs.dim() == 1 else {})
 
 
-def linearized(data: list[Datum], gradients: list[torch.Tensor]) -> Named:
+def linearized(data: list[Datum], gradients: list[torch.Tensor]) -> ServiceLoss:
     """The cross-entropy that has these derivatives by the log-probabilities of the targets."""
     inputs = [
         {"target_tokens": datum.target_tokens, "weights": -gradient.float()}
         for datum, gradient in zip(data, gradients, strict=True)
     ]
-    return Named(name="cross_entropy", inputs=inputs)
+    return ServiceLoss(name="cross_entropy", inputs=inputs)
 
 
-def named(loss_fn: LossFunction, data: list[Datum], weight: float) -> Named | None:
+def service_loss(loss_fn: LossFunction, data: list[Datum], weight: float) -> ServiceLoss | None:
     """`weight` x the loss in the service's words, if it can be said exactly; None if not."""
     function, keywords = _unwrapped(loss_fn)
     if not isinstance(function, FunctionType) or (words := _WORDS.get(function)) is None:
@@ -125,7 +125,7 @@ def named(loss_fn: LossFunction, data: list[Datum], weight: float) -> Named | No
     inputs = [row for row, _ in filter(None, terms)]
     if len(inputs) < len(data) or not all(torch.isfinite(x).all() for row in inputs for x in row.values()):
         return None
-    return Named(name=function.__name__, inputs=inputs, config=terms[0][1])
+    return ServiceLoss(name=function.__name__, inputs=inputs, config=terms[0][1])
 
 
 def _unwrapped(loss_fn: LossFunction) -> tuple[Callable, dict]:

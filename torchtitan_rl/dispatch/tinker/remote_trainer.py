@@ -82,7 +82,7 @@ class RemoteTrainingClient(TrainingClient):
 
         async def send() -> Awaitable[ForwardBackwardOutput]:
             with _as_workers("forward_backward"):
-                named = loss_terms.named(loss_fn, data, loss_weight)
+                named = loss_terms.service_loss(loss_fn, data, loss_weight)
             if named is not None:
                 return self._known(self._send(data, named), data, loss_fn, began)
             rows = await self._logprobs("forward_backward", self._send(data, _scored(data), forward_only=True))
@@ -204,7 +204,7 @@ class RemoteTrainingClient(TrainingClient):
         check_lengths(operation, data, self._max_datum_tokens)
         check_alike(data, f"{operation}.data")
 
-    def _send(self, data: list[Datum], loss: loss_terms.Named, *, forward_only: bool = False) -> Any:
+    def _send(self, data: list[Datum], loss: loss_terms.ServiceLoss, *, forward_only: bool = False) -> Any:
         """Sends a call; the SDK's future of its answer."""
         tinker = sdk()
         datums = [
@@ -314,10 +314,10 @@ class _as_workers:  # noqa: N801
             raise RuntimeError(f"policy-0.{self._operation}: {describe(error)}") from error
 
 
-def _scored(data: list[Datum]) -> loss_terms.Named:
+def _scored(data: list[Datum]) -> loss_terms.ServiceLoss:
     """A forward pass: the cross-entropy with weights of 1, of which only the log-probabilities are read."""
     inputs = [{"target_tokens": d.target_tokens, "weights": torch.ones(d.target_tokens.shape)} for d in data]
-    return loss_terms.Named(name="cross_entropy", inputs=inputs)
+    return loss_terms.ServiceLoss(name="cross_entropy", inputs=inputs)
 
 
 def _output_of(

@@ -7,13 +7,13 @@ import pytest
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.faults import Fault, server, user
 from torchtitan_rl.serve.tinker.futures import Answer, Futures, Shelf
-from torchtitan_rl.serve.tinker.order import CallOrder, Room
+from torchtitan_rl.serve.tinker.order import InOrder, Room
 
 
 def in_order(futures, **more):
     ahead = more.pop("ahead", Room(max_requests=100, max_bytes=1000))
     started = more.pop("started", Room(max_requests=100, max_bytes=1000))
-    return CallOrder(futures, ahead=ahead, started=started, **more)
+    return InOrder(futures, ahead=ahead, started=started, **more)
 
 
 def answering(log, name, wait=None):
