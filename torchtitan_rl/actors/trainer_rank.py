@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -54,25 +54,23 @@ def implements(operation: Operation) -> Callable[[Callable], Callable]:
     """Marks the method of `TrainerRank` that does an operation: each call first checks what `require` says."""
 
     def decorate(method: Callable) -> Callable:
-        if inspect.iscoroutinefunction(method):  # an operation that uses the store
-
-            @functools.wraps(method)
-            async def awaited(rank: TrainerRank, *args: Any) -> Any:
-                with served(f"{rank.role}.{operation.__name__}"):
-                    require(operation, rank.role, rank.parts)
-                    return await method(rank, *args)
-
-            return awaited
-
         @functools.wraps(method)
-        def called(rank: TrainerRank, *args: Any) -> Any:
-            with served(f"{rank.role}.{operation.__name__}"):
-                require(operation, rank.role, rank.parts)
+        def checked(rank: TrainerRank, *args: Any) -> Any:
+            require(operation, rank.role, rank.parts)
+            name = f"{rank.role}.{operation.__name__}"
+            if inspect.iscoroutinefunction(method):  # an operation that uses the store
+                return _awaited(name, method(rank, *args))
+            with served(name):
                 return method(rank, *args)
 
-        return called
+        return checked
 
     return decorate
+
+
+async def _awaited(name: str, answer: Awaitable[Any]) -> Any:
+    with served(name):
+        return await answer
 
 
 class TrainerRank:
