@@ -1,4 +1,4 @@
-"""Measures what the layouts of a trainer change in ten optimizer steps and what they cost; writes docs/numerics.md.
+"""Measures what layouts of a trainer change in ten optimizer steps, and what they cost: docs/dev/numerics_table.md.
 
 `.venv/bin/python benchmarks/numerics_table.py`, on a machine that does nothing else: some two minutes on two cores.
 """
@@ -21,7 +21,7 @@ from tests.integration.layouts import client, recorded_batches, replay, trainer_
 from torchtitan_rl import platform  # noqa: E402
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape  # noqa: E402
 
-DOC = ROOT / "docs" / "numerics.md"
+DOC = ROOT / "docs" / "dev" / "numerics_table.md"
 BEGIN, END = "<!-- written by benchmarks/numerics_table.py: begin -->", "<!-- end -->"
 LAYOUTS: dict[str, dict] = {
     "one rank": {},

@@ -2,7 +2,7 @@
 
 The warm start shows both ways to answer: three demonstrations in ten call the calculator and copy what it says, the
 others repeat the problem's first number, which is wrong. So the policy that follows can call, but mostly does not.
-That calling pays is learned from the reward alone: a choice between two known ways, not a new skill (docs/log.md).
+That calling pays is learned from the reward alone: a choice between two known ways, not a new skill (docs/dev/log.md).
 
 Differs from the quickstart:
 - task: Calculator.Config(min_digits=1, max_digits=2), not LetterSort.Config()

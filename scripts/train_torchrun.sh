@@ -11,7 +11,7 @@
 #   TORCHTITAN_RL_HOST_ADDRESS  this host's address, to bind and to be reached at (the one that leads to MASTER_ADDR)
 #   TORCHTITAN_RL_JOIN_S        seconds within which all hosts must be there (300)
 # Code, configs and the run's directory must be at the same path on every host. Nothing authenticates anybody: whoever
-# reaches the ports of a run can run code on its hosts. Bind private interfaces; see docs/scaling.md.
+# reaches the ports of a run can run code on its hosts. Bind private interfaces; see docs/at_scale.md.
 set -euo pipefail
 python=${TORCHTITAN_RL_PYTHON:-$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python}
 if [[ ! -x $python ]]; then

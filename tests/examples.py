@@ -1,4 +1,4 @@
-"""The code blocks of the pages at the top and of docs/*.md. `python -m tests.examples [PAGE ...]` runs the slow ones.
+"""The code blocks of the pages at the top and of docs/. `python -m tests.examples [PAGE ...]` runs the slow ones.
 
 A word after a block's language says that the suite does not run the block: `slow` ones take longer than 20 s; `check`
 ones need a GPU, several hosts, a network or another library, or start the suite.
@@ -20,7 +20,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[1]
 OWN_TEST = ("docs/mistakes.md",)  # tests/unit/test_mistakes.py makes the mistakes of its blocks
 TOP = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
-PAGES = [*TOP, *sorted({f"docs/{path.name}" for path in ROOT.glob("docs/*.md")} - {*OWN_TEST})]
+PAGES = [*TOP, *sorted({str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")} - {*OWN_TEST})]
 MARKS = ("slow", "check")
 
 

@@ -1,4 +1,4 @@
-"""The base model of docs/tinker_cookbook.md: a 0.8M-parameter Qwen3 that says in three forms whether a number is even.
+"""A Qwen3 of 0.8M parameters that says in three forms whether a number is even: docs/dev/tinker_cookbook.md.
 
 Run in the directory that stand_ins.py wrote: the paths are relative to it. The warm start is the whole run. One
 demonstration in four is in the box that the recipes ask for.

@@ -1,7 +1,7 @@
 """What any backend must do, asked of each: actors in processes of their own, everything in this process, and a remote
 service, which is a server of this package.
 
-`docs/backend_protocol.md` describes the contract; a new backend gets a line in `BACKENDS`.
+`docs/dev/backend_protocol.md` describes the contract; a new backend gets a line in `BACKENDS`.
 """
 
 import asyncio

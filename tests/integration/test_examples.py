@@ -12,11 +12,11 @@ import pytest
 from tests.examples import MARKS, PAGES, ROOT, blocks, checkout, run_python
 from tests.integration.conftest import small_config
 from torchtitan_rl.algorithm.inputs import minibatches
-from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.train import step
 from torchtitan_rl.train.controller import Controller
+from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.validation.run import validate
 from torchtitan_rl.weights.checkpoint import hf_weights
 
@@ -31,16 +31,10 @@ def names_on(page, config, loop):
     if page not in STACK_ON:
         return {"config": config}
     controller = loop.run_until_complete(Controller.launch(config, backend="local"))
-    state, algorithm, loss = controller.state, config.algorithm, policy_objective(config.algorithm, {})
-    local = {
-        "state": state,
-        "algorithm": algorithm,
-        "loss": loss,
-        "minibatches": minibatches,
-        "training_data": step.training_data,
-    }
-    optim_params = step.optim_params(config, "policy", 0)
-    return {"self": controller, "config": config, "num_steps": 2, "optim_params": optim_params, **local}
+    groups = loop.run_until_complete(controller.batches.next_batch()).groups
+    functions = {"training_data": step.training_data, "take_step": step.take_step, "minibatches": minibatches}
+    local = {"state": controller.state, "groups": groups, "num_steps": 2, "StepMetrics": StepMetrics}
+    return {"self": controller, "config": config, **local, **functions}
 
 
 def check_settings(block, scope):

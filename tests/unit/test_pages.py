@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import excerpts
 from torchtitan_rl.types import LossInputs
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def section(page: str, title: str) -> str:
@@ -59,8 +60,55 @@ def test_the_page_on_benchmarks_names_every_file():
 
 
 def test_the_index_names_every_page():
-    linked = set(re.findall(r"\]\(([\w.]+)\)", (ROOT / "docs" / "README.md").read_text()))
-    assert linked >= {path.name for path in ROOT.glob("docs/*") if path.is_file()} - {"README.md"}
+    linked = set(re.findall(r"\]\(([\w./]+?)(?:#[^)]*)?\)", (ROOT / "docs" / "README.md").read_text()))
+    pages = {
+        str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*") if path.suffix in (".md", ".ipynb")
+    }
+    assert linked >= pages - {"README.md"}
+
+
+FIRST_PAGES = ["start.md", "your_task.md", "one_step.md", "at_scale.md", "when_it_breaks.md"]
+
+
+def test_the_index_begins_with_the_five_pages_in_order():
+    linked = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+    assert linked[:5] == FIRST_PAGES
+
+
+@pytest.mark.parametrize("page", FIRST_PAGES)
+def test_a_first_page_is_short(page):
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+    assert len(text.split()) <= 1500
+
+
+def test_quoted_functions_are_those_of_the_code():
+    page = excerpts.PAGE.read_text()
+    assert len(excerpts.EXCERPT.findall(page)) == page.count("```python") > 10
+    assert page == excerpts.refreshed(page), "the code has changed: run `python -m tests.excerpts`"
+
+
+def test_a_quote_is_the_whole_function_and_one_that_is_gone_is_named():
+    quote = excerpts.function_source("tests/excerpts.py", "refreshed")
+    assert quote.startswith("def refreshed(") and quote.count("\n") == 3
+    with pytest.raises(ValueError, match="has no nowhere"):
+        excerpts.function_source("tests/excerpts.py", "nowhere")
+
+
+def test_the_readmes_loop_is_the_controllers():
+    loop = re.search(r"^## The loop\n(.*?)^## ", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
+    blocks = re.findall(r"```python\n(.*?)```", loop, re.DOTALL)
+    for block, name in zip(blocks, ["Controller._reinforce", "Controller._train_on"], strict=True):
+        of_code = iter([line.strip() for line in excerpts.function_source(CONTROLLER, name).splitlines()])
+        shown = [line.split("  #")[0].strip() for line in block.splitlines() if not line.startswith("#")]
+        assert [line for line in shown if line not in of_code] == []  # each line, in the order of the code
+
+
+CONTROLLER = "torchtitan_rl/train/controller.py"
+
+
+def test_the_site_has_every_page():
+    named = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert named == {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}
 
 
 def test_the_notebook_opens_by_one_command_whose_extra_exists():

@@ -1,5 +1,5 @@
 """What the controller does for a rollout does not grow with the rollouts in flight, and what it does for a request not
-with the replicas. Lines of Python are counted, not seconds: docs/controller_at_scale.md has the seconds."""
+with the replicas. Lines of Python are counted, not seconds: docs/dev/controller_at_scale.md has the seconds."""
 
 import asyncio
 import sys

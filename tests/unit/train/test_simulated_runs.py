@@ -1,4 +1,4 @@
-"""Whole runs of the controller on a virtual clock, with five faults each; docs/simulator.md says what is simulated."""
+"""Whole runs of the controller on a virtual clock, with five faults each: docs/dev/simulator.md."""
 
 import asyncio
 import time
