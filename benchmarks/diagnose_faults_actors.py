@@ -38,7 +38,7 @@ async def with_replicas(directory: Path, name: str, steps: int) -> None:
         run = asyncio.ensure_future(controller.train())
         while controller.state.step < 3:
             await asyncio.sleep(0.05)
-        (pid,) = await controller.generator._replicas[1].mesh.call_each(WorkerProcess.where)
+        (pid,) = await controller.generator._replicas[1].mesh.call_each(WorkerProcess.pid)
         if name.startswith("dead"):
             os.kill(pid, signal.SIGKILL)
         while not run.done() and name.startswith("slow"):

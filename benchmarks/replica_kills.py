@@ -64,7 +64,7 @@ class Recoveries:
             await asyncio.sleep(self.draw.uniform(0.1, 1.0))
             index = number % len(replicas)
             victim = replicas[index]
-            (pid,) = await victim.mesh.call_each(WorkerProcess.where)
+            (pid,) = await victim.mesh.call_each(WorkerProcess.pid)
             step, start = self.controller.state.step, time.monotonic()
             os.kill(pid, signal.SIGKILL)
             while replicas[index] is victim or id(replicas[index]) not in self._answered:

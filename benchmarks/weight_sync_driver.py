@@ -96,7 +96,7 @@ async def drive(args: argparse.Namespace) -> None:
         pids = {
             f"{name}-{rank}": (mesh.hosts[rank].rpartition(":")[0], pid)
             for name, mesh in meshes.items()
-            for rank, pid in enumerate(await mesh.call_each(WorkerProcess.where))
+            for rank, pid in enumerate(await mesh.call_each(WorkerProcess.pid))
         }
         tell("started", pids=pids, num_bytes=2 * shape.num_parameters)
         for sync in range(args.syncs):

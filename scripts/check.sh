@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What is checked without running the code: lint, formatting, the layers of imports, types. About half a minute on two
+# What is checked without running the code: lint, formatting, the layers of imports, types, names. About half a minute on two
 # cores once .venv is there. All of them run, whichever fails.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,6 +9,7 @@ failed=()
 .venv/bin/ruff format --check . || failed+=("ruff format")
 .venv/bin/lint-imports --no-logo || failed+=("lint-imports")
 .venv/bin/mypy || failed+=("mypy")
+.venv/bin/python scripts/structure.py || failed+=("structure")
 if ((${#failed[@]})); then
   printf 'check: %s failed\n' "${failed[@]}" >&2
   exit 1

@@ -10,7 +10,7 @@ from torchtitan_rl.record import attempts
 from torchtitan_rl.record.recorder import Evaluated, Metrics, RolloutsEnded, TrainedOn
 from torchtitan_rl.record.records import evaluation_record
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 
 __all__ = ["HOSTILE", "completion", "decode", "group", "made_run", "write_evaluation", "write_step"]

@@ -7,19 +7,31 @@ packages calls the package's function here. Each function imports the package if
 from __future__ import annotations
 
 import functools
+import glob
 import importlib.util
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtitan_rl import platform
 
-__all__ = ["adapt_torchtitan", "adapt_torchstore", "configure_monarch", "prepare_vllm"]
+__all__ = [
+    "adapt_torchtitan",
+    "adapt_torchstore",
+    "configure_monarch",
+    "nameless_semaphores",
+    "prepare_vllm",
+    "private_shared_memory",
+    "zeroed_blocks",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +43,68 @@ def prepare_vllm(*, eager: bool) -> None:
     sampling no faster."""
     if platform.device_type() == "cpu" and eager:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+@contextmanager
+def nameless_semaphores() -> Iterator[None]:
+    """Lets multiprocessing take the name of each semaphore away at its creation, as for the start method `fork`.
+
+    vLLM's executor makes a lock that no other process opens. Monarch's processes have the start method `forkserver`:
+    there a semaphore keeps its name in /dev/shm for as long as it lives, and a process that is killed together with its
+    resource tracker leaves the name behind.
+    """
+    method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+
+
+@contextmanager
+def zeroed_blocks() -> Iterator[None]:
+    """Makes an engine that is built in this context zero a block of the attention cache before a request gets it, as
+    vLLM does for models with a state.
+
+    Attention reads whole blocks and masks what a request has not written: 0 times a NaN or an infinity that a request
+    before left there is NaN. Other numbers change nothing, so what is computed from finite caches stays the same."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    original = KVCacheConfig.needs_kv_cache_zeroing
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)
+    try:
+        yield
+    finally:
+        KVCacheConfig.needs_kv_cache_zeroing = original
+
+
+@contextmanager
+def private_shared_memory() -> Iterator[None]:
+    """Names the shared memory of vLLM's CPU ranks uniquely on the host, and unlinks the name once all ranks have opened
+    the segment.
+
+    With `external_launcher` vLLM gives every engine the same name, and a killed engine leaves the name behind. The
+    mesh's rendezvous port tells engines apart, and an open segment needs no name.
+    """
+    if platform.device_type() != "cpu" or "MASTER_PORT" not in os.environ:
+        yield
+        return
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original, names = _CPUSHMDistributed.make_group_name, []
+
+    def make_group_name(communicator) -> str:
+        names.append(f"torchtitan_rl-{os.environ['MASTER_PORT']}{original(communicator).lstrip('/')}")
+        return names[-1]
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(original)
+        for name in names:
+            for segment in Path("/dev/shm").glob(f"{glob.escape(name)}*"):
+                segment.unlink(missing_ok=True)
 
 
 def adapt_torchtitan() -> None:
@@ -80,13 +154,13 @@ def _if_installed(choose: Callable[[], str | None]) -> Callable[[], str | None]:
         if wanted is None:
             return None
         module = _FLASH_ATTENTION_MODULES[wanted]
-        found = _can_import(module)
+        available = _can_import(module)
         _log_once(
             f"variable-length attention: {wanted} of {module}"
-            if found
+            if available
             else f"variable-length attention: torch's own FlashAttention 2 ({wanted} needs the module {module})"
         )
-        return wanted if found else None
+        return wanted if available else None
 
     return installed
 

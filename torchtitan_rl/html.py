@@ -32,21 +32,22 @@ def facts(title: str, values: dict[str, Any]) -> str:
 
 
 def group(of: Any, decode: Callable[[list[int]], str] | None = None) -> str:
-    """The rollouts of a `RolloutGroup` side by side: reward, advantage, length, and what was said, tinted by advantage.
+    """The rollouts of a `RolloutGroup` side by side: reward, advantage, length, and the completion, tinted by
+    advantage.
     With `decode` token by token, without it by the recorded text."""
     advantages = of.advantages or [0.0] * len(of.rollouts)
     largest = max(map(abs, advantages), default=0.0)
     rows = []
     for rollout, advantage in zip(of.rollouts, advantages):
-        said = (
+        completion = (
             _tint(safe(rollout.text), advantage, largest)
             if decode is None
-            else _said(rollout, advantage, largest, decode)
+            else _tinted_tokens(rollout, advantage, largest, decode)
         )
         reward = "" if rollout.reward is None else f"{rollout.reward:.3f}"
         shown = f"{advantage:+.3f}" if of.advantages else ""
         length = sum(len(turn.completion.tokens) for turn in rollout.turns)
-        cells = (safe(rollout.id), reward, shown, str(length), said)
+        cells = (safe(rollout.id), reward, shown, str(length), completion)
         rows.append("<tr>" + "".join(f"<td {_CELL}>{cell}</td>" for cell in cells) + "</tr>")
     prompt = safe(of.rollouts[0].task.prompt) if of.rollouts else "no rollouts"
     left_out = f" (left out: {safe(of.left_out)})" if of.left_out else ""
@@ -93,7 +94,7 @@ def tinted(of: Any, tokenizer: Any) -> Html:
     return Html(datum(of, tokenizer.decode) if hasattr(of, "loss_inputs") else group(of, tokenizer.decode))
 
 
-def _said(rollout: Any, advantage: float, largest: float, decode: Callable[[list[int]], str]) -> str:
+def _tinted_tokens(rollout: Any, advantage: float, largest: float, decode: Callable[[list[int]], str]) -> str:
     """Every turn's sampled tokens, one by one, tinted by the turn's own advantages where it has some."""
     turns = []
     for turn in rollout.turns:

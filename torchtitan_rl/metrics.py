@@ -138,8 +138,8 @@ def unit(name: str) -> str:
     Example: `unit("time/step_s")` is `"seconds"`, `unit("reward/mean")` is `"reward"`.
     """
     of_phase = name.removeprefix("supervised/")
-    found = next((text for pattern, text in _UNITS.items() if re.fullmatch(pattern, of_phase)), None)
-    return found or of_phase.split("/")[0]
+    text_of_unit = next((text for pattern, text in _UNITS.items() if re.fullmatch(pattern, of_phase)), None)
+    return text_of_unit or of_phase.split("/")[0]
 
 
 def entry(name: str) -> str | None:

@@ -48,7 +48,7 @@ async def train(result: Result, config: RunConfig, *, whole: bool) -> list[dict]
         async with await Controller.launch(config) as controller:
             replicas = {replica.mesh.role: replica.mesh for replica in controller.generator._replicas}
             meshes = {role: client._mesh for role, client in controller.roles.items()} | replicas
-            pids = {role: (await mesh.call_each(WorkerProcess.where))[0] for role, mesh in meshes.items()}
+            pids = {role: (await mesh.call_each(WorkerProcess.pid))[0] for role, mesh in meshes.items()}
             if whole:
                 report = await controller.train()
                 accuracies = {name: float(f"{found.accuracy:.4g}") for name, found in report.items()}

@@ -2,6 +2,8 @@
 
 import contextlib
 
+import pytest
+
 from tests.integration.test_batches import algorithm
 from torchtitan_rl.record.attempts import read_ledger, read_rollouts
 from torchtitan_rl.rollout.ahead import BatchesAhead
@@ -10,6 +12,8 @@ from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
 from torchtitan_rl.train.overlap import Overlap
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
+
+pytestmark = pytest.mark.whole
 
 LAG, STEPS = 2, 6
 

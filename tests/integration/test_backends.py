@@ -13,7 +13,7 @@ from tests.integration.conftest import small_config
 from tests.integration.helpers import flat, random_datums, relative_l2
 from tests.integration.tinker_server import tinker_server
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling
-from torchtitan_rl.dispatch.tinker.client import RemoteTrainingClient
+from torchtitan_rl.dispatch.tinker.remote_trainer import RemoteTrainingClient
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import Datum, OptimParams, SamplingParams
 

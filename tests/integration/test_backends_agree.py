@@ -15,6 +15,8 @@ from torchtitan_rl.record.schemas import SCHEMAS
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.weights import checkpoint
 
+pytestmark = pytest.mark.whole
+
 
 def unclocked(line: dict) -> dict:
     """A line of metrics without what a clock measured."""

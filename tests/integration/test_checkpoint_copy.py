@@ -16,6 +16,8 @@ from torchtitan_rl.launch.local import LocalLauncher
 from torchtitan_rl.types import OptimParams
 from torchtitan_rl.weights import checkpoint
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture
 def launcher(tmp_path):

@@ -83,6 +83,7 @@ def test_the_same_seed_gives_the_same_bytes(short_run, tmp_path):
     assert first == second
 
 
+@pytest.mark.whole
 def test_a_checkpoint_evaluates_and_samples(here, short_run, tmp_path):
     checkpoint, local = str(short_run.path / "checkpoints" / "step-2"), ["--backend", "local"]
     result = here(
@@ -190,6 +191,7 @@ def test_a_prompt_longer_than_its_limit_is_refused(loop, tmp_path):
 
 
 @pytest.mark.parametrize("generator_tp", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.whole
 def test_ctrl_c_ends_a_run_within_five_seconds_and_says_where(tmp_path, generator_tp):
     process = subprocess.Popen(
         [

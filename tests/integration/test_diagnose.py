@@ -11,6 +11,8 @@ from torchtitan_rl.health.diagnosis import examine
 from torchtitan_rl.health.run_reader import Run
 from torchtitan_rl.record.run_dir import RunDir
 
+pytestmark = pytest.mark.whole
+
 CONFIG = """
 from torchtitan_rl.config.load import load_config
 

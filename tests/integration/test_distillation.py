@@ -16,6 +16,8 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.types import Datum, OptimParams
 
+pytestmark = pytest.mark.whole
+
 VOCABULARY = MODEL.shape.vocab_size
 TEMPERATURE = 0.8
 

@@ -9,6 +9,8 @@ from tests.integration.conftest import ROOT
 from tests.integration.test_gateway import check_that_trained_is_sampled, run
 from torchtitan_rl.config.load import load_config
 
+pytestmark = pytest.mark.whole
+
 RUNS = {
     "last_letter_verifiers": "verifiers.v1",
     "last_letter_openenv": "openenv.core",

@@ -12,6 +12,8 @@ from torchtitan_rl.record.attempts import read_rollouts
 from torchtitan_rl.tools.explain_mismatch import explain, text
 from torchtitan_rl.train.controller import Controller
 
+pytestmark = pytest.mark.whole
+
 
 def played(loop, directory, every: int):
     """The directory of a short local run with an explanation every so many steps and a checkpoint after each step, and

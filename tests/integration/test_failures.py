@@ -88,7 +88,7 @@ def test_a_following_ranks_engine_thread_dies_and_the_other_replica_serves_its_r
     async def run():
         before = await _sample(controller)
         await mesh.call_rank(0, GeneratorOperations.fetch_hf, directory, 7)
-        leader = await mesh.call_rank(0, WorkerProcess.where)
+        leader = await mesh.call_rank(0, WorkerProcess.pid)
         with pytest.raises(RuntimeError):  # the other rank has nothing to load: it ends, and rank 0 waits for its word
             await mesh.call_rank(0, GeneratorOperations.load, 7)
         start = time.monotonic()
@@ -112,7 +112,7 @@ def test_the_leading_ranks_engine_thread_dies_and_calls_name_every_replica(loop,
         await mesh.call_rank(1, GeneratorOperations.fetch_hf, directory, 7)
         with pytest.raises(RuntimeError, match=r"generator-0-0.load: .* the engine has stopped: KeyError\(7\)"):
             await mesh.call_rank(0, GeneratorOperations.load, 7)
-        await mesh.call_rank(0, WorkerProcess.where)  # the process lives
+        await mesh.call_rank(0, WorkerProcess.pid)  # the process lives
         return await _sample(controller)
 
     for error in loop.run_until_complete(run()):

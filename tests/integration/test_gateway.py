@@ -9,6 +9,8 @@ from tests.integration.conftest import ROOT
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.train.controller import Controller
 
+pytestmark = pytest.mark.whole
+
 
 def small(output_dir, **algorithm):
     config = load_config(str(ROOT / "configs" / "calculator_agent.py"))

@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 
 import openai
+import pytest
 
 from tests.integration.conftest import ROOT
 from tests.integration.helpers import gone
@@ -13,6 +14,8 @@ from torchtitan_rl.actors.operations import WorkerProcess
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.serve.run_gateway import Address, serving
 from torchtitan_rl.train.controller import Controller
+
+pytestmark = pytest.mark.whole
 
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "1+2"}], "max_tokens": 16}
 
@@ -45,7 +48,7 @@ def test_a_killed_generator_under_load(loop, tmp_path, capsys):
                                 statuses[503] += 1
 
                 async def killed(index):
-                    (pid,) = await controller.generator._replicas[index].mesh.call_each(WorkerProcess.where)
+                    (pid,) = await controller.generator._replicas[index].mesh.call_each(WorkerProcess.pid)
                     os.kill(pid, signal.SIGKILL)
                     await gone(pid)
 

@@ -19,7 +19,7 @@ from torchtitan_rl.record import attempts
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.weights import checkpoint
 
-pytestmark = [pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ["bash", str(ROOT / "scripts" / "train_torchrun.sh")]

@@ -19,6 +19,8 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import OptimParams
 from torchtitan_rl.weights import checkpoint
 
+pytestmark = pytest.mark.whole
+
 DATA = random_datums(7)
 
 

@@ -16,6 +16,8 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.types import OptimParams
 
+pytestmark = pytest.mark.whole
+
 DATA = random_datums(7)
 
 

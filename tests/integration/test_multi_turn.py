@@ -9,11 +9,11 @@ from tests.integration.conftest import ROOT
 from torchtitan_rl.algorithm.datums import to_datums
 from torchtitan_rl.config.load import load_config
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(300)]
 
 
 def test_the_calculator(tmp_path, monkeypatch):
-    from torchtitan_rl.train import training as module
+    from torchtitan_rl.train import step as module
     from torchtitan_rl.train.controller import Controller
 
     config = load_config(str(ROOT / "configs" / "calculator.py"))

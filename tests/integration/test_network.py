@@ -14,6 +14,7 @@ from tests.network.faults import FAULTS, run_of, well
 from tests.network.runs import LAYOUTS, QUICKSTART, SHORT, WORKER_PORT, Run
 
 pytestmark = [
+    pytest.mark.whole,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(Bed.missing()), reason=Bed.missing() or "a bed can be made"),

@@ -26,6 +26,8 @@ from tests.integration.layouts import (
 from torchtitan_rl.algorithm.losses import cross_entropy, importance_sampling, ppo, reverse_kl
 from torchtitan_rl.types import OptimParams
 
+pytestmark = pytest.mark.whole
+
 EVERYTHING = 10**6
 LAYOUTS = {
     "dp2": dict(dp=2),

@@ -20,6 +20,8 @@ from torchtitan_rl.model.memory import generator_parts, trainer_parts, working_p
 from torchtitan_rl.tools.rehearse.shards import as_rank, cut_for, mesh_shards
 from torchtitan_rl.tools.rehearse.trace_file import _forward
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).parents[2]
 # 1,000 rows of vocabulary and 256 of a hidden size do not divide by 3.
 SHAPE = dict(

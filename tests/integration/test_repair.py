@@ -13,6 +13,8 @@ from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
 from torchtitan_rl.train.controller import Controller
 from torchtitan_rl.types import SamplingParams
 
+pytestmark = pytest.mark.whole
+
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]
 HANG_S = 6.0
 REJOINS_WITHIN_S = 60.0
@@ -45,7 +47,7 @@ def _sample(controller, num: int, max_tokens: int = 40):
 
 
 async def _pid(controller, index) -> int:
-    return (await controller.generator._replicas[index].mesh.call_each(WorkerProcess.where))[0]
+    return (await controller.generator._replicas[index].mesh.call_each(WorkerProcess.pid))[0]
 
 
 async def _spare(controller) -> int:

@@ -17,6 +17,8 @@ from tests.integration.helpers import gone
 from torchtitan_rl.actors.operations import GeneratorOperations, WorkerProcess
 from torchtitan_rl.types import Request, SamplingParams
 
+pytestmark = pytest.mark.whole
+
 PROMPTS = [[20 + i, 31, 27, 44 - i, 14] for i in range(8)]
 LONG_BATCH = [prompt + [token] for token in range(30, 62) for prompt in PROMPTS]
 
@@ -78,7 +80,7 @@ def _assert_the_same(completions, expected):
 
 
 async def _kill(controller, index):
-    (pid,) = await controller.generator._replicas[index].mesh.call_each(WorkerProcess.where)
+    (pid,) = await controller.generator._replicas[index].mesh.call_each(WorkerProcess.pid)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -153,7 +155,7 @@ def test_a_replica_whose_engine_thread_dies_in_a_living_process_is_lost_too(loop
     async def run():
         with pytest.raises(RuntimeError, match=rf"generator-{last}-0.load: .* the engine has stopped: KeyError\(99\)"):
             await mesh.call_rank(0, GeneratorOperations.load, 99)  # nobody has fetched it
-        pid = await mesh.call_rank(0, WorkerProcess.where)  # the process lives
+        pid = await mesh.call_rank(0, WorkerProcess.pid)  # the process lives
         completions = await _sample(controller, _requests(PROMPTS, max_tokens=4))
         await gone(pid)  # what is of no use any more holds no memory and no core
         return completions

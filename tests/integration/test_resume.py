@@ -107,6 +107,7 @@ def test_checkpoints_are_written_in_both_phases_and_all_complete(undisturbed):
     "stops",
     [pytest.param((1, 4), id="in both phases"), pytest.param((5,), id="in the second phase", marks=pytest.mark.slow)],
 )
+@pytest.mark.whole
 def test_a_run_that_was_asked_to_stop_goes_on_to_the_same_bytes(stops, undisturbed, loop, tmp_path):
     path, resume_from = tmp_path / "run", ""
     for stop in stops:
@@ -221,6 +222,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(undisturbed, loop, tmp_p
         subprocess.run(["umount", str(full)], check=True)
 
 
+@pytest.mark.whole
 def test_a_disk_that_fills_up_ends_the_run_once_with_its_path_and_bytes(tmp_path):
     """The records of a step have no room: no restart can mend that."""
     full, path = tmp_path / "full", tmp_path / "full" / "run"
@@ -303,6 +305,7 @@ def wait_for(condition, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.whole
 def test_a_killed_controller_is_started_again_and_ends_with_the_same_bytes(undisturbed, tmp_path):
     path = tmp_path / "run"
     process = start(path, "--max-restarts", "1")
@@ -314,6 +317,7 @@ def test_a_killed_controller_is_started_again_and_ends_with_the_same_bytes(undis
     assert counted(path) == counted(undisturbed) and rollouts(path) == rollouts(undisturbed)
 
 
+@pytest.mark.whole
 def test_sigterm_writes_a_checkpoint_and_has_a_status_of_its_own(undisturbed, tmp_path, loop):
     path = tmp_path / "run"
     process = start(path, "--controller.checkpoint-every", "0", "--max-restarts", "3")  # none of which is used

@@ -18,6 +18,8 @@ from torchtitan_rl.config.meshes import AdamWConfig, TrainerConfig
 from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.types import OptimParams
 
+pytestmark = pytest.mark.whole
+
 
 def role(**parallelism):
     trainer = TrainerConfig(optimizer=AdamWConfig(lr=1e-3))

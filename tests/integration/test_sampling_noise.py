@@ -14,6 +14,8 @@ from torchtitan_rl.config.load import load_config
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.types import Request, SamplingParams
 
+pytestmark = pytest.mark.whole
+
 SHORT = [20, 31, 27, 44]
 PROMPT = SHORT * 25
 BLOCKS = 12  # of 128 tokens: 11 at a time have room for their prompts, and not for their completions

@@ -22,6 +22,7 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.weights import checkpoint
 
 pytestmark = [
+    pytest.mark.whole,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=f"needs a Slurm of its own: {missing()}"),

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from tests.integration.test_tinker import SEQUENCE, logprobs, step
 from tests.integration.tinker_server import tinker_server
 
+pytestmark = pytest.mark.whole
+
 tinker = pytest.importorskip("tinker")
 
 KEY = "tml-x"

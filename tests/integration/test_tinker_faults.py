@@ -14,6 +14,8 @@ from tests.integration.test_tinker import SEQUENCE, datum, logprobs, step
 from tests.integration.tinker_server import tinker_server, wait_for_url
 from torchtitan_rl.weights.checkpoint import checksums
 
+pytestmark = pytest.mark.whole
+
 tinker = pytest.importorskip("tinker")
 types = tinker.types
 ANSWERED_WITHIN_S = 15

@@ -14,6 +14,8 @@ from tests.integration.conftest import ROOT
 from tests.integration.test_tinker import SEQUENCE, datum
 from tests.integration.tinker_server import tinker_server
 
+pytestmark = pytest.mark.whole
+
 tinker = pytest.importorskip("tinker")
 types = tinker.types
 

@@ -9,6 +9,8 @@ import pytest
 from tests.integration.test_tinker import logprobs
 from tests.integration.tinker_server import tinker_server
 
+pytestmark = pytest.mark.whole
+
 tinker = pytest.importorskip("tinker")
 
 SCRIPT = """

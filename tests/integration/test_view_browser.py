@@ -29,6 +29,7 @@ SERIOUS = ("serious", "critical")
 KILLED_WITHIN_S = 5.0
 
 pytestmark = [
+    pytest.mark.whole,
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),

@@ -25,7 +25,7 @@ from torchtitan_rl.weights.pieces import Box, HeadRows, PieceManifest
 from torchtitan_rl.weights.sharded_pull import pull
 from torchtitan_rl.weights.sharded_push import Publisher, write_pieces
 from torchtitan_rl.weights.staging import Staging, part_box
-from torchtitan_rl.weights.trainer_shards import Held, entries_of
+from torchtitan_rl.weights.trainer_shards import LocalShard, entries_of
 
 _DIM, _KV = 1024, 8
 _LAYER = {
@@ -69,7 +69,7 @@ def publish(directory: Path, rank: int, ranks: int, mebibytes: int) -> None:
     for name, shape in shapes(mebibytes).items():
         rows = -(-shape[0] // ranks)
         box = Box((0,) * len(shape), shape).rows(min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0]))
-        held[name] = Held(shape, box, values(name, box, shape), _HEADS if "wqkv" in name else None)
+        held[name] = LocalShard(shape, box, values(name, box, shape), _HEADS if "wqkv" in name else None)
     source = write_pieces(exchange, rank, 7, held, dict.fromkeys(held, torch.bfloat16), {}, FiniteCheck())
     (directory / f"writing-{rank}").write_bytes(pickle.dumps(source))
     (directory / f"writing-{rank}").rename(directory / f"source-{rank}")
@@ -80,7 +80,7 @@ def manifest_of(directory: Path, ranks: int, mebibytes: int) -> PieceManifest:
     sources = [pickle.loads((directory / f"source-{rank}").read_bytes()) for rank in range(ranks)]
     entries = {}
     for name, shape in shapes(mebibytes).items():
-        held = Held(shape, Box((), ()), torch.empty(0), _HEADS if "wqkv" in name else None)
+        held = LocalShard(shape, Box((), ()), torch.empty(0), _HEADS if "wqkv" in name else None)
         entries |= entries_of(name, held, torch.bfloat16)
     return PieceManifest(version=7, entries=entries, aliases={}, sources=sources)
 

@@ -22,7 +22,7 @@ async def main() -> None:
             await asyncio.sleep(0.5)
             session.answers.clear()  # a rollout keeps its turns; what is measured is the rest
             session._by_key.clear()
-            session._given.clear()
+            session._kept_keys.clear()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from torchtitan_rl.rollout.external import AgentFailed, CommandLimits, external
 from torchtitan_rl.serve.gateway import Gateway
 from torchtitan_rl.types import Task
 
+pytestmark = pytest.mark.whole
+
 TASK = Task(id="t/1", prompt="1+2", answer="the-answer")
 ROOT = Path(__file__).parents[2]
 

@@ -15,6 +15,8 @@ import pytest
 from tests.security.doors import DOORS, Door, as_json, opened
 from tests.security.mutations import mutated, mutated_address
 
+pytestmark = pytest.mark.whole
+
 JSON = {"Content-Type": "application/json"}
 
 

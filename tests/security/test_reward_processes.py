@@ -20,6 +20,8 @@ from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.reward_process import cpu_bound
 from torchtitan_rl.types import Task
 
+pytestmark = pytest.mark.whole
+
 TASK = Task(id="t/7", prompt="1+1=", answer="2")
 ROOT = Path(__file__).parents[2]
 

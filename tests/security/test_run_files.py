@@ -10,6 +10,8 @@ from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.rollout import finished
 from torchtitan_rl.tools.audit import audit
 
+pytestmark = pytest.mark.whole
+
 DEEP = "[" * 5000 + "]" * 5000
 
 

@@ -24,7 +24,7 @@ TWO_RANKS = [
     *("--trainer.parallelism.data-parallel-shard-degree", "2", "--trainer.num-threads", "1"),
     *("--generator.tensor-parallel-degree", "2", "--generator.num-threads", "1"),
 ]
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(420)]
 
 
 def sockets(process: psutil.Process) -> dict[tuple[str, int], str]:

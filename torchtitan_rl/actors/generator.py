@@ -51,7 +51,7 @@ class Generator(Actor):
 
         store = WeightStore(self.store_name)
         if self.config.model_impl != "vllm":  # vLLM's own models cut whole tensors themselves
-            store.elsewhere.part = rank, world_size
+            store.fetcher.part = rank, world_size
         self.rank = GeneratorRank(self.config, self.model_dir, self.seed, rank, store, sleeps=self.sleeps)
         await self.rank.start(threads)
 
@@ -96,7 +96,7 @@ class Generator(Actor):
         return await self.rank.modules()
 
     @concurrent_endpoint
-    async def where(self) -> int:
+    async def pid(self) -> int:
         """The process id."""
         return os.getpid()
 

@@ -14,6 +14,7 @@ from torchtitan_rl import platform
 from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.engine.engine import Engine
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.difference import explain_difference
@@ -85,16 +86,17 @@ class GeneratorRank:
 
     async def fetch(self, version: int, verify: bool) -> ValueError | None:
         """Stages a version from the store. Returns why its tensors do not fit this model; None where they do."""
-        manifest, payload = await self.store.fetch(version, verify=verify)
-        published = {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()}
-        if published != self.engine.parameter_specs:
-            difference = explain_difference(manifest.entries, self.engine.parameter_specs)
-            return ValueError(f"policy_version={version}: does not fit this generator: {difference}")
-        tensors = layout.read(payload, manifest)
-        if name := self.engine.unequal_tie(tensors):
-            return ValueError(f"policy_version={version}: {name} differs from the tensor that it is tied to")
-        self.engine.stage(version, tensors)
-        return None
+        with span("fetch weights", version=version):
+            manifest, payload = await self.store.fetch(version, verify=verify)
+            published = {name: (entry.shape, entry.dtype) for name, entry in manifest.entries.items()}
+            if published != self.engine.parameter_specs:
+                difference = explain_difference(manifest.entries, self.engine.parameter_specs)
+                return ValueError(f"policy_version={version}: does not fit this generator: {difference}")
+            tensors = layout.read(payload, manifest)
+            if name := self.engine.unequal_tie(tensors):
+                return ValueError(f"policy_version={version}: {name} differs from the tensor that it is tied to")
+            self.engine.stage(version, tensors)
+            return None
 
     async def fetch_hf(self, directory: str, version: int) -> None:
         """Stages weights from a Hugging Face directory. Raises RuntimeError for tensors that do not fit this model."""

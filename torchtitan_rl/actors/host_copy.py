@@ -24,7 +24,7 @@ class HostCopy:
     memory takes several times as long as the copy itself, because the system clears its pages."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, ...], torch.Tensor] = {}
+        self._copies: dict[tuple[str, ...], torch.Tensor] = {}
 
     @torch.no_grad()
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -37,20 +37,20 @@ class HostCopy:
         first: dict[tuple, tuple[str, ...]] = {}
         names = {path: first.setdefault(_identity(path, tensor), path) for path, tensor in tensors(state)}
         originals = {path: tensor for path, tensor in tensors(state) if names[path] == path}
-        for path in [path for path, held in self._held.items() if not _fits(held, originals.get(path))]:
-            platform.unpin(local_part(self._held.pop(path)))
+        for path in [path for path, copied in self._copies.items() if not _fits(copied, originals.get(path))]:
+            platform.unpin(local_part(self._copies.pop(path)))
         for path, original in originals.items():
-            if path not in self._held:
-                self._held[path] = torch.empty_like(original, device="cpu")
-                if (part := local_part(self._held[path])).nbytes >= _MIN_PINNED:
+            if path not in self._copies:
+                self._copies[path] = torch.empty_like(original, device="cpu")
+                if (part := local_part(self._copies[path])).nbytes >= _MIN_PINNED:
                     platform.pin(part)
-        _copy_all((local_part(self._held[path]), local_part(original)) for path, original in originals.items())
+        _copy_all((local_part(self._copies[path]), local_part(original)) for path, original in originals.items())
         return self._copied(state, (), names)
 
     def _copied(self, value: Any, path: tuple[str, ...], names: dict[tuple[str, ...], tuple[str, ...]]) -> Any:
         if isinstance(value, dict):
             return {name: self._copied(inner, (*path, name), names) for name, inner in value.items()}
-        return self._held[names[path]] if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        return self._copies[names[path]] if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,9 +93,9 @@ def _identity(path: tuple[str, ...], tensor: torch.Tensor) -> tuple:
     return *_kind(tensor), part.stride(), part.device, part.data_ptr() if part.numel() else path
 
 
-def _fits(held: torch.Tensor, original: torch.Tensor | None) -> bool:
+def _fits(copied: torch.Tensor, original: torch.Tensor | None) -> bool:
     """Whether the memory of a copy can take another tensor in the place of its original."""
-    return original is not None and _kind(held) == _kind(original)
+    return original is not None and _kind(copied) == _kind(original)
 
 
 def _kind(tensor: torch.Tensor) -> tuple:

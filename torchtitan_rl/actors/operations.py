@@ -1,4 +1,4 @@
-"""What the workers of a mesh can be asked, and the parts that each operation needs on the device.
+"""The operations of the workers of a mesh, and the parts that each operation needs on the device.
 
 An operation has one name in three places: the method here, which says what it takes and needs; an endpoint of the actor
 (`PolicyTrainer`, `Generator`); the method of the rank that does the work (`TrainerRank`, `GeneratorRank`). A client
@@ -218,7 +218,7 @@ class GeneratorOperations(Protocol):
 class WorkerProcess(Protocol):
     """A process of a mesh: the actors `PolicyTrainer` and `Generator`."""
 
-    async def where(self) -> int:
+    async def pid(self) -> int:
         """The process id."""
 
     async def setup(self) -> None:

@@ -56,7 +56,3 @@ def heavy_imports():
     finally:
         let_garbage_wait()
         gc.enable()
-    if TIMELINE in os.environ:
-        from torchtitan_rl.record.timeline import recording
-
-        recording.look()

@@ -35,7 +35,7 @@ class PolicyTrainer(Actor):
         self.log_dir, self.store_name = log_dir, store_name
 
     @endpoint
-    async def where(self) -> int:
+    async def pid(self) -> int:
         """The process id."""
         return os.getpid()
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_rl.actors.checkpoint_writer import CheckpointWriter, load_random_states
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir, has_weights, write_model_dir
-from torchtitan_rl.model.held_state import held_state
+from torchtitan_rl.model.module_state import fused_state
 from torchtitan_rl.model.sharding import plain_name
 from torchtitan_rl.weights import checkpoint, hf, peft
 from torchtitan_rl.weights.saved_state import load_state, saved_names
@@ -51,7 +51,7 @@ class TrainerFiles:
         record, optimizers = self._lora_record(), self.rank.optimizers
         if dist.get_rank() == 0:
             checkpoint.write_lora(Path(path), record)
-        state = {"model": self._trained(held_state(self.rank.model))}
+        state = {"model": self._trained(fused_state(self.rank.model))}
         if optimizers is not None:
             fresh = not any(optimizer.state for optimizer in optimizers)
             state["optimizer"] = optimizers.state_dict()
@@ -86,7 +86,7 @@ class TrainerFiles:
         split = any(
             name.endswith(".wq.weight") for name in saved_names(directory)
         )  # format 1, or a model without fused weights
-        state = {"model": self._trained(model.state_dict() if split else held_state(model))}
+        state = {"model": self._trained(model.state_dict() if split else fused_state(model))}
         if optimizers is not None:
             state["optimizer"] = optimizers.state_dict()
         load_state(state, directory)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.model.residency import Part, device_bytes, gradient_tensors, model_tensors, optimizer_tensors
 from torchtitan_rl.model.scoring import score
 from torchtitan_rl.model.train_step import accumulate_gradients, clip_and_step
+from torchtitan_rl.record.tracing import served, span
 from torchtitan_rl.types import Accumulated, LossFunction, Microbatch, OptimParams, OptimStepOutput
 from torchtitan_rl.weights.exchange import WeightExchange
 from torchtitan_rl.weights.finite import NotFinite
@@ -49,16 +51,26 @@ def require(operation: Operation, role: str, parts: Mapping[str, Part]) -> None:
 
 
 def implements(operation: Operation) -> Callable[[Callable], Callable]:
-    """Marks the method of `TrainerRank` that does an operation: each call goes through `TrainerRank.run`."""
+    """Marks the method of `TrainerRank` that does an operation: each call first checks what `require` says."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
         def checked(rank: TrainerRank, *args: Any) -> Any:
-            return rank.run(operation, method, *args)
+            require(operation, rank.role, rank.parts)
+            name = f"{rank.role}.{operation.__name__}"
+            if inspect.iscoroutinefunction(method):  # an operation that uses the store
+                return _awaited(name, method(rank, *args))
+            with served(name):
+                return method(rank, *args)
 
         return checked
 
     return decorate
+
+
+async def _awaited(name: str, answer: Awaitable[Any]) -> Any:
+    with served(name):
+        return await answer
 
 
 class TrainerRank:
@@ -101,12 +113,6 @@ class TrainerRank:
         self._took_step = False
         logger.info("model: %s, %d parameters, degrees %s", self.shape, self.shape.num_parameters, self.parallel_dims)
 
-    def run(self, operation: Operation, method: Callable, *args: Any) -> Any:
-        """Calls the method that does an operation, once `require` has found the parts that it needs. Returns the
-        answer, or its awaitable where the operation uses the store."""
-        require(operation, self.role, self.parts)
-        return method(self, *args)
-
     # Training and scoring.
 
     @implements(TrainerOperations.forward_backward)
@@ -128,13 +134,14 @@ class TrainerRank:
     def optim_step(self, params: OptimParams, grad_scale: float) -> OptimStepOutput:
         """Clips the gradient, takes a step and zeroes the gradient; a gradient that is not finite skips the step."""
         params = self._with_defaults(params)
-        norm, stepped = clip_and_step(
-            list(self.model.parameters()),
-            self.optimizers,
-            params,
-            grad_scale,
-            expert_parallel=self.parallel_dims.ep_enabled,
-        )
+        with span("clip and step"):
+            norm, stepped = clip_and_step(
+                list(self.model.parameters()),
+                self.optimizers,
+                params,
+                grad_scale,
+                expert_parallel=self.parallel_dims.ep_enabled,
+            )
         self.policy_version += stepped
         if self.device.type == "cuda" and not self._took_step:
             self._tighten_timeouts()

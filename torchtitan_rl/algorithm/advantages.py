@@ -69,10 +69,10 @@ def grpo(rewards_G: torch.Tensor, *, std: str = "population") -> torch.Tensor:
 
 def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
     """Reward minus the mean reward of the *other* rollouts (leave-one-out, Ahmadian et al., arXiv:2402.14740)."""
-    others = len(rewards_G) - 1
-    if others == 0:
+    num_siblings = len(rewards_G) - 1
+    if num_siblings == 0:
         return torch.zeros_like(rewards_G)
-    return rewards_G - (rewards_G.sum() - rewards_G) / others
+    return rewards_G - (rewards_G.sum() - rewards_G) / num_siblings
 
 
 def reinforce(rewards_G: torch.Tensor) -> torch.Tensor:
@@ -109,15 +109,15 @@ def estimate_advantages(groups: list[RolloutGroup], config: AlgorithmConfig) -> 
     for role, of_role in by_role.items():
         advantage_fn = estimator_for(config, role)
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in of_role]
-        whole = _sees_batch(advantage_fn)
-        given = advantage_fn(rewards) if whole else [advantage_fn(rewards_G) for rewards_G in rewards]
-        given = [_as_tensor(each) for each in given]
-        if len(given) != len(of_role):
+        sees_batch = _sees_batch(advantage_fn)
+        advantages = advantage_fn(rewards) if sees_batch else [advantage_fn(rewards_G) for rewards_G in rewards]
+        advantages = [_as_tensor(each) for each in advantages]
+        if len(advantages) != len(of_role):
             raise ValueError(
-                f"{_setting(advantage_fn)}: gave {len(given)} tensors for {len(of_role)} groups; return one per group, "
-                "in order"
+                f"{_setting(advantage_fn)}: gave {len(advantages)} tensors for {len(of_role)} groups; return one per "
+                "group, in order"
             )
-        for group, advantages_G in zip(of_role, given, strict=True):
+        for group, advantages_G in zip(of_role, advantages, strict=True):
             _check_advantages(advantages_G, group, advantage_fn)
             group.advantages = advantages_G.tolist()
 

@@ -60,17 +60,17 @@ def with_teacher(data: list[Datum], output: ForwardBackwardOutput, config: Disti
     if config.divergence == "top_k":
         shares = [config.coef * logprobs.exp() for logprobs in output.top_logprobs]
         return with_soft_columns(data, list(zip(output.top_tokens, shares, strict=True)))
-    earned = [_earned(datum, config) for datum in data]
+    teacher_advantages = [_teacher_advantages(datum, config) for datum in data]
     # A baseline. Far from the teacher every advantage is negative: lowering sampled tokens would raise all others.
-    baseline = sum(map(math.fsum, earned)) / max(1, sum(map(len, earned)))
+    baseline = sum(map(math.fsum, teacher_advantages)) / max(1, sum(map(len, teacher_advantages)))
     advantages = [
         _advantages(datum, [own - baseline for own in numbers], config.rewards)
-        for datum, numbers in zip(data, earned, strict=True)
+        for datum, numbers in zip(data, teacher_advantages, strict=True)
     ]
     return with_inputs(data, advantages=advantages)
 
 
-def _earned(datum: Datum, config: DistillConfig) -> list[float]:
+def _teacher_advantages(datum: Datum, config: DistillConfig) -> list[float]:
     """The advantage of each trained token, from the datum's `sampling_logprobs` and `teacher_logprobs`."""
     trained = datum.loss_inputs["loss_mask"] > 0
     student, teacher = (datum.loss_inputs[name][trained].tolist() for name in ("sampling_logprobs", "teacher_logprobs"))

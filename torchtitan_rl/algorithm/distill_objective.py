@@ -10,10 +10,10 @@ from torchtitan_rl.algorithm.losses import cross_entropy, masked_difference, mis
 from torchtitan_rl.config.algorithm import DistillConfig
 from torchtitan_rl.types import LossFunction, LossInputs
 
-__all__ = ["distilled", "nothing", "sampled_logprobs"]
+__all__ = ["distilled", "sampled_logprobs", "zero_loss"]
 
 
-def nothing(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def zero_loss(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A loss of 0 in the place of `loss_fn`, for a policy that learns from the teacher alone."""
     return inputs.policy_logprobs.new_zeros(()), {}
 

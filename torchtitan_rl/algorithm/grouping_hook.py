@@ -41,11 +41,11 @@ def _check_hook(groups: object, rollouts: list[Rollout], hook: str) -> list[str]
     """
     where = f"algorithm.trajectory_grouping_hook={hook}"
     if not isinstance(groups, list) or not all(isinstance(group, RolloutGroup) for group in groups):
-        what = type(groups).__name__
+        returned_type = type(groups).__name__
         if isinstance(groups, list):
-            what += " of " + ", ".join(sorted({type(group).__name__ for group in groups}))
-        raise ValueError(f"{where}: returned a {what}; return a list of RolloutGroup")
-    given = {id(rollout) for rollout in rollouts}
+            returned_type += " of " + ", ".join(sorted({type(group).__name__ for group in groups}))
+        raise ValueError(f"{where}: returned a {returned_type}; return a list of RolloutGroup")
+    object_ids = {id(rollout) for rollout in rollouts}
     ids = {rollout.id for rollout in rollouts}
     owner = {id(turn): rollout for rollout in rollouts for turn in rollout.turns}
     placed: dict[int, str] = {}
@@ -54,7 +54,7 @@ def _check_hook(groups: object, rollouts: list[Rollout], hook: str) -> list[str]
             raise ValueError(f"{where}: group {position} ({group.id!r}) is empty; leave empty groups out")
         for rollout in group.rollouts:
             foreign = sum(id(turn) not in owner for turn in rollout.turns)
-            if id(rollout) not in given and rollout.id in ids:
+            if id(rollout) not in object_ids and rollout.id in ids:
                 raise ValueError(
                     f"{where}: group {group.id!r} holds a copy of rollout {rollout.id}; return the rollout itself (its "
                     "reward may be set), or give a part of it an id of its own"

@@ -20,17 +20,17 @@ __all__ = ["KL_ESTIMATORS", "k1", "k2", "k3", "penalized"]
 
 def k1(difference_T: torch.Tensor) -> torch.Tensor:
     """d: unbiased, of either sign. As a loss its gradient has mean 0; as a reward its gradient is that of the KL."""
-    return _held(difference_T)
+    return _clamped(difference_T)
 
 
 def k2(difference_T: torch.Tensor) -> torch.Tensor:
     """d^2 / 2: biased in value; as a loss on the policy's own samples its gradient is that of the KL."""
-    return 0.5 * _held(difference_T).square()
+    return 0.5 * _clamped(difference_T).square()
 
 
 def k3(difference_T: torch.Tensor) -> torch.Tensor:
     """e^-d - 1 + d: unbiased in value, never negative; the loss term of GRPO (arXiv:2402.03300)."""
-    d = _held(difference_T)
+    d = _clamped(difference_T)
     # Near 0 the terms cancel and leave rounding error: below 0.1 use the series, exact to 1e-12.
     factor = torch.ones_like(d)
     for n in (9, 8, 7, 6, 5, 4, 3):
@@ -50,5 +50,5 @@ def penalized(
     return torch.where(mask_T > 0, advantages_T - penalty_T, 0.0)
 
 
-def _held(difference_T: torch.Tensor) -> torch.Tensor:
+def _clamped(difference_T: torch.Tensor) -> torch.Tensor:
     return difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -99,7 +99,7 @@ def gspo(
     lengths_B = datum_sums(inputs, (inputs.loss_mask > 0).to(log_ratio_T.dtype)).clamp(min=1.0)
     mean_B = datum_sums(inputs, log_ratio_T) / lengths_B
     own_T = masked_difference(inputs, inputs.policy_logprobs, inputs.policy_logprobs.detach())
-    return clipped_surrogate(inputs, _held_exp(mean_B[inputs.datum] + own_T), clip_low, clip_high)
+    return clipped_surrogate(inputs, _clamped_exp(mean_B[inputs.datum] + own_T), clip_low, clip_high)
 
 
 def cispo(
@@ -165,7 +165,7 @@ def trained_before(inputs: LossInputs) -> torch.Tensor:
     return before_T - (per_datum.cumsum(0) - per_datum)[inputs.datum]
 
 
-def _held_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+def _clamped_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 

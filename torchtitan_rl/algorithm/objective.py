@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from torchtitan_rl.algorithm.distill_objective import distilled, nothing, sampled_logprobs
+from torchtitan_rl.algorithm.distill_objective import distilled, sampled_logprobs, zero_loss
 from torchtitan_rl.algorithm.losses import kl_sum
 from torchtitan_rl.algorithm.terms import corrected, regularized
 from torchtitan_rl.config.algorithm import AlgorithmConfig
@@ -28,8 +28,8 @@ def policy_objective(config: AlgorithmConfig, columns: Collection[str] = ()) -> 
     `columns` names the loss inputs of the data: soft targets and teacher log-probabilities add terms without a setting.
     """
     objective: LossFunction = partial(config.loss_fn, **config.loss_config)
-    asked = config.correction_fn or config.distill or config.kl_coef or config.entropy_coef
-    if asked or {"soft_weights", "teacher_logprobs"} & set(columns):
+    has_terms = config.correction_fn or config.distill or config.kl_coef or config.entropy_coef
+    if has_terms or {"soft_weights", "teacher_logprobs"} & set(columns):
         objective = _with_terms(objective, config, columns)
     return partial(measured, loss_fn=objective)
 
@@ -40,7 +40,7 @@ def _with_terms(objective: LossFunction, config: AlgorithmConfig, columns: Colle
         objective = partial(corrected, loss_fn=objective, correction_fn=correction)
     distill = config.distill
     if distill is not None and distill.divergence != "tokens" and not distill.rewards:
-        objective = nothing
+        objective = zero_loss
     kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     if kl_coef or config.entropy_coef:
         terms = partial(regularized, kl_coef=kl_coef, kl_estimator=config.kl_estimator)

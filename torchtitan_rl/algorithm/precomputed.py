@@ -46,7 +46,7 @@ class Verdict(enum.Enum):
 
 @dataclass(kw_only=True, slots=True)
 class Scan:
-    """What `scan` found in a group: a verdict, and numbers of turns."""
+    """Result of `scan`: the verdict on a group, and numbers of turns."""
 
     verdict: Verdict
     num_turns: int = 0
@@ -63,9 +63,11 @@ class Scan:
             "have a wrong length": self.num_bad_length,
             "are not finite": self.num_not_finite,
         }
-        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count or what == "carry advantages")
+        counted = ", ".join(
+            f"{count} {label}" for label, count in counts.items() if count or label == "carry advantages"
+        )
         first = f"; the first is {self.first}" if self.first else ""
-        return f"{self.verdict.name}: of {self.num_turns} turns {found}{first}"
+        return f"{self.verdict.name}: of {self.num_turns} turns {counted}{first}"
 
 
 def scan(group: RolloutGroup) -> Scan:
@@ -122,45 +124,45 @@ def drop_stale(rollouts: list[Rollout], policy_version: int) -> None:
 
 
 def use_precomputed(groups: list[RolloutGroup], config: AlgorithmConfig) -> dict[int, list[list[list[float]]]]:
-    """Valid precomputed advantages by the index of their group: `[rollout][turn][token]`; other groups are absent.
+    """Index of a group -> its valid precomputed advantages, `[rollout][turn][token]`; other groups are absent.
 
     Sets `group.precomputed` of every group. In groups with precomputed advantages sets `group.advantages`, one per
     rollout, the mean over its tokens.
     """
-    given = {}
+    advantages = {}
     for index, group in enumerate(groups):
         own = precomputed_advantages(group, config)
         group.precomputed = own is not None
         if own is not None:
             numbers = [[number for turn in turns for number in turn] for turns in own]
             group.advantages = [math.fsum(of_rollout) / max(1, len(of_rollout)) for of_rollout in numbers]
-            given[index] = own
-    return given
+            advantages[index] = own
+    return advantages
 
 
 def precomputed_advantages(group: RolloutGroup, config: AlgorithmConfig) -> list[list[list[float]]] | None:
-    """The group's precomputed advantages, one per sampled token: `[rollout][turn][token]`; None: an estimator's turn.
+    """The group's precomputed advantages, one per sampled token: `[rollout][turn][token]`; None: use an estimator.
 
     By `config.precomputed_advantages`: `"auto"` warns about invalid ones and gives None, `"require"` raises ValueError
     unless every turn carries valid ones, `"ignore"` always gives None.
     """
     if config.precomputed_advantages == "ignore":
         return None
-    found = scan(group)
-    if found.verdict is Verdict.ALL:
+    result = scan(group)
+    if result.verdict is Verdict.ALL:
         return [[turn_advantages(turn) for turn in rollout.turns] for rollout in group.rollouts]
     if config.precomputed_advantages == "require":
         raise ValueError(
-            f"algorithm.precomputed_advantages='require': group {group.id} is {found}; let the workflow give every "
+            f"algorithm.precomputed_advantages='require': group {group.id} is {result}; let the workflow give every "
             "turn advantages, or use 'auto'"
         )
-    if found.verdict is Verdict.EMPTY:
-        logger.warning("precomputed advantages of group %s: %s; there is nothing to train on in it", group.id, found)
-    elif found.verdict is not Verdict.NONE:
+    if result.verdict is Verdict.EMPTY:
+        logger.warning("precomputed advantages of group %s: %s; there is nothing to train on in it", group.id, result)
+    elif result.verdict is not Verdict.NONE:
         logger.warning(
             "precomputed advantages of group %s: %s; the whole group is weighed by algorithm.advantage_fn instead",
             group.id,
-            found,
+            result,
         )
     return None
 

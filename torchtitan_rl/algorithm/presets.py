@@ -231,15 +231,17 @@ def _changed(preset: str, config: AlgorithmConfig, changes: dict[str, Any]) -> A
 def _set_fields(where: str, prefix: str, section: Any, changes: dict[str, Any]) -> None:
     names = [field.name for field in dataclasses.fields(section)]
     for name, value in changes.items():
-        given = f"{where}({prefix}{name}={value!r})"
+        setting = f"{where}({prefix}{name}={value!r})"
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
-            raise ValueError(f"{given}: {type(section).__name__} has no such field; {hint}")
-        held = getattr(section, name)
-        if isinstance(value, dict) and dataclasses.is_dataclass(held):
-            _set_fields(where, f"{prefix}{name}.", held, value)
-        elif isinstance(value, dict) and held is None:
-            raise ValueError(f"{given}: the preset has no {prefix}{name} to change; give an object of its class")
+            raise ValueError(f"{setting}: {type(section).__name__} has no such field; {hint}")
+        current = getattr(section, name)
+        if isinstance(value, dict) and dataclasses.is_dataclass(current):
+            _set_fields(where, f"{prefix}{name}.", current, value)
+        elif isinstance(value, dict) and current is None:
+            raise ValueError(f"{setting}: the preset has no {prefix}{name} to change; give an object of its class")
         else:
-            setattr(section, name, {**held, **value} if isinstance(value, dict) and isinstance(held, dict) else value)
+            setattr(
+                section, name, {**current, **value} if isinstance(value, dict) and isinstance(current, dict) else value
+            )

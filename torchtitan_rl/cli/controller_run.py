@@ -15,7 +15,7 @@ from torchtitan_rl.environment import let_garbage_wait
 from torchtitan_rl.record.console import is_json, say
 from torchtitan_rl.record.disk import disk_problem
 from torchtitan_rl.record.status import note_end
-from torchtitan_rl.record.user_code import told as error_text
+from torchtitan_rl.record.user_code import error_text
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
@@ -95,7 +95,7 @@ async def run_controller(
             await controller.close()  # other hosts' processes cannot be killed from here
         elif controller:
             if controller.config.record.timeline:
-                from torchtitan_rl.record.timeline.points import WRITE_S
+                from torchtitan_rl.record.timeline.span_file import WRITE_S
 
                 await asyncio.sleep(WRITE_S + 0.5)  # the actors' last spans are on disk then
             controller.launcher.kill()  # `close` would take seconds; all files of the run are written

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.cli import exit_status
-from torchtitan_rl.record.user_code import told as error_text
+from torchtitan_rl.record.user_code import error_text
 
 __all__ = ["add_arguments", "export", "run"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli import exit_status
 from torchtitan_rl.cli.verb_arguments import add_checkpoint
-from torchtitan_rl.record.user_code import told as error_text
+from torchtitan_rl.record.user_code import error_text
 
 if TYPE_CHECKING:
     from torchtitan_rl.types import SamplingParams

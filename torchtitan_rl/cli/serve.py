@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan_rl.cli import exit_status
 from torchtitan_rl.cli.verb_arguments import add_address, address
-from torchtitan_rl.record.user_code import told as error_text
+from torchtitan_rl.record.user_code import error_text
 
 __all__ = ["add_arguments", "run"]
 

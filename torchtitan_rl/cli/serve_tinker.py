@@ -16,7 +16,7 @@ from torchtitan_rl.cli.verb_arguments import (
     without_restarts,
 )
 from torchtitan_rl.record.disk import disk_problem
-from torchtitan_rl.record.user_code import told as error_text
+from torchtitan_rl.record.user_code import error_text
 
 __all__ = ["add_arguments", "run"]
 

@@ -236,9 +236,9 @@ class AlgorithmConfig:
 
     @property
     def own_teachers(self) -> list[Any]:
-        """`workflow` and `after_rewards`, unwrapped, as far as they have `asks_teacher` set."""
-        asked = [_unwrapped(function) for function in (self.workflow, self.after_rewards)]
-        return [function for function in asked if getattr(function, "asks_teacher", False)]
+        """The innermost functions of `workflow` and `after_rewards` that have `asks_teacher` set."""
+        functions = [_unwrapped(function) for function in (self.workflow, self.after_rewards)]
+        return [function for function in functions if getattr(function, "asks_teacher", False)]
 
     @property
     def hooks(self) -> list[Callable]:

@@ -1,4 +1,4 @@
-"""What a config leaves open: lengths follow from the sampling limits, the trainer of a role from the policy's."""
+"""Fields that a config leaves open: lengths from the sampling limits, the trainer of a role from the policy's."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def open_fields(config: RunConfig) -> dict[str, str]:
     """Dotted path -> where its value comes from, for every field that the config leaves open."""
     sampling = config.sampling
     limits = "max_rollout_tokens" if sampling.max_rollout_tokens else "max_prompt_tokens + max_tokens"
-    found = {}
+    sources = {}
     if not config.trainer.training.seq_len:
-        found["trainer.training.seq_len"] = f"from sampling.{limits}"
+        sources["trainer.training.seq_len"] = f"from sampling.{limits}"
     for name, role in config.roles.configured().items():
         if role.trainer is None:
-            found[f"roles.{name}.trainer"] = "from trainer"
+            sources[f"roles.{name}.trainer"] = "from trainer"
         elif not role.trainer.training.seq_len:
-            found[f"roles.{name}.trainer.training.seq_len"] = f"from sampling.{limits}"
+            sources[f"roles.{name}.trainer.training.seq_len"] = f"from sampling.{limits}"
     if not config.generator.max_model_len:
         twice = "twice " if config.algorithm.asks_teacher else ""
-        found["generator.max_model_len"] = f"from {twice}sampling.{limits}"
+        sources["generator.max_model_len"] = f"from {twice}sampling.{limits}"
     if config.generator.num_spares is None:
-        found["generator.num_spares"] = "from generator.num_replicas"
-    return found
+        sources["generator.num_spares"] = "from generator.num_replicas"
+    return sources
 
 
 def settled(config: RunConfig) -> RunConfig:
-    """The config with nothing left open: a copy that shares with `config` every section without an open field, or
-    `config` itself.
+    """The config with every open field filled in: a copy that shares the sections without one with `config`, or
+    `config` itself where no field is open.
 
     A snapshot that scores in self-distillation reads a longer prompt than the policy: generators have room for two
     rollouts then.

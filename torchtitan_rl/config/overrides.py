@@ -26,8 +26,8 @@ def apply_overrides(config: RunConfig, arguments: list[str], options: Sequence[s
     for word in arguments:
         if near := _near_option(config, word.partition("=")[0], options):
             raise ValueError(f"{word}: there is no such option; did you mean {near}?")
-    given = list(_given(config, arguments))
-    for path, words in sorted(given, key=lambda item: item[0].replace("_", "-").startswith("roles.")):
+    overrides = list(_split_overrides(config, arguments))
+    for path, words in sorted(overrides, key=lambda item: item[0].replace("_", "-").startswith("roles.")):
         _set(config, path, words)
 
 
@@ -40,7 +40,7 @@ def _near_option(config: RunConfig, flag: str, options: Sequence[str]) -> str:
     return near[0] if near and near[0] in options and near[0] not in top else ""
 
 
-def _given(config: RunConfig, arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
+def _split_overrides(config: RunConfig, arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
     """(path, words of the value) of every override."""
     remaining = list(arguments)
     while remaining:
@@ -83,17 +83,19 @@ def _is_switch(config: RunConfig, path: str) -> bool:
 def _set(config: RunConfig, shown: str, words: list[str]) -> None:
     text = " ".join(words)
     target, last, kind = _find(config, shown, words)
-    held = target.get(last) if isinstance(target, dict) else getattr(target, last)
+    current = target.get(last) if isinstance(target, dict) else getattr(target, last)
     section = _section(kind)
     if section is not None and text in ("True", "None", "False"):
-        value = None if text != "True" else held if held is not None else _switched_on(config, section, shown, words)
-    elif dataclasses.is_dataclass(held):
-        example = next(path for path, _ in flat(held)).replace("_", "-")
+        value = (
+            None if text != "True" else current if current is not None else _switched_on(config, section, shown, words)
+        )
+    elif dataclasses.is_dataclass(current):
+        example = next(path for path, _ in flat(current)).replace("_", "-")
         raise ValueError(f"--{shown}={text}: is a section; set one of its fields, such as --{shown}.{example}")
-    elif words == words_of(held):
+    elif words == words_of(current):
         return  # as `show` prints the value, of whatever type
     else:
-        value = parsed(kind, f"--{shown}", words, held)
+        value = parsed(kind, f"--{shown}", words, current)
     _put(target, last, value)
 
 
@@ -106,16 +108,16 @@ def _find(config: RunConfig, shown: str, words: list[str], *, switch_on: bool = 
     pending: list[tuple[Any, str, Any]] = []
     for name in parents:
         _require_field(config, fields, name, shown, words)
-        kind, held = fields[name], target[name] if isinstance(target, dict) else getattr(target, name)
-        if held is None and (section := _section(kind)) is not None:
-            held = _switched_on(config, section, shown, words)
-            pending.append((target, name, held))
-        target, fields = held, _fields(held, kind)
+        kind, child = fields[name], target[name] if isinstance(target, dict) else getattr(target, name)
+        if child is None and (section := _section(kind)) is not None:
+            child = _switched_on(config, section, shown, words)
+            pending.append((target, name, child))
+        target, fields = child, _fields(child, kind)
     if isinstance(target, dict) and last not in fields and "*" in fields:
         fields[last] = fields["*"]
     _require_field(config, fields, last, shown, words)
-    for holder, name, held in pending if switch_on else ():
-        _put(holder, name, held)
+    for holder, name, child in pending if switch_on else ():
+        _put(holder, name, child)
     return target, last, fields[last]
 
 
@@ -130,9 +132,9 @@ def _fields(target: Any, kind: Any) -> dict[str, Any]:
     """The settable names of a config object that its holder declares as `kind`, each with its type; under `*` the type
     of new keys, where `kind` is a dictionary of numbers or texts."""
     if isinstance(target, dict):
-        found = {name: float if type(value) is int else type(value) for name, value in target.items()}
+        types = {name: float if type(value) is int else type(value) for name, value in target.items()}
         of_keys = get_args(kind)[1] if get_origin(kind) is dict else None
-        return found | ({"*": of_keys} if of_keys in (float, int, str, bool) else {})
+        return types | ({"*": of_keys} if of_keys in (float, int, str, bool) else {})
     if not dataclasses.is_dataclass(target):
         return {}
     hints = field_types(type(target))

@@ -1,4 +1,5 @@
-"""A user's Python file as a module: imported, found by other processes, and its mistakes told by line."""
+"""A user's Python file as a module: importing it here and in other processes, and messages that name the line of a
+mistake."""
 
 from __future__ import annotations
 
@@ -41,19 +42,19 @@ def load_module(file: Path, where: str) -> ModuleType:
 
 
 def mistake(error: Exception) -> str:
-    """An exception of a user's file, its line, and what to do: for a field that does not exist, the nearest names."""
-    found = re.search(r"([\w.]+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    found = found or re.search(r"'(\w+)' object has no attribute '(\w+)'", str(error))
-    known = _fields_of(found[1], error) if found else []
-    if not found or not known:
+    """Message for an exception of a user's file: its line and what to do; for an unknown field, the nearest names."""
+    match = re.search(r"([\w.]+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    match = match or re.search(r"'(\w+)' object has no attribute '(\w+)'", str(error))
+    known = _fields_of(match[1], error) if match else []
+    if not match or not known:
         return f"{described(error)}{raised_at(error)}; mend the file"
-    near = difflib.get_close_matches(found[2], known, 3) or [name for name in known if found[2] in name][:3]
+    near = difflib.get_close_matches(match[2], known, 3) or [name for name in known if match[2] in name][:3]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
-    return f"{type(error).__name__}: {found[1]} has no field {found[2]!r}{raised_at(error)}; {hint}"
+    return f"{type(error).__name__}: {match[1]} has no field {match[2]!r}{raised_at(error)}; {hint}"
 
 
 def _fields_of(class_name: str, error: Exception) -> list[str]:
-    """The fields of a dataclass that the user's code names, looked for where the exception passed."""
+    """Names of the fields of a dataclass, looked up in the modules that the traceback passed."""
     holder = getattr(error, "obj", None)
     if dataclasses.is_dataclass(holder):
         return [field.name for field in dataclasses.fields(holder)]
@@ -69,9 +70,9 @@ def _fields_of(class_name: str, error: Exception) -> list[str]:
         places += [names, *(vars(value) for value in names.values() if isinstance(value, ModuleType))]
         traced = traced.tb_next
     for place in places:
-        found = place.get(first)
+        candidate = place.get(first)
         for part in rest:
-            found = getattr(found, part, None)
-        if dataclasses.is_dataclass(found):
-            return [field.name for field in dataclasses.fields(found)]
+            candidate = getattr(candidate, part, None)
+        if dataclasses.is_dataclass(candidate):
+            return [field.name for field in dataclasses.fields(candidate)]
     return []

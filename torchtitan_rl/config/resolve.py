@@ -107,13 +107,13 @@ def _imported(name: Any, trusted: bool, kind: type) -> Any:
     if not trusted and not f"{module}.".startswith(_PACKAGES):
         raise ValueError(refusal)
     try:
-        found: Any = importlib.import_module(module)
+        imported: Any = importlib.import_module(module)
         for part in qualname.split("."):
-            found = getattr(found, part)
+            imported = getattr(imported, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"config: {name!r} cannot be imported ({error}); put its module on the path") from error
     # Not what a module of ours has imported itself, such as `config.resolve:importlib.import_module`.
-    ours = isinstance(found, kind) and (kind is not type or dataclasses.is_dataclass(found))
-    if not trusted and not (ours and f"{found.__module__}.".startswith(_PACKAGES)):
+    ours = isinstance(imported, kind) and (kind is not type or dataclasses.is_dataclass(imported))
+    if not trusted and not (ours and f"{imported.__module__}.".startswith(_PACKAGES)):
         raise ValueError(refusal)
-    return found
+    return imported

@@ -165,8 +165,8 @@ class RolesConfig:
 
     def configured(self) -> dict[str, RoleConfig]:
         """The roles beside the policy that this run has, by name."""
-        given = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
-        return {name: role for name, role in given.items() if role is not None}
+        roles = {"reference": self.reference, "critic": self.critic, "teacher": self.teacher}
+        return {name: role for name, role in roles.items() if role is not None}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -197,5 +197,5 @@ class RunConfig:
     def trainers(self) -> dict[str, tuple[TrainerConfig, ModelConfig]]:
         """Trainer and model configs of every role but the generator, by name; the policy first."""
         roles = self.roles.configured().items()
-        others = {name: (role.trainer or self.trainer.of_role(), role.model or self.model) for name, role in roles}
-        return {"policy": (self.trainer, self.model), **others}
+        by_role = {name: (role.trainer or self.trainer.of_role(), role.model or self.model) for name, role in roles}
+        return {"policy": (self.trainer, self.model), **by_role}

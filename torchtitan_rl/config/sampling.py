@@ -28,7 +28,7 @@ class AlteredSampling:
     """Subtracted from the logit of a token as often as the completion has the token already; 0: no penalty."""
 
 
-def changes(given: AlteredSampling) -> dict[str, float]:
-    """The settings of `given` that are not off, by name."""
+def changes(settings: AlteredSampling) -> dict[str, float]:
+    """Name -> value of every setting that differs from its default."""
     fields = dataclasses.fields(AlteredSampling)
-    return {f.name: getattr(given, f.name) for f in fields if getattr(given, f.name) != f.default}
+    return {f.name: getattr(settings, f.name) for f in fields if getattr(settings, f.name) != f.default}

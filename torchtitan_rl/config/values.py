@@ -49,15 +49,15 @@ def shell_text(value: Any) -> str:
     return " ".join(word if word == "[]" else shlex.quote(word) for word in words)
 
 
-def parsed(kind: Any, flag: str, words: list[str], held: Any = None) -> Any:
+def parsed(kind: Any, flag: str, words: list[str], current: Any = None) -> Any:
     """The value of a field of type `kind`. Raises ValueError for words that are not of that type; the message begins
     with `flag`."""
     text = " ".join(words)
     kinds = [kind, *get_args(kind)] if get_origin(kind) not in (list, tuple, dict) else [kind]
     if text == "None" and type(None) in kinds:
         return None
-    if callable(held) or any(k is Callable or k is collections.abc.Callable for k in kinds):
-        return _function(flag, text, held)
+    if callable(current) or any(k is Callable or k is collections.abc.Callable for k in kinds):
+        return _function(flag, text, current)
     if get_origin(kind) in (list, tuple, dict) and text[:1] in ("[", "(", "{"):
         try:
             value = ast.literal_eval(text)
@@ -107,13 +107,13 @@ def _kind_name(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind))
 
 
-def _function(flag: str, text: str, held: Any) -> Any:
+def _function(flag: str, text: str, current: Any) -> Any:
     """The function of `module:name` or `file.py:name`; with arguments, as in `module:name(std='none')`, a partial."""
-    example = function_name(held) if callable(held) else "rewards.py:my_function"
-    found = re.fullmatch(r"([^:()]+):([\w.]+)(\(.*\))?", text, re.DOTALL)
-    if not found:
+    example = function_name(current) if callable(current) else "rewards.py:my_function"
+    match = re.fullmatch(r"([^:()]+):([\w.]+)(\(.*\))?", text, re.DOTALL)
+    if not match:
         raise ValueError(f"{flag}={text}: names no function; write module:name or file.py:name, such as {example}")
-    module_name, qualname, arguments = found.groups()
+    module_name, qualname, arguments = match.groups()
     try:
         module = _of_file(module_name, f"{flag}={text}") if module_name.endswith(".py") else _imported(module_name)
     except ImportError as error:
@@ -132,13 +132,13 @@ def _function(flag: str, text: str, held: Any) -> Any:
     try:
         call = ast.parse(f"f{arguments}", mode="eval").body
         assert isinstance(call, ast.Call)
-        given = [ast.literal_eval(a) for a in call.args]
+        positional = [ast.literal_eval(a) for a in call.args]
         named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (SyntaxError, ValueError, AssertionError):
         raise ValueError(
             f"{flag}={text}: its arguments are no literals; write name=value, with numbers or texts"
         ) from None
-    return functools.partial(function, *given, **named)
+    return functools.partial(function, *positional, **named)
 
 
 def _imported(name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan_rl.actors.operations import Operation
 from torchtitan_rl.dispatch.role_mesh import WorkerLost, describe, late
+from torchtitan_rl.record.tracing import span
 
 __all__ = ["LocalMesh"]
 
@@ -64,18 +65,22 @@ class LocalMesh:
     async def _call(self, operation: Operation, args: tuple, timeout_s: float) -> Any:
         name = f"{self.role}-0.{operation.__name__}"
         try:
-            async with self._turn:
-                answer = getattr(self._worker, operation.__name__)(*args)
-                if inspect.isawaitable(answer):
-                    answer = await _within(answer, timeout_s, name)
-                return copy.deepcopy(answer)  # before the next call, which may change the worker's tensors
+            with span(f"wait for {self.role}.{operation.__name__}", ranks=1):
+                return await self._answer(operation, args, timeout_s, name)
         except WorkerLost:
             raise
         except Exception as error:
             raise RuntimeError(f"{name}: {describe(error)}") from error
 
+    async def _answer(self, operation: Operation, args: tuple, timeout_s: float, name: str) -> Any:
+        async with self._turn:
+            answer = getattr(self._worker, operation.__name__)(*args)
+            if inspect.isawaitable(answer):
+                answer = await _within(answer, timeout_s, name)
+            return copy.deepcopy(answer)  # before the next call, which may change the worker's tensors
 
-async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
+
+async def _within(call: Awaitable, timeout_s: float, call_name: str) -> Any:
     """The result of a call. Raises WorkerLost once `timeout_s` have passed; a breakpoint stops this clock. The call is
     not cancelled: the engine's thread would answer all the same."""
     task, left = asyncio.ensure_future(call), timeout_s
@@ -85,4 +90,4 @@ async def _within(call: Awaitable, timeout_s: float, what: str) -> Any:
         if done:
             return task.result()
         left -= _TICK_S
-    raise late(what, timeout_s)
+    raise late(call_name, timeout_s)

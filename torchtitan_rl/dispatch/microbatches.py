@@ -53,7 +53,7 @@ def check_lengths(operation: str, data: list[Datum], limit: int) -> None:
             )
 
 
-def check_alike(data: list[Datum], where: str = "data") -> None:
+def check_alike(data: list[Datum], name: str = "data") -> None:
     """Raises ValueError, naming the datum, unless all datums have the same loss inputs, each with the same number of
     values per token."""
     first = _row_shapes(data[0])
@@ -62,14 +62,14 @@ def check_alike(data: list[Datum], where: str = "data") -> None:
         if shapes.keys() != first.keys():
             has, wanted = (sorted(rows.keys() - {"target_tokens"}) for rows in (shapes, first))
             raise ValueError(
-                f"{where}[{index}].loss_inputs={has}: data[0] of the call has {wanted}; give every datum of one call "
+                f"{name}[{index}].loss_inputs={has}: data[0] of the call has {wanted}; give every datum of one call "
                 "the same loss inputs"
             )
-        for name, shape in shapes.items():
-            if shape != first[name]:
+        for key, shape in shapes.items():
+            if shape != first[key]:
                 raise ValueError(
-                    f"{where}[{index}].{name}: is {_shape_text(shape)} where that of data[0] is "
-                    f"{_shape_text(first[name])}; give every datum of one call as many per token"
+                    f"{name}[{index}].{key}: is {_shape_text(shape)} where that of data[0] is "
+                    f"{_shape_text(first[key])}; give every datum of one call as many per token"
                 )
 
 

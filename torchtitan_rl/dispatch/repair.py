@@ -74,7 +74,7 @@ class Repair:
             return replica
 
     async def probe(self, current: Callable[[], Replica], lose: Callable[[Replica, ReplicaLost], None]) -> None:
-        """Asks the replica that `current` returns for signs of life, forever. Calls `lose` when it gives none."""
+        """Probes the replica that `current` returns, forever. Calls `lose` when the replica does not answer."""
         while True:
             await asyncio.sleep(self.probe_every_s)
             replica = current()

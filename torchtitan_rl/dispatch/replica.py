@@ -11,6 +11,7 @@ from typing import Any
 from torchtitan_rl.actors.operations import GeneratorOperations, Operation
 from torchtitan_rl.dispatch.role_mesh import RoleMesh, WorkerLost
 from torchtitan_rl.dispatch.versions import ServedVersions
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 
 __all__ = ["Replica", "ReplicaLost", "VersionRefused"]
@@ -123,7 +124,7 @@ class Replica:
                     self._changed.notify_all()  # waiters wait for the last request of a kind
 
     def _serves(self, version: int | None) -> bool:
-        """Whether a request that names a version, or None, may begin with the weights that are held."""
+        """Whether a request for `version` (None: any) may begin with the weights that the replica has now."""
         if version is None:
             before = self.versions.publications[-2:-1] if self._pulling == self.versions.served else []
             # Not any older version, which a pinned request may have loaded.
@@ -137,7 +138,9 @@ class Replica:
         return not (pulled or blocked)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        await self._changed.wait_for(lambda: self.lost is not None or condition())
+        while self.lost is None and not condition():
+            with span("wait for pinned requests"):
+                await self._changed.wait()
         if self.lost is not None:
             raise ReplicaLost(self.lost)
 

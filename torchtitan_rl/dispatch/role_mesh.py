@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from monarch.actor import ActorError
 
 from torchtitan_rl.actors.operations import Operation, WorkerProcess
+from torchtitan_rl.record.tracing import span
 
 __all__ = ["RoleMesh", "WorkerLost", "ProcessDied", "deadline", "describe", "late"]
 
@@ -28,25 +30,26 @@ class ProcessDied(WorkerLost):
     """The worker's process died before the call was answered."""
 
 
-def late(what: str, timeout_s: float) -> WorkerLost:
+def late(call_name: str, timeout_s: float) -> WorkerLost:
     """The error of a call whose deadline has passed."""
     return WorkerLost(
-        f"{what}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in controller.*_timeout_s"
+        f"{call_name}: no answer within {timeout_s:g} s; look at its log, or raise the deadline in "
+        "controller.*_timeout_s"
     )
 
 
-async def deadline(call, timeout_s: float, what: str) -> Any:
-    """The result of an awaitable call. Raises RuntimeError naming `what` when the call fails, WorkerLost when no answer
-    comes within `timeout_s`, ProcessDied when the worker's process has died."""
+async def deadline(call, timeout_s: float, call_name: str) -> Any:
+    """The result of an awaitable call. Raises RuntimeError naming `call_name` when the call fails, WorkerLost when no
+    answer comes within `timeout_s`, ProcessDied when the worker's process has died."""
     try:
         return await asyncio.wait_for(_awaited(call), timeout_s)
     except TimeoutError:
-        raise late(what, timeout_s) from None
+        raise late(call_name, timeout_s) from None
     except ActorError as error:
-        raise RuntimeError(f"{what}: {describe(getattr(error, 'exception', None) or error)}") from error
+        raise RuntimeError(f"{call_name}: {describe(getattr(error, 'exception', None) or error)}") from error
     except Exception as error:
         if type(error).__name__ == "SupervisionError":
-            raise ProcessDied(f"{what}: its process died ({_reason(error)}); see its log") from error
+            raise ProcessDied(f"{call_name}: its process died ({_reason(error)}); see its log") from error
         raise
 
 
@@ -120,18 +123,24 @@ class RoleMesh:
                 f"{self.role}.{operation.__name__}: {len(shards)} shards for {self.data_parallel_size} data-parallel "
                 "ranks"
             )
-        calls = [_send(worker, operation, shards[rank // self._tp], *args) for rank, worker in enumerate(self._workers)]
+        with span(f"send {self.role}.{operation.__name__}"):
+            calls = [
+                _send(worker, operation, shards[rank // self._tp], *args) for rank, worker in enumerate(self._workers)
+            ]
+        waiting = self._waiting(operation, self.num_ranks)
 
         async def gather() -> list:
-            answers = await self._all(operation, range(self.num_ranks), calls)
+            answers = await self._all(operation, range(self.num_ranks), calls, waiting)
             return answers[:: self._tp]
 
         return asyncio.ensure_future(gather())
 
     def call_each(self, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future[list]:
         """Every rank gets the same arguments. Returns all answers, in rank order."""
-        calls = [_send(worker, operation, *args) for worker in self._workers]
-        return asyncio.ensure_future(self._all(operation, range(self.num_ranks), calls, timeout_s))
+        with span(f"send {self.role}.{operation.__name__}"):
+            calls = [_send(worker, operation, *args) for worker in self._workers]
+        waiting = self._waiting(operation, self.num_ranks)
+        return asyncio.ensure_future(self._all(operation, range(self.num_ranks), calls, waiting, timeout_s))
 
     def call_all(self, operation: Operation, *args, timeout_s: float | None = None) -> asyncio.Future:
         """Every rank gets the same arguments. Returns the one answer; raises RuntimeError when ranks disagree."""
@@ -147,10 +156,12 @@ class RoleMesh:
 
     def call_rank(self, rank: int, operation: Operation, *args, timeout_s: float | None = None):
         """Calls one rank. Returns its answer as an awaitable."""
-        call = _send(self._workers[rank], operation, *args)
+        with span(f"send {self.role}.{operation.__name__}"):
+            call = _send(self._workers[rank], operation, *args)
+        waiting = self._waiting(operation, 1)
 
         async def one():
-            return (await self._all(operation, [rank], [call], timeout_s))[0]
+            return (await self._all(operation, [rank], [call], waiting, timeout_s))[0]
 
         return one()
 
@@ -171,20 +182,30 @@ class RoleMesh:
         """Never returns. Raises WorkerLost soon after the rank's process has died."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
-            await self.call_rank(rank, WorkerProcess.where)
+            await self.call_rank(rank, WorkerProcess.pid)
+
+    def _waiting(self, operation: Operation, num_ranks: int) -> AbstractContextManager:
+        """The wait for the answers of a call, from when it is sent: the ranks may begin before a task here runs."""
+        return span(f"wait for {self.role}.{operation.__name__}", ranks=num_ranks)
 
     async def _all(
-        self, operation: Operation, ranks: Sequence[int], calls: list, timeout_s: float | None = None
+        self,
+        operation: Operation,
+        ranks: Sequence[int],
+        calls: list,
+        waiting: AbstractContextManager,
+        timeout_s: float | None = None,
     ) -> list:
         waits = [
             asyncio.ensure_future(deadline(call, timeout_s or self.timeout_s, self._name(rank, operation)))
             for rank, call in zip(ranks, calls, strict=True)
         ]
         try:
-            done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION, timeout=_LOOK_EVERY_S)
-            while left and not any(wait.exception() for wait in done):
-                self._refuse_ended(operation, ranks)
+            with waiting:
                 done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION, timeout=_LOOK_EVERY_S)
+                while left and not any(wait.exception() for wait in done):
+                    self._refuse_ended(operation, ranks)
+                    done, left = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION, timeout=_LOOK_EVERY_S)
             errors = [wait.exception() for wait in done if wait.exception()]
             if errors:
                 raise await self._culprit(operation, errors[0])
@@ -215,11 +236,11 @@ class RoleMesh:
             return first
         # The rank that died may have answered the call first, so ask every rank. A rank that is busy, or waits for the
         # dead rank, does not answer within _BLAME_S, which blames nobody.
-        asked = await asyncio.gather(
+        answers = await asyncio.gather(
             *(
-                deadline(worker.where.call_one(), _BLAME_S, self._name(rank, operation))
+                deadline(worker.pid.call_one(), _BLAME_S, self._name(rank, operation))
                 for rank, worker in enumerate(self._workers)
             ),
             return_exceptions=True,
         )
-        return next((answer for answer in asked if isinstance(answer, ProcessDied)), first)
+        return next((answer for answer in answers if isinstance(answer, ProcessDied)), first)

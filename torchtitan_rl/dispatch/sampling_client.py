@@ -18,6 +18,7 @@ from torchtitan_rl.dispatch.replica import Replica, ReplicaLost, VersionRefused
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
 from torchtitan_rl.dispatch.router import Router
 from torchtitan_rl.dispatch.versions import ServedVersions
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.types import Completion, Request, SamplingParams, Scores
 
 __all__ = ["SamplingClient"]
@@ -234,7 +235,7 @@ class SamplingClient:
             return
         shares = {healthy[0]: batch} if self._router is None else self._route(self._router, batch, version, healthy)
         for index, share in shares.items():
-            self._start(self._send(index, share, version))
+            self._start(running("hand requests and answers over", self._send(index, share, version)))
 
     def _route(self, router: Router, batch: _Batch, version: int | None, healthy: list[int]) -> dict[int, _Batch]:
         """Index of a replica -> its share of the requests."""
@@ -304,7 +305,8 @@ class SamplingClient:
         """`_healthy()`, after the end of repairs if all replicas are being replaced."""
         while self._repairing and not self._healthy_indices:
             self._repaired.clear()
-            await self._repaired.wait()
+            with span("wait for a replacement"):
+                await self._repaired.wait()
         return self._healthy()
 
     def _healthy(self) -> list[int]:

@@ -18,6 +18,7 @@ from torchtitan_rl.actors.operations import Operation, TrainerOperations
 from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths, filler, pack, plan_microbatches
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.role_mesh import RoleMesh
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Accumulated, Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
 from torchtitan_rl.weights.finite import NotFinite, WeightsNotFinite
 
@@ -239,13 +240,16 @@ class TrainingClient:
         """Sends the datums of `sent`, which are those of `data` or parts of them, packed and split over the ranks."""
         name = operation.__name__
         check_lengths(name, data, self._max_datum_tokens)
-        check_alike(data, f"{name}.data")
-        plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
-        shards = [[pack([sent[i] for i in m]) if m else filler(sent[0]) for m in of_rank] for of_rank in plan]
+        with span("pack microbatches"):
+            check_alike(data, f"{name}.data")
+            plan = plan_microbatches([len(d) for d in data], self._mesh.data_parallel_size, self._max_tokens)
+            shards = [[pack([sent[i] for i in m]) if m else filler(sent[0]) for m in of_rank] for of_rank in plan]
         answers = self._run(operation, lambda: self._mesh.call_split(operation, shards, *args))
 
         async def collect() -> ForwardBackwardOutput:
-            return _merge(await answers, plan, data, who=f"{self._mesh.role}.{name}")
+            of_ranks = await answers
+            with span("read the trainer's answer"):
+                return _merge(of_ranks, plan, data, who=f"{self._mesh.role}.{name}")
 
         return asyncio.ensure_future(collect())
 

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.model_executor.models.registry import ModelRegistry
 
-from torchtitan_rl import platform
+from torchtitan_rl import adapters, platform
 from torchtitan_rl.config.meshes import GeneratorConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine import noise, vllm_internals, vllm_model
@@ -32,6 +32,7 @@ from torchtitan_rl.engine.arguments import engine_args
 from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores
 from torchtitan_rl.engine.plan import whole_parameters
 from torchtitan_rl.model.spec import build_spec
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
 
 __all__ = ["Command", "Engine"]
@@ -206,9 +207,9 @@ class Engine:
         ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanQwen3ForCausalLM)
         args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
         with (
-            vllm_internals.private_shared_memory(),
-            vllm_internals.nameless_semaphores(),
-            vllm_internals.zeroed_blocks(),
+            adapters.private_shared_memory(),
+            adapters.nameless_semaphores(),
+            adapters.zeroed_blocks(),
             vllm_internals.chosen_model_runner(self._config.model_runner),
         ):
             engine = LLMEngine.from_engine_args(args)
@@ -235,7 +236,8 @@ class Engine:
         """Executes the commands that wait, then takes one engine step if there is work."""
         more = True
         while more:
-            command, self._current = self._next()
+            with nullcontext() if self._has_work() else span("wait for a request"):
+                command, self._current = self._next()
             self._execute(command, self._current)
             self._current, more = [], command.more
         self._step()
@@ -266,9 +268,11 @@ class Engine:
         """Answers health probes, and takes one engine step if there is work."""
         while not self._probes.empty():
             self._probes.get_nowait().set_result(None)
-        for output in self._engine.step() if self._has_work() else ():
-            if output.finished:
-                self._finish(output)
+        if self._has_work():
+            with span("engine step"):
+                for output in self._engine.step():
+                    if output.finished:
+                        self._finish(output)
         if self._cache_has_nan and not self._engine.has_unfinished_requests():
             # No later request reads what a NaN was computed from.
             self._cache_has_nan = not self._engine.reset_prefix_cache()
@@ -279,14 +283,17 @@ class Engine:
     # The engine's thread: requests.
 
     def _add_all(self, requests: list[tuple[str, Request]], futures: list[Future]) -> None:
+        if not requests:  # the command of an iteration without a command
+            return None
         if self._asleep:
             error = (
                 f"asleep={sorted(self._asleep)}: the generator gave its device to a trainer; sample through a "
                 "SamplingClient, which wakes it"
             )
             return _answer(futures, error)
-        for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures
-            self._add(request_id, request, future)
+        with span("add requests"):
+            for (request_id, request), future in zip_longest(requests, futures):  # ranks other than 0 have no futures
+                self._add(request_id, request, future)
 
     def _add(self, request_id: str, request: Request, future: Future | None) -> None:
         prompt = tokens_input(request.tokens, cache_salt=str(self._num_loads))
@@ -326,7 +333,8 @@ class Engine:
         have the cache computed again."""
         while self._config.on_update == "wait" and self._has_work():
             self._step()
-        self._load_staged(version, futures)
+        with span("load weights", version=version):
+            self._load_staged(version, futures)
         if self._config.on_update == "recompute":
             self._engine.reset_prefix_cache(reset_running_requests=True)
 

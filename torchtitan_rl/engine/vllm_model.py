@@ -13,7 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.engine.layers import shard_for_rank
 from torchtitan_rl.engine.plan import generator_spec
-from torchtitan_rl.model.held_state import places
+from torchtitan_rl.model.module_state import places
 from torchtitan_rl.model.spec import ModelConfig, build_spec
 
 __all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE"]
@@ -53,14 +53,14 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
 
     @cached_property
     def places(self) -> dict[str, torch.Tensor]:
-        """The memory of this rank's parameters under torchtitan's names, see `held_state.places`."""
+        """The memory of this rank's parameters under torchtitan's names, see `module_state.places`."""
         return {name: place for name, place in places(self.decoder).items() if ".inner_attention." not in name}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copies whole tensors under torchtitan's names into this rank's parameters, in place; a tied head once."""
-        given = dict(weights)  # names and shapes were compared where the weights were fetched
+        tensors = dict(weights)  # names and shapes were compared where the weights were fetched
         for name in {id(place): name for name, place in self.places.items()}.values():
-            part = shard_for_rank(name, given[name], self.tp_rank, self.tp_size)
+            part = shard_for_rank(name, tensors[name], self.tp_rank, self.tp_size)
             self.places[name].copy_(part.reshape(self.places[name].shape))
         return {name for name, _ in self.named_parameters()}
 
@@ -78,12 +78,12 @@ class TorchtitanQwen3ForCausalLM(nn.Module):
     def check_holds(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Raises RuntimeError unless this rank holds its part of these whole tensors bit for bit."""
         for name, tensor in weights:
-            held = self._held(name)
-            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(held.device, held.dtype)
-            if not torch.equal(_bits(held), _bits(expected)):
+            loaded = self._loaded_tensor(name)
+            expected = shard_for_rank(name, tensor, self.tp_rank, self.tp_size).to(loaded.device, loaded.dtype)
+            if not torch.equal(_bits(loaded), _bits(expected)):
                 raise RuntimeError(f"policy_version={version}: the engine holds other values of {name} than were sent")
 
-    def _held(self, name: str) -> torch.Tensor:
+    def _loaded_tensor(self, name: str) -> torch.Tensor:
         """One tensor of `canonical_state`, which copies the parts of every fused weight."""
         *path, owner, last = name.split(".")
         module = self.decoder.get_submodule(".".join(path))

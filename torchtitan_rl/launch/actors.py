@@ -207,8 +207,8 @@ class Launcher:
         await self._in_time(procs.initialized, f"{role}: process start")
         return procs
 
-    def _in_time(self, call, what: str):
-        return deadline(call, self.start_timeout_s, what)
+    def _in_time(self, call, label: str):
+        return deadline(call, self.start_timeout_s, label)
 
     async def _rendezvous(self, procs, place: Place) -> None:
         """Sets RANK, WORLD_SIZE, MASTER_ADDR and the like in every process of a mesh."""
@@ -235,7 +235,7 @@ class Launcher:
             lost_hosts=self.hosts.lost,
             stopped=self.stopped,
         )
-        pids = await mesh.call_each(WorkerProcess.where, timeout_s=self.start_timeout_s)
+        pids = await mesh.call_each(WorkerProcess.pid, timeout_s=self.start_timeout_s)
         if not self.hosts.attached:
             self.pids += [pid for pid in pids if pid not in self.pids]  # a spare is known already
             self._role_pids[role] = mesh.pids = pids
@@ -245,22 +245,22 @@ class Launcher:
     def stopped(self) -> list[str]:
         """The processes of the run on this machine that somebody has stopped (SIGSTOP), each with its role."""
         names = {pid: f"{role}-{rank}" for role, pids in self._role_pids.items() for rank, pid in enumerate(pids)}
-        found = []
+        stopped = []
         for process in psutil.Process().children(recursive=True):
             try:
                 if process.status() == psutil.STATUS_STOPPED:
-                    found.append(f"{names.get(process.pid, 'the store')} (pid {process.pid})")
+                    stopped.append(f"{names.get(process.pid, 'the store')} (pid {process.pid})")
             except psutil.NoSuchProcess:
                 pass
-        return found
+        return stopped
 
     def _note_failure(self, failure) -> None:
         report = " ".join(str(failure.report()).split())
         self.failures.append(report)
         # Every process has an actor that forwards logs, and some have been spares: no line of their own.
         if not self._stopping and not failure.mesh_name.startswith(("logger-", "spare-")):
-            told = {"event": "process_failed", "who": failure.mesh_name}
-            logger.warning("Monarch reports: %s", report[:500], extra=told)
+            log_fields = {"event": "process_failed", "who": failure.mesh_name}
+            logger.warning("Monarch reports: %s", report[:500], extra=log_fields)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Stops every mesh, then kills the processes that are left after `timeout_s` or cannot be stopped."""

@@ -30,10 +30,10 @@ def split(worker: str) -> tuple[str, int]:
 def loopback(host: str) -> str:
     """The loopback address that `host` resolves to on this machine; "" when it resolves to none, or not at all."""
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
     except OSError:
         return ""  # whoever connects says it
-    return min((address for address in found if ipaddress.ip_address(address).is_loopback), default="")
+    return min((address for address in addresses if ipaddress.ip_address(address).is_loopback), default="")
 
 
 def is_number(host: str) -> bool:
@@ -56,19 +56,19 @@ def torchrun_problem(environment: Mapping[str, str]) -> str:
     num_hosts, rank = map(int, numbers.values())
     if num_hosts == 1:
         return ""
-    if own and (found := loopback(own)):
+    if own and (address := loopback(own)):
         if is_number(own):
             return ""
-        where = f"{found}, the loopback of this host, where no other host finds it"
+        where = f"{address}, the loopback of this host, where no other host finds it"
         return f"{HOST_ADDRESS}={own}: resolves to {where}; {_GIVE}"
-    if (found := loopback(master)) and rank:
+    if (address := loopback(master)) and rank:
         return (
-            f"MASTER_ADDR={master}: resolves to {found}, the loopback of this host, and rank 0 is on another host; "
+            f"MASTER_ADDR={master}: resolves to {address}, the loopback of this host, and rank 0 is on another host; "
             "give rank 0's address on the network that the hosts share"
         )
-    if found and not own:
+    if address and not own:
         return (
-            f"MASTER_ADDR={master}: resolves to {found}, the loopback of this host, where none of the other "
+            f"MASTER_ADDR={master}: resolves to {address}, the loopback of this host, where none of the other "
             f"{num_hosts - 1} finds it; {_GIVE}"
         )
     return ""
@@ -77,12 +77,12 @@ def torchrun_problem(environment: Mapping[str, str]) -> str:
 def workers_problem(workers: Sequence[str], own: str) -> str:
     """Why the workers and the controller, which is reached at `own`, would not all find each other: some have loopback
     addresses and some have not; "" when all have or none has."""
-    found = {worker: loopback(split(worker)[0]) for worker in workers}
-    inside, outside = [w for w in workers if found[w]], [w for w in workers if not found[w]]
+    loopbacks = {worker: loopback(split(worker)[0]) for worker in workers}
+    inside, outside = [w for w in workers if loopbacks[w]], [w for w in workers if not loopbacks[w]]
     if inside and outside:
         return (
-            f"hosts={inside[0]}: resolves to {found[inside[0]]}, the loopback of this host, where {outside[0]} does "
-            "not find it; give its address on the network that the hosts share"
+            f"hosts={inside[0]}: resolves to {loopbacks[inside[0]]}, the loopback of this host, where {outside[0]} "
+            "does not find it; give its address on the network that the hosts share"
         )
     if outside and (address := loopback(own)):
         where = f"the loopback of this host, where {outside[0]} does not find it"
@@ -91,19 +91,19 @@ def workers_problem(workers: Sequence[str], own: str) -> str:
 
 
 def worker_problem(worker: str) -> str:
-    """Why a worker would be found by nobody else at its address, tcp://HOST:PORT: a name that resolves to the loopback,
-    or the number that stands for every address; "" for others. Raises ValueError for an address of another form."""
+    """Why other hosts cannot reach a worker at its address, tcp://HOST:PORT: a name that resolves to the loopback, or
+    the number that stands for every address; "" when they can. Raises ValueError for an address of another form."""
     host, port = split(worker)
     if is_number(host) and ipaddress.ip_address(host.strip("[]")).is_unspecified:
         return (
             f"{worker}: stands for every address of this host, and for none of them on another host; give the address "
             "that the others reach it at"
         )
-    if is_number(host) or host == "localhost" or not (found := loopback(host)):
+    if is_number(host) or host == "localhost" or not (address := loopback(host)):
         return ""
     return (
-        f"{worker}: {host} resolves to {found}, the loopback of this host, where no other host finds the worker; give "
-        f"the address that the others reach it at (tcp://127.0.0.1:{port} if they are on this machine)"
+        f"{worker}: {host} resolves to {address}, the loopback of this host, where no other host finds the worker; "
+        f"give the address that the others reach it at (tcp://127.0.0.1:{port} if they are on this machine)"
     )
 
 

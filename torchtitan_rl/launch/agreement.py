@@ -34,7 +34,7 @@ class Facts:
 
 
 def facts(config_file: str | None) -> Facts:
-    """What this host has now; `config_file` is an absolute path, or None where a run has no config file."""
+    """The facts of this host now. `config_file` is an absolute path, None for a run without a config file."""
     package = Path(torchtitan_rl.__file__).parent
     versions = {"Python": platform.python_version()}
     for name in _PACKAGES:
@@ -54,10 +54,12 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def disagreement(host: str, ours: Facts, theirs: Facts, config_file: str | None, asked: tuple[float, float]) -> str:
-    """Why the host `host` cannot take part in a run of this host; "" when both agree. `asked`: this host's clock
-    before the question and after the answer. A config file that is missing there is none that differs: the controller
-    alone reads it."""
+def disagreement(
+    host: str, ours: Facts, theirs: Facts, config_file: str | None, clock_bounds: tuple[float, float]
+) -> str:
+    """Why the host `host` cannot take part in a run of this host; "" when both agree. `clock_bounds`: this host's clock
+    before the question and after the answer. A config file that is missing on `host` is no difference: only the
+    controller reads it."""
     if different := sorted(
         name for name in ours.versions | theirs.versions if ours.versions.get(name) != theirs.versions.get(name)
     ):
@@ -77,7 +79,7 @@ def disagreement(host: str, ours: Facts, theirs: Facts, config_file: str | None,
             f"host {host}: has another config file than this host at {config_file}; copy it to every host, or keep it "
             "on a file system that they share"
         )
-    before, after = asked
+    before, after = clock_bounds
     apart = max(theirs.clock - after, before - theirs.clock)
     if apart > MAX_APART_S:
         side = "ahead of" if theirs.clock > after else "behind"
@@ -89,18 +91,19 @@ def disagreement(host: str, ours: Facts, theirs: Facts, config_file: str | None,
 
 
 def joined(worker: str, arguments: list[str]) -> dict:
-    """What a host tells the others when it joins a launch by torchrun; goes through JSON."""
+    """The message of a host that joins a launch by torchrun, to the other hosts; it can be written as JSON."""
     return {"worker": worker, "arguments": arguments, "network": network()}
 
 
 def joined_problem(hosts: list[dict]) -> str:
-    """Why hosts that have joined, by rank, do not make one launch; "" when they do. `hosts`: what `joined` returned."""
+    """Why the hosts that joined cannot make one launch; "" when they can. `hosts`: results of `joined`, by rank."""
     for rank, host in enumerate(hosts):
         address = host["worker"].removeprefix("tcp://")
-        if len({host["network"] for host in hosts}) > 1 and (found := loopback(split(host["worker"])[0])):
+        if len({host["network"] for host in hosts}) > 1 and (loopback_address := loopback(split(host["worker"])[0])):
             return (
-                f"host {address} (rank {rank}): resolves to {found}, the loopback of that host, where no other host "
-                "finds it; set TORCHTITAN_RL_HOST_ADDRESS there to its address on the network that the hosts share"
+                f"host {address} (rank {rank}): resolves to {loopback_address}, the loopback of that host, where no "
+                "other host finds it; set TORCHTITAN_RL_HOST_ADDRESS there to its address on the network that the "
+                "hosts share"
             )
         if host["arguments"] != hosts[0]["arguments"]:
             different = [word for word in host["arguments"] if word not in hosts[0]["arguments"]]

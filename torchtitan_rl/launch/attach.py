@@ -86,7 +86,7 @@ class Hosts:
         self._back[index], self.leases[index] = mesh, Lease(*split(f"tcp://{address}"), monarchs[0])
 
     async def release(self) -> None:
-        """Frees the workers for the next run; what the run started on them has to be stopped."""
+        """Frees the workers for the next run. Stop the processes that the run started on them first."""
         if not self.attached:
             return
         meshes = [self.mesh, *self._back.values()]
@@ -100,8 +100,8 @@ class Hosts:
         try:
             await asyncio.wait_for(self.release(), within_s)
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            logger.warning("hosts: a worker was not told of the end, and begins anew after a while (%s)", what)
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("hosts: a worker was not told of the end, and begins anew after a while (%s)", reason)
 
 
 def this_host() -> Hosts:
@@ -187,10 +187,10 @@ async def _probe(mesh: Any, addresses: list[str] | None, timeout_s: float, confi
     ours = facts(config_file)
 
     async def ask(index: int) -> Host:
-        what, actor = f"host {addresses[index] if addresses else index}: probe", actors.slice(hosts=index)
-        host = await deadline(actor.host.call_one(addresses[index] if addresses else None), timeout_s, what)
+        label, actor = f"host {addresses[index] if addresses else index}: probe", actors.slice(hosts=index)
+        host = await deadline(actor.host.call_one(addresses[index] if addresses else None), timeout_s, label)
         before = time.time()
-        theirs = await deadline(actor.facts.call_one(config_file), timeout_s, what)
+        theirs = await deadline(actor.facts.call_one(config_file), timeout_s, label)
         if problem := disagreement(host.address, ours, theirs, config_file, (before, time.time())):
             raise ValueError(problem)
         return host

@@ -38,7 +38,10 @@ class Stack:
 
 class Backend(Protocol):
     """Starts what a run trains and samples with, and ends it: actors on hosts (`actors.Launcher`), objects in this
-    process (`local.LocalLauncher`), or a session with a service (`tinker.RemoteLauncher`)."""
+    process (`local.LocalLauncher`), or a session with a service (`tinker.RemoteLauncher`).
+
+    `MeshBackend` is its one subclass: it adds what `stack.start_stack` needs of the first two, which have meshes.
+    """
 
     store: Any
     """Where published weights are: TorchStore, this process's memory, or the service."""

@@ -111,17 +111,17 @@ def _visible(pynvml: Any, visible: str | None, num_gpus: int) -> list[tuple[str,
     if visible.startswith("GPU-"):
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(num_gpus)]
         uuids = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
-    found = []
+    devices = []
     for device in map(str.strip, visible.split(",")):
         if device.isdigit() and int(device) < num_gpus:
-            found.append((device, pynvml.nvmlDeviceGetHandleByIndex(int(device))))
+            devices.append((device, pynvml.nvmlDeviceGetHandleByIndex(int(device))))
         elif device.startswith("MIG-"):
-            found.append((device, pynvml.nvmlDeviceGetHandleByUUID(device)))
+            devices.append((device, pynvml.nvmlDeviceGetHandleByUUID(device)))
         elif device and len(matching := [uuid for uuid in uuids if uuid.startswith(device)]) == 1:
-            found.append((device, uuids[matching[0]]))
+            devices.append((device, uuids[matching[0]]))
         else:
             break
-    return found
+    return devices
 
 
 def _gpu(pynvml: Any, device: str, handle: Any) -> Gpu:
@@ -153,5 +153,5 @@ def _program(pid: int) -> str:
         return ""
 
 
-def _text(said: str | bytes) -> str:
-    return said.decode() if isinstance(said, bytes) else said
+def _text(text: str | bytes) -> str:
+    return text.decode() if isinstance(text, bytes) else text

@@ -1,4 +1,4 @@
-"""What the hosts of a run tell each other through torchrun's store: that they live, and how they end."""
+"""Heartbeats of a run's hosts, and how each host ended, through torchrun's store."""
 
 from __future__ import annotations
 

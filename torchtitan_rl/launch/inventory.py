@@ -201,9 +201,9 @@ class Devices:
             f"{len(offers[index] or [])} of {len(self._users[index])} on {self.hosts[index].address}"
             for index in sorted(offers)
         )
-        what = "free GPUs" if mesh.share_with is None else f"GPUs of {mesh.share_with} to share"
+        resource = "free GPUs" if mesh.share_with is None else f"GPUs of {mesh.share_with} to share"
         return (
-            f"{mesh.role}: needs {_count(size, 'GPU')} on {_count(mesh.num_hosts, 'host')}; {what}: {there}; "
+            f"{mesh.role}: needs {_count(size, 'GPU')} on {_count(mesh.num_hosts, 'host')}; {resource}: {there}; "
             "lower the parallel degrees or generator.num_replicas, or add GPUs"
         )
 
@@ -258,21 +258,21 @@ def check_fits(config: RunConfig, hosts: list[Host], *, generators_only: bool = 
             "another one's memory; use 'auto' or 'store'"
         )
     smallest = min(hosts, key=lambda host: host.num_cores)
-    asked = {
+    num_threads = {
         "trainer" if role == "policy" else f"roles.{role}.trainer": trainer.num_threads
         for role, (trainer, _) in config.trainers().items()
     } | {"generator": config.generator.num_threads}
-    for where, threads in asked.items():
+    for setting, threads in num_threads.items():
         if not 0 <= threads <= smallest.num_cores:
             raise ValueError(
-                f"{where}.num_threads={threads}: {smallest.address} has "
+                f"{setting}.num_threads={threads}: {smallest.address} has "
                 f"{_count(smallest.num_cores, 'core')}; use at most {smallest.num_cores}, or 0 to share the "
                 "cores among the ranks"
             )
 
 
-def _count(what: int | list, noun: str) -> str:
-    number = what if isinstance(what, int) else len(what)
+def _count(quantity: int | list, noun: str) -> str:
+    number = quantity if isinstance(quantity, int) else len(quantity)
     return f"{number} {noun}" + ("s" if number != 1 else "")
 
 

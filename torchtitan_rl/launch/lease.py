@@ -86,7 +86,7 @@ def _identity(pid: int) -> str:
 
 
 class _Worker:
-    """The worker's side: the controllers that have said a word and no goodbye, by their names."""
+    """The worker's side: the controllers that have sent a message and have not taken their leave, by name."""
 
     def __init__(self, server: socket.socket, monarch: str):
         self.server, self.monarch = server, monarch
@@ -133,13 +133,13 @@ class _Worker:
             controller.closed = time.monotonic()
 
     def _left_by_the_dead(self, newcomer: str) -> bool:
-        """Whether there are controllers before the newcomer and all are dead. Waits until one that is not has said a
-        word: `_QUIET_S` at most."""
-        asked = time.monotonic()
+        """Whether there are controllers before the newcomer and all are dead. Returns False once one of them sends a
+        message; waits `_QUIET_S` at most."""
+        began = time.monotonic()
         with self._lock:
             before = [controller for name, controller in self._controllers.items() if name != newcomer]
         while not all(controller.is_dead() for controller in before):
-            if any(controller.last_word > asked for controller in before):
+            if any(controller.last_word > began for controller in before):
                 return False
             time.sleep(0.05)
         return bool(before)
@@ -173,9 +173,11 @@ class _Worker:
 
 
 def serve(host: str, port: int, monarch: str) -> None:
-    """Listens at a worker's known address and says `monarch`, the address of its Monarch. Once a controller has said a
-    word, its silence ends what this process has started, and begins this process anew; so does its death once another
-    controller attaches. Raises OSError where the address is taken, or is not of this host."""
+    """Listens at a worker's known address and tells controllers `monarch`, the address of the worker's Monarch.
+
+    When a controller that has sent a message falls silent, or has died and another one attaches, this process kills
+    what it has started and executes itself anew. Raises OSError when the address is taken or belongs to another host.
+    """
     worker = _Worker(socket.create_server((host, port)), monarch)
     for work in (worker.accept, worker.watch):
         threading.Thread(target=work, daemon=True).start()
@@ -240,8 +242,8 @@ class Lease(threading.Thread):
             self._over.wait(_EVERY_S)
 
     def answers(self, within_s: float) -> bool:
-        """Whether the worker answers to a word that is said from now on: the same worker, still running. Blocks for
-        `within_s` seconds at most."""
+        """Whether the same worker, still running, answers a message that is sent from now on. Blocks for `within_s`
+        seconds at most."""
         with self._answered:
             wanted = self._num_answers + 2  # the next answer may be to a word before
             self._answered.wait_for(lambda: self._replaced or self._num_answers >= wanted, within_s)

@@ -44,15 +44,15 @@ def host_problem(host: Host) -> str:
     if cuda is None:
         return ""
     needed = _DRIVERS.get(cuda.torch_cuda.split(".")[0], "")
-    what = f"torch={cuda.torch_version}: is built for CUDA {cuda.torch_cuda}"
+    build = f"torch={cuda.torch_version}: is built for CUDA {cuda.torch_cuda}"
     driver = f"a driver of version {needed} or newer" if needed else f"a driver for CUDA {cuda.torch_cuda}"
     on_cpu = "TORCHTITAN_RL_EXTRA=cpu bash scripts/setup.sh, and CUDA_VISIBLE_DEVICES= where there are GPUs to hide"
     if "nvidia-ml-py" in cuda.error:
-        return f"{what}, and {cuda.error} on {host.address}, which says what its GPUs are; run scripts/setup.sh"
+        return f"{build}, and {cuda.error} on {host.address}, which says what its GPUs are; run scripts/setup.sh"
     if cuda.error:
         return (
-            f"{what}, and no NVIDIA driver answers on {host.address} ({cuda.error}); install {driver}, or say that the "
-            f"CPU is meant: {on_cpu}"
+            f"{build}, and no NVIDIA driver answers on {host.address} ({cuda.error}); install {driver}, or say that "
+            f"the CPU is meant: {on_cpu}"
         )
     if int(cuda.driver_cuda.split(".")[0]) < int(cuda.torch_cuda.split(".")[0]):
         return (
@@ -66,8 +66,8 @@ def host_problem(host: Host) -> str:
         )
     if not cuda.gpus:
         return (
-            f"{what}, and {host.address} has a driver ({cuda.driver}) but no GPU; use a host with one, or say that the "
-            f"CPU is meant: {on_cpu}"
+            f"{build}, and {host.address} has a driver ({cuda.driver}) but no GPU; use a host with one, or say that "
+            f"the CPU is meant: {on_cpu}"
         )
     if cuda.missing_toolchain:
         return f"{cuda.missing_toolchain} ({host.address})"
@@ -83,9 +83,11 @@ def memory_problem(
 ) -> str:
     """Why a GPU is too small for the meshes placed on it, by estimate; "" when every GPU is large enough. `parts`: in
     place of `run_parts`."""
-    for host, gpu, roles, needed, found in _loads(config, hosts, generators_only, parts):
+    for host, gpu, roles, needed, by_role in _loads(config, hosts, generators_only, parts):
         if needed > gpu.total_bytes:
-            each = ", ".join(f"{role} {_gib(sum(part.values()))}" for role, part in found.items() if _any(role, roles))
+            each = ", ".join(
+                f"{role} {_gib(sum(part.values()))}" for role, part in by_role.items() if _any(role, roles)
+            )
             return (
                 f"gpu={gpu.device} ({gpu.name}) of {host.address}: has {_gib(gpu.total_bytes)} GiB, and "
                 f"{_names(roles)} would need about {_gib(needed)} (tensors of {each}); lower "

@@ -48,7 +48,7 @@ if (((can_go_on || may_try_again) && !slurm_ends_it)); then scontrol requeue "$S
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class SlurmJob:
-    """What is asked of Slurm. Empty strings and zeros leave a choice to Slurm."""
+    """A job's options for sbatch. Empty strings and zeros leave a choice to Slurm."""
 
     name: str
     num_hosts: int
@@ -71,7 +71,7 @@ def script(job: SlurmJob, arguments: list[str]) -> str:
     number of seconds that sbatch does not take."""
     if not 0 <= job.stop_before_s <= 65535:
         raise ValueError(f"--stop-before={job.stop_before_s}: sbatch takes 0 to 65535 seconds")
-    asked = {
+    options = {
         "job-name": job.name,
         "nodes": job.num_hosts,
         "ntasks-per-node": 1,
@@ -83,7 +83,7 @@ def script(job: SlurmJob, arguments: list[str]) -> str:
         "open-mode": "append",
         "signal": f"B:USR1@{job.stop_before_s}",
     }
-    lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in asked.items() if value]
+    lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value]
     lines += ["#SBATCH --exclusive", f"#SBATCH --{'requeue' if job.requeue else 'no-requeue'}"]
     train = shlex.join([sys.executable, "-m", "torchtitan_rl.launch.torchrun", *arguments])
     body = _BODY.format(python=shlex.quote(sys.executable), train=train)

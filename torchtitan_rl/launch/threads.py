@@ -19,8 +19,8 @@ def side_by_side(config: RunConfig) -> RunConfig:
     """
     half, generator = platform.num_cores() // 2, config.generator
 
-    def threads(asked: int, ranks: int) -> int:
-        return asked or max(1, half // ranks)
+    def threads(configured: int, ranks: int) -> int:
+        return configured or max(1, half // ranks)
 
     trainers = {
         role: dataclasses.replace(trainer, num_threads=threads(trainer.num_threads, trainer.num_ranks))

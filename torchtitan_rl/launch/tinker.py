@@ -18,8 +18,8 @@ import torch
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.role_mesh import describe
-from torchtitan_rl.dispatch.tinker.client import RemoteTrainingClient
 from torchtitan_rl.dispatch.tinker.remote_sampler import RemoteSamplingClient
+from torchtitan_rl.dispatch.tinker.remote_trainer import RemoteTrainingClient
 from torchtitan_rl.dispatch.tinker.session import Samplers, answered, sdk
 from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.launch.backend import Stack
@@ -124,13 +124,13 @@ def _beside(call: Callable[[], Any]) -> Future[Any]:
 
 def _base_model(config: RunConfig, offered: list[str]) -> str:
     """The service's name of the config's model. Raises ValueError where the service has none."""
-    given = config.model.assets
-    wanted = (given, str(assets_dir(config.model).absolute()), Path(given).name)
+    assets = config.model.assets
+    wanted = (assets, str(assets_dir(config.model).absolute()), Path(assets).name)
     for name in offered:
         if {name, name.rstrip("/"), name.rstrip("/").split("/")[-1]} & set(wanted):
             return name
     raise ValueError(
-        f"model.assets={given!r}: the service does not train it; its models are {', '.join(offered) or 'none'}; give "
+        f"model.assets={assets!r}: the service does not train it; its models are {', '.join(offered) or 'none'}; give "
         "a directory with the last part of such a name"
     )
 

@@ -16,16 +16,16 @@ _COMPILE_S = 30.0
 def c_compiler() -> str | None:
     """The C compiler that Triton would use: CC (a program, without arguments), else gcc, else clang; None when there is
     none."""
-    given = os.environ.get("CC")
-    return shutil.which(given) if given else shutil.which("gcc") or shutil.which("clang")
+    cc = os.environ.get("CC")
+    return shutil.which(cc) if cc else shutil.which("gcc") or shutil.which("clang")
 
 
 def missing() -> str:
     """An error that names the missing part and what to install; "" when C that includes Python.h compiles here."""
     compiler = c_compiler()
     if compiler is None:
-        given = os.environ.get("CC")
-        absent = f"CC={given!r} is not a program" if given else "neither gcc nor clang is on PATH"
+        cc = os.environ.get("CC")
+        absent = f"CC={cc!r} is not a program" if cc else "neither gcc nor clang is on PATH"
         return f"C compiler: {absent}, and Triton compiles C at run time; apt install gcc python3-dev, or set CC"
     # As Triton does: in Debian's scheme posix_local the path of the headers is wrong.
     scheme = sysconfig.get_default_scheme()

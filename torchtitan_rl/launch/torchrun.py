@@ -107,8 +107,8 @@ def _join() -> tuple[dist.Store, int, int]:
 
 
 def _gather(store: dist.Store, size: int) -> list[dict]:
-    """What every host says of itself (`agreement.joined`), by rank. Raises RuntimeError naming the ranks that have
-    not joined in time."""
+    """The message of every host (`agreement.joined`), by rank. Raises RuntimeError naming the ranks that have not
+    joined in time."""
     end = time.monotonic() + _JOIN_S
     while missing := [rank for rank in range(size) if not store.check([f"joined/{rank}"])]:
         if time.monotonic() > end:
@@ -142,11 +142,11 @@ def _free_port(address: str) -> int:
 def _lead(watch: Watch, signs_of_life: Path, worker: subprocess.Popen, controller: subprocess.Popen) -> int:
     """Rank 0: waits for the controller to end and announces its exit status. After a host has failed, the controller
     has 10 s to report the failure before the run ends. A controller that gives no sign of life is killed."""
-    deadline, told = None, False
+    deadline, sigterm_sent = None, False
     while (status := controller.poll()) is None:
         end_if_overdue(signs_of_life)
-        if watch.asked_at and not told:
-            told = True
+        if watch.asked_at and not sigterm_sent:
+            sigterm_sent = True
             controller.send_signal(signal.SIGTERM)
         trouble = watch.trouble() or _ended(worker, watch.address(0))
         if trouble and deadline is None:
@@ -160,9 +160,9 @@ def _lead(watch: Watch, signs_of_life: Path, worker: subprocess.Popen, controlle
         print(f"error: the controller was ended by signal {-status}", file=sys.stderr)
         status = 128 - status
     watch.announce("outcome", str(status))
-    others = set(range(1, len(watch.workers)))
+    followers = set(range(1, len(watch.workers)))
     end = time.monotonic() + _LAST_WORDS_S
-    while not others <= watch.gone | watch.failures.keys() and time.monotonic() < end:
+    while not followers <= watch.gone | watch.failures.keys() and time.monotonic() < end:
         time.sleep(BEAT_S)
     if status == 0 and (trouble := watch.trouble()):
         return _fail(f"{trouble}; the run itself had ended well")

@@ -57,7 +57,7 @@ def alive(hang_timeout_s: float) -> Iterator[None]:
 
 
 def end_if_overdue(file: Path) -> None:
-    """Kills the process that has promised a sign of life in `file` and given none, and says so on stderr."""
+    """Kills the process whose next sign of life in `file` is overdue, and prints that on stderr."""
     try:
         promise = json.loads(file.read_text())
         until = file.stat().st_mtime + promise["within_s"]

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-__all__ = ["Cause", "Position", "left", "best", "shifted", "tempered", "fitted", "has_coarse_logits"]
+__all__ = ["Cause", "Position", "best", "fitted", "has_coarse_logits", "mean_difference", "shifted", "tempered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Position:
     """Log-probabilities of the likeliest tokens, best first."""
 
 
-def left(predicted_N: np.ndarray, seen_N: np.ndarray) -> float:
+def mean_difference(predicted_N: np.ndarray, seen_N: np.ndarray) -> float:
     """Mean absolute difference over the tokens that both know; infinite where there is none."""
     known = np.isfinite(predicted_N) & np.isfinite(seen_N)
     return float(np.abs(predicted_N - seen_N)[known].mean()) if known.any() else np.inf
@@ -91,15 +91,15 @@ _SETTINGS: dict[str, tuple[Callable[[Position, float], np.ndarray], str]] = {
 
 
 def fitted(at: Position, seen_N: np.ndarray, part: str, temperature: float) -> list[Cause]:
-    """The temperature, top-k, top-p and min-p that come nearest to the log-probabilities `seen_N`, and what each
-    leaves. `temperature` is the one that was meant; filters are tried at temperature 1 only."""
+    """The temperature, top-k, top-p and min-p that come nearest to the log-probabilities `seen_N`, each with the
+    difference that it leaves. `temperature` is the configured one; filters are tried at temperature 1 only."""
     grids = {
         "temperature": np.geomspace(0.1, 10, 201),
         "top_k": np.arange(1, min(at.top_NK.shape[1], 129)).astype(float),
         "top_p": np.arange(0.02, 1.0, 0.005),
         "min_p": np.geomspace(1e-3, 0.9, 120),
     }
-    found = []
+    candidates = []
     for name, (predict, words) in _SETTINGS.items():
         if name != "temperature" and temperature != 1.0:
             continue
@@ -107,12 +107,12 @@ def fitted(at: Position, seen_N: np.ndarray, part: str, temperature: float) -> l
         setting, least = _nearest(remains, grids[name])
         for width in (0.015, 0.001, 6e-5, 4e-6) if name == "temperature" else ():  # finer, around the best so far
             setting, least = _nearest(remains, setting * np.linspace(1 - width, 1 + width, 61))
-        found.append(Cause(part, name, words.format(setting, temperature), least))
-    return found
+        candidates.append(Cause(part, name, words.format(setting, temperature), least))
+    return candidates
 
 
 def _remains(predict: Callable, at: Position, seen_N: np.ndarray, setting: float) -> float:
-    return left(predict(at, setting), seen_N)
+    return mean_difference(predict(at, setting), seen_N)
 
 
 def _nearest(remains: Callable[[float], float], grid: np.ndarray) -> tuple[float, float]:

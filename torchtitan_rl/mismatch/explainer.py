@@ -1,4 +1,5 @@
-"""During training: why trainer and generators disagree, every few steps on a few rollouts, in parts and in words."""
+"""Explains the gap between trainer and generators during training: every few steps, on a few rollouts, in parts and
+in words."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from torchtitan_rl.algorithm.inputs import parts_of, tasks_of
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.mismatch import gap
-from torchtitan_rl.mismatch.causes import Cause, left
+from torchtitan_rl.mismatch.causes import Cause, mean_difference
 from torchtitan_rl.mismatch.gap import Sample, joined
 from torchtitan_rl.mismatch.scores import Rescorer, VersionGone, samples_of
-from torchtitan_rl.mismatch.search import Remembered, Search, wrong_labels
+from torchtitan_rl.mismatch.search import CauseSearch, EarlierScores, wrong_labels
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.recorder import Note, Recorder
 from torchtitan_rl.record.records import Trained
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.types import Rollout, RolloutGroup
 from torchtitan_rl.types.run_state import RunState
 
@@ -62,7 +64,7 @@ class MismatchExplainer:
         self._generator, self._stack, shape = stack.generator, stack, resolve_shape(config.model)
         rescorer = Rescorer(stack.generator, config.algorithm.temperature, shape.vocab_size)
         self._limits, self._keeps = gap.LIMITS[config.generator.dtype], config.generator.on_update == "keep"
-        self._search = Search(
+        self._search = CauseSearch(
             rescorer=rescorer,
             limits=self._limits,
             dtype=config.generator.dtype,
@@ -74,8 +76,8 @@ class MismatchExplainer:
         self._early: dict[str, asyncio.Task[list[Sample]]] = {}
         """With a lag: the samples of a rollout, scored by the version that was served when the rollout ended."""
         self._trained: Sequence[Trained] = []
-        self._memory: deque[Remembered] = deque(maxlen=_REMEMBERED)
-        self._first: Remembered | None = None
+        self._memory: deque[EarlierScores] = deque(maxlen=_REMEMBERED)
+        self._first: EarlierScores | None = None
         self.cause: Cause | None = None
         """The cause, once it is known."""
 
@@ -97,22 +99,27 @@ class MismatchExplainer:
         parts = parts_of(tasks_of(groups), self._algorithm)
         if not self._due(self._state.step, self._algorithm.num_epochs * len(parts)):
             return None
-        if not (chosen := await self._chosen(groups)):
+        if not (chosen := await running("explain the mismatch", self._chosen(groups))):
             return None
         samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
-        return Scoring(chosen, asyncio.ensure_future(self._score(samples, newest=True)))
+        scoring = running("explain the mismatch", self._score(samples, newest=True))
+        return Scoring(chosen, asyncio.ensure_future(scoring))
 
     def note_trained(self, sequences: Sequence[Trained]) -> None:
-        """Keeps what the trainer says of the batch that trains."""
+        """Keeps the trainer's log-probabilities of the batch that trains."""
         self._trained = sequences
-        if remembered := self._remembered():
+        with span("explain the mismatch"):
+            remembered = self._remembered()
+        if remembered is not None:
             self._first = self._first or remembered
             self._memory.append(remembered)
 
     async def finish(self, scoring: Scoring) -> dict[str, float]:
         """After the batch has trained: the parts of the gap, for its line of metrics."""
         began = time.perf_counter()
-        parts = await self._explained(scoring.chosen) if await scoring.task else {}
+        parts: dict[str, float] = {}
+        if await scoring.task:
+            parts = await running("explain the mismatch", self._explained(scoring.chosen))
         return parts | {"time/mismatch_s": time.perf_counter() - began}
 
     # Choosing rollouts, and scoring them.
@@ -123,11 +130,13 @@ class MismatchExplainer:
     async def _chosen(self, groups: list[RolloutGroup]) -> dict[int, list[Sample]]:
         """Place of a rollout among all rollouts of the batch -> its samples. The rollouts are of the first minibatch,
         the first of each group before the second of any."""
-        first, found, start = parts_of(tasks_of(groups), self._algorithm)[0], [], 0
+        first, candidates, start = parts_of(tasks_of(groups), self._algorithm)[0], [], 0
         for index, group in enumerate(groups):
-            found.append([(start + i, rollout) for i, rollout in enumerate(group.rollouts)] if index in first else [])
+            candidates.append(
+                [(start + i, rollout) for i, rollout in enumerate(group.rollouts)] if index in first else []
+            )
             start += len(group.rollouts)
-        turns = [pair for pairs in zip_longest(*found) for pair in pairs if pair is not None]
+        turns = [pair for pairs in zip_longest(*candidates) for pair in pairs if pair is not None]
         if not self._lagging:
             chosen = {place: samples_of(rollout) for place, rollout in turns[: self._number]}
         else:
@@ -142,12 +151,12 @@ class MismatchExplainer:
     async def _scored_early(self, rollout: Rollout) -> list[Sample]:
         samples = samples_of(rollout)
         if self._fits(samples):
-            await self._score(samples, newest=False)
+            await running("explain the mismatch", self._score(samples, newest=False))
         return samples
 
     async def _score(self, samples: list[Sample], *, newest: bool) -> bool:
-        """Fills in what the version that is served says; False where new weights came in between, and where the
-        generators failed. At once, while the version is served, looks for the cause of what it does not explain."""
+        """Fills in the scores of the served version; False where new weights came in between, and where the
+        generators failed. Looks for the cause of the unexplained part at once, while that version is served."""
         try:
             if (served := await self._rescorer.served(samples)) is None:
                 return False
@@ -177,7 +186,7 @@ class MismatchExplainer:
                 if logprobs_T.dim() == 1 and len(logprobs_T) == len(sample.tokens) - 1:
                     sample.trainer_N = sample.scored(logprobs_T.tolist())
 
-    def _remembered(self) -> Remembered | None:
+    def _remembered(self) -> EarlierScores | None:
         """A few of the tokens that train now, with the trainer's log-probabilities."""
         samples = []
         for datum, logprobs_T in self._trained[:_PER_STEP]:
@@ -195,7 +204,7 @@ class MismatchExplainer:
             )
             sample.trainer_N = sample.scored(logprobs_T.tolist())
             samples.append(sample)
-        return Remembered(self._generator.policy_version, samples) if samples else None
+        return EarlierScores(self._generator.policy_version, samples) if samples else None
 
     # What it means.
 
@@ -205,7 +214,7 @@ class MismatchExplainer:
         parts = gap.parts_of(samples, between="newest")
         served = self._generator.policy_version
         memory = [then for then in (self._first, *self._memory) if then is not None and then.version != served]
-        noisy = "noise" in gap.beyond(parts, self._limits, keeps=self._keeps)
+        noisy = "noise" in gap.parts_over_limit(parts, self._limits, keeps=self._keeps)
         if self.cause is None and noisy and memory:  # without memory no earlier version is known: the next time
             try:
                 self._report(await self._search.of_noise(samples, memory))
@@ -214,8 +223,8 @@ class MismatchExplainer:
         return gap.part_metrics(parts)
 
     async def _look_at_generators(self, samples: list[Sample], version: int, newest: bool) -> None:
-        """Looks for labels that are wrong, and at what the version that sampled leaves unexplained."""
-        moved = left(joined(samples, "between_N"), joined(samples, "ended_N")) if self._lagging else math.inf
+        """Reports tokens with a wrong version label, and the cause of the gap that the sampling version leaves."""
+        moved = mean_difference(joined(samples, "between_N"), joined(samples, "ended_N")) if self._lagging else math.inf
         if newest and (label := wrong_labels(samples, self._limits, moved=moved)):
             return self._report(label)
         known = [sample for sample in samples if np.isfinite(sample.sampled_N).any()]

@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["Limits", "LIMITS", "Sample", "Parts", "parts_of", "of_turns", "part_metrics", "beyond", "joined", "unknown"]
+__all__ = [
+    "Limits",
+    "LIMITS",
+    "Sample",
+    "Parts",
+    "parts_of",
+    "of_turns",
+    "part_metrics",
+    "parts_over_limit",
+    "joined",
+    "unknown",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +43,13 @@ LIMITS = {"float32": Limits(1e-5, 1e-4), "bfloat16": Limits(2e-2, 0.3)}
 
 
 def unknown(count: int) -> np.ndarray:
-    """`count` scores that nobody has made."""
+    """NaN for `count` scores that have not been computed."""
     return np.full(count, np.nan)
 
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """One token sequence of a rollout, and what each source says of its N sampled tokens."""
+    """One token sequence of a rollout, with the log-probabilities of its N sampled tokens by each source."""
 
     rollout: str
     tokens: list[int]
@@ -108,11 +119,11 @@ def joined(samples: list[Sample], name: str) -> np.ndarray:
 
 def of_turns(samples: list[Sample]) -> list[np.ndarray]:
     """The indices of each turn's tokens among the tokens of all samples."""
-    found, start = [], 0
+    indices, start = [], 0
     for sample in samples:
-        found += [start + np.flatnonzero(sample.turn_N == turn) for turn in np.unique(sample.turn_N)]
+        indices += [start + np.flatnonzero(sample.turn_N == turn) for turn in np.unique(sample.turn_N)]
         start += len(sample.place_N)
-    return found
+    return indices
 
 
 def part_metrics(parts: Parts) -> dict[str, float]:
@@ -130,8 +141,8 @@ def part_metrics(parts: Parts) -> dict[str, float]:
     return line
 
 
-def beyond(parts: Parts, limits: Limits, *, keeps: bool) -> list[str]:
-    """The parts that are more than they may be: `noise`, `rest`. `keeps`: generators keep the attention cache over new
-    weights, so the rest of tokens behind a kept cache is no fault."""
+def parts_over_limit(parts: Parts, limits: Limits, *, keeps: bool) -> list[str]:
+    """Names of the parts, `noise` or `rest`, that exceed `limits`. `keeps`: generators keep the attention cache over
+    new weights, so the rest of tokens behind a kept cache is no fault."""
     rest_N = parts.rest_N[~parts.kept_N] if keeps else parts.rest_N
     return [name for name, values in (("noise", parts.noise_N), ("rest", rest_N)) if limits.broken_by(values)]

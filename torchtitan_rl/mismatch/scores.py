@@ -19,13 +19,13 @@ _LARGEST_TOP = 4096
 
 def samples_of(rollout: Rollout) -> list[Sample]:
     """One sample per run of turns that extend each other, as training has one datum. Without scores."""
-    found: list[tuple[list[int], list[tuple[int, Turn]]]] = []
+    segments: list[tuple[list[int], list[tuple[int, Turn]]]] = []
     for index, turn in enumerate(rollout.turns):
-        if not found or turn.prompt_tokens[: len(found[-1][0])] != found[-1][0]:
-            found.append(([], []))
-        found[-1][0][:] = turn.prompt_tokens + turn.completion.tokens
-        found[-1][1].append((index, turn))
-    return [_sample(rollout.id, tokens, turns) for tokens, turns in found]
+        if not segments or turn.prompt_tokens[: len(segments[-1][0])] != segments[-1][0]:
+            segments.append(([], []))
+        segments[-1][0][:] = turn.prompt_tokens + turn.completion.tokens
+        segments[-1][1].append((index, turn))
+    return [_sample(rollout.id, tokens, turns) for tokens, turns in segments]
 
 
 def _sample(rollout: str, tokens: list[int], turns: list[tuple[int, Turn]]) -> Sample:
@@ -61,7 +61,7 @@ class Rescorer:
         self._vocab_size, self._num_top = vocab_size, min(vocab_size, _LARGEST_TOP)
 
     def of_version(self, version: int) -> Rescorer:
-        """The same, which raises VersionGone where another version answers."""
+        """A rescorer bound to `version`: it raises VersionGone where another version answers."""
         return Rescorer(self.generator, self.temperature, self._vocab_size, version)
 
     async def scores(self, samples: list[Sample], *, without: int = 0, cached: bool = False) -> list[np.ndarray]:

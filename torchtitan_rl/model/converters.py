@@ -15,19 +15,19 @@ def check_converters(converters: list, where: str = "trainer.converters") -> Non
     from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter
 
     for index, converter in enumerate(converters):
-        which = f"{where}[{index}]={type(converter).__qualname__}"
+        name = f"{where}[{index}]={type(converter).__qualname__}"
         if isinstance(converter, LoRAConverter.Config):
             raise ValueError(
-                f"{which}: adapters belong to trainer.lora, which also checkpoints, merges and exports "
+                f"{name}: adapters belong to trainer.lora, which also checkpoints, merges and exports "
                 "them; use trainer.lora=LoRAConfig(...)"
             )
         float8 = isinstance(converter, (Float8LinearConverter.Config, Float8GroupedExpertsConverter.Config))
         if float8 and not getattr(converter, "emulate", False) and not platform.has_float8():
             raise ValueError(
-                f"{which}: this {platform.device_type()} device has no float8; use a GPU of compute "
+                f"{name}: this {platform.device_type()} device has no float8; use a GPU of compute "
                 "capability 8.9 or later, or leave the converter out"
             )
         try:
             converter.build()  # torchtitan's own checks of hardware and packages
         except (ValueError, ImportError) as error:
-            raise ValueError(f"{which}: {' '.join(str(error).split()).rstrip('.')}; or leave it out") from None
+            raise ValueError(f"{name}: {' '.join(str(error).split()).rstrip('.')}; or leave it out") from None

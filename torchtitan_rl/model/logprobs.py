@@ -1,10 +1,8 @@
 """Log-probabilities and entropy of target tokens straight from hidden states, a chunk of tokens at a time.
 
-`LogprobHead` replaces the language-model head in the model's config, before the model is built. The decoder, FSDP and
-TP treat `LogprobHead` like any head, but `LogprobHead` returns per-token log-probabilities instead of logits. At most
-`chunk_bytes` of float32 logits exist at once (and a second buffer of the same size). Under tensor parallelism each rank
-holds a slice of the vocabulary and the softmax is vocabulary-parallel: two all-reduces, of one and of three numbers per
-token, instead of a gather of the logits.
+At most `LogprobHead.Config.chunk_bytes` of float32 logits exist at once (and a second buffer of the same size). Under
+tensor parallelism each rank holds a slice of the vocabulary and the softmax is vocabulary-parallel: two all-reduces, of
+one and of three numbers per token, instead of a gather of the logits.
 
 Shape letters: T tokens, t tokens of a chunk, V rows of the vocabulary that this rank holds, D hidden size, K targets of
 a token (one, unless a distillation asks for several).
@@ -13,23 +11,15 @@ a token (one, unless a distillation asks for several).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial
-from torchtitan.models.common.linear import Linear
 
 from torchtitan_rl import adapters
-from torchtitan_rl.model.sharding import vocabulary_cut
 
-__all__ = ["LogprobHead", "chunked_gradients", "chunked_logprobs", "scaled_logits", "score_chunk"]
+__all__ = ["chunked_gradients", "chunked_logprobs", "scaled_logits", "score_chunk", "target_scores"]
 
 adapters.adapt_torchtitan()
-
-_UNCUT: dict[str, Any] = {"vocab_start": 0, "group": None}  # a head whose whole vocabulary is on this rank
 
 
 def scaled_logits(hidden_tD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -162,42 +152,3 @@ def target_scores(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets: tor
     """`LogprobHead`'s default outputs, by name: `policy_logprobs` and `entropy`."""
     logprobs, entropy_T = chunked_logprobs(hidden_TD, weight_VD, targets, **softmax)
     return {"policy_logprobs": logprobs, "entropy": entropy_T}
-
-
-class LogprobHead(Linear):
-    """A language-model head that returns per-token numbers, by name, each (1, T, ...): `policy_logprobs` of the targets
-    and `entropy`."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        chunk_bytes: int = 128 * 2**20
-        """Memory that the float32 logits of one chunk may take; a chunk has at least one token."""
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.chunk_bytes = config.chunk_bytes
-        self._score: Callable[..., dict[str, torch.Tensor]] | None = None
-
-    def target(self, targets: torch.Tensor, temperature: float) -> None:
-        """Sets the targets (T,) or (T, K) of the next forward; the decoder's forward has no argument for targets."""
-        self._score = partial(target_scores, targets=targets, temperature=temperature)
-
-    def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:
-        assert self._score is not None, "LogprobHead.target() must be called before the model"
-        score, self._score = self._score, None
-        weight, rows, shard = self.weight, self.out_features, _UNCUT
-        if isinstance(weight, DTensor):
-            input, weight, rows, shard = self._shard(input)
-        chunk_tokens = max(1, self.chunk_bytes // (4 * rows))  # equal on every rank: every chunk has collectives
-        said = score(input.flatten(0, 1), weight, chunk_tokens=chunk_tokens, **shard)
-        return {name: rows_T[None] for name, rows_T in said.items()}
-
-    def _shard(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, dict[str, Any]]:
-        """This rank's input and rows of the head, the most rows that a rank has, and which rows these are."""
-        group = self.weight.device_mesh.get_group()
-        vocab_start, num_rows = vocabulary_cut(self.out_features, group.rank(), group.size())
-        weight = self.weight.to_local()
-        assert len(weight) == num_rows > 0, "not DTensor's cut of the vocabulary"
-        assert isinstance(input, DTensor), "a sharded head is given what its plan made of the input"
-        most = -(-self.out_features // group.size())
-        return input.to_local(grad_placements=[Partial()]), weight, most, {"vocab_start": vocab_start, "group": group}

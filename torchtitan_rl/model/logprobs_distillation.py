@@ -1,7 +1,5 @@
-"""The language-model head for distillation: likeliest tokens, hidden states, KL to a teacher's whole distribution.
-
-`DistillationHead` returns the outputs of `LogprobHead`, and the outputs that a call of `ask` requests. Several targets
-per token need only `LogprobHead.target`.
+"""The likeliest tokens and the KL to a teacher's whole distribution, straight from hidden states, a chunk of tokens at
+a time. `LogprobHead.ask` requests them.
 
 Shape letters: T tokens, t tokens of a chunk, V rows of the vocabulary that this rank holds, D hidden size (a teacher's
 may differ), K targets or likeliest tokens of a position.
@@ -9,17 +7,13 @@ may differ), K targets or likeliest tokens of a position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan_rl.model.logprobs import LogprobHead, chunked_gradients, scaled_logits, score_chunk, target_scores
-from torchtitan_rl.model.sharding import vocabulary_cut
+from torchtitan_rl.model.logprobs import chunked_gradients, scaled_logits, score_chunk
 
-__all__ = ["DistillationHead", "chunked_kl", "chunked_top_k"]
+__all__ = ["chunked_kl", "chunked_top_k"]
 
 _MAX_ID = 2**31 - 1
 
@@ -137,111 +131,3 @@ def chunked_kl(
     return _ChunkedKL.apply(
         hidden_TD, weight_VD, teacher_hidden_TD, teacher_weight_VD, temperature, chunk_tokens, group
     )
-
-
-class DistillationHead(LogprobHead):
-    """A `LogprobHead` that returns `top_tokens` and `top_logprobs`, `hidden` and `teacher_kl` on request.
-
-    `teacher_weight_VD` is this rank's slice of a teacher's head, neither a parameter nor in a state dict; None before
-    `hold_teacher`.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(LogprobHead.Config):
-        pass
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.teacher_weight_VD: torch.Tensor | None = None
-
-    def hold_teacher(self, weight: torch.Tensor, rank: int, size: int) -> None:
-        """Keeps this tensor-parallel rank's slice of a teacher's whole head, (vocabulary, D), in the head's dtype.
-
-        Raises RuntimeError when the vocabularies differ.
-        """
-        if len(weight) != self.out_features:
-            raise RuntimeError(
-                f"teacher: has a vocabulary of {len(weight)} where this model has {self.out_features}; "
-                "use a teacher with the same tokenizer"
-            )
-        start, rows = vocabulary_cut(self.out_features, rank, size)
-        self.teacher_weight_VD = torch.empty_like(weight[start : start + rows], device=self.weight.device)
-        self.teacher_weight_VD.copy_(weight[start : start + rows])
-
-    def ask(
-        self,
-        targets: torch.Tensor,
-        temperature: float,
-        *,
-        top_k: int = 0,
-        hidden: bool = False,
-        teacher_hidden_TD: torch.Tensor | None = None,
-    ) -> None:
-        """Sets the targets of the next forward, as `target` does, and requests further outputs.
-
-        `top_k` (without gradient) requests the likeliest tokens, `hidden` the head's input, `teacher_hidden_TD` the KL
-        to the teacher of `hold_teacher`. Raises RuntimeError when no teacher's head is held, or when the held head has
-        another hidden size than `teacher_hidden_TD`.
-        """
-        if teacher_hidden_TD is not None:
-            held, size = self.teacher_weight_VD, teacher_hidden_TD.shape[-1]
-            if held is None or held.shape[1] != size:
-                having = "no teacher's head is held" if held is None else f"the teacher's head held has {held.shape[1]}"
-                raise RuntimeError(
-                    f"teacher_hidden: {size} numbers per token, but {having}; copy the head of the "
-                    "teacher they are from with PolicyVersions.copy_head first"
-                )
-        self._score = partial(
-            self._scores,
-            targets=targets,
-            temperature=temperature,
-            top_k=top_k,
-            hidden=hidden,
-            teacher_hidden_TD=teacher_hidden_TD,
-        )
-
-    def _scores(
-        self,
-        hidden_TD,
-        weight_VD,
-        *,
-        targets,
-        temperature,
-        top_k,
-        hidden,
-        teacher_hidden_TD,
-        chunk_tokens,
-        vocab_start,
-        group,
-    ) -> dict[str, torch.Tensor]:
-        softmax = {"temperature": temperature, "group": group}
-        smaller_chunk = max(1, chunk_tokens // 3)  # top-k and KL take up to five buffers, log-probabilities two
-        if top_k:
-            names = "policy_logprobs", "entropy", "top_tokens", "top_logprobs"
-            scores = chunked_top_k(
-                hidden_TD,
-                weight_VD,
-                targets,
-                top_k=top_k,
-                chunk_tokens=smaller_chunk,
-                vocab_start=vocab_start,
-                **softmax,
-            )
-            said = dict(zip(names, scores))
-        else:
-            said = target_scores(
-                hidden_TD, weight_VD, targets, chunk_tokens=chunk_tokens, vocab_start=vocab_start, **softmax
-            )
-        if hidden:
-            said["hidden"] = hidden_TD.detach()
-        if teacher_hidden_TD is not None:
-            teacher_VD = self.teacher_weight_VD
-            said["teacher_kl"] = chunked_kl(
-                hidden_TD,
-                weight_VD,
-                F.pad(teacher_hidden_TD, (0, 0, 0, len(hidden_TD) - len(teacher_hidden_TD))).to(teacher_VD.dtype),
-                teacher_VD,
-                chunk_tokens=smaller_chunk,
-                **softmax,
-            )
-        return said

@@ -111,17 +111,17 @@ def trainer_parts(
     """
     parallel, stored = config.parallelism, _BYTES[config.training.dtype]
     shards = parallel.data_parallel_shard_degree * parallel.tensor_parallel_degree
-    held = trained = shape.num_parameters
+    num_parameters = num_trained = shape.num_parameters
     if config.lora is not None:
-        trained = num_adapter_parameters(config.lora, shape)
-        held += trained
-    trained = trained if trains else 0
+        num_trained = num_adapter_parameters(config.lora, shape)
+        num_parameters += num_trained
+    num_trained = num_trained if trains else 0
     return {
-        "parameters": stored * held // shards,
-        "gradients": stored * trained // shards,
-        "optimizer": 2 * stored * trained // shards,  # two moments
+        "parameters": stored * num_parameters // shards,
+        "gradients": stored * num_trained // shards,
+        "optimizer": 2 * stored * num_trained // shards,  # two moments
         "working": sum(working_parts(config, shape, trains=trains, device=device).values()),
-        "step": stored * trained // shards if config.optimizer.implementation == "foreach" else 0,
+        "step": stored * num_trained // shards if config.optimizer.implementation == "foreach" else 0,
     }
 
 
@@ -157,11 +157,11 @@ def working_parts(
         return {"gathered": gathered} | ({"activations": per_layer} if per_layer > logits else {"logits": logits})
     kept = tokens * compute * layer_activations(shape, config.activation_checkpoint, tp)
     activations = shape.n_layers * kept + tokens * compute * (2 * shape.dim // tp + shape.dim)  # and of the last norm
-    used, held = (1, 1) if shape.experts is None else (shape.experts.top_k, shape.experts.num_experts)
+    used, num_experts = (1, 1) if shape.experts is None else (shape.experts.top_k, shape.experts.num_experts)
     gradients = tokens * compute * (2 * used * shape.hidden_dim // tp + 2 * shape.dim)
     copies = 1 if parallel.data_parallel_shard_degree == 1 else 2  # one rank fetches nothing ahead
     reduced = compute + 4 + 4 / parallel.data_parallel_shard_degree  # bytes of a gradient before and after
-    weights, matrix = compute * layer, compute * shape.dim * held * shape.hidden_dim // tp
+    weights, matrix = compute * layer, compute * shape.dim * num_experts * shape.hidden_dim // tp
     chunked = table * (4 + (compute if compute < 4 else 0))
     before = 4 * layer * (copies - 1)  # a group's copy in float32 lives until the next group is reduced
     if tied:
@@ -255,10 +255,10 @@ def gpu_parts(
         else:
             at_once += sampling
             kv_cache = cache
-    held = at_once + max(turns)
+    tensors = at_once + max(turns)
     return {
-        "tensors": held,
-        "fragmentation": int(FRAGMENTATION * (held - kv_cache)),
+        "tensors": tensors,
+        "fragmentation": int(FRAGMENTATION * (tensors - kv_cache)),
         "processes": PROCESS_BYTES * len(roles),
         "cuda_graphs": 0 if config.generator.enforce_eager else GRAPHS_BYTES * len(generators),
     }

@@ -68,10 +68,10 @@ def device_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         if storage.nbytes():
-            found[storage.data_ptr()] = storage
-    return list(found.values())
+            storages[storage.data_ptr()] = storage
+    return list(storages.values())

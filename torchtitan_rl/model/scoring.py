@@ -1,4 +1,4 @@
-"""A forward without gradient: what a model says of given tokens."""
+"""A forward without gradient: log-probabilities or values of a batch's targets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_rl.model.train_step import add_rows, head_outputs
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Accumulated, Microbatch
 
 __all__ = ["score"]
@@ -36,10 +37,11 @@ def score(
     tokens and the `hidden` states that enter the head."""
     began = time.time()
     result = Accumulated(rows={}, loss=0.0, sums={})
-    asked = {"top_k": top_k, "hidden": hidden} if top_k or hidden else {}
+    extra = {"top_k": top_k, "hidden": hidden} if top_k or hidden else {}
     with torch.no_grad():
         for batch in batches:
-            outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **asked)
+            with span("forward"):
+                outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **extra)
             for name in outputs.keys() & _ROWS.keys():
                 add_rows(result, name, outputs[name].to(_ROWS[name] or outputs[name].dtype), batch.lengths)
     # Without a backward FSDP leaves the last group gathered: `model.parameters()` would not be the optimizer's.

@@ -23,14 +23,14 @@ def vocabulary_cut(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
 def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Loads whole tensors, which every rank has, into a model: each rank keeps a shard of each tensor. Tensors that
     `state` does not name stay unchanged."""
-    held = model.state_dict()
+    state_dict = model.state_dict()
     model.load_state_dict(
-        held
+        state_dict
         | {
             name: distribute_tensor(
-                tensor.to(device), held[name].device_mesh, held[name].placements, src_data_rank=None
+                tensor.to(device), state_dict[name].device_mesh, state_dict[name].placements, src_data_rank=None
             )
-            if isinstance(held[name], DTensor)
+            if isinstance(state_dict[name], DTensor)
             else tensor.to(device)
             for name, tensor in state.items()
         }

@@ -40,7 +40,7 @@ from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape  # 
 from torchtitan_rl.model.attention import PackedSDPA  # noqa: E402
 from torchtitan_rl.model.experts import ExpertLayer, Experts, Gate, Qwen3Adapter  # noqa: E402
 from torchtitan_rl.model.files import read_shape  # noqa: E402
-from torchtitan_rl.model.logprobs_distillation import DistillationHead  # noqa: E402
+from torchtitan_rl.model.logprob_head import LogprobHead  # noqa: E402
 from torchtitan_rl.model.value_head import ValueHead  # noqa: E402
 
 __all__ = ["build_spec", "training_spec", "critic_spec", "flavor_shape", "shape_of"]
@@ -166,7 +166,7 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes:
             in_dst_shardings=model.lm_head.sharding_config.in_dst_shardings,
         )
         return dataclasses.replace(spec, model=model)
-    head = _recast(model.lm_head, DistillationHead.Config, chunk_bytes=chunk_bytes)
+    head = _recast(model.lm_head, LogprobHead.Config, chunk_bytes=chunk_bytes)
     # The head's outputs are per-token numbers, equal on every TP rank, not vocabulary shards of logits.
     sharding = model.lm_head.sharding_config
     head.sharding_config = ShardingConfig(

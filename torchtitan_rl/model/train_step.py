@@ -12,16 +12,17 @@ from torchtitan.models.common.attention import create_varlen_metadata_for_docume
 
 from torchtitan_rl.algorithm.losses import sampled_metrics
 from torchtitan_rl.model.attention import PackedDocuments, PackedSDPA
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Accumulated, LossFunction, LossInputs, Microbatch, OptimParams
 
 __all__ = ["head_outputs", "accumulate_gradients", "add_rows", "clip_and_step"]
 
 
 def head_outputs(
-    model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1, **asked
+    model, batch: Microbatch, device: torch.device, *, temperature: float, multiple_of: int = 1, **extra
 ) -> dict[str, torch.Tensor]:
     """The head's outputs for a packed microbatch, by name, each (T, ...): `policy_logprobs` of the targets and
-    `entropy`, or a critic's `predicted_values`. `asked` are further arguments of `DistillationHead.ask`.
+    `entropy`, or a critic's `predicted_values`. `extra` are further arguments of `LogprobHead.ask`.
 
     One extra document, which the outputs leave out, pads T to a multiple of `multiple_of` (sequence parallelism)."""
     num_tokens = len(batch.tokens_T)
@@ -34,9 +35,9 @@ def head_outputs(
     else:
         masks = create_varlen_metadata_for_document(positions_T[None])
     targets = F.pad(batch.target_tokens_T, (0, 0) * (batch.target_tokens_T.dim() - 1) + (0, padding)).to(device)
-    (model.lm_head.ask if asked else model.lm_head.target)(targets, temperature, **asked)
-    said = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
-    return {name: rows_1T[0, :num_tokens] for name, rows_1T in said.items()}
+    (model.lm_head.ask if extra else model.lm_head.target)(targets, temperature, **extra)
+    outputs = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
+    return {name: rows_1T[0, :num_tokens] for name, rows_1T in outputs.items()}
 
 
 def accumulate_gradients(
@@ -56,13 +57,15 @@ def accumulate_gradients(
     result = Accumulated(rows={}, loss=0.0, sums={}, interval=(time.time(), 0.0))
     for batch in batches:
         tensors = {name: rows.to(device, non_blocking=True) for name, rows in batch.loss_inputs.items()}
-        asked = {"teacher_hidden_TD": tensors["teacher_hidden"]} if "teacher_hidden" in tensors else {}
-        outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **asked)
+        extra = {"teacher_hidden_TD": tensors["teacher_hidden"]} if "teacher_hidden" in tensors else {}
+        with span("forward"):
+            outputs = head_outputs(model, batch, device, temperature=temperature, multiple_of=multiple_of, **extra)
         datum_T = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
         inputs = LossInputs(**outputs, datum=datum_T, num_datums=len(batch.lengths), tensors=tensors, turns=batch.turns)
         loss, metrics = loss_fn(inputs)
         metrics = {**sampled_metrics(inputs), **metrics}
-        (loss * loss_weight).backward()
+        with span("backward"):
+            (loss * loss_weight).backward()
         result.loss += loss.item()
         for name, value in metrics.items():
             new, old = float(value), result.sums.get(name)

@@ -55,7 +55,7 @@ def locked(run_dir: RunDir) -> Iterator[None]:
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    _held[run_dir.path.absolute()] = file
+    _locks[run_dir.path.absolute()] = file
     try:
         yield
     except BaseException:
@@ -65,12 +65,12 @@ def locked(run_dir: RunDir) -> Iterator[None]:
 
 def unlock(run_dir: RunDir) -> None:
     """Gives a run directory free, with checksums of what the attempt wrote; a second call does nothing."""
-    if (file := _held.pop(run_dir.path.absolute(), None)) is not None:
+    if (file := _locks.pop(run_dir.path.absolute(), None)) is not None:
         run_dir.note_checksums()
         file.close()
 
 
-_held: dict[Path, IO[str]] = {}
+_locks: dict[Path, IO[str]] = {}
 """Run directories that this process has locked, and the open files that hold the locks."""
 
 

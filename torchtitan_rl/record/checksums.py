@@ -14,8 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from torchtitan_rl.record.json_lines import parsed
-from torchtitan_rl.record.run_log import json_line
+from torchtitan_rl.record.json_lines import json_line, parsed
 
 __all__ = ["Checksums"]
 
@@ -48,8 +47,8 @@ class Checksums:
         """Notes a file that was written anew."""
         with self._lock:
             try:
-                (found,) = _digests(file, (None,))
-                self._write(self._name(file), *found)
+                (digest,) = _digests(file, (None,))
+                self._write(self._name(file), *digest)
             except (OSError, ValueError) as error:
                 logger.warning("file=%s: has no checksum: %s", file, error)
 
@@ -77,24 +76,24 @@ class Checksums:
         try:
             if file.suffix == ".jsonl" and file.with_suffix(".parquet").exists():
                 return ""  # the table's part has become Parquet
-            (found,) = _digests(file, (size if file.suffix == ".jsonl" else None,))
+            (digest,) = _digests(file, (size if file.suffix == ".jsonl" else None,))
         except OSError as error:
             return f"{name}: cannot be read ({error.strerror}), {size} bytes were written"
-        if found[0] != size:
-            return f"{name}: has {found[0]} bytes, {size} were written"
-        return "" if found[1] == xxh3 else f"{name}: its first {size} bytes are not those that were written"
+        if digest[0] != size:
+            return f"{name}: has {digest[0]} bytes, {size} were written"
+        return "" if digest[1] == xxh3 else f"{name}: its first {size} bytes are not those that were written"
 
     def _note(self, file: Path, size: int | None) -> None:
         name = self._name(file)
         if (before := self._known().get(name)) is None:
-            (found,) = _digests(file, (size,))
+            (digest,) = _digests(file, (size,))
         else:
-            again, found = _digests(file, (before[0], size))
+            again, digest = _digests(file, (before[0], size))
             if again != before:
                 logger.warning("file=%s: its first %s bytes are not those that were written", file, before[0])
                 return
-        if found != before:
-            self._write(name, *found)
+        if digest != before:
+            self._write(name, *digest)
 
     def _write(self, name: str, size: int, xxh3: str) -> None:
         known = self._known()
@@ -127,11 +126,11 @@ class Checksums:
 def _digests(file: Path, sizes: tuple[int | None, ...]) -> Iterator[tuple[int, str]]:
     """(bytes, xxh3) of the beginning of a file, for each of `sizes` in ascending order, None being all of it; fewer
     bytes where the file is shorter."""
-    digest, read, found = xxhash.xxh3_64(), 0, []
+    digest, read, digests = xxhash.xxh3_64(), 0, []
     with open(file, "rb") as stream:
         for size in sizes:
             while chunk := stream.read(_CHUNK if size is None else min(_CHUNK, size - read)):
                 digest.update(chunk)
                 read += len(chunk)
-            found.append((read, digest.hexdigest()))
-    return iter(found)
+            digests.append((read, digest.hexdigest()))
+    return iter(digests)

@@ -9,7 +9,7 @@ import sys
 from datetime import datetime
 from typing import Any, TextIO
 
-from torchtitan_rl.record.run_log import encode
+from torchtitan_rl.record.json_lines import encode
 
 __all__ = ["Console", "JsonFormatter", "as_object", "is_json", "say", "use_json", "worth_the_console"]
 
@@ -100,5 +100,5 @@ class JsonFormatter(logging.Formatter):
 def as_object(event: str, level: str, fields: dict[str, Any]) -> str:
     """A line of the console as JSON."""
     time = datetime.now().astimezone().isoformat(timespec="milliseconds")
-    told = {"time": time, "level": level, "event": event, "fields": encode(fields)}
-    return json.dumps(told, ensure_ascii=True, default=str)
+    line = {"time": time, "level": level, "event": event, "fields": encode(fields)}
+    return json.dumps(line, ensure_ascii=True, default=str)

@@ -1,11 +1,15 @@
-"""Reading a line of JSON that anybody may have written."""
+"""Lines of JSON: writing any value as one, and reading one that anybody may have written."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["parsed"]
+from pydantic_core import PydanticSerializationError, to_json
+
+__all__ = ["encode", "json_line", "parsed"]
 
 
 def parsed(text: str | bytes) -> Any:
@@ -16,3 +20,21 @@ def parsed(text: str | bytes) -> Any:
     except RecursionError:
         whole = text.decode(errors="replace") if isinstance(text, bytes) else text
         raise json.JSONDecodeError("Nested too deeply", whole, 0) from None
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    try:  # in a fifth of the time that json takes
+        return to_json(record, inf_nan_mode="strings") + b"\n"
+    except PydanticSerializationError:  # what no JSON holds, or a lone surrogate: UTF-8 lacks it, JSON has an escape
+        return (json.dumps(encode(record), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def encode(value: Any) -> Any:
+    """A value as JSON has it: NaN and the infinities become text that `float()` parses."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    return value

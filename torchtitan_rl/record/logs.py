@@ -47,8 +47,8 @@ def setup_rank_logging(
     plain = logging.Formatter(f"{role}-{rank} %(levelname)s %(name)s: %(message)s")
     console.setFormatter(JsonFormatter(f"{role}-{rank}") if is_json() else plain)
     root.setLevel(level)
-    told = any(isinstance(handler, Console) for handler in root.handlers)  # by the command, of a local run
-    for handler in (file_handler,) if told else (file_handler, console):
+    has_console = any(isinstance(handler, Console) for handler in root.handlers)  # by the command, of a local run
+    for handler in (file_handler,) if has_console else (file_handler, console):
         _handlers.append(handler)
         root.addHandler(handler)
         handler.filters.clear()  # Monarch adds a filter to every handler; each would prefix the same record again

@@ -130,12 +130,12 @@ class Progress:
         print(text, file=sys.stderr, flush=True)
 
     def final_table(self, rows: list[tuple[str, str]]) -> None:
-        """Prints (what, value) rows, quiet or not."""
+        """Prints (label, value) rows, quiet or not."""
         table = Table(show_header=False, box=box.ROUNDED)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        for what, value in rows:
-            table.add_row(Text(what), Text(value))
+        for label, value in rows:
+            table.add_row(Text(label), Text(value))
         self._console.print(table)
 
     @contextmanager

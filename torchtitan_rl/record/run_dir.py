@@ -19,31 +19,34 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.record.checksums import Checksums
-from torchtitan_rl.record.json_lines import parsed
-from torchtitan_rl.record.run_log import RunLog, encode
+from torchtitan_rl.record.json_lines import encode, json_line, parsed
 from torchtitan_rl.record.schemas import SCHEMAS
 from torchtitan_rl.record.tables import SharedTable, Table
+from torchtitan_rl.record.tracing import span
 
 __all__ = ["RunDir"]
 
+_METRIC_NAME = re.compile(r"step|phase|[a-z][a-z0-9_]*/[a-z][a-z0-9_@]*")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
-class RunDir(RunLog):
+class RunDir:
     """The files of one run below `path`. `RunDir.create` starts a new run; `RunDir(path)` opens an existing run."""
-
-    tables: Mapping[str, Table]
 
     def __init__(self, path: str | Path) -> None:
         kinds = {"events": SharedTable, "samples": SharedTable}  # written in threads of their own
-        tables = {name: kinds.get(name, Table)(Path(path) / name, schema) for name, schema in SCHEMAS.items()}
-        super().__init__(Path(path), tables)
+        self.path = Path(path)
+        self.tables = {name: kinds.get(name, Table)(self.path / name, schema) for name, schema in SCHEMAS.items()}
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.attempt = 1
+        """The number of this attempt at the run, which every record names."""
         self.config_file = self.path / "config.json"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
@@ -84,6 +87,31 @@ class RunDir(RunLog):
         """Writes config.json. `config` is plain data, such as `config.resolve.resolved` returns."""
         self.config_file.write_text(json.dumps(encode(config), indent=2) + "\n", encoding="utf-8")
         self.checksums.replace(self.config_file)
+
+    def log_metrics(self, metrics: dict[str, Any]) -> None:
+        """Appends one line to metrics.jsonl. On return the operating system has the line. Floats keep every bit.
+
+        Example: `log_metrics({"step": 3, "phase": "reinforcement", "reward/mean": 0.25})`.
+        Raises ValueError for a missing step or phase, a name that is not `area/what`, or a value that is not plain.
+        """
+        for name in ("step", "phase"):
+            if name not in metrics:
+                raise ValueError(f"metrics={sorted(metrics)}: has no {name!r}; every line names its step and phase")
+        for name, value in metrics.items():
+            if not _METRIC_NAME.fullmatch(name):
+                raise ValueError(f"metric={name!r}: is not of the form area/what; rename it, as in 'reward/mean'")
+            if not isinstance(value, (int, float, str)):
+                raise ValueError(
+                    f"{name}={value!r}: is a {type(value).__name__}; give a Python number or text, .item() of a tensor"
+                )
+        with span("write records"), self.metrics_file.open("ab") as stream:
+            stream.write(json_line(metrics))
+
+    def record(self, table: str, step: int, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
+        """Appends records to a table of `record.schemas`; each names the step and this attempt."""
+        rows = ({"step": step, "attempt": self.attempt, **record} for record in records)
+        with span("write records"):
+            self.tables[table].append(rows, durable=durable)
 
     def note_checksums(self, metrics_bytes: int | None = None) -> None:
         """Notes the checksums of what is on disk now of metrics and tables, of metrics.jsonl the first `metrics_bytes`

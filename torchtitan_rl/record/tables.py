@@ -25,8 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchtitan_rl.record.checksums import Checksums
-from torchtitan_rl.record.json_lines import parsed
-from torchtitan_rl.record.run_log import Tail
+from torchtitan_rl.record.json_lines import json_line, parsed
 
 __all__ = ["ROW_GROUP", "SharedTable", "Table"]
 
@@ -34,7 +33,7 @@ ROW_GROUP = 1000
 """Records of a Parquet file that are compressed together: a reader of one rollout reads this many."""
 
 
-class Table(Tail):
+class Table:
     """The records in `directory`, each a dict with the columns of `schema`. A column may be missing in a record: None
     is read for it.
 
@@ -42,8 +41,32 @@ class Table(Tail):
     """
 
     def __init__(self, directory: Path, schema: pa.Schema) -> None:
-        super().__init__(directory, schema.names)
-        self.schema = schema
+        self.directory, self.schema, self._columns = directory, schema, dict.fromkeys(schema.names)
+        self._number = 0
+        """The part that this process appends to; 0 before its first record."""
+
+    def append(self, records: Iterable[dict[str, Any]], *, durable: bool = False) -> None:
+        """Adds records: all, or none if one is refused. On return the operating system has them, and with `durable` the
+        disk. Raises ValueError for a column that the schema lacks."""
+        lines = []
+        for record in records:
+            if unknown := sorted(record.keys() - self._columns.keys()):
+                raise ValueError(
+                    f"table={self.directory.name}: has no column {', '.join(unknown)}; its columns are "
+                    f"{', '.join(self._columns)}"
+                )
+            lines.append(json_line(record))
+        self._number = self._number or self._begin()
+        with open(self._lines(self._number), "ab") as stream:
+            stream.write(b"".join(lines))
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+
+    def rotate(self) -> None:
+        """Lets the next record begin a new part."""
+        if self._number and self._lines(self._number).exists():
+            self._number += 1
 
     def seal(self, checksums: Checksums | None = None) -> None:
         """Turns the parts before the newest one into Parquet, which `checksums` notes. May run in a thread while
@@ -85,6 +108,18 @@ class Table(Tail):
     def __bool__(self) -> bool:
         """Whether anything was ever written."""
         return bool(self._parts())
+
+    def _lines(self, number: int) -> Path:
+        return self.directory / f"{number:06d}.jsonl"
+
+    def _parts(self) -> set[int]:
+        files = self.directory.iterdir() if self.directory.exists() else ()
+        return {int(file.stem) for file in files if file.suffix in (".jsonl", ".parquet") and file.stem.isdecimal()}
+
+    def _begin(self) -> int:
+        """Makes the directory; the number of this process's first part."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return max(self._parts(), default=0) + 1
 
     def _columnar(self, number: int) -> Path:
         return self.directory / f"{number:06d}.parquet"

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-__all__ = ["described", "defined_at", "raised_at", "told"]
+__all__ = ["defined_at", "described", "error_text", "raised_at"]
 
-_OTHERS = tuple(  # where no file is the user's
+_LIBRARY_PATHS = tuple(  # where no file is the user's
     os.path.join(path, "")
     for path in {
         str(Path(__file__).parents[1]),
@@ -26,7 +26,7 @@ _OTHERS = tuple(  # where no file is the user's
 
 
 def described(error: BaseException) -> str:
-    """`ValueError: what it says`, in one line."""
+    """`ValueError: message`, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
 
 
@@ -52,9 +52,8 @@ def defined_at(function: Callable) -> str:
     return f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
-def told(error: BaseException) -> str:
-    """An exception as a person is told of it: its message; for one that the user's own code raised, its type and line
-    as well."""
+def error_text(error: BaseException) -> str:
+    """The message of an exception; for one that the user's own code raised, its type and line as well."""
     frames = traceback.extract_tb(error.__traceback__)
     if frames and _is_users(frames[-1].filename):
         return f"{described(error)}{raised_at(error)}; mend the file"
@@ -64,4 +63,4 @@ def told(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(("<", *_OTHERS))
+    return not file.startswith(("<", *_LIBRARY_PATHS))

@@ -1,4 +1,5 @@
-"""What an agent is given and held to: where it meets the policy, how much it may ask for, and how it fails."""
+"""The contract of an agent: the endpoint where it samples, the limits on its requests and its command, and its
+failure."""
 
 from __future__ import annotations
 

@@ -234,13 +234,13 @@ async def _ended(process, session_id: str) -> None:
 
 def _with_session(session_id: str) -> list[int]:
     """Processes that inherited the session's environment; zombies have none."""
-    mark, found = f"SESSION_ID={session_id}".encode(), []
+    mark, pids = f"SESSION_ID={session_id}".encode(), []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError):
                 if mark in Path("/proc", name, "environ").read_bytes().split(b"\0"):
-                    found.append(int(name))
-    return found
+                    pids.append(int(name))
+    return pids
 
 
 def _reward(file: Path) -> Any:

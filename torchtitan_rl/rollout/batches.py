@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.draws import Batch, Draw, Draws
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.rollout.resampling import fill_batch
@@ -54,12 +55,13 @@ class BatchPlayer:
 
     async def play(self, draws: list[Draw], step: int) -> Batch:
         """The batch of `draws`, one per slot, which is to train after `step`. Raises NothingToTrainOn."""
-        counts = Counter[str]()
-        groups = await self._play(draws, counts, step)
-        filters, failed = self.config.filters, counts["failure/dropped_groups"]
-        if groups and not failed and not filters.zero_variance and filters.overlong == "keep":
-            return Batch(draws=draws, groups=groups, sampled=groups, metrics=dict(counts))
-        return await self.fill(draws, groups, counts, step)
+        with span("play a batch", kind="phase"):
+            counts = Counter[str]()
+            groups = await self._play(draws, counts, step)
+            filters, failed = self.config.filters, counts["failure/dropped_groups"]
+            if groups and not failed and not filters.zero_variance and filters.overlong == "keep":
+                return Batch(draws=draws, groups=groups, sampled=groups, metrics=dict(counts))
+            return await self.fill(draws, groups, counts, step)
 
     async def fill(self, draws: list[Draw], groups: list[RolloutGroup], counts: Counter, step: int) -> Batch:
         """Filters the `groups` of `draws` and plays replacements, as `fill_batch` says."""

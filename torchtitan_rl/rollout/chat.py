@@ -79,13 +79,13 @@ class Chat:
         tokens = self.prompt(messages[: spoken[0]])
         mask = [False] * len(tokens)
         for i, following in zip(spoken, [*spoken[1:], None]):
-            said = self._encode(messages[i]["content"])
+            content_tokens = self._encode(messages[i]["content"])
             between = self.between(messages[:i], messages[i + 1 : following], more=following is not None)
             ends = self._first_special(between) is not None
             if not ends and i == spoken[-1] and (end := self.end_of_turn(messages[:i])) is not None:
                 between, ends = [end, *between], True  # an open turn: the policy must learn its end
-            tokens += said + between
-            mask += [True] * len(said) + [ends and j == 0 for j in range(len(between))]
+            tokens += content_tokens + between
+            mask += [True] * len(content_tokens) + [ends and j == 0 for j in range(len(between))]
         return tokens, mask
 
     def _first_special(self, tokens: list[int]) -> int | None:
@@ -133,8 +133,8 @@ class Dialogue:
             )
         if self.kind == "messages":
             self.tokens = self.chat.extend(self.tokens, completion, self.messages, observation)  # type: ignore[arg-type]
-            said = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-            self.messages += [{"role": "assistant", "content": said}, *observation]
+            text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            self.messages += [{"role": "assistant", "content": text}, *observation]
         else:
             self.tokens = [*self.tokens, *completion.tokens, *self._plain(observation)]  # type: ignore[arg-type]
 

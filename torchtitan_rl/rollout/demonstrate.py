@@ -14,7 +14,7 @@ __all__ = ["demonstrate"]
 
 
 async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tuple[list[int], list[int]]]:
-    """(prompt tokens, completion tokens) of each turn of a policy that says `task.demonstration`.
+    """(prompt tokens, completion tokens) of each turn of a policy that answers with `task.demonstration`.
 
     A list of texts is played through `workflow`, so a demonstration has the tokens of a rollout; a workflow with an
     attribute `imitated` names another for it. A completion ends with
@@ -28,7 +28,7 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
         completion = policy.tokenizer.encode(task.demonstration, add_special_tokens=False)
         return [(policy.prompt_tokens(task), [*completion, policy.tokenizer.eos_token_id])]
     workflow = getattr(workflow, "imitated", None) or workflow
-    script: Any = _Script(task, policy.tokenizer)  # no Sampler: a demonstration is never scored
+    script: Any = _DemonstrationSampler(task, policy.tokenizer)  # no Sampler: a demonstration is never scored
     rollouts = rollouts_of(
         await workflow(
             task, dataclasses.replace(policy, generator=script, stop_token_ids=[]), rollout_id=task.id, seed=0
@@ -44,31 +44,34 @@ async def demonstrate(workflow: Callable, task: Task, policy: Policy) -> list[tu
     return [(turn.prompt_tokens, turn.completion.tokens) for turn in turns]
 
 
-class _Script:
+class _DemonstrationSampler:
     """A sampler whose completions are the texts of a demonstration, in order."""
 
     def __init__(self, task: Task, tokenizer) -> None:
-        self.task, self.tokenizer, self.said = task, tokenizer, 0
+        self.task, self.tokenizer, self.num_taken = task, tokenizer, 0
 
     async def sample(
         self, tokens: list[int], params: SamplingParams, *, policy_version: int | None = None
     ) -> Completion:
         texts = self.task.demonstration
-        if self.said == len(texts):
+        if self.num_taken == len(texts):
             raise ValueError(
                 f"task={self.task.id!r}: its environment goes on after the {len(texts)} turns of its "
                 "demonstration; add the turns that are missing"
             )
-        text = texts[self.said]
-        self.said += 1
-        said = self.tokenizer.encode(text, add_special_tokens=False)
+        text = texts[self.num_taken]
+        self.num_taken += 1
+        completion = self.tokenizer.encode(text, add_special_tokens=False)
         if not any(text.endswith(stop) for stop in params.stop):
-            said.append(params.stop_token_ids[0] if params.stop_token_ids else self.tokenizer.eos_token_id)
-        if len(said) > params.max_tokens:
+            completion.append(params.stop_token_ids[0] if params.stop_token_ids else self.tokenizer.eos_token_id)
+        if len(completion) > params.max_tokens:
             raise ValueError(
-                f"task={self.task.id!r}: turn {self.said} of its demonstration has {len(said)} tokens, "
+                f"task={self.task.id!r}: turn {self.num_taken} of its demonstration has {len(completion)} tokens, "
                 f"{params.max_tokens} are left to it; raise sampling.max_tokens or max_rollout_tokens"
             )
         return Completion(
-            tokens=said, logprobs=[0.0] * len(said), policy_versions=[0] * len(said), finish_reason="stop"
+            tokens=completion,
+            logprobs=[0.0] * len(completion),
+            policy_versions=[0] * len(completion),
+            finish_reason="stop",
         )

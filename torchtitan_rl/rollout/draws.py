@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import RolloutGroup, Task
 from torchtitan_rl.types.ends import Ended
 
@@ -45,7 +46,8 @@ class Draws:
     def next(self, n: int) -> list[Draw]:
         """Round 0 of the next `n` slots."""
         first, self.next_slot = self.next_slot, self.next_slot + n
-        return [Draw(slot=first + i, round=0, task=task) for i, task in enumerate(self.source.next(n))]
+        with span("draw tasks"):
+            return [Draw(slot=first + i, round=0, task=task) for i, task in enumerate(self.source.next(n))]
 
     def replace(self, draws: list[Draw]) -> list[Draw]:
         """The next round of the draws' slots. Seed, slot and round determine the task.
@@ -58,9 +60,11 @@ class Draws:
                 f"task.source={type(self.source).__name__}: has no replacement(slot, round), which filters need; give "
                 "it one that returns a task, or switch the filters off"
             )
-        return [
-            Draw(slot=draw.slot, round=draw.round + 1, task=replacement(draw.slot, draw.round + 1)) for draw in draws
-        ]
+        with span("draw tasks"):
+            return [
+                Draw(slot=draw.slot, round=draw.round + 1, task=replacement(draw.slot, draw.round + 1))
+                for draw in draws
+            ]
 
     def state_dict(self) -> dict[str, Any]:
         """The next slot, and the state of the source."""
@@ -123,9 +127,9 @@ def ends(batch: Batch) -> list[dict[str, Any]]:
 def _by_draw(groups: list[RolloutGroup]) -> dict[str, list[int]]:
     """Draw -> policy versions of its rollouts' first and last tokens. A rollout without a `group`, made by a hook,
     counts for the draw that its id begins with."""
-    found: dict[str, list[int]] = {}
+    versions_by_draw: dict[str, list[int]] = {}
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         draw = rollout.group or "/".join(rollout.id.split("/")[:2])
         versions = [version for turn in rollout.turns for version in turn.completion.policy_versions]
-        found.setdefault(draw, []).extend(versions[:1] + versions[-1:])
-    return found
+        versions_by_draw.setdefault(draw, []).extend(versions[:1] + versions[-1:])
+    return versions_by_draw

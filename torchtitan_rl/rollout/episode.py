@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.tasks.env import Env, Observation, Step
 from torchtitan_rl.types import A_REWARD, Task, is_reward
 
@@ -84,9 +85,10 @@ class Episode:
         function = getattr(self.env, method)
         try:
             async with asyncio.timeout(self.timeout_s) as scope:
-                if inspect.iscoroutinefunction(function):
-                    return await function(*args)
-                return await _in_thread(function, *args)
+                with span("wait for an environment"):
+                    if inspect.iscoroutinefunction(function):
+                        return await running("run an environment", function(*args))
+                    return await _in_thread(function, *args)
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
                 raise EnvironmentFailed(
@@ -120,7 +122,9 @@ async def _in_thread(function: Callable, *args: Any) -> Any:
 
     def call() -> None:
         try:
-            outcome.set_result((function(*args), None))
+            with span("run an environment"):
+                value = function(*args)
+            outcome.set_result((value, None))
         except BaseException as error:  # SystemExit and StopIteration too: neither can travel through a future
             outcome.set_result((None, error))
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.agent import AgentFailed, CommandLimits, Endpoint, SessionLimits
 from torchtitan_rl.rollout.agent_process import no_isolation, run_command
 from torchtitan_rl.rollout.ignored_parameters import check_ignored
@@ -44,7 +45,7 @@ class Session(Protocol):
 
 
 class Gateway(Protocol):
-    """What opens sessions: `serve.gateway.Gateway`."""
+    """Opens sessions for agents; implemented by `serve.gateway.Gateway`."""
 
     def open_session(
         self,
@@ -117,9 +118,10 @@ class External:
         session = self._gateway.open_session(
             policy, seed=seed, limits=self.session, model=self.model, tool_parser=self.tool_parser, ignored=self.ignored
         )
-        given, failed = None, None
+        agent_result, failed = None, None
         try:
-            given = await self._played(task, session.endpoint)
+            with span("wait for an agent"):
+                agent_result = await self._played(task, session.endpoint)
         except AgentFailed as error:
             failed = error
         finally:
@@ -127,7 +129,7 @@ class External:
         if failed is not None and not (session.ended_by and not failed.breach):
             raise session.failure or failed
         limit = session.ended_by if failed else ""
-        rollout = _rollout(task, policy, session, given, rollout_id, self.agent, limit)
+        rollout = _rollout(task, policy, session, agent_result, rollout_id, self.agent, limit)
         try:
             self._part_names.admit(rollout.reward_parts)
         except ValueError as error:
@@ -135,7 +137,7 @@ class External:
         return rollout
 
     async def _played(self, task: Task, endpoint: Endpoint) -> Any:
-        """What the agent gives as its reward; None: nothing."""
+        """The agent's result, which is its reward or None."""
         if isinstance(self.agent, list):
             data = self._data(task) if self.task_data is None else self.task_data(task)
             async with self._places:
@@ -217,7 +219,13 @@ def _json(task: Task, data: Any) -> str:
 
 
 def _rollout(
-    task: Task, policy: Policy, session: Session, given: Any, rollout_id: str, agent: Callable | list[str], limit: str
+    task: Task,
+    policy: Policy,
+    session: Session,
+    agent_result: Any,
+    rollout_id: str,
+    agent: Callable | list[str],
+    limit: str,
 ) -> Rollout:
     """The rollout of a session; `limit` is the one at which the agent failed, empty where it came to its end."""
     turns = session.turns()
@@ -226,32 +234,33 @@ def _rollout(
     if not turns:
         raise session.failure or AgentFailed(f"agent: took no completion for task {task.id!r}; ask for one")
     by_function = not isinstance(agent, list)  # a command gives what its file holds, which counts after what was posted
-    written = _reward(given, task)
+    written = _reward(agent_result, task)
     first_reward, then = (written, session.reward) if by_function else (session.reward, written)
     reward, parts = first_reward or then or (0.0 if limit else None, {})
     first, last = turns[0].prompt_tokens, [*turns[-1].prompt_tokens, *turns[-1].completion.tokens]
-    said = last[len(first) :] if last[: len(first)] == first else turns[-1].completion.tokens
+    episode_tokens = last[len(first) :] if last[: len(first)] == first else turns[-1].completion.tokens
     return Rollout(
         id=rollout_id,
         task=task,
         turns=turns,
         reward=reward,
         reward_parts=dict(parts),
-        text=policy.tokenizer.decode(said, skip_special_tokens=True),
+        text=policy.tokenizer.decode(episode_tokens, skip_special_tokens=True),
         end_reason=limit or "done",
         counts=dict(session.counts),
     )
 
 
-def _reward(given: Any, task: Task) -> tuple[float, dict[str, float]] | None:
-    """A reward with its parts, of what an agent gave; None where it gave none. Raises AgentFailed."""
-    if given is None:
+def _reward(agent_result: Any, task: Task) -> tuple[float, dict[str, float]] | None:
+    """(reward, its parts) from the result of an agent; None where the result is None. Raises AgentFailed for a result
+    that is no reward."""
+    if agent_result is None:
         return None
-    number, parts = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
+    number, parts = agent_result if isinstance(agent_result, tuple) and len(agent_result) == 2 else (agent_result, {})
     number = number.item() if hasattr(number, "item") else number
     if not isinstance(parts, dict) or not all(map(is_reward, [number, *parts.values()])):
         raise AgentFailed(
-            f"agent: gave reward {repr(given)[:80]} for task {task.id!r}; give {A_REWARD}, or "
+            f"agent: gave reward {repr(agent_result)[:80]} for task {task.id!r}; give {A_REWARD}, or "
             "(number, {'part': number})"
         )
     return float(number), {str(name): float(value) for name, value in parts.items()}

@@ -26,7 +26,7 @@ class TooManyFailures(Ended):
 
 
 class Failures:
-    """What a run does about a workflow, an environment or a reward that raises or is late, as
+    """Retries or drops the rollouts of a workflow, an environment or a reward that raises or is late, as
     `algorithm.on_rollout_failure` says. Faults of the generators are none of these: they end the run."""
 
     def __init__(self, config: AlgorithmConfig, counted: dict[str, int]) -> None:
@@ -35,7 +35,7 @@ class Failures:
         self.retries = config.rollout_retries if config.on_rollout_failure == "retry" else 0
         self.max_failed_frac = config.max_failed_frac
         self.counted = counted
-        self._told = Counter(self.failed)
+        self._reported = Counter(self.failed)
 
     @property
     def calls(self) -> int:
@@ -63,7 +63,7 @@ class Failures:
                 cause = "environment" if isinstance(error, EnvironmentFailed) else stage
                 if counts is not None:
                     counts[f"failure/{cause}"] += 1
-                    self._told[cause] += 1
+                    self._reported[cause] += 1
                 self._count(cause, error)
                 last = error
         raise GroupFailed(f"{last} ({self.retries} retries)") from last
@@ -75,9 +75,9 @@ class Failures:
             if isinstance(result, BaseException) and not isinstance(result, GroupFailed):
                 raise result
         groups = [result for result in played if not isinstance(result, GroupFailed)]
-        counts.update({f"failure/{cause}": n - self._told[cause] for cause, n in self.failed.items()})
+        counts.update({f"failure/{cause}": n - self._reported[cause] for cause, n in self.failed.items()})
         counts["failure/dropped_groups"] += len(played) - len(groups)
-        self._told = self.failed
+        self._reported = self.failed
         return groups
 
     def _count(self, cause: str, error: Exception) -> None:

@@ -204,7 +204,7 @@ def joined(batches: list[Batch]) -> Batch:
 
 
 def _played(slot: _Slot) -> Batch:
-    """What came of a slot that has finished; a batch without groups where the filters left none."""
+    """The batch of a finished slot, without groups where the filters left none."""
     try:
         return slot.task.result()
     except NothingToTrainOn as nothing:

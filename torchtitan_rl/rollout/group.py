@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout.multi_turn import Limits, multi_turn
 from torchtitan_rl.rollout.policy import Policy, single_turn
 from torchtitan_rl.tasks.family import stream
@@ -125,7 +126,8 @@ async def _played(
 
     async def played(i: int, retry: int) -> list[Rollout]:
         began = time.perf_counter()
-        attempt = await workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
+        attempt = workflow(task, policy, rollout_id=f"{group_id}/{i}", seed=stream(seed, group_id, i, retry))
+        attempt = await running("play rollouts", attempt)
         for rollout in (rollouts := rollouts_of(attempt, task)):
             rollout.seconds["play"], rollout.group = time.perf_counter() - began, group_id
             _check_rewards(rollout)
@@ -144,7 +146,10 @@ def _is_unjudged(rollout: Rollout) -> bool:
 async def _judged(rollouts: list[Rollout], task: Task, reward, timeout_s: float, tried: Tried | None) -> None:
     """Sets the rewards of rollouts, in one call of the reward."""
     texts, parts, began = [rollout.text for rollout in rollouts], {}, time.perf_counter()
-    rewards = await (tried or _once)(lambda retry: judge(reward, task, texts, timeout_s, parts), "reward")
+    with span("wait for rewards"):
+        rewards = await (tried or _once)(
+            lambda retry: running("judge rollouts", judge(reward, task, texts, timeout_s, parts)), "reward"
+        )
     for i, (rollout, value) in enumerate(zip(rollouts, rewards, strict=True)):
         rollout.reward, rollout.seconds["reward"] = value, time.perf_counter() - began
         rollout.reward_parts |= {name: values[i] for name, values in parts.items()}

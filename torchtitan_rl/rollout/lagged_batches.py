@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout.batches import BatchPlayer
 from torchtitan_rl.rollout.draws import Batch, Draws
 from torchtitan_rl.rollout.finished import FinishedGroups, Kept
@@ -46,10 +47,12 @@ class LaggedBatches(ABC):
     async def next_batch(self) -> Batch:
         """The next batch; admits the draws of later batches. Call when the publication after the batch before is
         served. Raises NothingToTrainOn."""
-        batch = await self._next()
+        with span("wait for a batch"):
+            batch = await running("admit draws", self._next())
         self._finished.forget({draw.slot for draw in batch.draws})
         self.groups = batch.groups
-        batch.metrics |= check_lag(batch.groups, self._publications, self._algorithm.max_policy_lag)
+        with span("check the lag"):
+            batch.metrics |= check_lag(batch.groups, self._publications, self._algorithm.max_policy_lag)
         return batch
 
     def state_dict(self) -> dict[str, Any]:

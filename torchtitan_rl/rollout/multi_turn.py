@@ -51,8 +51,8 @@ async def multi_turn(task: Task, policy: Policy, *, rollout_id: str, seed: int, 
         env.close()
     if rollout.turns:
         first, last = rollout.turns[0], rollout.turns[-1]
-        said = [*last.prompt_tokens, *last.completion.tokens][len(first.prompt_tokens) :]
-        rollout.text = policy.tokenizer.decode(said, skip_special_tokens=True)
+        episode_tokens = [*last.prompt_tokens, *last.completion.tokens][len(first.prompt_tokens) :]
+        rollout.text = policy.tokenizer.decode(episode_tokens, skip_special_tokens=True)
     rollout.reward = math.fsum(turn.reward for turn in rollout.turns)
     episode.check_sums(rollout.reward, rollout.reward_parts)
     return rollout

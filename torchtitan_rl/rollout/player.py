@@ -10,6 +10,7 @@ from torchtitan_rl.algorithm.grouping import form_groups
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
+from torchtitan_rl.record.tracing import running
 from torchtitan_rl.rollout.demonstrate import demonstrate
 from torchtitan_rl.rollout.draws import Draw
 from torchtitan_rl.rollout.failures import Failures
@@ -58,7 +59,7 @@ class Rollouts:
         if extended and config.asks_teacher:
             policy.teacher_version = await self.weights.teacher()
         failures = self.failures
-        groups = (self._play_draw(draw, workflow, policy) for draw in draws)
+        groups = (running("play rollouts", self._play_draw(draw, workflow, policy)) for draw in draws)
         played: list = await asyncio.gather(*groups, return_exceptions=failures is not None)
         if failures is not None:
             played = failures.complete(played, counts)

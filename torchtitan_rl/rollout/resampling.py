@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from torchtitan_rl.algorithm.filters import filtered
 from torchtitan_rl.config.algorithm import AlgorithmConfig
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.draws import Batch, Draw, NothingToTrainOn
 from torchtitan_rl.types import RolloutGroup
 
@@ -34,10 +35,11 @@ async def fill_batch(
     rounds, tried = 1, len(draws)
     while True:
         batch.sampled += groups
-        kept, left_out = filtered(groups, config, max_tokens=max_tokens, counts=counts)
+        with span("filter groups"):
+            kept, left_out = filtered(groups, config, max_tokens=max_tokens, counts=counts)
         batch.groups += kept
         batch.left_out += left_out
-        draws = _without_a_group(draws, kept)
+        draws = _draws_without_group(draws, kept)
         limit = filters.max_resamples if batch.groups else max(filters.max_resamples, filters.max_stalled_rounds - 1)
         if not draws or rounds > limit:
             break
@@ -58,7 +60,7 @@ async def fill_batch(
     return batch
 
 
-def _without_a_group(draws: list[Draw], kept: list[RolloutGroup]) -> list[Draw]:
+def _draws_without_group(draws: list[Draw], kept: list[RolloutGroup]) -> list[Draw]:
     """The draws without a rollout in a kept group. A rollout with no `group`, made by a hook, counts for every draw of
     its task."""
     rollouts = [rollout for group in kept for rollout in group.rollouts]
@@ -70,11 +72,11 @@ def _explanation(batch: Batch, config: AlgorithmConfig, rounds: int) -> str:
     rewards = [reward for group in batch.sampled for reward in group.rewards]
     where = f"algorithm.filters.max_stalled_rounds={config.filters.max_stalled_rounds}"
     counted = [f"{name}={value:g}" for name, value in sorted(batch.metrics.items()) if value]
-    found = ", ".join(counted) or "no rollouts"
+    summary = ", ".join(counted) or "no rollouts"
     if not rewards:
-        return f"{where}: {rounds} rounds left nothing to train on ({found}); see that the workflow plays turns"
+        return f"{where}: {rounds} rounds left nothing to train on ({summary}); see that the workflow plays turns"
     return (
-        f"{where}: {rounds} rounds with {len(batch.sampled)} groups left nothing to train on ({found}; rewards from "
+        f"{where}: {rounds} rounds with {len(batch.sampled)} groups left nothing to train on ({summary}; rewards from "
         f"{min(rewards):g} to {max(rewards):g}); if rewards are as high as they can be the task is learned, else make "
         "it easier, check the reward, raise group_size or sampling.max_tokens, or switch the filter off"
     )

@@ -1,5 +1,5 @@
-"""What a workflow asks of the generators, and what is refused where its rollouts are to train: to sample from another
-distribution than the policy's."""
+"""The sampler of a workflow; where its rollouts train, it refuses to sample from another distribution than the
+policy's."""
 
 from __future__ import annotations
 

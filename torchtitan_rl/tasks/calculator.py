@@ -14,7 +14,7 @@ from torchtitan_rl.types import Task
 __all__ = ["TOOLS", "Calculator", "CalculatorEnv", "calculate"]
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "[a+b]"}}]
-"""What a chat template is told of the calculator: its name, and how a call is written."""
+"""The calculator's description for a chat template: its name, and how a call is written."""
 
 
 class Calculator:
@@ -128,7 +128,7 @@ class CalculatorEnv(Env):
     stop = ("]",)
 
     def __init__(self, task: Task, *, call_reward: float) -> None:
-        self.task, self.call_reward, self.given = task, call_reward, 0.0
+        self.task, self.call_reward, self.paid = task, call_reward, 0.0
         self.tools = None if isinstance(task.prompt, str) else TOOLS
 
     async def reset(self) -> Observation:
@@ -137,11 +137,11 @@ class CalculatorEnv(Env):
     async def step(self, text: str) -> Step:
         text = text.strip()
         if not text.endswith("]"):
-            return Step(reward=1.0 - self.given if text == self.task.answer else 0.0, done=True)
-        said = re.search(r"\[([^\[\]]*)\]$", text)
-        value = calculate(said[1]) if said else "?"
-        reward = self.call_reward if value == self.task.answer and not self.given else 0.0
-        self.given += reward
+            return Step(reward=1.0 - self.paid if text == self.task.answer else 0.0, done=True)
+        call = re.search(r"\[([^\[\]]*)\]$", text)
+        value = calculate(call[1]) if call else "?"
+        reward = self.call_reward if value == self.task.answer and not self.paid else 0.0
+        self.paid += reward
         chat = not isinstance(self.task.prompt, str)
         return Step(observation=[{"role": "tool", "content": value}] if chat else f"{value};", reward=reward)
 

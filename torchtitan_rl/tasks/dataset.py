@@ -90,18 +90,18 @@ class Dataset:
     def __init__(self, config: Dataset.Config) -> None:
         self.config = config
         self.reward_fn = config.reward
-        given = {split: RowTasks(config, split, rows, name) for split, rows, name in _tables(config)}
+        loaded = {split: RowTasks(config, split, rows, name) for split, rows, name in _tables(config)}
         digest, keys = hashlib.blake2b(digest_size=8), {}
-        for split, rows in given.items():
+        for split, rows in loaded.items():
             keys[split] = [_key(item, digest) for item in rows]
         self.digest = digest.hexdigest()
         """Hash of all prompts, answers and demonstrations."""
-        drawn = {s: getattr(config, f"{s}_fraction") for s in SPLITS[1:] if s not in given}
-        positions = {split: list(range(len(keys[split]))) for split in given}
+        drawn = {s: getattr(config, f"{s}_fraction") for s in SPLITS[1:] if s not in loaded}
+        positions = {split: list(range(len(keys[split]))) for split in loaded}
         if drawn:
             positions |= splits.draw(keys["train"], drawn, config.seed)
-        self._rows = {split: given.get(split, given["train"]) for split in SPLITS}
-        self._positions = self._apart(keys, positions)
+        self._rows = {split: loaded.get(split, loaded["train"]) for split in SPLITS}
+        self._positions = self._without_overlaps(keys, positions)
 
     def num_tasks(self, split: str) -> int:
         check_split(split)
@@ -125,28 +125,31 @@ class Dataset:
     def source(self, split: str, seed: int) -> DatasetSource:
         return DatasetSource(self, split, seed)
 
-    def _apart(self, keys: dict[str, list[int]], positions: dict[str, list[int]]) -> dict[str, list[int]]:
-        """`positions` without the rows that `config.overlap` leaves out; says what splits repeat and have in common."""
+    def _without_overlaps(self, keys: dict[str, list[int]], positions: dict[str, list[int]]) -> dict[str, list[int]]:
+        """`positions` without the rows that `config.overlap` leaves out; warns of repeated rows and of rows that
+        splits share."""
         keys_of = {s: [keys.get(s, keys["train"])[position] for position in positions[s]] for s in SPLITS}
         for split in SPLITS:
             if repeated := splits.num_duplicates(keys_of[split]):
                 total = len(keys_of[split])
-                _say(f"dataset: {repeated} of {total} {split} rows have the prompt of an earlier {split} row")
+                _warn_once(f"dataset: {repeated} of {total} {split} rows have the prompt of an earlier {split} row")
         left_out: dict[str, set[int]] = {split: set() for split in SPLITS}
-        for found in splits.overlaps(keys_of):
-            rows, position = self._rows[found.split], positions[found.split][found.positions[0]]
+        for overlap in splits.overlaps(keys_of):
+            rows, position = self._rows[overlap.split], positions[overlap.split][overlap.positions[0]]
             common = (
-                f"{len(found.positions)} of {len(keys_of[found.split])} {found.split} rows have a prompt of "
-                f"{found.held_out}, the first is {rows.row_name(position)}"
+                f"{len(overlap.positions)} of {len(keys_of[overlap.split])} {overlap.split} rows have a prompt of "
+                f"{overlap.held_out}, the first is {rows.row_name(position)}"
             )
             if self.config.overlap == "refuse":
                 raise ValueError(
                     f"dataset.overlap='refuse': {common}; mend the data, or set 'drop' to leave such rows out of "
-                    f"{found.split}, or 'allow'"
+                    f"{overlap.split}, or 'allow'"
                 )
             dropped = self.config.overlap == "drop"
-            _say(f"dataset: {common}; {'they are left out' if dropped else 'its scores count what was trained on'}")
-            left_out[found.split].update(found.positions if dropped else ())
+            _warn_once(
+                f"dataset: {common}; {'they are left out' if dropped else 'its scores count what was trained on'}"
+            )
+            left_out[overlap.split].update(overlap.positions if dropped else ())
         return {s: [p for i, p in enumerate(positions[s]) if i not in left_out[s]] for s in SPLITS}
 
 
@@ -177,24 +180,24 @@ def _tables(config: Dataset.Config) -> Iterator[tuple[str, Any, str]]:
                 yield split, row_files.read_file(path, f"dataset.{split}"), path
         return
     data = config.data.data if isinstance(config.data, row_files.InMemory) else _returned(config.data)
-    held = data if isinstance(data, Mapping) else {config.train: data}
+    tables = data if isinstance(data, Mapping) else {config.train: data}
     for split, name in chosen.items():
-        if name is None and split in held and chosen["train"] != split:
+        if name is None and split in tables and chosen["train"] != split:
             name = split
         if name is None:
             continue
-        if name not in held:
-            has = f"has the splits {', '.join(held)}" if held is data else "is one Dataset, of train rows"
+        if name not in tables:
+            has = f"has the splits {', '.join(tables)}" if tables is data else "is one Dataset, of train rows"
             raise ValueError(
                 f"dataset.{split}={name!r}: is no split of dataset.data, which {has}; name one"
-                f"{row_files.near(name, held)}"
+                f"{row_files.near(name, tables)}"
             )
-        if not hasattr(held[name], "num_rows"):
-            kind = type(held[name]).__name__
+        if not hasattr(tables[name], "num_rows"):
+            kind = type(tables[name]).__name__
             raise ValueError(f"dataset.data: its split {name!r} is a {kind}; give a datasets.Dataset, no stream")
-        if len(held[name]) == 0:
+        if len(tables[name]) == 0:
             raise ValueError(f"dataset.{split}={name!r}: has no rows; give rows, or another split")
-        yield split, held[name], f"data[{name!r}]" if held is data else "data"
+        yield split, tables[name], f"data[{name!r}]" if tables is data else "data"
 
 
 def _returned(load: Any) -> Any:
@@ -220,6 +223,6 @@ def _key(item: dict[str, Any], digest: Any) -> int:
 
 
 @functools.cache
-def _say(message: str) -> None:
+def _warn_once(message: str) -> None:
     """Warns; the same message is said once per process, however often a family of the same data is built."""
     logger.warning("%s", message)

@@ -52,12 +52,12 @@ class GuessNumber:
         for low, number in every:
             self._tasks[self._split_of(low, number)].append((low, number))
         for split in ("validation", "test"):
-            wanted, found = self.num_tasks(split), self._tasks[split]
-            if len(found) < wanted:
+            wanted, tasks = self.num_tasks(split), self._tasks[split]
+            if len(tasks) < wanted:
                 raise ValueError(
-                    f"guess_number.num_{split}={wanted}: range_size={config.range_size} gives {len(found)}; lower it"
+                    f"guess_number.num_{split}={wanted}: range_size={config.range_size} gives {len(tasks)}; lower it"
                 )
-            random.Random(stable_hash(config.seed, split)).shuffle(found)
+            random.Random(stable_hash(config.seed, split)).shuffle(tasks)
 
     def num_tasks(self, split: str) -> int | None:
         check_split(split)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl.tasks.judging import judge
-from torchtitan_rl.tasks.limited import OfLoop, log_retries
+from torchtitan_rl.tasks.limited import PerLoop, log_retries
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
@@ -66,7 +66,7 @@ class HttpJudge:
     """Further fields of each request."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: the endpoint needs none."""
-    _held: OfLoop = field(default_factory=OfLoop, init=False, repr=False, compare=False)
+    _clients: PerLoop = field(default_factory=PerLoop, init=False, repr=False, compare=False)
     _retried: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -94,13 +94,13 @@ class HttpJudge:
 
     async def __call__(self, task: Task, completions: list[str]) -> list[float]:
         """One reward per completion; each is requested by itself. Raises the first error, once all have ended."""
-        client, slots = self._held.get(self._connect)
-        asked: list = await asyncio.gather(
+        client, slots = self._clients.get(self._connect)
+        results: list = await asyncio.gather(
             *(self._ask(client, slots, task, completion) for completion in completions), return_exceptions=True
         )
-        if failed := next((answer for answer in asked if isinstance(answer, BaseException)), None):
+        if failed := next((answer for answer in results if isinstance(answer, BaseException)), None):
             raise failed
-        return asked
+        return results
 
     async def judged(
         self, task: Task, completions: list[str], timeout_s: float, parts: Parts | None = None
@@ -109,8 +109,8 @@ class HttpJudge:
         return await judge(self.__call__, task, completions, math.inf, parts)
 
     async def _ask(self, client: Any, slots: asyncio.Semaphore, task: Task, completion: str) -> float:
-        asked = _filled(self.prompt, task, completion)
-        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        content = _filled(self.prompt, task, completion)
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         async with slots:
             # The client's deadline begins again with every byte, and some servers send blanks while they think.
             try:
@@ -141,7 +141,7 @@ class HttpJudge:
 def _filled(prompt: str | Callable[[Task, str], str | list[Message]], task: Task, completion: str) -> Any:
     if not isinstance(prompt, str):
         return prompt(task, completion)
-    asked = task.prompt
-    if not isinstance(asked, str):
-        asked = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
-    return prompt.format(prompt=asked, answer=task.answer, completion=completion)
+    question = task.prompt
+    if not isinstance(question, str):
+        question = "\n".join(f"{message['role']}: {message['content']}" for message in question)
+    return prompt.format(prompt=question, answer=task.answer, completion=completion)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.record.user_code import defined_at, described, raised_at
 from torchtitan_rl.tasks.family import TaskFamily
 from torchtitan_rl.tasks.outcomes import outcome, outcome_in_thread, until
@@ -43,7 +44,7 @@ async def judge(
         elif inspect.iscoroutinefunction(function):
             value, error = await until(outcome(function, *args), deadline)
         else:
-            value, error = await until(outcome_in_thread(function, *args), deadline)
+            value, error = await until(outcome_in_thread(_computed, function, *args), deadline)
             if inspect.isawaitable(value):  # such as a partial or an object whose __call__ is async
                 value, error = await until(outcome(lambda: value), deadline)
     except TimeoutError:
@@ -59,6 +60,11 @@ async def judge(
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):  # (rewards, parts)
         return read_parts(value, parts, functools.partial(_checked, bare, task, len(completions)), name_of(bare))
     return _checked(bare, task, len(completions), value)
+
+
+def _computed(function: Reward, *args: Any) -> Any:
+    with span("compute rewards"):
+        return function(*args)
 
 
 def reward_function(reward: TaskFamily | Reward, task: Task) -> Reward:

@@ -13,7 +13,7 @@ from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.reward_parts import Parts
 from torchtitan_rl.types import Task
 
-__all__ = ["Limited", "OfLoop", "log_retries"]
+__all__ = ["Limited", "PerLoop", "log_retries"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def log_retries(before: int, now: int, why: str) -> None:
     logger.log(logging.WARNING if loud else logging.DEBUG, "retry %d of a reward: %s", now, why)
 
 
-class OfLoop:
+class PerLoop:
     """A value that belongs to one event loop, made when a loop first asks. Copies and pickles begin without it."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class OfLoop:
         return self._value
 
     def __reduce__(self) -> tuple:
-        return OfLoop, ()
+        return PerLoop, ()
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Limited:
     """Seconds of one try, waiting for a turn not included; 0: `controller.reward_timeout_s`."""
     wait_s: float = 0.5
     """Seconds before the first retry; each further wait is twice as long."""
-    _slots: OfLoop = field(default_factory=OfLoop, init=False, repr=False, compare=False)
+    _slots: PerLoop = field(default_factory=PerLoop, init=False, repr=False, compare=False)
     _retried: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

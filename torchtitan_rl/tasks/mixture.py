@@ -72,8 +72,8 @@ class Mixture:
 
     def task(self, split: str, index: int) -> Task:
         check_index(self, split, index)
-        position, which = divmod(index, len(self.families))
-        name = list(self.families)[which]
+        position, family_index = divmod(index, len(self.families))
+        name = list(self.families)[family_index]
         return self.named(name, self.families[name].task(split, position))
 
     def reward(self, task: Task, completions: list[str]) -> Any:

@@ -94,9 +94,9 @@ async def play(task: Task, endpoint: Any, *, server: str, say: Callable, act: Ca
         while not result.done:
             messages.append({"role": "user", "content": say(result.observation)})
             answer = await sdk.chat.completions.create(model=endpoint.model, messages=messages)
-            said = answer.choices[0].message.content
-            messages.append({"role": "assistant", "content": said})
-            result = await env.step(act(said))
+            text = answer.choices[0].message.content
+            messages.append({"role": "assistant", "content": text})
+            result = await env.step(act(text))
             reward += float(result.reward or 0.0)
     return reward
 

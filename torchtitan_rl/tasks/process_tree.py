@@ -74,16 +74,16 @@ def supervised(parent: int) -> None:
 
 
 def parents() -> dict[int, int]:
-    """Each process of this machine that /proc shows -> its parent."""
-    found = {}
+    """Process id -> id of its parent, for every process in /proc."""
+    parent_of = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    found[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+                    parent_of[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
             except (OSError, IndexError):  # it has ended
                 continue
-    return found
+    return parent_of
 
 
 def descendants(pid: int, parents: dict[int, int]) -> list[int]:

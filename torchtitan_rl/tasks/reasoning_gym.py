@@ -76,13 +76,15 @@ class ReasoningGym:
     def task(self, split: str, index: int) -> Task:
         """`answer` holds the data set's name and the entry, which the data set's verifier needs."""
         check_index(self, split, index)
-        which, position = index % len(self._names), index // len(self._names)
-        entry = self._entry(split, which, position)
+        dataset_index, position = index % len(self._names), index // len(self._names)
+        entry = self._entry(split, dataset_index, position)
         prompt = entry["question"]
         if self.config.answer_tags:
             prompt = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": prompt}]
         return Task(
-            id=f"{self.name}/{split}/{index}", prompt=prompt, answer={"dataset": self._names[which], "entry": entry}
+            id=f"{self.name}/{split}/{index}",
+            prompt=prompt,
+            answer={"dataset": self._names[dataset_index], "entry": entry},
         )
 
     def reward(self, task: Task, completions: list[str]) -> Sequence[float]:
@@ -133,19 +135,19 @@ class ReasoningGym:
                 f"reasoning_gym.datasets[{name!r}]={settings}: is refused ({message}); mend the settings"
             ) from error
 
-    def _entry(self, split: str, which: int, position: int) -> dict[str, Any]:
+    def _entry(self, split: str, dataset_index: int, position: int) -> dict[str, Any]:
         """Entry `position`, or the next one whose question is not held out for a later split.
 
         Other seeds alone do not keep splits apart: small data sets make the same question from many seeds.
         """
-        dataset = self._datasets[split][which]
+        dataset = self._datasets[split][dataset_index]
         held_out = {"train": ("validation", "test"), "validation": ("test",), "test": ()}[split]
         for offset in range(len(dataset)):
             entry = dataset[(position + offset) % len(dataset)]
             if not any(entry["question"] in self._questions(later) for later in held_out):
                 return entry
         raise ValueError(
-            f"reasoning_gym.datasets[{self._names[which]!r}]: every {split} question is also one of "
+            f"reasoning_gym.datasets[{self._names[dataset_index]!r}]: every {split} question is also one of "
             f"{' or '.join(held_out)}; make the data set harder, or lower num_validation and num_test"
         )
 

@@ -109,7 +109,7 @@ class RewardProcess:
             start_new_session=True,
         )
         self._loaded: bytes | None = None
-        self._asked = 0
+        self._last_request = 0
         """The number of the last request."""
         self._killed = False
 
@@ -139,20 +139,20 @@ class RewardProcess:
             self.process.send_signal(STOP)
 
     def _ask(self, verb: str, pickled: bytes) -> dict[str, Any]:
-        self._asked += 1
+        self._last_request += 1
         try:
-            pickle.dump((self._asked, verb, pickled), self.process.stdin)
+            pickle.dump((self._last_request, verb, pickled), self.process.stdin)
             self.process.stdin.flush()
             answer = self._answer()
         except (EOFError, OSError):
             self.kill()
             raise RewardProcessError(f"ended its process ({_ending(self.process.wait())})") from None
-        if answer is None or answer.get("number") != self._asked:
+        if answer is None or answer.get("number") != self._last_request:
             self.kill()
             answered = "something else" if answer is None else f"request {answer.get('number')!r}"
             raise RewardProcessError(
-                f"answered {answered} when request {self._asked} was asked, and its process was killed (a child that "
-                "it forks must end by os._exit and must not write to the descriptors that it inherits)"
+                f"answered {answered} when request {self._last_request} was asked, and its process was killed (a "
+                "child that it forks must end by os._exit and must not write to the descriptors that it inherits)"
             )
         if answer["problem"]:
             error = RewardProcessError(answer["problem"])

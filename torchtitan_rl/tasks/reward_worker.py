@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan_rl.environment import TIMELINE
+from torchtitan_rl.record.tracing import served
 from torchtitan_rl.tasks.process_tree import supervised
 
 
@@ -53,7 +54,8 @@ def main(parent: int) -> None:
             answer = _attempt(partial(pickle.loads, pickled), "could not be loaded by a process: ")
             function = answer.pop("value", None)
         else:
-            answer = _attempt(partial(_called, function, pickled), "raised ")
+            with served("compute rewards"):
+                answer = _attempt(partial(_called, function, pickled), "raised ")
             answer |= answer.pop("value", {})
         if os.getpid() != process:  # a child that the function forked: the answer is its parent's
             os._exit(0)

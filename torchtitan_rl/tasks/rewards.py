@@ -41,9 +41,9 @@ class Rewards:
             raise ValueError(
                 f"rewards.weights[{unknown[0]!r}]: there is no such function; use {', '.join(self.functions)}"
             )
-        given, weights = self.functions, {}
+        entries, weights = self.functions, {}
         self.functions = {}
-        for name, entry in given.items():
+        for name, entry in entries.items():
             function, weight = entry if isinstance(entry, (tuple, list)) and len(entry) == 2 else (entry, 1.0)
             if not isinstance(name, str) or not name.isidentifier():
                 raise ValueError(

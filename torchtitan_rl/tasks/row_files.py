@@ -32,8 +32,10 @@ def read_file(path: str, field: str) -> Any:
     the text that the file has. Raises ValueError for a file that is missing, empty, broken or of another kind."""
     ending, kinds = Path(path).suffix.lower(), f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
     if not Path(path).is_file():
-        found = sorted(p.name for p in Path(path).parent.glob("*") if p.suffix.lower() in KINDS)
-        raise ValueError(f"{field}={path!r}: there is no such file; name a {kinds} file{near(Path(path).name, found)}")
+        file_names = sorted(p.name for p in Path(path).parent.glob("*") if p.suffix.lower() in KINDS)
+        raise ValueError(
+            f"{field}={path!r}: there is no such file; name a {kinds} file{near(Path(path).name, file_names)}"
+        )
     if ending not in KINDS:
         raise ValueError(f"{field}={path!r}: is of a kind that cannot be read; name a {kinds} file")
     if Path(path).stat().st_size == 0:
@@ -68,16 +70,16 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
     """A row's value in a column, or at a dotted path inside it; None where the row has none."""
     if column in row:
         return row[column]
-    held: Any = row
+    value: Any = row
     for part in column.split("."):
-        held = held.get(part) if isinstance(held, Mapping) else None
-    return held
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def near(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'question' or 'questions'?`, or nothing where no known name is near."""
-    found = difflib.get_close_matches(name, list(known), 3)
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    matches = difflib.get_close_matches(name, list(known), 3)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Splits of a table of rows: drawn by a seed, and what they have in common."""
+"""Splits of a table of rows: drawn by a seed, and the rows that they share."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def num_duplicates(keys: list[int]) -> int:
 
 
 def overlaps(keys: Mapping[str, list[int]]) -> list[Overlap]:
-    """What splits have in common; a split's rows count where a later one of train, validation and test has them."""
-    found = []
+    """The rows of each split whose prompt a later one of train, validation and test has too."""
+    shared = []
     for number, split in enumerate(SPLITS):
         for held_out in SPLITS[number + 1 :]:
-            held = set(keys[held_out])
-            positions = [position for position, key in enumerate(keys[split]) if key in held]
+            later_keys = set(keys[held_out])
+            positions = [position for position, key in enumerate(keys[split]) if key in later_keys]
             if positions:
-                found.append(Overlap(split=split, held_out=held_out, positions=positions))
-    return found
+                shared.append(Overlap(split=split, held_out=held_out, positions=positions))
+    return shared

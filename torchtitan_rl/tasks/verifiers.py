@@ -205,7 +205,7 @@ def _import_error(module: str) -> str:
 
 
 def _messages(data: Any) -> list[dict[str, Any]]:
-    """What the agent is told first, as far as the task says it."""
+    """The first messages to the agent, as far as the task has them."""
     from verifiers.v1.dialects.chat import message_to_wire
 
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []

@@ -73,8 +73,8 @@ def _texts(task: Task) -> list[str]:
     """The prompt's and the demonstration's texts; none for a prompt of tokens."""
     prompt, demonstration = task.prompt, task.demonstration or []
     prompts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, dict)]
-    said = [demonstration] if isinstance(demonstration, str) else demonstration
-    return [text for text in [*prompts, *said] if isinstance(text, str)]
+    demonstrations = [demonstration] if isinstance(demonstration, str) else demonstration
+    return [text for text in [*prompts, *demonstrations] if isinstance(text, str)]
 
 
 def _around(tokenizer: Any, task: Task) -> str:

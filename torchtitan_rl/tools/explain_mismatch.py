@@ -30,7 +30,7 @@ from torchtitan_rl.mismatch import gap
 from torchtitan_rl.mismatch.causes import Cause
 from torchtitan_rl.mismatch.gap import Limits, Parts, Sample
 from torchtitan_rl.mismatch.scores import Rescorer
-from torchtitan_rl.mismatch.search import Others, Search
+from torchtitan_rl.mismatch.search import CauseSearch, Predictions
 from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.attempts import read_rollouts
@@ -235,7 +235,7 @@ async def _started(config: RunConfig, launcher: LocalLauncher, model_dir: Path) 
 async def _score(explanation: Explanation, config: RunConfig, stack: Stack, checkpoints: dict[int, Path]) -> None:
     """Fills in the scores under every version that the tokens name, the parts, and the causes."""
     samples = explanation.samples
-    alternatives: Others = {}
+    alternatives: Predictions = {}
     rescorer = Rescorer(stack.generator, config.algorithm.temperature, resolve_shape(config.model).vocab_size)
     if config.trainer.lora is not None:  # adapters begin at zero: the trainer holds the base alone
         await stack.generator.pull_newest()
@@ -252,8 +252,8 @@ async def _score(explanation: Explanation, config: RunConfig, stack: Stack, chec
         await _score_under(version, samples, stack, rescorer)
     explanation.parts = gap.parts_of(samples, between="trainer")
     keeps = config.generator.on_update == "keep"
-    broken = gap.beyond(explanation.parts, explanation.limits, keeps=keeps)
-    search = Search(
+    broken = gap.parts_over_limit(explanation.parts, explanation.limits, keeps=keeps)
+    search = CauseSearch(
         rescorer=rescorer,
         limits=explanation.limits,
         dtype=config.generator.dtype,

@@ -19,6 +19,7 @@ from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.model.files import pad_token_id
 from torchtitan_rl.record.recorder import Metrics, Recorder
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout import finished
 from torchtitan_rl.train.retention import complete, superfluous
 from torchtitan_rl.types.run_state import RunState, random_states
@@ -70,6 +71,11 @@ class Checkpoints:
     async def save(self, *, last: bool = False) -> Path:
         """Begins to write a checkpoint, once the one before is written. Returns the path that it will have."""
         await self.finish()
+        with span("begin a checkpoint", kind="phase"):
+            return await self._begin(last=last)
+
+    async def _begin(self, *, last: bool) -> Path:
+        """Copies the run's state and starts the task that writes it. Returns the path of the checkpoint."""
         state, config = self.state, self.config
         path = self.run_dir.checkpoints / checkpoint_name(state)
         began = time.perf_counter()
@@ -95,7 +101,8 @@ class Checkpoints:
     async def finish(self) -> None:
         """Waits until the checkpoint that is being written is on disk."""
         if self._writing is not None:
-            line = await self._writing
+            with span("wait for a checkpoint on disk"):
+                line = await self._writing
             self._writing = None
             self._record(line)  # here and not in `_write`: the place of the line must not depend on the disk
 

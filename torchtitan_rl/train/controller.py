@@ -38,6 +38,7 @@ from torchtitan_rl.record.recorder import (
 )
 from torchtitan_rl.record.records import Trained
 from torchtitan_rl.record.run_dir import RunDir
+from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout import finished
 from torchtitan_rl.rollout.ahead import BatchesAhead
 from torchtitan_rl.rollout.batches import BatchPlayer, BatchSource, SynchronousBatches
@@ -184,26 +185,26 @@ class Controller(AbstractAsyncContextManager):
         if hf_weights is None:
             await check_reward(config, inputs.family)
         absolute = hosts is not None and hosts.attached
-        run_dir, resume_point = resume.open_run(config, resume_from, absolute=absolute)
+        run_dir, resumption = resume.open_run(config, resume_from, absolute=absolute)
         recorder = listeners.recorder_of(
             config, run_dir, inputs.tokenizer.decode, progress, debugger=backend == "local"
         )
-        for note in resume_point.notes if resume_point is not None else ():
+        for note in resumption.notes if resumption is not None else ():
             recorder.record(Note(text=note))
         launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
                 state = None
-                if resume_point is not None and resume_point.checkpoint is not None:
-                    state = resume.state_of(resume_point)
+                if resumption is not None and resumption.checkpoint is not None:
+                    state = resume.state_of(resumption)
                 controller = cls(config, inputs, run_dir, recorder, stack, state)
                 recorder.record(GeneratorStarted(client=stack.generator))
                 controller.gateway = await open_gateway(config)
                 if state is not None:
-                    await resume.restore(resume_point, config, state, stack.roles, controller.weights, controller.draws)
+                    await resume.restore(resumption, config, state, stack.roles, controller.weights, controller.draws)
                     if controller.lagged is not None:
-                        played = finished.read(checkpoint.finished_file(resume_point.checkpoint))
+                        played = finished.read(checkpoint.finished_file(resumption.checkpoint))
                         for note in controller.lagged.resume(state.draws, played):
                             recorder.record(Note(text=note))
                 elif hf_weights is None:
@@ -302,7 +303,7 @@ class Controller(AbstractAsyncContextManager):
         if self.overlap is not None:
             self.overlap.start()
         try:
-            await self._reinforce()
+            await running("run the loop", self._reinforce())
         except NothingToTrainOn as nothing:
             attempts.end_for_good(self.run_dir, str(nothing))
             self._record_batch(nothing.batch)
@@ -376,7 +377,8 @@ class Controller(AbstractAsyncContextManager):
         with self.recorder.span("score") as score:
             data = await training_data(groups, self.roles, algorithm)
         line.mean("time/score_s", score.seconds)
-        of_batch = lines.of_batch(sampled, self.generator.policy_version, self.generator.health())
+        with span("count metrics"):
+            of_batch = lines.of_batch(sampled, self.generator.policy_version, self.generator.health())
         trained: list[Trained] = []
         for epoch in range(algorithm.num_epochs):
             for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:

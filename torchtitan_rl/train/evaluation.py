@@ -17,6 +17,7 @@ from torchtitan_rl.config.run import ControllerConfig, EvalSetConfig, RunConfig,
 from torchtitan_rl.config.sampling import changes
 from torchtitan_rl.record.recorder import Evaluated, Metrics, Recorder
 from torchtitan_rl.record.records import evaluation_record
+from torchtitan_rl.record.tracing import running
 from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.group import GroupFailed, run_attempts
 from torchtitan_rl.rollout.policy import Policy, single_turn
@@ -125,12 +126,12 @@ def look_at_data(config: RunConfig) -> tuple[TaskFamily, str]:
     can. Raises ValueError for a split without tasks and for a file that is not there."""
     family = config.task.build()
 
-    def others() -> None:
+    def read_other_families() -> None:
         eval_families(config, family)
         if config.supervised.task is not None:
             source_of(config.supervised.task.build(), "train", config.seed)
 
-    return family, unread_data(family, config.seed) or without_download(others)
+    return family, unread_data(family, config.seed) or without_download(read_other_families)
 
 
 async def evaluate(
@@ -169,16 +170,19 @@ async def evaluate(
         `first_sample` + i."""
         played: list[list[Rollout | GroupFailed]] = await asyncio.gather(
             *(
-                run_attempts(
-                    workflow,
-                    task,
-                    dataclasses.replace(policy(at), altered=altered),
-                    n,
-                    group_id=f"{label}/{task.id}",
-                    seed=seed,
-                    reward=family,
-                    reward_timeout_s=config.reward_timeout_s,
-                    tried=None if failures is None else partial(failures.tried, counts=failed),
+                running(
+                    "play rollouts",
+                    run_attempts(
+                        workflow,
+                        task,
+                        dataclasses.replace(policy(at), altered=altered),
+                        n,
+                        group_id=f"{label}/{task.id}",
+                        seed=seed,
+                        reward=family,
+                        reward_timeout_s=config.reward_timeout_s,
+                        tried=None if failures is None else partial(failures.tried, counts=failed),
+                    ),
                 )
                 for task in tasks
             )

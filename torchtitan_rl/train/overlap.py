@@ -10,6 +10,7 @@ import torch
 
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.record.records import Trained
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.rollout.lag import ages
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.types import RolloutGroup
@@ -48,7 +49,8 @@ class Overlap:
 
     def note_trained(self, sequences: Sequence[Trained]) -> None:
         """Counts the tokens that trained, by age, before the step's weights are published."""
-        self._by_age = ratios_by_age(sequences, self._batches.groups, self._publications[:])
+        with span("count metrics"):
+            self._by_age = ratios_by_age(sequences, self._batches.groups, self._publications[:])
 
     def metrics(self, line: dict[str, Any], *, training_s: float, evaluation_wait_s: float) -> dict[str, Any]:
         """The metrics of a batch whose other metrics are `line`. `training_s` is the time from the batch to its

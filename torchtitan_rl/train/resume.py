@@ -78,15 +78,15 @@ def place(config: RunConfig, resume: str) -> tuple[Path, Path | None]:
         if not config.output_dir:
             raise ValueError(f"--resume={resume}: needs the run's directory; give it as --output-dir")
         return Path(config.output_dir), None
-    given = Path(resume)
-    if not given.is_dir():
+    directory = Path(resume)
+    if not directory.is_dir():
         raise ValueError(
             f"--resume={resume}: there is no such directory; give a run directory, one of its checkpoints/step-N, "
             "latest or auto"
         )
-    path, chosen = given, None
-    if position(given.name) and given.parent.name == "checkpoints":
-        path, chosen = given.parent.parent, given
+    path, chosen = directory, None
+    if position(directory.name) and directory.parent.name == "checkpoints":
+        path, chosen = directory.parent.parent, directory
     if not (path / "checkpoints").is_dir():
         raise ValueError(f"--resume={resume}: is no run directory, it has no checkpoints; give one, or start a new run")
     if config.output_dir and Path(config.output_dir).absolute() != path.absolute():
@@ -99,21 +99,21 @@ def place(config: RunConfig, resume: str) -> tuple[Path, Path | None]:
 
 def _candidates(checkpoints: Path) -> list[Path]:
     """The checkpoint that `latest` names, then all others, newest first."""
-    found = sorted(
+    by_age = sorted(
         (path for path in checkpoints.glob("*-*") if position(path.name)), key=lambda p: position(p.name), reverse=True
     )
     first = checkpoint.latest(checkpoints)
-    return [path for path in found if path == first] + [path for path in found if path != first]
+    return [path for path in by_age if path == first] + [path for path in by_age if path != first]
 
 
-def _compared(found: Path, config: RunConfig) -> list[str]:
+def _compared(saved: Path, config: RunConfig) -> list[str]:
     """The harmless changes of the config, as notes. Raises ValueError for the others."""
-    changed = differences(json.loads((found / checkpoint.RUN_CONFIG).read_text()), resolved(config))
+    changed = differences(json.loads((saved / checkpoint.RUN_CONFIG).read_text()), resolved(config))
     texts = {path: f"{path}: was {before!r}, is {now!r}" for path, (before, now) in changed.items()}
     if harmful := [text for path, text in texts.items() if not is_harmless(path)]:
         more = f" and {len(harmful) - 3} more" if len(harmful) > 3 else ""
         raise ValueError(
-            f"--resume: the config does not fit {found}: {'; '.join(harmful[:3])}{more}; set it back, or start a new "
+            f"--resume: the config does not fit {saved}: {'; '.join(harmful[:3])}{more}; set it back, or start a new "
             "run from the checkpoint's weights with --model.assets"
         )
     return [f"changed: {text}" for text in texts.values()]
@@ -123,18 +123,18 @@ def open_run(config: RunConfig, resume: str, *, absolute: bool) -> tuple[RunDir,
     """The run's directory, locked by this process, and where the run goes on: with `resume` as `find` says, else (None)
     at its beginning in a directory of its own. Raises ValueError as `find` and `RunDir.create` do, and for a directory
     in use by a live run."""
-    found = find(config, resume) if resume else None
-    if found is None:
+    resumption = find(config, resume) if resume else None
+    if resumption is None:
         run_dir = RunDir.create(output_path(config, absolute=absolute))
     else:
-        run_dir = RunDir(found.path.absolute() if absolute else found.path)
+        run_dir = RunDir(resumption.path.absolute() if absolute else resumption.path)
     with attempts.locked(run_dir):
-        if found is None:
+        if resumption is None:
             attempts.begin(run_dir, None)
         else:
-            _take_over(run_dir, found)
+            _take_over(run_dir, resumption)
         run_dir.write_config(resolved(config))
-    return run_dir, found
+    return run_dir, resumption
 
 
 def _take_over(run_dir: RunDir, resumption: Resumption) -> None:
@@ -168,11 +168,11 @@ async def restore(
 ) -> None:
     """Loads weights, optimizers, snapshot, position in the data and random states of a checkpoint, and publishes the
     policy's weights."""
-    found = resumption.checkpoint
+    saved = resumption.checkpoint
     await asyncio.gather(
         *(
             roles[role].load_checkpoint(
-                found / part, policy_version=state.policy_version, optimizer=role != "reference"
+                saved / part, policy_version=state.policy_version, optimizer=role != "reference"
             )
             for role, part in checkpointed_roles(config).items()
         )
@@ -180,5 +180,5 @@ async def restore(
     draws.load_state_dict(state.draws)
     await weights.publish()
     if state.teacher_version is not None:
-        await weights.load_teacher(state.teacher_version, checkpoint.teacher_file(found))
+        await weights.load_teacher(state.teacher_version, checkpoint.teacher_file(saved))
     set_random_states(resumption.state["random"])

@@ -21,8 +21,8 @@ def position(name: str) -> tuple[int, int] | None:
 
 def complete(checkpoints: Path) -> list[Path]:
     """The complete checkpoints in a directory, oldest first."""
-    found = [path for path in checkpoints.glob("*-*") if position(path.name) and checkpoint.is_complete(path)]
-    return sorted(found, key=lambda path: position(path.name))
+    paths = [path for path in checkpoints.glob("*-*") if position(path.name) and checkpoint.is_complete(path)]
+    return sorted(paths, key=lambda path: position(path.name))
 
 
 def superfluous(names: list[str], *, keep_last: int, keep_every: int, accuracies: Mapping[str, float]) -> list[str]:

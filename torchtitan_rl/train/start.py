@@ -18,7 +18,7 @@ from torchtitan_rl.record import attempts
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.status import note_end
-from torchtitan_rl.record.user_code import told
+from torchtitan_rl.record.user_code import error_text
 from torchtitan_rl.rollout.turn_end import warn_open_turns
 from torchtitan_rl.tasks.family import TaskFamily, source_of
 from torchtitan_rl.tasks.vocabulary import warn_unknown_text
@@ -113,7 +113,7 @@ async def stopped_on_failure(launcher: Backend, run_dir: RunDir, recorder: Recor
         raise
     except Exception as error:
         await launcher.stop()
-        note_end(recorder, "run_failed", told(error))
+        note_end(recorder, "run_failed", error_text(error))
         recorder.close()
         attempts.unlock(run_dir)
         raise

@@ -17,6 +17,7 @@ from torchtitan_rl.algorithm.terms import with_kept_weights
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.train import role_scores
 from torchtitan_rl.train.lines import StepMetrics
 from torchtitan_rl.train.role_step import RoleStep
@@ -31,7 +32,8 @@ async def training_data(
 ) -> list[Datum]:
     """Training data of judged groups, with the scores of reference, teacher and critic. Raises ValueError for groups
     without a turn."""
-    data = to_datums(groups, config)
+    with span("make training data"):
+        data = to_datums(groups, config)
     if not data:
         raise ValueError(f"groups: {len(groups)} of them hold no turn to train on; give rollouts with turns")
     if len(roles) > 1 or config.recompute_logprobs_per_batch:
@@ -65,7 +67,9 @@ async def take_step(
     if "soft_tokens" in minibatch[0].loss_inputs:
         minibatch = soft_targets.appended(minibatch)
     start = time.perf_counter()
-    forward_backward = policy.forward_backward(minibatch, policy_objective(algorithm, minibatch[0].loss_inputs))
+    with span("make training data"):
+        objective = policy_objective(algorithm, minibatch[0].loss_inputs)
+    forward_backward = policy.forward_backward(minibatch, objective)
     optim_step = policy.optim_step(optim_params(config, "policy", step))
     (output, forward_backward_s), (optim, step_s), *critic = await asyncio.gather(
         timed(forward_backward, start), timed(optim_step, start), *critic_steps

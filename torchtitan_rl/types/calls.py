@@ -1,4 +1,4 @@
-"""What a trainer role is told and answers: packed data and optimizer parameters, outputs and metrics."""
+"""Inputs and outputs of a trainer role: packed data and optimizer parameters, outputs and metrics."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class StopRequest:
     """
 
     def __init__(self, max_hours: float, *, clock=time.time) -> None:
-        self.asked = ""
+        self.requested_reason = ""
         """The reason that a caller of `ask` gave; empty before."""
         self.failure: Ended | None = None
         """What the run is to fail with after the present step."""
@@ -48,14 +48,14 @@ class StopRequest:
 
     def ask(self, reason: str) -> None:
         """Makes the run stop after the present step."""
-        self.asked = reason
+        self.requested_reason = reason
 
     def reason(self) -> str:
         """Why the run is to stop now; empty if it may go on. Call once after each step: the time since the last call is
         the length of a step."""
         now = self._clock()
         step_s, self._last = now - self._last, now
-        if self.failure or self.asked:
-            return str(self.failure or self.asked)
+        if self.failure or self.requested_reason:
+            return str(self.failure or self.requested_reason)
         over = (limit for limit, end in self._limits.items() if now + step_s > end)
         return next((f"{limit} leaves no time for another step" for limit in over), "")

@@ -1,4 +1,4 @@
-"""Settings that are allowed and seldom meant: what a run is warned of before it starts."""
+"""Warnings before a run starts about settings that are allowed and seldom meant."""
 
 from __future__ import annotations
 

@@ -150,11 +150,11 @@ def _probe(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
             not teacher.top_k or getattr(teacher, "advantage_fn", None) for teacher in algorithm.own_teachers
         ),
     }
-    for what, needed in needs.items():
+    for setting, needed in needs.items():
         if needed and not reads("advantages", loss, columns, outputs):
             raise ValueError(
                 f"algorithm.loss_fn={function_name(algorithm.loss_fn)}: does not read advantages, by which "
-                f"{what} is to train; use importance_sampling or ppo"
+                f"{setting} is to train; use importance_sampling or ppo"
             )
     if algorithm.correction_fn is not None:
         _check_arguments("correction", algorithm.correction_fn, algorithm.correction_config)
@@ -198,13 +198,13 @@ def _columns(algorithm: AlgorithmConfig, roles: RolesConfig) -> set[str]:
     return columns
 
 
-def _check_arguments(name: str, function: Callable, given: dict[str, float]) -> None:
+def _check_arguments(name: str, function: Callable, arguments: dict[str, float]) -> None:
     """Raises ValueError for an argument in `algorithm.NAME_config` that the function does not take."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     known = list(parameters)[1:]
-    for argument, value in given.items():
+    for argument, value in arguments.items():
         if argument not in known:
             near = difflib.get_close_matches(argument, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known) or 'none'}"
@@ -230,19 +230,19 @@ def _check_schedule(where: str, schedule: ScheduleConfig) -> None:
         )
 
 
-def _check_function(where: str, given: Any, module: ModuleType) -> None:
-    if callable(given):
+def _check_function(where: str, function: Any, module: ModuleType) -> None:
+    if callable(function):
         return
-    near = difflib.get_close_matches(str(given), module.__all__, 1)
+    near = difflib.get_close_matches(str(function), module.__all__, 1)
     hint = f"did you mean the function {module.__name__}.{near[0]}?" if near else f"see {module.__name__} for some"
-    raise ValueError(f"{where}={given!r}: is not a function; give the function itself, not its name; {hint}")
+    raise ValueError(f"{where}={function!r}: is not a function; give the function itself, not its name; {hint}")
 
 
-def _one_of(where: str, given: Any, choices: Iterable[str]) -> None:
-    if given not in choices:
-        near = difflib.get_close_matches(str(given), choices, 1)
+def _one_of(where: str, choice: Any, choices: Iterable[str]) -> None:
+    if choice not in choices:
+        near = difflib.get_close_matches(str(choice), choices, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, choices))}"
-        raise ValueError(f"{where}={given!r}: there is no such choice; {hint}")
+        raise ValueError(f"{where}={choice!r}: there is no such choice; {hint}")
 
 
 def _choices(config: type, name: str) -> tuple[str, ...]:

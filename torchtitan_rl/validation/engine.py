@@ -1,4 +1,4 @@
-"""What vLLM would refuse once it has started, or when it first samples."""
+"""Checks for settings that vLLM would refuse only after its start or at its first sample."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_engine(generator: GeneratorConfig, shape: Qwen3Shape) -> None:
         )
     per_token = kv_bytes_per_token(generator, shape)
     if not generator.kv_cache_gib * 2**30 >= per_token * generator.max_model_len:
-        held = int(max(0.0, generator.kv_cache_gib) * 2**30 / per_token)  # max(0, NaN) is 0
+        capacity = int(max(0.0, generator.kv_cache_gib) * 2**30 / per_token)  # max(0, NaN) is 0
         raise ValueError(
-            f"generator.kv_cache_gib={generator.kv_cache_gib:g}: holds {held} tokens of {per_token} bytes a rank, less "
-            f"than one sequence of generator.max_model_len={generator.max_model_len}; use at least "
+            f"generator.kv_cache_gib={generator.kv_cache_gib:g}: holds {capacity} tokens of {per_token} bytes a rank, "
+            f"less than one sequence of generator.max_model_len={generator.max_model_len}; use at least "
             f"{per_token * generator.max_model_len / 2**30:.3g}, or lower max_model_len"
         )

@@ -1,4 +1,4 @@
-"""Checks of what a run is asked to record."""
+"""Checks of a run's recording settings."""
 
 from __future__ import annotations
 

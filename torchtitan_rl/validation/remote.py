@@ -1,4 +1,4 @@
-"""What a config asks for and a remote service, through Tinker's protocol, cannot give."""
+"""Checks for settings that a remote service cannot serve through Tinker's protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_SETTING = ("min_p", "repetition_penalty", "presence_penalty", "frequency_pen
 
 
 def check_remote(config: RunConfig, *, generators_only: bool = False) -> None:
-    """Raises ValueError for the first thing that a remote service cannot give."""
+    """Raises ValueError for the first setting that a remote service cannot serve."""
     for reason in _refusals(config, generators_only):
         raise ValueError(f"{reason}, or use backend='actors'")
     if config.trainer.lora is not None:
@@ -49,8 +49,8 @@ def _refusals(config: RunConfig, generators_only: bool) -> Iterator[str]:
         )
     altered = {"controller.eval_sampling": config.controller.eval_sampling}
     altered |= {f"controller.eval_sets.{name}.sampling": s.sampling for name, s in config.controller.eval_sets.items()}
-    for where, given in altered.items():
-        for name, value in changes(given).items() if given is not None else ():
+    for where, settings in altered.items():
+        for name, value in changes(settings).items() if settings is not None else ():
             if name in _NO_SETTING:
                 yield f"{where}.{name}={value}: backend='tinker' has no such setting; leave it out"
     for name in ("converters", "post_optimizer_build_fn"):

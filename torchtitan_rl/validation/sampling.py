@@ -32,27 +32,27 @@ def check_sampling(config: RunConfig) -> None:
                 check_greedy(where, eval_set.sampling, f"set controller.eval_sets.{name}.num_samples")
 
 
-def check_altered(prefix: str, given: AlteredSampling) -> None:
+def check_altered(prefix: str, altered: AlteredSampling) -> None:
     """Raises ValueError for a value out of range; `prefix` and the setting's name are how the user wrote it."""
     for name, good, must in (
-        ("top_p", 0 < given.top_p <= 1, "must be above 0 and at most 1; use 1 to keep every token"),
-        ("top_k", given.top_k >= 0, "must not be negative; use 0 to keep every token"),
-        ("min_p", 0 <= given.min_p <= 1, "must be between 0 and 1; use 0 to keep every token"),
-        ("repetition_penalty", 0 < given.repetition_penalty < float("inf"), "must be positive; use 1 for no penalty"),
-        ("presence_penalty", -2 <= given.presence_penalty <= 2, "must be between -2 and 2; use 0 for no penalty"),
-        ("frequency_penalty", -2 <= given.frequency_penalty <= 2, "must be between -2 and 2; use 0 for no penalty"),
+        ("top_p", 0 < altered.top_p <= 1, "must be above 0 and at most 1; use 1 to keep every token"),
+        ("top_k", altered.top_k >= 0, "must not be negative; use 0 to keep every token"),
+        ("min_p", 0 <= altered.min_p <= 1, "must be between 0 and 1; use 0 to keep every token"),
+        ("repetition_penalty", 0 < altered.repetition_penalty < float("inf"), "must be positive; use 1 for no penalty"),
+        ("presence_penalty", -2 <= altered.presence_penalty <= 2, "must be between -2 and 2; use 0 for no penalty"),
+        ("frequency_penalty", -2 <= altered.frequency_penalty <= 2, "must be between -2 and 2; use 0 for no penalty"),
     ):
         if not good:
-            raise ValueError(f"{_shown(prefix, name)}={getattr(given, name)}: {must}")
+            raise ValueError(f"{_shown(prefix, name)}={getattr(altered, name)}: {must}")
 
 
-def check_greedy(prefix: str, given: AlteredSampling, mend: str) -> None:
+def check_greedy(prefix: str, altered: AlteredSampling, mend: str) -> None:
     """Raises ValueError for a setting without effect on greedy completions; `prefix` as in `check_altered`."""
     for name in _SAMPLES_ONLY:
-        if name in changes(given):
+        if name in changes(altered):
             raise ValueError(
-                f"{_shown(prefix, name)}={getattr(given, name)}: acts on samples only, a greedy completion takes the "
-                f"likeliest token in any case; {mend}"
+                f"{_shown(prefix, name)}={getattr(altered, name)}: acts on samples only, a greedy completion takes "
+                f"the likeliest token in any case; {mend}"
             )
 
 

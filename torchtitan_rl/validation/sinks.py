@@ -1,4 +1,4 @@
-"""What is wrong with the sinks of a config, before anything starts."""
+"""Checks of a config's sinks before a process starts."""
 
 from __future__ import annotations
 

@@ -169,10 +169,10 @@ def commit(written: Path, checkpoint: Path, state: dict, files: dict[str, list])
     rename: a directory without `.writing` whose checksums are right lacks at most the marker.
     """
     write_json(written / _STATE, {"format": FORMAT, **state})
-    others = [f for f in sorted(written.rglob("*")) if f.is_file() and str(f.relative_to(written)) not in files]
-    for file in others:
+    remaining = [f for f in sorted(written.rglob("*")) if f.is_file() and str(f.relative_to(written)) not in files]
+    for file in remaining:
         _sync(file)
-    write_checksums(written, files | checksums(written, others))
+    write_checksums(written, files | checksums(written, remaining))
     for directory in (written, *(d for d in written.rglob("*") if d.is_dir())):
         _sync(directory)
     remove(checkpoint)

@@ -9,13 +9,13 @@ from torchtitan_rl.weights.layout import Entry
 __all__ = ["explain_difference"]
 
 
-def explain_difference(published: dict[str, Entry], held: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+def explain_difference(published: dict[str, Entry], loaded: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
     """The differences between a manifest's entries and the tensors a model holds (name -> shape, dtype); empty if
     none."""
-    problems = [f"{name} is published but not held" for name in published.keys() - held.keys()]
-    problems += [f"{name} is held but not published" for name in held.keys() - published.keys()]
-    for name in sorted(published.keys() & held.keys()):
-        (shape, dtype), entry = held[name], published[name]
+    problems = [f"{name} is published but not held" for name in published.keys() - loaded.keys()]
+    problems += [f"{name} is held but not published" for name in loaded.keys() - published.keys()]
+    for name in sorted(published.keys() & loaded.keys()):
+        (shape, dtype), entry = loaded[name], published[name]
         if tuple(shape) != entry.shape:
             problems.append(f"{name} has shape {entry.shape} published, {tuple(shape)} held")
         elif dtype != entry.dtype:

@@ -24,12 +24,12 @@ def load_hf_weights(model, adapter, directory: Path, *, head: bool = True) -> No
     """
     if (directory / "config.json").exists():
         Qwen3Shape.from_hf(directory / "config.json")
-    held = model.state_dict()
-    state = adapter.to_hf(lora.base_state(held))
+    state_dict = model.state_dict()
+    state = adapter.to_hf(lora.base_state(state_dict))
     if not head:
         state.pop("lm_head.weight", None)
     dcp.load(state, storage_reader=HuggingFaceStorageReader(str(directory)))
-    model.load_state_dict(held | adapter.from_hf(state))
+    model.load_state_dict(state_dict | adapter.from_hf(state))
 
 
 def full_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

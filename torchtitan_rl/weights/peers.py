@@ -58,14 +58,14 @@ class Peer:
     def __init__(self, handle: str, rank: int, size: int, memory: torch.Tensor, nbytes: int, token: torch.Tensor):
         self.handle, self.rank, self.size = handle, rank, size
         self.payload, self._silent = memory[:nbytes], False
-        self._found, self._flags = memory[nbytes : nbytes + _TOKEN], memory[nbytes + _TOKEN :]
+        self._written_token, self._flags = memory[nbytes : nbytes + _TOKEN], memory[nbytes + _TOKEN :]
         self._token = token
 
     def wait_for(self, region: int) -> bool:
         """Whether the peer has the region, after waiting for it; False once the peer has given up or died, or has
         fetched nothing for `SILENT_S`: then it is not waited for again."""
         progress, since = -1, time.monotonic()
-        while torch.equal(self._found, self._token):
+        while torch.equal(self._written_token, self._token):
             if self._flags[region]:
                 return True
             if (now := int(self._flags.sum())) != progress:

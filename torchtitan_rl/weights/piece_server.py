@@ -42,14 +42,14 @@ def own_host() -> str:
 
 
 class PieceServer:
-    """Serves what lies in `buffers`. A version that `buffers` has released is refused."""
+    """Serves pieces of the versions in `buffers`. Refuses a version that `buffers` has released."""
 
     def __init__(self, buffers: SharedBuffers) -> None:
         self._buffers = buffers
         self._published: dict[str, tuple[int | str, torch.Tensor, list[Piece]]] = {}
         """By token."""
         self._claims: dict[tuple[str, str], dict[int, list]] = {}
-        """By token and host: who on that host gets a piece."""
+        """By token and host: per piece, the rank of that host that fetches it for all."""
         self._lock = threading.Lock()
         self._server = _Listener((os.environ.get(HOST_ADDRESS, "127.0.0.1"), 0), _Connection)
         self._server.owner = self
@@ -60,7 +60,9 @@ class PieceServer:
         """Serves the pieces of a version from `buffer`; returns the token that requests must have."""
         token = secrets.token_hex(16)
         with self._lock:
-            for old in [t for t, (v, held, _) in self._published.items() if v == version or not self._has(v, held)]:
+            for old in [
+                t for t, (v, segment, _) in self._published.items() if v == version or not self._has(v, segment)
+            ]:
                 del self._published[old]
             self._claims = {key: claims for key, claims in self._claims.items() if key[0] in self._published}
             self._published[token] = version, buffer, pieces
@@ -76,21 +78,22 @@ class PieceServer:
         self._server.server_close()
 
     def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[memoryview]]:
-        """The header of the answer and the bytes that follow it."""
+        """The header of the answer and the bytes that follow it. `claimed` of the header: the requested pieces that
+        another rank of the host fetches already, each with that rank."""
         with self._lock:
             version, buffer, pieces = self._published.get(request["token"], (None, None, []))
             if buffer is None or not self._has(version, buffer):
                 return {"error": "has discarded the version"}, []
             claims = self._claims.setdefault((request["token"], request["host"]), {})
-            elsewhere = {}
+            claimed = {}
             for index in request["pieces"]:
                 holder = request["holder"] if request["force"] else claims.get(index, request["holder"])
                 claims[index] = holder
                 if holder != request["holder"]:
-                    elsewhere[index] = holder
-        here = [pieces[index] for index in request["pieces"] if index not in elsewhere]
+                    claimed[index] = holder
+        here = [pieces[index] for index in request["pieces"] if index not in claimed]
         data = buffer.numpy().data
-        return {"elsewhere": elsewhere}, [data[piece.start : piece.start + piece.nbytes] for piece in here]
+        return {"claimed": claimed}, [data[piece.start : piece.start + piece.nbytes] for piece in here]
 
 
 class _Listener(socketserver.ThreadingTCPServer):
@@ -99,7 +102,7 @@ class _Listener(socketserver.ThreadingTCPServer):
     owner: PieceServer
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone says itself what is wrong, or nobody is left to tell; anything else is logged."""
+        """Logs the exception of a request, unless its connection failed: the client reports that itself."""
         if not isinstance(sys.exception(), OSError | EOFError):
             logger.exception("pieces: a request of %s failed", client_address)
 

@@ -157,42 +157,43 @@ def _every(box: Box, dim: int, width: int, begun: int) -> Iterator[Box]:
         first, begun = stop, 0
 
 
-Held = dict[str, tuple[Box, int]]
-"""What a rank holds: the box of every tensor, and bytes per element."""
+RankBoxes = dict[str, tuple[Box, int]]
+"""Per tensor of a rank: the box that the rank holds, and bytes per element."""
 
 
-def owners(held: list[Held], hosts: list[str]) -> list[set[str]]:
-    """For every rank, the tensors of which it publishes its box. Of the ranks of one host that hold the same box, the
-    one with the fewest bytes so far does."""
-    published: list[set[str]] = [set() for _ in held]
-    num_bytes = [0] * len(held)
-    for name in held[0]:
+def owners(boxes_of_ranks: list[RankBoxes], hosts: list[str]) -> list[set[str]]:
+    """Per rank, the names of the tensors of which that rank publishes its box. Of the ranks of one host that hold the
+    same box, the one with the fewest bytes so far publishes it."""
+    published: list[set[str]] = [set() for _ in boxes_of_ranks]
+    num_bytes = [0] * len(boxes_of_ranks)
+    for name in boxes_of_ranks[0]:
         ranks = defaultdict(list)
-        for rank, boxes in enumerate(held):
+        for rank, boxes in enumerate(boxes_of_ranks):
             if boxes[name][0].numel:
                 ranks[boxes[name][0], hosts[rank]].append(rank)
         for (box, _), alike in ranks.items():
             owner = min(alike, key=num_bytes.__getitem__)
             published[owner].add(name)
-            num_bytes[owner] += box.numel * held[owner][name][1]
+            num_bytes[owner] += box.numel * boxes_of_ranks[owner][name][1]
     return published
 
 
-def check_complete(held: list[Held], shapes: dict[str, tuple[int, ...]]) -> None:
+def check_complete(boxes_of_ranks: list[RankBoxes], shapes: dict[str, tuple[int, ...]]) -> None:
     """Raises RuntimeError unless the boxes that all ranks hold make up every tensor once."""
     for name, shape in shapes.items():
-        found = sum(box.numel for box in {boxes[name][0] for boxes in held})
-        if found != math.prod(shape):
+        num_elements = sum(box.numel for box in {boxes[name][0] for boxes in boxes_of_ranks})
+        if num_elements != math.prod(shape):
             raise RuntimeError(
-                f"{name}: the ranks' shards have {found} elements, the tensor {math.prod(shape)}; this layout cannot "
-                "be published in pieces, give the trainer another layout"
+                f"{name}: the ranks' shards have {num_elements} elements, the tensor {math.prod(shape)}; this layout "
+                "cannot be published in pieces, give the trainer another layout"
             )
 
 
 def regions(sources: Iterable[Source]) -> dict[tuple[str, Box], list[tuple[Source, int]]]:
-    """Every region of a version once, in a fixed order: who publishes it, and the piece's index there."""
-    found: dict[tuple[str, Box], list[tuple[Source, int]]] = {}
+    """Every region (tensor, box) of a version once, in a fixed order: its publishers, each with the index of the
+    region's piece there."""
+    publishers: dict[tuple[str, Box], list[tuple[Source, int]]] = {}
     for source in sources:
         for index, piece in enumerate(source.pieces):
-            found.setdefault((piece.name, piece.box), []).append((source, index))
-    return found
+            publishers.setdefault((piece.name, piece.box), []).append((source, index))
+    return publishers

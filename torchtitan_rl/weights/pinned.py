@@ -20,26 +20,26 @@ class PinnedPayloads:
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[int, torch.Tensor]] = {}
+        self._segments: dict[str, tuple[int, torch.Tensor]] = {}
         """By handle: the segment's inode and bytes. The inode tells apart successive segments with an equal handle."""
 
     def open(self, manifest: Manifest) -> torch.Tensor:
         """The payload's bytes. Raises RuntimeError when this process cannot open the segment."""
-        for handle, (inode, buffer) in list(self._held.items()):
+        for handle, (inode, buffer) in list(self._segments.items()):
             if _inode(handle) != inode:
                 platform.unpin(buffer)
-                del self._held[handle]
-        if manifest.handle not in self._held:
+                del self._segments[handle]
+        if manifest.handle not in self._segments:
             buffer = open_shared(manifest, write=True)
             platform.pin(buffer)
-            self._held[manifest.handle] = _inode(manifest.handle), buffer
-        return self._held[manifest.handle][1]
+            self._segments[manifest.handle] = _inode(manifest.handle), buffer
+        return self._segments[manifest.handle][1]
 
     def close(self) -> None:
         """Unpins and drops all segments, for a reader whose process lives on."""
-        for _, buffer in self._held.values():
+        for _, buffer in self._segments.values():
             platform.unpin(buffer)
-        self._held.clear()
+        self._segments.clear()
 
 
 def _inode(handle: str) -> int | None:

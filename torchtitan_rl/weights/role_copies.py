@@ -32,9 +32,11 @@ class RoleCopies:
         the value head. Raises RuntimeError when the published weights do not fit the model."""
         manifest, payload = await self.exchange.store.fetch(_COPY, verify=True)
         own = {_HEAD_WEIGHT} if self.rank.role == "critic" else set()
-        held = {name: (tuple(t.shape), t.dtype) for name, t in self.rank.model.state_dict().items() if name not in own}
+        loaded = {
+            name: (tuple(t.shape), t.dtype) for name, t in self.rank.model.state_dict().items() if name not in own
+        }
         offered = {name: entry for name, entry in manifest.entries.items() if name not in own}
-        if difference := explain_difference(offered, held):
+        if difference := explain_difference(offered, loaded):
             raise RuntimeError(f"{self.rank.role}.pull_copy: the published weights do not fit this model: {difference}")
         tensors = {name: tensor for name, tensor in layout.read(payload, manifest).items() if name not in own}
         load_whole(self.rank.model, tensors, self.rank.device)

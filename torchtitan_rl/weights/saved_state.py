@@ -37,8 +37,8 @@ _CLASSES = {
 
 
 def saved_names(directory: Path) -> list[str]:
-    """The names of what a distributed checkpoint holds, such as `model.norm.weight`. Raises ValueError for a file that
-    is damaged or names what is no part of a checkpoint."""
+    """The names of a distributed checkpoint's values, such as `model.norm.weight`. Raises ValueError for a file that is
+    damaged or names a class that is no part of a checkpoint."""
     return list(_Reader(str(directory)).read_metadata().state_dict_metadata)
 
 
@@ -98,8 +98,8 @@ def _read(read, where: str) -> Any:
     try:
         return read()
     except Exception as error:  # a damaged pickle raises anything: KeyError, MemoryError of a length, UnicodeError
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"file={where!r}: {said[:300]}; {_USE}") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"file={where!r}: {reason[:300]}; {_USE}") from error
 
 
 def _saved(content: Any) -> io.BytesIO:

@@ -30,7 +30,7 @@ NUM_TRANSFERS = 4
 """Transfers at a time: while one is checked and copied, others keep the link busy. Each holds one piece at most."""
 
 
-class Wanted(NamedTuple):
+class WantedPiece(NamedTuple):
     """A piece that a rank needs, its index in the version, and its index at the source."""
 
     piece: Piece
@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
     at_source: int
 
 
-Run = tuple[Source, list[Wanted]]
+Run = tuple[Source, list[WantedPiece]]
 
 
 def pull(
@@ -78,7 +78,7 @@ class _Pull:
         self.tensors = _tensors(manifest, self.plan, self.peers.payload)
         self.num_bytes: Counter[str] = Counter()
         """Bytes by where they came from: `link`, `host` (its publishers), `peer` (its other ranks)."""
-        self._elsewhere: list[tuple[Source, Wanted, list]] = []
+        self._claimed: list[tuple[Source, WantedPiece, list]] = []
         self._files: dict[int, FileIO | None] = {}
         """By source of this host: its segment."""
         self._connections: dict[tuple[int, int], socket.socket] = {}
@@ -88,8 +88,8 @@ class _Pull:
 
     def fetch(self) -> None:
         self._in_parallel([(source, run, False) for source, run in self._runs()])
-        again: dict[int, tuple[Source, list[Wanted]]] = {}
-        for source, wanted, holder in self._elsewhere:
+        again: dict[int, tuple[Source, list[WantedPiece]]] = {}
+        for source, wanted, holder in self._claimed:
             if not self._from_peer(wanted, holder):
                 again.setdefault(source.rank, (source, []))[1].append(wanted)
         self._in_parallel([(source, run, True) for source, all_of in again.values() for run in _bounded(all_of)])
@@ -101,13 +101,14 @@ class _Pull:
             file.close()
 
     def _runs(self) -> list[Run]:
-        """What to ask for at once, sources in turn: the links of several hosts carry at the same time."""
-        of_source: dict[int, tuple[Source, list[Wanted]]] = {}
+        """The regions to fetch, in requests of one source each; sources take turns, so that the links of several hosts
+        are busy at the same time."""
+        of_source: dict[int, tuple[Source, list[WantedPiece]]] = {}
         for region, ((name, box), offers) in enumerate(self.regions.items()):
             if self._needs(name, box):
                 here = [offer for offer in offers if offer[0].host == self.host]
                 source, index = here[0] if here else offers[region % len(offers)]
-                wanted = Wanted(source.pieces[index], region, index)
+                wanted = WantedPiece(source.pieces[index], region, index)
                 of_source.setdefault(source.rank, (source, []))[1].append(wanted)
         runs = [[(source, run) for run in _bounded(wanted)] for source, wanted in of_source.values()]
         return [run for run in chain.from_iterable(zip_longest(*runs)) if run is not None]
@@ -135,7 +136,7 @@ class _Pull:
     def _place(self, piece: Piece) -> torch.Tensor:
         return self.tensors[piece.name][piece.box.within(self._part(piece.name))]
 
-    def _in_parallel(self, tasks: list[tuple[Source, list[Wanted], bool]]) -> None:
+    def _in_parallel(self, tasks: list[tuple[Source, list[WantedPiece], bool]]) -> None:
         self._scratch.clear()
         with ThreadPoolExecutor(NUM_TRANSFERS, thread_name_prefix="pieces") as threads:
             futures = [threads.submit(self._task, *task) for task in tasks]
@@ -143,7 +144,7 @@ class _Pull:
         for future in futures:
             future.result()
 
-    def _task(self, source: Source, run: list[Wanted], force: bool) -> None:
+    def _task(self, source: Source, run: list[WantedPiece], force: bool) -> None:
         if self._failed.is_set():
             return
         try:
@@ -164,29 +165,29 @@ class _Pull:
         return f"policy_version={self.manifest.version}: host {name} ({address}, trainer rank {source.rank})"
 
     def _memory(self, source: Source) -> FileIO | None:
-        """A publisher's segment on this host; None where it cannot be opened, in a container for one."""
+        """A publisher's segment on this host; None when it cannot be opened, for example from another container."""
         if source.rank not in self._files:
             self._files[source.rank] = _opened(source)
         return self._files[source.rank]
 
-    def _copy(self, source: Source, memory: FileIO, run: list[Wanted]) -> None:
+    def _copy(self, source: Source, memory: FileIO, run: list[WantedPiece]) -> None:
         # Read, not mapped: the publisher's pages would count as this rank's.
         for wanted in run:
             self._take(source, wanted, "host", partial(_read, memory, wanted.piece.start))
 
-    def _take(self, source: Source, wanted: Wanted, came_from: str, fill: Callable[[memoryview], None]) -> None:
+    def _take(self, source: Source, wanted: WantedPiece, came_from: str, fill: Callable[[memoryview], None]) -> None:
         """Has a piece's bytes written by `fill`, where they belong or near it, and checks them."""
         place = self._place(wanted.piece)
         data = place.reshape(-1).view(torch.uint8) if place.is_contiguous() else self._buffer(wanted.piece.nbytes)
         fill(data.numpy().data)
         if self.verify and layout.checksum(data) != wanted.piece.checksum:
-            what = f"the checksum of {wanted.piece.name} is wrong; publish the version again"
-            raise RuntimeError(f"{self._who(source)}: {what}")
+            problem = f"the checksum of {wanted.piece.name} is wrong; publish the version again"
+            raise RuntimeError(f"{self._who(source)}: {problem}")
         if not place.is_contiguous():
             place.copy_(data.view(place.dtype).view(place.shape))
         self._have(wanted, came_from)
 
-    def _transfer(self, source: Source, run: list[Wanted], force: bool) -> None:
+    def _transfer(self, source: Source, run: list[WantedPiece], force: bool) -> None:
         connection = self._connection(source)
         indices = [wanted.at_source for wanted in run]
         request = {"token": source.token, "host": self.host, "holder": self.holder, "pieces": indices, "force": force}
@@ -197,8 +198,8 @@ class _Pull:
         if "error" in header:
             raise Discarded(f"{self._who(source)} {header['error']}; pin a version to keep it, or pull the newest")
         for wanted in run:
-            if (holder := header["elsewhere"].get(str(wanted.at_source))) is not None:
-                self._elsewhere.append((source, wanted, holder))
+            if (holder := header["claimed"].get(str(wanted.at_source))) is not None:
+                self._claimed.append((source, wanted, holder))
                 continue
             self._take(source, wanted, "link", partial(receive, connection))
 
@@ -216,12 +217,12 @@ class _Pull:
             self._scratch[mine] = torch.empty(max(nbytes, MAX_PIECE_BYTES), dtype=torch.uint8)
         return self._scratch[mine][:nbytes]
 
-    def _have(self, wanted: Wanted, came_from: str) -> None:
+    def _have(self, wanted: WantedPiece, came_from: str) -> None:
         self.peers.have(wanted.region)
         with self._counting:
             self.num_bytes[came_from] += wanted.piece.nbytes
 
-    def _from_peer(self, wanted: Wanted, holder: list) -> bool:
+    def _from_peer(self, wanted: WantedPiece, holder: list) -> bool:
         """Copies a piece that another rank of this host has fetched; False where that rank has it no more, or will not
         get it."""
         peer = self.peers.of(holder)
@@ -269,9 +270,9 @@ def _read(memory: FileIO, start: int, place: memoryview) -> None:
         done += count
 
 
-def _bounded(wanted: list[Wanted]) -> list[list[Wanted]]:
+def _bounded(wanted: list[WantedPiece]) -> list[list[WantedPiece]]:
     """Runs of pieces of `MAX_PIECE_BYTES` together at most, or of one piece."""
-    runs: list[list[Wanted]] = []
+    runs: list[list[WantedPiece]] = []
     size = 0
     for one in wanted:
         if not runs or size + one.piece.nbytes > MAX_PIECE_BYTES:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from torchtitan_rl import platform
 from torchtitan_rl.model import lora
-from torchtitan_rl.model.held_state import held_state
+from torchtitan_rl.model.module_state import fused_state
 from torchtitan_rl.weights import layout
 from torchtitan_rl.weights.finite import FiniteCheck
 from torchtitan_rl.weights.piece_server import PieceServer, own_host
 from torchtitan_rl.weights.pieces import Box, Piece, PieceManifest, Source, check_complete, owners
-from torchtitan_rl.weights.trainer_shards import Held, aliases_of, entries_of, held_tensors, pieces_of
+from torchtitan_rl.weights.trainer_shards import LocalShard, aliases_of, entries_of, local_shards, pieces_of
 
 __all__ = ["Publisher", "push", "write_pieces"]
 
@@ -45,17 +45,17 @@ async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, onl
     Weights that are not finite are not published; rank 0's answer is then the name of such a tensor, else empty.
     Raises RuntimeError when the ranks' shards do not make up the model.
     """
-    state = held_state(exchange.model)
+    state = fused_state(exchange.model)
     adapters = lora.layer_adapters(state, exchange.lora) if exchange.lora is not None else {}
-    held, aliases = held_tensors(exchange.model, state), aliases_of(exchange.model)
+    shards, aliases = local_shards(exchange.model, state), aliases_of(exchange.model)
     if only is not None:
-        held = {name: tensor for name, tensor in held.items() if name == aliases.get(only, only)}
+        shards = {name: tensor for name, tensor in shards.items() if name == aliases.get(only, only)}
         aliases = {name: kept for name, kept in aliases.items() if name == only}
     dtypes = {
         name: tensor.values.dtype if dtype is None or name in exchange.buffer_names else dtype
-        for name, tensor in held.items()
+        for name, tensor in shards.items()
     }
-    owned = {name: held[name] for name in held if name in _owned(exchange.pieces, held, dtypes)}
+    owned = {name: shards[name] for name in shards if name in _owned(exchange.pieces, shards, dtypes)}
     check = FiniteCheck()
     source = write_pieces(exchange, dist.get_rank(), version, owned, dtypes, adapters, check)
     of_ranks: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -64,7 +64,9 @@ async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, onl
         sources = [source for source, _ in of_ranks]
         if first := next((first for _, first in of_ranks if first), ""):
             return first
-        entries = {part: entry for name in held for part, entry in entries_of(name, held[name], dtypes[name]).items()}
+        entries = {
+            part: entry for name in shards for part, entry in entries_of(name, shards[name], dtypes[name]).items()
+        }
         entries |= {name: entries[kept] for name, kept in aliases.items()}
         entries = entries if only is None else {only: entries[only]}
         manifest = PieceManifest(version=version, entries=entries, aliases=aliases, sources=sources)
@@ -72,15 +74,15 @@ async def push(exchange: Any, version: int | str, dtype: torch.dtype | None, onl
     return ""
 
 
-def _owned(publisher: Publisher, held: dict[str, Held], dtypes: dict[str, torch.dtype]) -> set[str]:
+def _owned(publisher: Publisher, shards: dict[str, LocalShard], dtypes: dict[str, torch.dtype]) -> set[str]:
     """The tensors of which this rank publishes its box; at the first publication a collective call."""
-    names = tuple(held)
+    names = tuple(shards)
     if names not in publisher.owned:
-        mine = {name: (tensor.box, dtypes[name].itemsize) for name, tensor in held.items()}
+        mine = {name: (tensor.box, dtypes[name].itemsize) for name, tensor in shards.items()}
         of_ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (mine, own_host()))
         boxes, hosts = [boxes for boxes, _ in of_ranks], [host for _, host in of_ranks]
-        check_complete(boxes, {name: tensor.shape for name, tensor in held.items()})
+        check_complete(boxes, {name: tensor.shape for name, tensor in shards.items()})
         publisher.owned[names] = owners(boxes, hosts)[dist.get_rank()]
     return publisher.owned[names]
 
@@ -89,7 +91,7 @@ def write_pieces(
     exchange: Any,
     rank: int,
     version: int | str,
-    owned: dict[str, Held],
+    owned: dict[str, LocalShard],
     dtypes: dict[str, torch.dtype],
     adapters: lora.Adapters,
     check: FiniteCheck,

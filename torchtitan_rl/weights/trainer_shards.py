@@ -10,16 +10,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.models.common.attention import FusedQKVLinear
 
-from torchtitan_rl.model.held_state import held_state
 from torchtitan_rl.model.lora import base_state
+from torchtitan_rl.model.module_state import fused_state
 from torchtitan_rl.model.sharding import plain_name
 from torchtitan_rl.weights.layout import Entry
 from torchtitan_rl.weights.pieces import Box, HeadRows, Piece, cut
 
-__all__ = ["Held", "aliases_of", "box_of", "held_tensors", "pieces_of", "entries_of"]
+__all__ = ["LocalShard", "aliases_of", "box_of", "local_shards", "pieces_of", "entries_of"]
 
 
-class Held(NamedTuple):
+class LocalShard(NamedTuple):
     """This rank's box of a tensor as the trainer holds it, a query-key-value weight fused."""
 
     shape: tuple[int, ...]
@@ -34,12 +34,12 @@ class Held(NamedTuple):
 def aliases_of(model: torch.nn.Module) -> dict[str, str]:
     """Further names of parameters that have several, such as a tied head's: name -> the parameter's first name."""
     first: dict[int, str] = {}
-    found = {}
+    aliases = {}
     for long_name, parameter in model.named_parameters(remove_duplicate=False):
         name = plain_name(long_name)
         if first.setdefault(id(parameter), name) != name:
-            found[name] = first[id(parameter)]
-    return found
+            aliases[name] = first[id(parameter)]
+    return aliases
 
 
 def box_of(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
@@ -57,7 +57,7 @@ def box_of(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
     return Box(tuple(offsets), tuple(shape)), local
 
 
-def held_tensors(model: torch.nn.Module, state: dict[str, torch.Tensor] | None = None) -> dict[str, Held]:
+def local_shards(model: torch.nn.Module, state: dict[str, torch.Tensor] | None = None) -> dict[str, LocalShard]:
     """Every tensor of the model but adapters, once. Not a collective call, and no copies."""
     aliases = aliases_of(model)
     heads = {
@@ -65,31 +65,31 @@ def held_tensors(model: torch.nn.Module, state: dict[str, torch.Tensor] | None =
         for name, module in model.named_modules()
         if isinstance(module, FusedQKVLinear)
     }
-    found = {}
-    for name, tensor in base_state(held_state(model) if state is None else state).items():
+    shards = {}
+    for name, tensor in base_state(fused_state(model) if state is None else state).items():
         if name not in aliases:
             box, values = box_of(tensor)
-            found[name] = Held(tuple(tensor.shape), box, values, heads.get(name.rpartition(".")[0]))
-    return found
+            shards[name] = LocalShard(tuple(tensor.shape), box, values, heads.get(name.rpartition(".")[0]))
+    return shards
 
 
-def pieces_of(name: str, held: Held, dtype: torch.dtype, n_kv_heads: int) -> Iterator[tuple[Box, Piece]]:
-    """This rank's box cut into pieces of `dtype`, without places and checksums: the box in the held tensor, the piece
-    under torchtitan's name."""
-    runs = [(name, held.box, held.box)] if held.heads is None else held.heads.split(name, held.box)
-    shapes = {part: shape for part, shape in _parts(name, held)}
+def pieces_of(name: str, shard: LocalShard, dtype: torch.dtype, n_kv_heads: int) -> Iterator[tuple[Box, Piece]]:
+    """Cuts this rank's box into pieces of `dtype`, which have no places and checksums yet. Yields (box in the shard's
+    own tensor, piece under torchtitan's name)."""
+    runs = [(name, shard.box, shard.box)] if shard.heads is None else shard.heads.split(name, shard.box)
+    shapes = {part: shape for part, shape in _parts(name, shard)}
     for part, there, here in runs:
         for box in cut(part, there, shapes[part], dtype.itemsize, n_kv_heads):
             offsets = [first + mine - its for first, mine, its in zip(here.offsets, box.offsets, there.offsets)]
             yield Box(tuple(offsets), box.shape), Piece(part, box, 0, box.numel * dtype.itemsize)
 
 
-def entries_of(name: str, held: Held, dtype: torch.dtype) -> dict[str, Entry]:
-    """The whole tensors that a held tensor is, by torchtitan's names."""
-    return {part: Entry(shape, dtype, 0) for part, shape in _parts(name, held)}
+def entries_of(name: str, shard: LocalShard, dtype: torch.dtype) -> dict[str, Entry]:
+    """Manifest entries of the whole tensors that a shard is part of, by torchtitan's names: three of a fused weight."""
+    return {part: Entry(shape, dtype, 0) for part, shape in _parts(name, shard)}
 
 
-def _parts(name: str, held: Held) -> list[tuple[str, tuple[int, ...]]]:
-    if held.heads is None:
-        return [(name, held.shape)]
-    return list(held.heads.shapes(name, held.shape))
+def _parts(name: str, shard: LocalShard) -> list[tuple[str, tuple[int, ...]]]:
+    if shard.heads is None:
+        return [(name, shard.shape)]
+    return list(shard.heads.shapes(name, shard.shape))

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from torchtitan_rl import platform
-from torchtitan_rl.weights.elsewhere import Elsewhere
+from torchtitan_rl.record.tracing import span
 from torchtitan_rl.weights.layout import Manifest, checksum, host_name, open_shared
 from torchtitan_rl.weights.pinned import PinnedPayloads
+from torchtitan_rl.weights.remote_fetcher import RemoteFetcher
 
 __all__ = ["VersionedStore", "MemoryStore"]
 
@@ -28,27 +29,36 @@ class VersionedStore(ABC):
         self.timeout_s = timeout_s
         self._pinned = None if platform.device_type() == "cpu" else PinnedPayloads()
         """Segments that stay mapped between versions, for copies to a GPU."""
-        self.elsewhere = Elsewhere()
+        self.fetcher = RemoteFetcher()
 
     async def publish(self, manifest: Manifest, payload: torch.Tensor | None, *, handle: str, verify: bool) -> None:
-        """Makes a version visible. With an empty `handle` the store keeps the payload; None: pieces lie elsewhere."""
-        manifest.checksum = checksum(payload) if verify and payload is not None else ""
+        """Makes a version visible. With an empty `handle` the store keeps the payload. `payload` None: its publishers
+        serve it in pieces."""
+        with span("publish weights"):
+            manifest.checksum = checksum(payload) if verify and payload is not None else ""
         manifest.handle, manifest.host = handle, host_name() if handle else ""
-        if not handle and payload is not None:
-            await self._put(_key(manifest.version, "payload"), payload)
-        await self._put(_key(manifest.version, "manifest"), manifest)
+        with span("wait for the store"):
+            if not handle and payload is not None:
+                await self._put(_key(manifest.version, "payload"), payload)
+            await self._put(_key(manifest.version, "manifest"), manifest)
 
     async def fetch(self, version: int | str, *, verify: bool) -> tuple[Manifest, torch.Tensor]:
         """(manifest, payload) of a version. Raises RuntimeError for a missing version and for a wrong checksum."""
-        if not await self._exists(_key(version, "manifest")):
-            await self._refuse_missing(version)
-        manifest: Manifest = await self._get(_key(version, "manifest"))
+        with span("wait for the store"):
+            if not await self._exists(_key(version, "manifest")):
+                await self._refuse_missing(version)
+            manifest: Manifest = await self._get(_key(version, "manifest"))
         if manifest.handle:
-            payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
+            with span("read weights"):
+                payload = open_shared(manifest) if self._pinned is None else self._pinned.open(manifest)
         else:
-            manifest, payload = await self.elsewhere.fetch(manifest, verify, self._get, lambda p: _key(version, p))
-        if verify and manifest.checksum and checksum(payload) != manifest.checksum:
-            raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
+            with span("wait for the store"):
+                manifest, payload = await self.fetcher.fetch(manifest, verify, self._get, lambda p: _key(version, p))
+        if verify and manifest.checksum:
+            with span("read weights"):
+                intact = checksum(payload) == manifest.checksum
+            if not intact:
+                raise RuntimeError(f"policy_version={version}: the payload's checksum is wrong; publish it again")
         return manifest, payload
 
     async def _refuse_missing(self, version: int | str) -> None:
@@ -60,10 +70,11 @@ class VersionedStore(ABC):
     async def discard(self, version: int | str) -> None:
         """Deletes a version, the manifest first. Raises RuntimeError after `timeout_s`."""
         try:
-            async with asyncio.timeout(self.timeout_s):
-                for key in (_key(version, "manifest"), _key(version, "payload")):
-                    if await self._exists(key):
-                        await self._delete(key)
+            with span("wait for the store"):
+                async with asyncio.timeout(self.timeout_s):
+                    for key in (_key(version, "manifest"), _key(version, "payload")):
+                        if await self._exists(key):
+                            await self._delete(key)
         except TimeoutError:
             raise RuntimeError(f"store: did not discard version {version} within {self.timeout_s:g} s") from None
 
@@ -93,27 +104,27 @@ class MemoryStore(VersionedStore):
 
     def __init__(self) -> None:
         super().__init__(timeout_s=600.0)
-        self._held: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     async def stop(self) -> None:
-        self._held.clear()
+        self._values.clear()
         if self._pinned is not None:
             self._pinned.close()
 
     async def _put(self, key: str, value: Any) -> None:
-        self._held[key] = value
+        self._values[key] = value
 
     async def _get(self, key: str) -> Any:
-        return self._held[key]
+        return self._values[key]
 
     async def _exists(self, key: str) -> bool:
-        return key in self._held
+        return key in self._values
 
     async def _delete(self, key: str) -> None:
-        del self._held[key]
+        del self._values[key]
 
     async def _keys(self) -> list[str]:
-        return list(self._held)
+        return list(self._values)
 
 
 def _key(version: int | str, part: str) -> str:

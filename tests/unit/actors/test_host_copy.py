@@ -56,7 +56,7 @@ def test_shapes_dtypes_and_names_may_change_and_nothing_old_is_kept():
     copied = taker.take({"w": torch.ones(2, 4, dtype=torch.bfloat16), "new": torch.zeros(0, 3)})
     assert copied["w"].dtype == torch.bfloat16 and copied["w"].tolist() == [[1] * 4] * 2
     assert copied["new"].shape == (0, 3) and copied.keys() == {"w", "new"}
-    assert sum(held.nbytes for held in taker._held.values()) == 16
+    assert sum(held.nbytes for held in taker._copies.values()) == 16
 
 
 def test_a_tensor_of_several_pieces_is_copied_whole(monkeypatch):
@@ -77,7 +77,7 @@ def test_a_sharded_tensor_stays_one(mesh):
     copied = taker.take({"w": w, "same": w.detach()})["w"]
     w.mul_(2)
     assert isinstance(copied, DTensor) and (copied.placements, copied.shape) == ((Shard(0),), (3, 2))
-    assert copied.to_local().tolist() == [[0, 1], [2, 3], [4, 5]] and len(taker._held) == 1
+    assert copied.to_local().tolist() == [[0, 1], [2, 3], [4, 5]] and len(taker._copies) == 1
     again = taker.take({"w": w})["w"]
     assert again is copied and again.to_local().tolist() == [[0, 2], [4, 6], [8, 10]]
     assert taker.take({"w": torch.ones(3, 2)})["w"].tolist() == [[1, 1]] * 3

@@ -122,7 +122,7 @@ def test_samples_have_memory_and_times(run_dir, caplog):
 def test_samples_become_rarer(tmp_path, monkeypatch):
     now, times = [0.0], []
     samples = Samples(tmp_path, clock=lambda: now[0])
-    monkeypatch.setattr(samples, "_found", dict)
+    monkeypatch.setattr(samples, "_processes_by_name", dict)
     while now[0] < 36_000:
         if samples.due():
             samples.take()

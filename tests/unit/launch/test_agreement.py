@@ -10,9 +10,9 @@ from torchtitan_rl.launch.agreement import Facts, disagreement, facts, joined, j
 OURS = Facts(files={"a.py": "1", "b.py": "2"}, versions={"Python": "3.11.7", "torch": "2.13.0"}, config="c", clock=0.0)
 
 
-def problem(asked=(1000.0, 1002.0), **theirs) -> str:
+def problem(clock_bounds=(1000.0, 1002.0), **theirs) -> str:
     found = dataclasses.replace(OURS, **{"clock": 1001.0, **theirs})
-    message = disagreement("10.0.0.2:5", OURS, found, "/configs/mine.py", asked)
+    message = disagreement("10.0.0.2:5", OURS, found, "/configs/mine.py", clock_bounds)
     assert len(message.splitlines()) <= 1 and len(message) < 300
     return message
 
@@ -64,7 +64,11 @@ def test_clocks_apart_by_minutes(clock, told):
 
 
 def test_what_an_answer_took_is_no_difference_of_clocks():
-    assert problem(asked=(1000.0, 1090.0), clock=1001.0) == problem(asked=(1000.0, 1090.0), clock=1089.0) == ""
+    assert (
+        problem(clock_bounds=(1000.0, 1090.0), clock=1001.0)
+        == problem(clock_bounds=(1000.0, 1090.0), clock=1089.0)
+        == ""
+    )
     assert problem(clock=1031.0) == problem(clock=971.0) == ""
 
 

@@ -3,8 +3,26 @@
 import numpy as np
 import pytest
 
-from torchtitan_rl.mismatch.causes import Cause, Position, best, fitted, has_coarse_logits, left, shifted, tempered
-from torchtitan_rl.mismatch.gap import LIMITS, Limits, Sample, beyond, joined, of_turns, part_metrics, parts_of
+from torchtitan_rl.mismatch.causes import (
+    Cause,
+    Position,
+    best,
+    fitted,
+    has_coarse_logits,
+    mean_difference,
+    shifted,
+    tempered,
+)
+from torchtitan_rl.mismatch.gap import (
+    LIMITS,
+    Limits,
+    Sample,
+    joined,
+    of_turns,
+    part_metrics,
+    parts_of,
+    parts_over_limit,
+)
 
 NAN = float("nan")
 
@@ -57,8 +75,8 @@ def test_tokens_behind_an_update_of_their_own_turn_count_as_kept():
     found = part_metrics(parts_of([one], between="newest"))
     assert found["mismatch/kept_max"] == pytest.approx(0.4) and found["mismatch/unexplained_max"] == 0
     parts = parts_of([one], between="newest")
-    assert "rest" not in beyond(parts, LIMITS["float32"], keeps=True)
-    assert "rest" in beyond(parts, LIMITS["float32"], keeps=False)
+    assert "rest" not in parts_over_limit(parts, LIMITS["float32"], keeps=True)
+    assert "rest" in parts_over_limit(parts, LIMITS["float32"], keeps=False)
 
 
 def test_limits_are_broken_by_the_mean_or_by_one_token_and_not_by_what_is_unknown():
@@ -95,7 +113,7 @@ def test_a_setting_is_found_again_from_what_it_reports(name, reported, said):
     at, top = positions()
     seen = reported(at, top)
     causes = fitted(at, seen, "rest", 1.0)
-    chosen = best(causes, left(at.own_N, seen), 1e-5)
+    chosen = best(causes, mean_difference(at.own_N, seen), 1e-5)
     assert chosen is not None and chosen.name == name and said in chosen.words
     assert chosen.left_mean < 1e-5 or name == "min_p"  # whose grid is coarse
 
@@ -108,8 +126,8 @@ def _nucleus(top, mass):
 def test_nothing_is_chosen_where_nothing_fits():
     at, _ = positions()
     seen = at.own_N + np.random.default_rng(1).normal(0, 0.3, len(at.own_N))
-    assert best(fitted(at, seen, "rest", 1.0), left(at.own_N, seen), 1e-5) is None
-    assert left(np.array([NAN]), np.array([1.0])) == np.inf
+    assert best(fitted(at, seen, "rest", 1.0), mean_difference(at.own_N, seen), 1e-5) is None
+    assert mean_difference(np.array([NAN]), np.array([1.0])) == np.inf
     half = Cause("rest", "shift", "", 0.5)
     assert best([half], 1.0, 1e-5) is None and best([half], 20.0, 1e-5) is half
 

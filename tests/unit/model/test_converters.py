@@ -65,7 +65,7 @@ def test_no_converters_import_nothing():
 def test_a_head_that_a_converter_replaced_becomes_ours_without_the_converters_fields():
     from torchtitan.models.common.linear import Linear
 
-    from torchtitan_rl.model.logprobs import LogprobHead
+    from torchtitan_rl.model.logprob_head import LogprobHead
 
     class Quantized(Linear):
         @dataclasses.dataclass(kw_only=True, slots=True)

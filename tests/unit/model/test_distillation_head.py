@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_rl.model.logprob_head import LogprobHead
 from torchtitan_rl.model.logprobs import chunked_logprobs
-from torchtitan_rl.model.logprobs_distillation import DistillationHead, chunked_kl, chunked_top_k
+from torchtitan_rl.model.logprobs_distillation import chunked_kl, chunked_top_k
 from torchtitan_rl.model.residency import Part, device_bytes, model_tensors
 from torchtitan_rl.model.sharding import vocabulary_cut
 
@@ -178,8 +179,8 @@ def test_minus_zero_is_zero_and_infinities_have_their_place():
 
 
 def head_with_teacher(vocab_size=11, dim=6, teacher_dim=3):
-    head = DistillationHead(
-        DistillationHead.Config(in_features=dim, out_features=vocab_size, chunk_bytes=2 * 4 * vocab_size, bias=False)
+    head = LogprobHead(
+        LogprobHead.Config(in_features=dim, out_features=vocab_size, chunk_bytes=2 * 4 * vocab_size, bias=False)
     )
     with torch.no_grad():
         head.weight.copy_(drawn(vocab_size, dim, seed=1))
@@ -235,7 +236,7 @@ def test_slices_of_the_vocabulary_are_dtensors():
 
 
 def test_a_teacher_that_is_missing_or_another_is_refused():
-    head = DistillationHead(DistillationHead.Config(in_features=6, out_features=11, bias=False))
+    head = LogprobHead(LogprobHead.Config(in_features=6, out_features=11, bias=False))
     with pytest.raises(RuntimeError, match="teacher_hidden: 3 numbers per token, but no teacher's head is held; copy"):
         head.ask(torch.arange(5), 1.0, teacher_hidden_TD=torch.ones(5, 3))
     head.hold_teacher(torch.ones(11, 4), 0, 1)

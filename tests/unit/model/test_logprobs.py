@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_rl.model.logprobs import LogprobHead, chunked_logprobs
+from torchtitan_rl.model.logprob_head import LogprobHead
+from torchtitan_rl.model.logprobs import chunked_logprobs
 
 
 def full_logprobs(hidden_TD, weight_VD, targets_T, temperature=1.0):

@@ -89,7 +89,7 @@ def _rank(rank: int, size: int, store: str) -> dict:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from torchtitan_rl.model.logprobs_distillation import DistillationHead
+    from torchtitan_rl.model.logprob_head import LogprobHead
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -104,8 +104,8 @@ def _rank(rank: int, size: int, store: str) -> dict:
         upstream = torch.randn(2, num_tokens, generator=generator)
 
         # 8 tokens a chunk on every rank, whatever its own number of rows.
-        head = DistillationHead(
-            DistillationHead.Config(
+        head = LogprobHead(
+            LogprobHead.Config(
                 in_features=dim, out_features=vocab_size, chunk_bytes=8 * 4 * -(-vocab_size // num_ranks), bias=False
             )
         )
@@ -195,7 +195,7 @@ def _memory() -> int:
     import psutil
     import torch
 
-    from torchtitan_rl.model.logprobs import LogprobHead
+    from torchtitan_rl.model.logprob_head import LogprobHead
 
     def score(num_tokens: int, vocab_size: int) -> None:
         head = LogprobHead(LogprobHead.Config(in_features=64, out_features=vocab_size, bias=False))

@@ -10,7 +10,8 @@ from torchtitan.config import ParallelismConfig
 from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model import lora
-from torchtitan_rl.model.logprobs import LogprobHead, chunked_logprobs
+from torchtitan_rl.model.logprob_head import LogprobHead
+from torchtitan_rl.model.logprobs import chunked_logprobs
 from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.types import Microbatch

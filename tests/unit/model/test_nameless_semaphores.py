@@ -6,7 +6,7 @@ import sys
 MAKE = """
 import multiprocessing
 multiprocessing.set_start_method("forkserver")  # as in Monarch's processes
-from torchtitan_rl.engine.vllm_internals import nameless_semaphores
+from torchtitan_rl.adapters import nameless_semaphores
 try:
     with nameless_semaphores():
         lock = multiprocessing.Lock()

@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.attention import PackedSDPA
-from torchtitan_rl.model.logprobs import LogprobHead
+from torchtitan_rl.model.logprob_head import LogprobHead
 from torchtitan_rl.model.spec import build_spec, flavor_shape, shape_of, training_spec
 from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.types import Microbatch

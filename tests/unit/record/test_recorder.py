@@ -8,7 +8,7 @@ from torchtitan_rl.record.display import Display
 from torchtitan_rl.record.progress import Progress
 from torchtitan_rl.record.recorder import Listener, Metrics, Recorder
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 
 
 class Notes(Listener):

@@ -7,7 +7,7 @@ import torch
 from torchtitan_rl.record.recorder import RolloutsEnded, TrainedOn
 from torchtitan_rl.record.records import rollout_records
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.record.schemas import SCHEMAS
 from torchtitan_rl.types import Completion, Datum, Rollout, RolloutGroup, Task, Turn
 

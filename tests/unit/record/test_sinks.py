@@ -19,7 +19,7 @@ from torchtitan_rl.record.background import BackgroundListener
 from torchtitan_rl.record.curves import final_evaluations, points
 from torchtitan_rl.record.recorder import Listener, Metrics, Note, Recorder
 from torchtitan_rl.record.run_dir import RunDir
-from torchtitan_rl.record.run_log import RunDirWriter
+from torchtitan_rl.record.run_dir_writer import RunDirWriter
 from torchtitan_rl.record.sinks.function import FunctionSink
 from torchtitan_rl.record.sinks.tensorboard import TensorBoard
 from torchtitan_rl.record.sinks.wandb import Wandb

@@ -1,8 +1,6 @@
-"""Spans of one process: what is timed, what is joined, what is dropped, and that the timed functions stay the same."""
+"""Spans of one process: what is recorded, what is joined, what is dropped, and that nothing else changes."""
 
-import ast
 import asyncio
-import importlib
 import json
 import resource
 import signal
@@ -15,17 +13,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-import torchtitan_rl
+from torchtitan_rl.record import tracing
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.timeline import recording
-from torchtitan_rl.record.timeline.points import GARBAGE, POINTS, Point
 from torchtitan_rl.record.timeline.span_file import SpanFile
 from torchtitan_rl.record.timeline.spans import Spans
-from torchtitan_rl.record.timeline.wrapping import find, wrap
+from torchtitan_rl.record.tracing import GARBAGE
 from torchtitan_rl.tools.timeline.reading import Timeline
-
-PACKAGE = Path(torchtitan_rl.__file__).parent
-HEAVY = ("torchtitan_rl.model.", "torchtitan_rl.actors.")
 
 
 def spans_in(file: Path) -> list[dict]:
@@ -83,27 +77,6 @@ def test_a_programs_own_exporter_hears_every_span(tmp_path, monkeypatch):
     assert leaf == encode | {"id": 0, "in": step["id"]} and len(exporter.get_finished_spans()) == 2
 
 
-@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.where)
-def test_every_point_of_the_table_is_in_the_package(point):
-    module, _, path = point.where.partition(":")
-    if not module.startswith(HEAVY):
-        importlib.import_module(module)
-        assert callable(find(point)[2])
-        return
-    tree = ast.parse((PACKAGE.parent / (module.replace(".", "/") + ".py")).read_text())
-    names = {name.name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{part.name}" for part in node.body if hasattr(part, "name")}
-        names |= {node.name} if isinstance(node, ast.FunctionDef) else set()
-    assert path in names
-
-
-def test_a_point_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"timeline point='torchtitan_rl.rollout.draws:Draws.nxt'.*mend the table"):
-        find(Point("torchtitan_rl.rollout.draws:Draws.nxt", "draw"))
-
-
 def test_pieces_close_together_are_one_span_and_others_are_not(spans):
     ms = 1_000_000
     for start in (0, 1.1, 2.2, 10):  # gaps of 0.1 ms, then one of 6.8
@@ -133,84 +106,139 @@ def test_a_wait_that_goes_on_at_the_end_is_written_and_may_end_later(spans):
     assert written(spans) == [found]
 
 
-class Mesh:
-    role = "policy"
+@pytest.fixture
+def recorded(spans):
+    """What `tracing`'s functions are recorded into."""
+    tracing.record_into(spans)
+    yield spans
+    tracing.record_into(None)
 
-    def call(self, endpoint):
-        future = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_later(0.02, future.set_result, endpoint.upper())
-        return future
 
-    async def attempt(self, fails):
-        await asyncio.sleep(0.01)
+def test_what_is_not_recorded_is_left_alone():
+    async def attempt():
+        return "done"
+
+    coroutine = attempt()
+    assert tracing.running("play", coroutine) is coroutine
+    coroutine.close()
+    assert tracing.span("draw tasks") is tracing.span("wait for tea", version=1) is tracing.served("optim_step")
+    with pytest.raises(KeyError), tracing.span("draw tasks"):
+        raise KeyError("as without it")
+
+
+def test_a_span_of_work_has_attributes_and_survives_an_error(recorded):
+    with tracing.span("load weights", version=3), pytest.raises(KeyError):
+        with tracing.span("copy"):
+            raise KeyError("lost")
+    inner, outer = written(recorded)
+    assert (inner["name"], inner["kind"], outer["name"], outer["version"]) == ("copy", "work", "load weights", 3)
+    assert outer["start"] <= inner["start"] <= inner["end"] <= outer["end"]
+
+
+def test_a_phase_is_around_what_its_task_does(recorded):
+    async def batch(number):
+        with tracing.span("play a batch", kind="phase"):
+            await asyncio.sleep(0.001 * number)
+            with tracing.span("encode", batch=number):
+                pass
+
+    async def main():
+        await asyncio.gather(batch(1), batch(2))
+
+    asyncio.run(main())
+    found = written(recorded)
+    phases = {span["id"] for span in found if span["name"] == "play a batch" and span["kind"] == "phase"}
+    assert len(phases) == 2 and {span["in"] for span in found if span["name"] == "encode"} == phases
+
+
+def test_a_wait_for_an_answer_begins_when_the_call_is_sent(recorded):
+    async def main():
+        with tracing.span("send policy.optim_step"):
+            pass
+        waiting = tracing.span("wait for policy.optim_step", ranks=2)
+        time.sleep(0.005)  # the event loop is busy before a task can await
+        with waiting:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    send, wait = sorted(written(recorded), key=lambda span: span["start"])
+    assert (send["name"], send["kind"]) == ("send policy.optim_step", "work")
+    assert (wait["name"], wait["kind"], wait["ranks"]) == ("wait for policy.optim_step", "wait", 2)
+    assert wait["end"] - wait["start"] >= 14_000_000
+
+
+def test_waits_of_many_tasks_are_one_span_and_answers_of_calls_one_each(recorded):
+    async def main():
+        async def group():
+            with tracing.span("wait for rewards"), tracing.span("wait for policy.forward", ranks=1):
+                await asyncio.sleep(0.01)
+
+        await asyncio.gather(*(group() for _ in range(3)))
+
+    asyncio.run(main())
+    found = written(recorded)
+    assert [span["pieces"] for span in found if span["name"] == "wait for rewards"] == [3]
+    assert len([span for span in found if span["name"] == "wait for policy.forward"]) == 3
+
+
+def test_a_coroutine_runs_between_its_waits_and_keeps_what_it_gives_and_raises(recorded):
+    async def attempt(fails):
+        with tracing.span("wait for tea"):
+            await asyncio.sleep(0.01)
         time.sleep(0.005)
         if fails:
             raise KeyError("lost")
         return "done"
 
-    def serve(self, operation):
-        return operation
+    class Awaitable:
+        def __await__(self):
+            yield from asyncio.sleep(0).__await__()
+            return "a user's"
 
-
-POINTS_HERE = (
-    Point(f"{__name__}:Mesh.call", "send {self.role}.{0}", "sent", "wait for {self.role}.{0}"),
-    Point(f"{__name__}:Mesh.attempt", "play", "running", "wait for tea"),
-    Point(f"{__name__}:Mesh.serve", "{self.role}.{0}", "served", "wait for a request"),
-)
-
-
-@pytest.fixture
-def wrapped(spans, monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or type(sys)(__name__))
-    monkeypatch.setattr(sys.modules[__name__], "Mesh", Mesh, raising=False)
-    done, before = {}, dict(vars(Mesh))
-    wrap(spans, POINTS_HERE, done)
-    assert vars(Mesh)["call"] is not before["call"]
-    yield spans
-    for put_back in done.values():
-        put_back()
-    assert dict(vars(Mesh)) == before
-
-
-def test_a_call_is_a_send_and_a_wait_named_after_what_is_waited_for(wrapped):
-    async def main():
-        return await Mesh().call("optim_step")
-
-    assert asyncio.run(main()) == "OPTIM_STEP"
-    send, wait = sorted(written(wrapped), key=lambda span: span["start"])
-    assert (send["name"], send["kind"]) == ("send policy.optim_step", "work")
-    assert (wait["name"], wait["kind"]) == ("wait for policy.optim_step", "wait")
-    assert wait["end"] - wait["start"] >= 15_000_000
-
-
-def test_a_coroutine_runs_and_waits_and_keeps_what_it_gives_and_raises(wrapped):
     async def main():
         with pytest.raises(KeyError, match="lost"):
-            await Mesh().attempt(True)
-        task = asyncio.ensure_future(Mesh().attempt(False))
+            await tracing.running("play", attempt(True))
+        task = asyncio.ensure_future(tracing.running("play", attempt(False)))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return await asyncio.gather(*(Mesh().attempt(False) for _ in range(3)))
+        assert await tracing.running("wrap", Awaitable()) == "a user's"
+        return await asyncio.gather(*(tracing.running("play", attempt(False)) for _ in range(3)))
 
     assert asyncio.run(main()) == ["done"] * 3
-    found = written(wrapped)
+    found = written(recorded)
     waited = [span for span in found if span["name"] == "wait for tea"]
     ran = [span for span in found if span["name"] == "play"]
     assert len(waited) == 3 and waited[-1]["pieces"] == 3  # alone, cancelled, three at once
-    assert sum(span["end"] - span["start"] for span in ran) >= 15_000_000
+    assert 15_000_000 <= sum(span["end"] - span["start"] for span in ran)
+    assert all(span["kind"] == "work" for span in ran)
 
 
-def test_what_serves_waits_between_calls(wrapped):
-    mesh = Mesh()
-    assert mesh.serve("forward") == "forward"
-    time.sleep(0.01)
-    mesh.serve("optim_step")
-    names = [span["name"] for span in sorted(written(wrapped), key=lambda span: span["start"])]
-    assert names == ["policy.forward", "wait for a request", "policy.optim_step"]
+def test_what_serves_waits_between_requests(tmp_path):
+    def names(serves):
+        made = Spans(SpanFile(tmp_path / f"{serves}.jsonl", {"process": "unit"}, every_s=60), 0, serves=serves)
+        tracing.record_into(made)
+        try:
+            for operation in ("forward", "optim_step"):
+                with tracing.served(f"policy.{operation}"):
+                    pass
+        finally:
+            tracing.record_into(None)
+            made.file.shutdown()
+        return [span["name"] for span in written(made)]
+
+    assert names(True) == ["policy.forward", "wait for a request", "policy.optim_step"]
+    assert names(False) == ["policy.forward", "policy.optim_step"]  # the controller of a local run
+
+
+def test_spans_of_a_run_that_has_ended_are_left_out(recorded):
+    waiting, key = tracing.span("wait for policy.forward", ranks=1), tracing.span("wait for rewards")
+    with waiting, key:
+        recorded.settle(all=True)
+        recorded.file.shutdown()
+        tracing.record_into(None)
+    assert [span["name"] for span in spans_in(recorded.file.path)] == ["wait for rewards"]
 
 
 def test_a_full_disk_costs_spans_and_not_the_run(tmp_path, caplog):
@@ -300,7 +328,7 @@ def test_the_loops_spans_are_phases_and_steps_are_numbered(tmp_path):
     assert recording.TIMELINE not in __import__("os").environ
 
 
-def test_environments_run_on_the_loop_or_in_a_thread(spans):
+def test_environments_run_on_the_loop_or_in_a_thread(recorded):
     from torchtitan_rl.rollout.episode import Episode
     from torchtitan_rl.tasks.env import Env, Step
     from torchtitan_rl.types import Task
@@ -322,12 +350,8 @@ def test_environments_run_on_the_loop_or_in_a_thread(spans):
         for kind in (Plain, Waiting):
             assert await Episode(kind(), Task(id="a", prompt="b"), 5.0).reset() == "hello"
 
-    done = {}
-    wrap(spans, [point for point in POINTS if ".episode:" in point.where], done)
     asyncio.run(main())
-    for put_back in done.values():
-        put_back()
-    found = written(spans)
+    found = written(recorded)
     threads = {span["thread"] for span in found if span["name"] == "run an environment"}
     assert threads == {"MainThread", "environment"}
     waits = [span["end"] - span["start"] for span in found if span["name"] == "wait for an environment"]

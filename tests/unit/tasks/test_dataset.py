@@ -13,7 +13,7 @@ from torchtitan_rl.config.load import apply_overrides
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.resolve import flat, resolved
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.tasks.dataset import Dataset, _say
+from torchtitan_rl.tasks.dataset import Dataset, _warn_once
 from torchtitan_rl.tasks.family import source_of
 from torchtitan_rl.types import Task
 
@@ -23,7 +23,7 @@ def here(tmp_path, monkeypatch):
     """An empty directory to write files in, and nothing cached elsewhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    _say.cache_clear()
+    _warn_once.cache_clear()
     return tmp_path
 
 

@@ -15,7 +15,7 @@ def test_a_run_goes_on_until_somebody_asks(monkeypatch):
     stop = StopRequest(0.0, clock=Clock())
     assert stop.reason() == ""
     stop.ask("SIGTERM")
-    assert stop.reason() == stop.asked == "SIGTERM"
+    assert stop.reason() == stop.requested_reason == "SIGTERM"
 
 
 def test_the_last_step_that_fits_into_the_limit_is_taken(monkeypatch):

@@ -17,19 +17,19 @@ from torchtitan_rl.dispatch.versions import PolicyVersions
 from torchtitan_rl.environment import HOST_ADDRESS
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.generator_cut import RankPart
-from torchtitan_rl.model.held_state import held_state
+from torchtitan_rl.model.module_state import fused_state
 from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.weights import layout, peers, piece_server, pieces, sharded_pull
 from torchtitan_rl.weights import staging as staging_module
-from torchtitan_rl.weights.elsewhere import Elsewhere
 from torchtitan_rl.weights.finite import FiniteCheck
 from torchtitan_rl.weights.layout import Entry
 from torchtitan_rl.weights.peers import Peers
 from torchtitan_rl.weights.pieces import Box, HeadRows, PieceManifest
+from torchtitan_rl.weights.remote_fetcher import RemoteFetcher
 from torchtitan_rl.weights.sharded_pull import pull
 from torchtitan_rl.weights.sharded_push import Publisher, write_pieces
 from torchtitan_rl.weights.staging import Staging, part_box, plan_part
-from torchtitan_rl.weights.trainer_shards import Held, aliases_of, entries_of, held_tensors
+from torchtitan_rl.weights.trainer_shards import LocalShard, aliases_of, entries_of, local_shards
 from torchtitan_rl.weights.versioned import MemoryStore
 
 HEADS = HeadRows(heads_per_kv=2, head_dim=4)  # 2 KV heads: 32 fused rows
@@ -60,7 +60,7 @@ def trainers(monkeypatch):
                 values = whole.tensor_split([whole.shape[0] // 3 + 1])[rank]
                 first = 0 if rank == 0 else whole.shape[0] // 3 + 1
                 box = Box((first, *[0] * (whole.dim() - 1)), tuple(values.shape))
-                held[name] = Held(tuple(whole.shape), box, values, HEADS if "wqkv" in name else None)
+                held[name] = LocalShard(tuple(whole.shape), box, values, HEADS if "wqkv" in name else None)
                 entries |= entries_of(name, held[name], torch.bfloat16)
             sources.append(
                 write_pieces(exchange, rank, version, held, dict.fromkeys(held, torch.bfloat16), {}, FiniteCheck())
@@ -206,10 +206,10 @@ def test_a_version_that_is_published_again_meanwhile_is_fetched_as_it_is_now(tra
     async def gone(key):
         raise KeyError(key)
 
-    elsewhere = Elsewhere()
-    check(asyncio.run(elsewhere.fetch(older, True, get, "5/{}".format)), 0, 1)
+    fetcher = RemoteFetcher()
+    check(asyncio.run(fetcher.fetch(older, True, get, "5/{}".format)), 0, 1)
     with pytest.raises(RuntimeError, match="has discarded the version"):
-        asyncio.run(elsewhere.fetch(older, True, gone, "5/{}".format))
+        asyncio.run(fetcher.fetch(older, True, gone, "5/{}".format))
 
 
 def test_damage_a_discarded_version_and_a_dead_publisher_are_named(trainers, monkeypatch):
@@ -288,8 +288,8 @@ def test_adapters_are_merged_box_by_box(trainers, monkeypatch):
     state = model.state_dict()
     adapters = lora.whole_adapters(state, 2, config)
     merged = {name: lora.merge(name, tensor, adapters) for name, tensor in lora.base_state(state).items()}
-    held = held_tensors(model)
-    of_layers = lora.layer_adapters(held_state(model), config)
+    held = local_shards(model)
+    of_layers = lora.layer_adapters(fused_state(model), config)
     monkeypatch.setenv(HOST_ADDRESS, "127.0.0.2")
     sources, entries = [], {}
     for rank, exchange in enumerate(trainers.exchanges):
@@ -317,10 +317,10 @@ def test_a_store_gives_each_process_its_part_and_a_file_has_all(trainers, tmp_pa
         store = MemoryStore()
         await store.publish(trainers(7), None, handle="", verify=False)
         check(await store.fetch(7, verify=True), 0, 1)
-        store.elsewhere.part = 1, 2
+        store.fetcher.part = 1, 2
         check(await store.fetch(7, verify=True), 1, 2)
         versions = PolicyVersions(None, store, WeightSyncConfig(), torch.bfloat16, one_host=False)
-        store.elsewhere.part = None
+        store.fetcher.part = None
         await versions.save(7, tmp_path / "saved")
         saved = load_file(tmp_path / "saved")
         assert saved.keys() == expected(0, 1).keys()

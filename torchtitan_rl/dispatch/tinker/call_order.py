@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-__all__ = ["InOrder", "done"]
+__all__ = ["CallOrder", "done"]
 
 _Answer = TypeVar("_Answer")
 
 
-class InOrder:
+class CallOrder:
     """A queue of calls. A call holds the queue until all of its requests are sent, and not until they are answered."""
 
     def __init__(self) -> None:

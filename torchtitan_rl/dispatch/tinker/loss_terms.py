@@ -23,7 +23,7 @@ from torchtitan_rl.algorithm.objective import measured
 from torchtitan_rl.dispatch.microbatches import pack
 from torchtitan_rl.types import Datum, LossFunction, LossInputs
 
-__all__ = ["Evaluated", "Named", "evaluate", "linearized", "named"]
+__all__ = ["Evaluated", "ServiceLoss", "evaluate", "linearized", "service_loss"]
 
 _UNKNOWN = {
     "entropy": "the entropy of the policy's distribution",
@@ -33,7 +33,7 @@ _UNKNOWN = {
 
 
 @dataclass(kw_only=True, slots=True)
-class Named:
+class ServiceLoss:
     """A loss in the service's words."""
 
     name: str
@@ -91,8 +91,8 @@ def evaluate(
     if weight is not None:
         gradient = torch.zeros_like(leaf)
         if loss.requires_grad:  # else no log-probability has a part in it
-            found = torch.autograd.grad(loss * weight, leaf, allow_unused=True)[0]
-            gradient = gradient if found is None else found
+            derivative = torch.autograd.grad(loss * weight, leaf, allow_unused=True)[0]
+            gradient = gradient if derivative is None else derivative
         gradients = list(gradient.split(batch.lengths))
     return Evaluated(loss=loss.item(), sums=sums, gradients=gradients)
 
@@ -107,25 +107,25 @@ def _sampled(inputs: LossInputs) -> dict[str, torch.Tensor]:
         return sums | (losses.mismatch(policy, inputs) if inputs.policy_logprobs.dim() == 1 else {})
 
 
-def linearized(data: list[Datum], gradients: list[torch.Tensor]) -> Named:
+def linearized(data: list[Datum], gradients: list[torch.Tensor]) -> ServiceLoss:
     """The cross-entropy that has these derivatives by the log-probabilities of the targets."""
     inputs = [
         {"target_tokens": datum.target_tokens, "weights": -gradient.float()}
         for datum, gradient in zip(data, gradients, strict=True)
     ]
-    return Named(name="cross_entropy", inputs=inputs)
+    return ServiceLoss(name="cross_entropy", inputs=inputs)
 
 
-def named(loss_fn: LossFunction, data: list[Datum], weight: float) -> Named | None:
+def service_loss(loss_fn: LossFunction, data: list[Datum], weight: float) -> ServiceLoss | None:
     """`weight` x the loss in the service's words, if it can be said exactly; None if not."""
     function, keywords = _unwrapped(loss_fn)
     if not isinstance(function, FunctionType) or (words := _WORDS.get(function)) is None:
         return None
-    said = [words(datum, weight, **keywords) for datum in data]
-    inputs = [row for row, _ in filter(None, said)]
+    terms = [words(datum, weight, **keywords) for datum in data]
+    inputs = [row for row, _ in filter(None, terms)]
     if len(inputs) < len(data) or not all(torch.isfinite(x).all() for row in inputs for x in row.values()):
         return None
-    return Named(name=function.__name__, inputs=inputs, config=said[0][1])
+    return ServiceLoss(name=function.__name__, inputs=inputs, config=terms[0][1])
 
 
 def _unwrapped(loss_fn: LossFunction) -> tuple[Callable, dict]:
@@ -140,9 +140,9 @@ def _unwrapped(loss_fn: LossFunction) -> tuple[Callable, dict]:
 _Words = tuple[dict[str, torch.Tensor], dict[str, float]] | None
 
 
-def _cross_entropy(datum: Datum, weight: float, **others) -> _Words:
+def _cross_entropy(datum: Datum, weight: float, **settings) -> _Words:
     weights = datum.loss_inputs.get("token_weights")
-    if others or weights is None or weights.shape != datum.target_tokens.shape:
+    if settings or weights is None or weights.shape != datum.target_tokens.shape:
         return None
     return {"target_tokens": datum.target_tokens, "weights": weights.float() * weight}, {}
 
@@ -153,8 +153,8 @@ def _policy_gradient(datum: Datum, weight: float) -> dict[str, torch.Tensor] | N
     columns = datum.loss_inputs
     old = columns.get("old_logprobs", columns.get("sampling_logprobs"))
     weights, advantages, mask = (columns.get(name) for name in ("token_weights", "advantages", "loss_mask"))
-    given = (old, weights, advantages, mask)
-    if any(x is None or x.dim() > 1 for x in given) or datum.target_tokens.dim() > 1:
+    rows = (old, weights, advantages, mask)
+    if any(x is None or x.dim() > 1 for x in rows) or datum.target_tokens.dim() > 1:
         return None
     trained = mask > 0
     return {
@@ -164,8 +164,8 @@ def _policy_gradient(datum: Datum, weight: float) -> dict[str, torch.Tensor] | N
     }
 
 
-def _importance_sampling(datum: Datum, weight: float, **others) -> _Words:
-    rows = None if others else _policy_gradient(datum, weight)
+def _importance_sampling(datum: Datum, weight: float, **settings) -> _Words:
+    rows = None if settings else _policy_gradient(datum, weight)
     return None if rows is None else (rows, {})
 
 

@@ -74,23 +74,23 @@ class RemoteSamplingClient(SamplingClient):
             raise
 
     async def _answer(self, client: Any, request: Request, version: int) -> Any:
-        tinker, what = sdk(), f"prompt of {len(request.tokens)} tokens"
+        tinker, call = sdk(), f"prompt of {len(request.tokens)} tokens"
         prompt = tinker.ModelInput.from_ints(request.tokens)
         if request.params is not None:
-            asked = tinker.SamplingParams(**self._asked(request.params))
-            return _completion(await self._said(client.sample(prompt, 1, asked), what), version)
+            params = tinker.SamplingParams(**self._sampling_params(request.params))
+            return _completion(await self._response(client.sample(prompt, 1, params), call), version)
         one = tinker.SamplingParams(max_tokens=1)
         if not request.top_k:
-            said = await self._said(client.sample(prompt, 1, one, include_prompt_logprobs=True), what)
-            return said.prompt_logprobs[1:]
-        said = await self._said(client.sample(prompt, 1, one, topk_prompt_logprobs=request.top_k), what)
-        top = said.topk_prompt_logprobs_np
+            response = await self._response(client.sample(prompt, 1, one, include_prompt_logprobs=True), call)
+            return response.prompt_logprobs[1:]
+        response = await self._response(client.sample(prompt, 1, one, topk_prompt_logprobs=request.top_k), call)
+        top = response.topk_prompt_logprobs_np
         return torch.from_numpy(top.token_ids[1:]).long(), torch.from_numpy(top.logprobs[1:].copy())
 
-    async def _said(self, future: Any, what: str) -> Any:
-        return await answered(future, what, self._timeout_s)
+    async def _response(self, future: Any, call: str) -> Any:
+        return await answered(future, call, self._timeout_s)
 
-    def _asked(self, params: SamplingParams) -> dict[str, Any]:
+    def _sampling_params(self, params: SamplingParams) -> dict[str, Any]:
         """The protocol's parameters. Raises ValueError for what it has no parameter for."""
         for name, value in params.altered().items():
             if name not in _OFFERED:
@@ -119,8 +119,8 @@ class RemoteSamplingClient(SamplingClient):
             task.cancel()
 
 
-def _completion(said: Any, version: int) -> Completion:
-    sequence = said.sequences[0]
+def _completion(response: Any, version: int) -> Completion:
+    sequence = response.sequences[0]
     reason = str(getattr(sequence.stop_reason, "value", sequence.stop_reason))
     return Completion(
         tokens=list(sequence.tokens),

@@ -38,29 +38,29 @@ def _not_on_loading(record: logging.LogRecord) -> bool:
     return "load_state" not in record.getMessage()
 
 
-async def answered(future: Any, what: str, timeout_s: float) -> Any:
+async def answered(future: Any, call: str, timeout_s: float) -> Any:
     """The result of one of the SDK's futures. Raises ValueError for a request that the service refuses, WorkerLost
     when no answer comes within `timeout_s` or the service cannot be reached, RuntimeError for everything else. Each
-    message begins with `what`."""
+    message begins with `call`."""
     tinker = sdk()
     try:
         return await asyncio.wait_for(future.result_async(), timeout_s)
     except TimeoutError:
         raise WorkerLost(
-            f"{what}: the service did not answer within {timeout_s:g} s; look at its log, or raise the deadline in "
+            f"{call}: the service did not answer within {timeout_s:g} s; look at its log, or raise the deadline in "
             "controller.*_timeout_s"
         ) from None
     except tinker.APIConnectionError as error:
-        raise WorkerLost(f"{what}: {describe(error)}; look whether the service runs at TINKER_BASE_URL") from error
+        raise WorkerLost(f"{call}: {describe(error)}; look whether the service runs at TINKER_BASE_URL") from error
     except (tinker.BadRequestError, tinker.UnprocessableEntityError) as error:
         body = error.body if isinstance(error.body, dict) else {}
-        raise ValueError(f"{what}: {body.get('error') or body.get('detail') or describe(error)}") from error
+        raise ValueError(f"{call}: {body.get('error') or body.get('detail') or describe(error)}") from error
     except tinker.RequestFailedError as error:
         sentence = framed[1] if (framed := _FRAME.match(error.message)) else error.message
         category = str(getattr(error.category, "value", error.category)).lower()
-        raise (ValueError if category == "user" else RuntimeError)(f"{what}: {sentence}") from error
+        raise (ValueError if category == "user" else RuntimeError)(f"{call}: {sentence}") from error
     except Exception as error:
-        raise RuntimeError(f"{what}: {describe(error)}") from error
+        raise RuntimeError(f"{call}: {describe(error)}") from error
 
 
 def not_offered(operation: str) -> NoReturn:

@@ -11,22 +11,21 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_rl.environment import TIMELINE
 from torchtitan_rl.record.recorder import Listener, Span
-from torchtitan_rl.record.timeline.points import GARBAGE, POINTS
-from torchtitan_rl.record.timeline.span_file import Kind, SpanFile
+from torchtitan_rl.record.timeline.span_file import SpanFile
 from torchtitan_rl.record.timeline.spans import Spans
-from torchtitan_rl.record.timeline.wrapping import wrap
+from torchtitan_rl.record.tracing import GARBAGE, Kind, record_into
 
-__all__ = ["LOOPS", "Timeline", "Phases", "phases_of", "begin", "look"]
+__all__ = ["LOOPS", "Timeline", "Phases", "phases_of", "begin"]
 
 logger = logging.getLogger(__name__)
 
 LOOPS = ("supervised", "reinforcement")
 """The recorder's spans that consist of steps."""
+CONTROLLER = "controller"
 _LEAST_COLLECTION_NS = 1_000_000
 
 
@@ -40,15 +39,11 @@ class Timeline:
         if here != boot:
             offset_ns = _offset_ns()
         self.file = SpanFile(Path(directory) / f"{name}.{os.getpid()}.jsonl", header)
-        self.spans = Spans(self.file, offset_ns)
+        self.spans = Spans(self.file, offset_ns, serves=name != CONTROLLER)
         self.file.before_write = self.spans.settle
-        self._wrapped: dict[str, Callable[[], None]] = {}
         self._collecting = 0
         gc.callbacks.append(self._collects)
-
-    def look(self) -> None:
-        """Times the functions of `POINTS` in the modules that are imported by now."""
-        wrap(self.spans, POINTS, self._wrapped)
+        record_into(self.spans)
 
     def _collects(self, phase: str, info: dict[str, int]) -> None:
         """Hears of each garbage collection, which stops every thread of the process."""
@@ -59,10 +54,8 @@ class Timeline:
             self.spans.leaf(GARBAGE, "work", self._collecting, now)
 
     def close(self) -> None:
-        """Puts the functions back, and writes what is left."""
-        for put_back in self._wrapped.values():
-            put_back()
-        self._wrapped.clear()
+        """Records nothing more, and writes what is left."""
+        record_into(None)
         gc.callbacks.remove(self._collects)
         self.spans.settle(all=True)
         self.file.shutdown()
@@ -73,8 +66,8 @@ _mine: list[Timeline] = []
 
 
 def phases_of(directory: Path) -> list[Listener]:
-    """What records the controller's process; nothing where this process records another run already, whose wrapped
-    functions would time this one too."""
+    """What records the controller's process; nothing where this process records another run already, which
+    would get the spans of both."""
     if _mine:
         logger.warning("record.timeline: this process records another run's timeline already; %s gets none", directory)
         return []
@@ -83,16 +76,9 @@ def phases_of(directory: Path) -> list[Listener]:
 
 def begin(name: str) -> None:
     """Begins to record this process under `name`, where the environment says so."""
-    if not _mine and (told := os.environ.get(TIMELINE)):
-        _mine.append(timeline := Timeline(name, **json.loads(told)))
-        timeline.look()
+    if not _mine and (settings := os.environ.get(TIMELINE)):
+        _mine.append(timeline := Timeline(name, **json.loads(settings)))
         atexit.register(timeline.close)
-
-
-def look() -> None:
-    """Times the functions of modules that have been imported since, where this process records."""
-    for timeline in _mine:
-        timeline.look()
 
 
 class Phases(Listener):
@@ -101,10 +87,9 @@ class Phases(Listener):
     def __init__(self, directory: Path) -> None:
         """Makes the directory, and has the processes that this one starts record too."""
         directory.mkdir(parents=True, exist_ok=True)
-        told = {"directory": str(directory.absolute()), "offset_ns": _offset_ns(), "boot": _boot()}
-        os.environ[TIMELINE] = json.dumps(told)
-        self.timeline = Timeline("controller", **told)  # type: ignore[arg-type]  # the values are those of its arguments
-        self.timeline.look()
+        settings = {"directory": str(directory.absolute()), "offset_ns": _offset_ns(), "boot": _boot()}
+        os.environ[TIMELINE] = json.dumps(settings)
+        self.timeline = Timeline(CONTROLLER, **settings)  # type: ignore[arg-type]  # the values are those of its arguments
         _mine.append(self.timeline)
         self._open: dict[int, tuple] = {}
         self._num_steps = 0

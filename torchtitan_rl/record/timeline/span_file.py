@@ -9,21 +9,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
-from torchtitan_rl.record.run_log import json_line
-from torchtitan_rl.record.timeline.points import WRITE_S
+from torchtitan_rl.record.json_lines import json_line
+from torchtitan_rl.record.tracing import Kind
 
-__all__ = ["SpanFile", "Leaf", "Kind", "KIND", "THREAD"]
+__all__ = ["SpanFile", "Leaf", "KIND", "THREAD", "WRITE_S"]
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["phase", "work", "wait"]
-"""`phase`: other spans say what happened in it. `work`, `wait`: a leaf, which says what its whole time was."""
+WRITE_S = 1.0
+"""Seconds after which a process's spans are on disk; a process that is killed loses what is younger."""
 KIND, THREAD = "timeline.kind", "timeline.thread"
 """The names of the attributes that hold a span's kind, and the name of the thread that made it."""
 
@@ -51,7 +51,7 @@ class SpanFile(SpanProcessor):
         self.path, self.dropped = path, 0
         self.before_write: Callable[[], None] = lambda: None
         """Called before each write, by the thread that writes."""
-        self._room, self._every_s, self._told = room, every_s, False
+        self._room, self._every_s, self._warned = room, every_s, False
         self._header = json_line(header)
         """The file's first line; empty once the file has it."""
         self._waiting: deque[ReadableSpan | Leaf] = deque()
@@ -106,8 +106,8 @@ class SpanFile(SpanProcessor):
                 self._header, self.dropped = b"", self.dropped - dropped
             except OSError as error:
                 self.dropped += number
-                if not self._told:
-                    self._told = True
+                if not self._warned:
+                    self._warned = True
                     logger.warning("timeline: %s cannot be written, the run goes on without: %s", self.path, error)
 
     def _append(self, lines: bytes) -> None:

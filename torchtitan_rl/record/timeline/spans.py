@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+import types
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from opentelemetry import context, trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-from torchtitan_rl.record.timeline.span_file import KIND, THREAD, Kind, Leaf, SpanFile
+from torchtitan_rl.record.timeline.span_file import KIND, THREAD, Leaf, SpanFile
+from torchtitan_rl.record.tracing import Kind
 
 __all__ = ["Spans"]
 
+_Result = TypeVar("_Result")
 _JOIN_NS = 1_000_000
 """Pieces of work of one name with less than this between them are one span: its gaps are switches of tasks."""
 
@@ -34,6 +38,31 @@ class _Burst:
     """Waits that have not ended."""
 
 
+class _Span:
+    """The context manager that `tracing.span` returns in a process that records."""
+
+    __slots__ = ("_spans", "_name", "_kind", "_attributes", "_start", "_begun")
+
+    def __init__(self, spans: Spans, name: str, kind: Kind, attributes: dict[str, int]) -> None:
+        self._spans, self._name, self._kind, self._attributes = spans, name, kind, attributes
+        self._start = spans.now()
+        self._begun: Any = None
+
+    def __enter__(self) -> None:
+        if self._kind == "phase":
+            self._begun = self._spans.begin(self._name, self._start, self._attributes)
+        elif self._kind == "wait" and not self._attributes:
+            self._begun = self._spans.wait_begins(self._name, self._start)
+
+    def __exit__(self, *error: object) -> None:
+        if self._begun is None:
+            self._spans.leaf(self._name, self._kind, self._start, self._spans.now(), attributes=self._attributes)
+        elif self._kind == "phase":
+            self._spans.end(self._begun)
+        else:
+            self._spans.wait_ends(self._begun, self._spans.now())
+
+
 class _Ours(TracerProvider):
     """The tracer provider of a program that has set none itself."""
 
@@ -46,9 +75,12 @@ class Spans:
     which all processes of a host share: no adjustment of the wall clock moves spans against each other.
     """
 
-    def __init__(self, file: SpanFile, offset_ns: int) -> None:
-        """`offset_ns`: wall clock minus `time.perf_counter_ns()`."""
-        self.offset_ns, self.file = offset_ns, file
+    def __init__(self, file: SpanFile, offset_ns: int, *, serves: bool = False) -> None:
+        """`offset_ns`: wall clock minus `time.perf_counter_ns()`. `serves`: the process waits for requests, and is idle
+        between two of them."""
+        self.offset_ns, self.file, self._serves = offset_ns, file, serves
+        self._idle_since = 0
+        """When the process answered its last request, where it serves; 0: it is answering one, or has had none."""
         provider = trace.get_tracer_provider()
         if not isinstance(provider, TracerProvider):
             provider = _Ours(sampler=ALWAYS_ON, shutdown_on_exit=False)
@@ -62,6 +94,47 @@ class Spans:
 
     def now(self) -> int:
         return time.perf_counter_ns() + self.offset_ns
+
+    def span(self, name: str, kind: Kind, attributes: dict[str, int]) -> _Span:
+        """See `tracing.span`."""
+        return _Span(self, name, kind, attributes)
+
+    async def running(self, name: str, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        """See `tracing.running`. Pieces less than a millisecond apart are one span."""
+        if not isinstance(coroutine, Coroutine):  # a user's workflow may return another awaitable
+            coroutine = _awaited(coroutine)
+        return await self._driven(name, coroutine)
+
+    @types.coroutine
+    def _driven(self, name: str, coroutine: Coroutine[Any, Any, _Result]):
+        """Runs a coroutine as `await` does, and notes when it runs."""
+        resume, value = coroutine.send, None
+        while True:
+            start = self.now()
+            try:
+                awaited = resume(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.piece(name, start, self.now())
+            try:
+                value, resume = (yield awaited), coroutine.send
+            except BaseException as error:  # a cancellation too: the coroutine decides what follows
+                value, resume = error, coroutine.throw
+
+    @contextmanager
+    def served(self, name: str) -> Iterator[None]:
+        """See `tracing.served`."""
+        start = self.now()
+        if self._idle_since:
+            self.leaf("wait for a request", "wait", self._idle_since, start)
+            self._idle_since = 0
+        try:
+            yield
+        finally:
+            end = self.now()
+            self.leaf(name, "work", start, end)
+            self._idle_since = end if self._serves else 0
 
     def begin(
         self, name: str, start: int, attributes: Mapping[str, Any] | None = None, *, kind: Kind = "phase"
@@ -147,3 +220,7 @@ class Spans:
     def _emit(self, name: str, kind: Kind, burst: _Burst) -> None:
         attributes = {"pieces": burst.pieces} if burst.pieces > 1 else None
         self.leaf(name, kind, burst.start, burst.end, parent=burst.parent, thread=burst.thread, attributes=attributes)
+
+
+async def _awaited(awaitable: Awaitable[_Result]) -> _Result:
+    return await awaitable

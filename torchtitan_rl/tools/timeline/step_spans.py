@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torchtitan_rl.record.timeline.points import GARBAGE
+from torchtitan_rl.record.tracing import GARBAGE
 from torchtitan_rl.tools.timeline.reading import Piece, Process, Timeline
 
 __all__ = ["Step", "UNNAMED", "steps_of", "leaves", "shares", "accounted", "busy", "union_ns"]

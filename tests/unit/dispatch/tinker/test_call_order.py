@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from torchtitan_rl.dispatch.tinker.call_order import InOrder, done
+from torchtitan_rl.dispatch.tinker.call_order import CallOrder, done
 
 
 def _calls(sent):
@@ -26,7 +26,7 @@ def _calls(sent):
 
 def test_a_call_of_two_requests_keeps_its_place_and_answers_may_come_in_any_order():
     async def run():
-        order, sent = InOrder(), []
+        order, sent = CallOrder(), []
         call = _calls(sent)
         futures = [
             order.submit(call("a")),
@@ -43,7 +43,7 @@ def test_a_call_of_two_requests_keeps_its_place_and_answers_may_come_in_any_orde
 
 def test_an_answer_that_has_not_come_holds_up_no_later_request():
     async def run():
-        order, sent = InOrder(), []
+        order, sent = CallOrder(), []
         never = asyncio.get_running_loop().create_future()
 
         async def send():
@@ -59,7 +59,7 @@ def test_an_answer_that_has_not_come_holds_up_no_later_request():
 
 def test_a_call_that_fails_or_is_cancelled_gives_its_place_on():
     async def run():
-        order, sent = InOrder(), []
+        order, sent = CallOrder(), []
         call = _calls(sent)
         slow, failing = order.submit(call("slow", 2)), order.submit(call("failing", error=KeyError("x")))
         cancelled, last = order.submit(call("cancelled")), order.submit(call("last"))

@@ -9,7 +9,7 @@ from tests.integration.helpers import random_datums
 from torchtitan_rl.algorithm import losses, reductions
 from torchtitan_rl.algorithm.objective import policy_objective
 from torchtitan_rl.config.algorithm import AlgorithmConfig
-from torchtitan_rl.dispatch.tinker.loss_terms import evaluate, linearized, named
+from torchtitan_rl.dispatch.tinker.loss_terms import evaluate, linearized, service_loss
 from torchtitan_rl.types import Datum, LossInputs
 
 
@@ -91,7 +91,7 @@ UNKNOWN = [losses.gspo, losses.dro, partial(losses.ppo, dual_clip=1.5), lambda i
 def test_a_known_loss_in_the_services_words_is_the_loss(loss_fn, weight):
     data = random_datums(12, seed=3)
     rows = _logprobs(data)
-    said = named(loss_fn, data, weight)
+    said = service_loss(loss_fn, data, weight)
     value, expected = _derivatives(_itself(loss_fn, data, weight), rows)
     sent_value, sent = _derivatives(_as_the_service(said), rows)
     if said.name != "cross_entropy":
@@ -117,19 +117,19 @@ def test_any_loss_as_a_cross_entropy_has_the_losss_derivatives(loss_fn, weight):
 
 @pytest.mark.parametrize("loss_fn", UNKNOWN)
 def test_what_the_service_cannot_say_exactly_is_not_sent_by_name(loss_fn):
-    assert named(loss_fn, random_datums(4), 1.0) is None
+    assert service_loss(loss_fn, random_datums(4), 1.0) is None
 
 
 def test_a_negative_weight_turns_a_minimum_round_and_is_not_sent_by_name():
     data = random_datums(4)
-    assert named(losses.ppo, data, -1.0) is None
-    assert named(losses.importance_sampling, data, -1.0) is not None
+    assert service_loss(losses.ppo, data, -1.0) is None
+    assert service_loss(losses.importance_sampling, data, -1.0) is not None
 
 
 @pytest.mark.parametrize("loss_fn", [losses.cross_entropy, losses.importance_sampling])
 def test_a_weight_that_is_not_finite_is_not_sent(loss_fn):
     data = random_datums(3)
-    assert named(loss_fn, data, float("nan")) is None
+    assert service_loss(loss_fn, data, float("nan")) is None
     found = evaluate(loss_fn, data, _logprobs(data), weight=float("nan"))
     assert not all(torch.isfinite(row).all() for row in found.gradients)
 
@@ -141,7 +141,7 @@ def test_several_targets_a_token_have_weights_and_derivatives_of_their_own():
         targets = torch.randint(0, 60, (length, 4), generator=generator)
         data.append(Datum(tokens=torch.arange(length), target_tokens=targets, loss_inputs={"token_weights": weights}))
         rows.append(-torch.rand(length, 4, generator=generator, dtype=torch.float64))
-    said, found = named(losses.cross_entropy, data, 2.0), evaluate(losses.cross_entropy, data, rows, weight=2.0)
+    said, found = service_loss(losses.cross_entropy, data, 2.0), evaluate(losses.cross_entropy, data, rows, weight=2.0)
     for of_name, of_gradient in zip(said.inputs, linearized(data, found.gradients).inputs, strict=True):
         assert of_name["weights"].shape == of_gradient["weights"].shape == of_name["target_tokens"].shape
         assert torch.allclose(of_name["weights"], of_gradient["weights"])
@@ -150,14 +150,14 @@ def test_several_targets_a_token_have_weights_and_derivatives_of_their_own():
 def test_the_objective_of_a_plain_config_is_known_and_its_metrics_are_computed_here():
     config = AlgorithmConfig(loss_fn=losses.importance_sampling, reduction=reductions.token_mean)
     objective, data = policy_objective(config), random_datums(6)
-    said, found = named(objective, data, 1.0), evaluate(objective, data, _logprobs(data))
+    said, found = service_loss(objective, data, 1.0), evaluate(objective, data, _logprobs(data))
     assert said.name == "importance_sampling" and found.gradients == []
     assert {"advantage/mean", "advantage/abs_max", "mismatch/kl", "policy/entropy"} <= found.sums.keys()
 
 
 def test_a_correction_is_sent_as_a_cross_entropy():
     config = AlgorithmConfig(loss_fn=losses.importance_sampling, correction_fn=lambda inputs: None)
-    assert named(policy_objective(config), random_datums(3), 1.0) is None
+    assert service_loss(policy_objective(config), random_datums(3), 1.0) is None
 
 
 @pytest.mark.parametrize("name", ["entropy", "teacher_kl", "predicted_values"])

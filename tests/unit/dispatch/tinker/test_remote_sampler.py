@@ -39,7 +39,7 @@ def client():
     ],
 )
 def test_what_ends_a_completion_is_said_in_the_protocols_words(client, given, stop):
-    asked = client._asked(SamplingParams(max_tokens=4, seed=2, **given))
+    asked = client._sampling_params(SamplingParams(max_tokens=4, seed=2, **given))
     assert asked == {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 2, "stop": stop}
 
 

@@ -1,12 +1,15 @@
-"""What a step asks of a remote service: gradients, an optimizer step, a version to sample from. The service packs and
-batches; versions are counted here."""
+"""The policy's training client over a remote service. The service packs and batches; versions are counted here."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
+import warnings
 from collections.abc import Awaitable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,26 +18,33 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.microbatches import check_alike, check_lengths
 from torchtitan_rl.dispatch.role_mesh import describe
 from torchtitan_rl.dispatch.tinker import loss_terms
-from torchtitan_rl.dispatch.tinker.call_order import InOrder, done
+from torchtitan_rl.dispatch.tinker.call_order import CallOrder, done
 from torchtitan_rl.dispatch.tinker.session import NoMesh, Samplers, answered, sdk
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.types import Datum, ForwardBackwardOutput, LossFunction, OptimParams, OptimStepOutput
+from torchtitan_rl.weights import checkpoint
 
-__all__ = ["RemoteSteps", "output_of", "scored"]
+__all__ = ["RECORD", "RemoteTrainingClient"]
+
+RECORD = "remote.json"
+"""The file of a checkpoint that has the path of its weights at the service."""
+
+_ODD = re.compile(r"[^A-Za-z0-9._-]+")
 
 _NO_STEP = OptimParams(lr=0.0, betas=(1 - 2**-20, 1 - 2**-20), weight_decay=0.0)
 """A step that only zeroes the gradient: the moments change by a millionth."""
 
 
-class RemoteSteps(TrainingClient):
-    """Trains one model of a remote service; `RemoteTrainingClient` adds what a plain step does not ask.
+class RemoteTrainingClient(TrainingClient):
+    """Scores and trains one model of a remote service. Checkpoints stay at the service: a checkpoint's directory has
+    their path.
 
     Calls go to the service in the order they were made. A loss that the service does not know takes two requests, and
     later calls wait until the second one is sent.
     """
 
-    def __init__(self, client: Any, samplers: Samplers, config: RunConfig, *, vocab_size: int) -> None:
-        """`client` is the SDK's TrainingClient. `config` is settled."""
+    def __init__(self, client: Any, rest: Any, samplers: Samplers, config: RunConfig, *, vocab_size: int) -> None:
+        """`client` and `rest` are the SDK's TrainingClient and RestClient. `config` is settled."""
         super().__init__(
             NoMesh(config.controller.call_timeout_s),  # type: ignore[arg-type]
             max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,
@@ -42,13 +52,16 @@ class RemoteSteps(TrainingClient):
             temperature=config.algorithm.temperature,
             vocab_size=vocab_size,
         )
-        self._client, self._samplers, self._config = client, samplers, config
+        self._client, self._rest, self._samplers, self._config = client, rest, samplers, config
         self._timeout_s = config.controller.call_timeout_s
-        self._order = InOrder()
+        self._order = CallOrder()
         self._version: asyncio.Future[int] = done(0)
         """The version after every step that has been sent."""
         self._not_finite = False
         """Whether a gradient that is not finite was not sent, so that the next step must not be taken."""
+        self._saving: tuple[Path, asyncio.Future[Any]] | None = None
+        """The checkpoint that is being saved, and the service's answer."""
+        self._num_resets = 0
 
     # Gradients and steps.
 
@@ -69,17 +82,17 @@ class RemoteSteps(TrainingClient):
 
         async def send() -> Awaitable[ForwardBackwardOutput]:
             with _as_workers("forward_backward"):
-                said = loss_terms.named(loss_fn, data, loss_weight)
-            if said is not None:
-                return self._known(self._sent(data, said), data, loss_fn, began)
-            rows = await self._logprobs("forward_backward", self._sent(data, scored(data), forward_only=True))
+                named = loss_terms.service_loss(loss_fn, data, loss_weight)
+            if named is not None:
+                return self._known(self._send(data, named), data, loss_fn, began)
+            rows = await self._logprobs("forward_backward", self._send(data, _scored(data), forward_only=True))
             with _as_workers("forward_backward"):
-                found = loss_terms.evaluate(loss_fn, data, rows, weight=loss_weight)
-            if not all(torch.isfinite(row).all() for row in found.gradients):
+                evaluated = loss_terms.evaluate(loss_fn, data, rows, weight=loss_weight)
+            if not all(torch.isfinite(row).all() for row in evaluated.gradients):
                 self._not_finite = True
-                return done(output_of(data, rows, found, began))
-            answer = self._sent(data, loss_terms.linearized(data, found.gradients))
-            return self._linearized(answer, output_of(data, rows, found, began))
+                return done(_output_of(data, rows, evaluated, began))
+            answer = self._send(data, loss_terms.linearized(data, evaluated.gradients))
+            return self._linearized(answer, _output_of(data, rows, evaluated, began))
 
         return self._order.submit(send)
 
@@ -88,12 +101,36 @@ class RemoteSteps(TrainingClient):
     ) -> ForwardBackwardOutput:
         rows = await self._logprobs("forward_backward", answer)
         with _as_workers("forward_backward"):
-            return output_of(data, rows, loss_terms.evaluate(loss_fn, data, rows), began)
+            return _output_of(data, rows, loss_terms.evaluate(loss_fn, data, rows), began)
 
     async def _linearized(self, answer: Any, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
         await self._logprobs("forward_backward", answer)
         output.interval = output.interval[0], time.time()
         return output
+
+    def forward(
+        self, data: list[Datum], *, temperature: float | None = None, top_k: int = 0, hidden: bool = False
+    ) -> asyncio.Future[ForwardBackwardOutput]:
+        """Log-probabilities of the data's targets. Raises ValueError as `forward_backward` does, and for `top_k` and
+        `hidden`."""
+        self._check("forward", data, temperature)
+        if top_k or hidden:
+            raise ValueError(
+                f"forward.top_k={top_k}, hidden={hidden}: a remote service answers log-probabilities of the targets "
+                "alone; give several targets a token, ask the generator's score_top, or use backend='actors'"
+            )
+        began = time.time()
+
+        async def send() -> Awaitable[ForwardBackwardOutput]:
+            answer = self._send(data, _scored(data), forward_only=True)
+
+            async def computed() -> ForwardBackwardOutput:
+                rows = await self._logprobs("forward", answer)
+                return _output_of(data, rows, loss_terms.Evaluated(loss=0.0, sums={}), began)
+
+            return computed()
+
+        return self._order.submit(send)
 
     def optim_step(
         self, params: OptimParams | None = None, *, grad_scale: float = 1.0
@@ -107,10 +144,10 @@ class RemoteSteps(TrainingClient):
             )
 
         async def send() -> Awaitable[OptimStepOutput]:
-            given, skip = params or OptimParams(), self._not_finite
+            chosen, skip = params or OptimParams(), self._not_finite
             self._not_finite = False
-            future = self._client.optim_step(self._adam(_NO_STEP if skip else given))
-            lr = self._config.trainer.optimizer.lr if given.lr is None else given.lr
+            future = self._client.optim_step(self._adam(_NO_STEP if skip else chosen))
+            lr = self._config.trainer.optimizer.lr if chosen.lr is None else chosen.lr
             step = asyncio.ensure_future(self._stepped(future, lr, self._version, skip))
             self._version = asyncio.ensure_future(_version_after(step, self._version))
             return step
@@ -127,6 +164,22 @@ class RemoteSteps(TrainingClient):
             policy_version=await asyncio.shield(before) + (not skip),
             skipped=skip,
         )
+
+    def reset_optimizer(self) -> asyncio.Future[None]:
+        """Forgets the optimizer's moments and step count: the protocol has no call for it, but weights that are saved
+        and loaded without the optimizer begin anew."""
+        self._num_resets += 1
+        name = f"reset-{self._num_resets}"
+
+        async def send() -> Awaitable[None]:
+            saved = await self._answered("reset_optimizer", self._client.save_state(name, overwrite=True))
+            return self._reset(self._load(saved.path, optimizer=False), saved.path)
+
+        return self._order.submit(send)
+
+    async def _reset(self, loading: Any, remote: str) -> None:
+        await self._answered("reset_optimizer", loading)
+        await self._delete(remote)
 
     def _adam(self, params: OptimParams) -> Any:
         optimizer = self._config.trainer.optimizer
@@ -151,7 +204,7 @@ class RemoteSteps(TrainingClient):
         check_lengths(operation, data, self._max_datum_tokens)
         check_alike(data, f"{operation}.data")
 
-    def _sent(self, data: list[Datum], said: loss_terms.Named, *, forward_only: bool = False) -> Any:
+    def _send(self, data: list[Datum], loss: loss_terms.ServiceLoss, *, forward_only: bool = False) -> Any:
         """Sends a call; the SDK's future of its answer."""
         tinker = sdk()
         datums = [
@@ -159,10 +212,10 @@ class RemoteSteps(TrainingClient):
                 model_input=tinker.ModelInput.from_ints(datum.tokens.tolist()),
                 loss_fn_inputs={name: tinker.TensorData.from_torch(rows) for name, rows in inputs.items()},
             )
-            for datum, inputs in zip(data, said.inputs, strict=True)
+            for datum, inputs in zip(data, loss.inputs, strict=True)
         ]
         call = self._client.forward if forward_only else self._client.forward_backward
-        return call(datums, said.name, said.config or None)
+        return call(datums, loss.name, loss.config or None)
 
     async def _logprobs(self, operation: str, answer: Any) -> list[torch.Tensor]:
         """Per datum, float32 in the targets' shape."""
@@ -189,6 +242,58 @@ class RemoteSteps(TrainingClient):
     async def discard_weights(self, version: int | str) -> None:
         """Does nothing: `Samplers.discard` has forgotten the version."""
 
+    # Checkpoints.
+
+    async def stage_checkpoint(self, path: Path) -> None:
+        """Begins to save weights and optimizer at the service. Training may go on at once: the service saves at the
+        call's place in the order."""
+
+        async def send() -> Awaitable[None]:
+            name = _ODD.sub("-", path.name.removesuffix(".writing"))
+            future = self._client.save_state(name, overwrite=True)
+            self._saving = path, asyncio.ensure_future(self._answered("stage_checkpoint", future))
+            return done(None)
+
+        await self._order.submit(send)
+
+    async def checkpoint_written(self) -> dict[str, list]:
+        """Waits until the staged checkpoint is saved. Returns the checksum of the file that says where."""
+        if self._saving is None:
+            raise RuntimeError("policy-0.checkpoint_written: no checkpoint is staged; call stage_checkpoint first")
+        (path, saving), self._saving = self._saving, None
+        saved = await saving
+        path.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_json(path / RECORD, {"path": saved.path})
+        return checkpoint.checksums(path, [path / RECORD])
+
+    async def load_checkpoint(self, path: Path, *, policy_version: int = 0, optimizer: bool = True) -> None:
+        """Loads what a checkpoint's directory names; with `optimizer=False` the weights alone, and the optimizer's
+        state is forgotten."""
+        remote = _remote_path(path)
+
+        async def send() -> Awaitable[None]:
+            self._version = done(policy_version)
+            return self._answered("load_checkpoint", self._load(remote, optimizer=optimizer))
+
+        await self._order.submit(send)
+
+    async def init_model(self, path: Path) -> None:
+        """Loads the weights of a checkpoint that this backend wrote, and forgets the optimizer's state."""
+        await self.load_checkpoint(path, optimizer=False)
+
+    async def remove_checkpoint(self, path: Path) -> None:
+        """Deletes a checkpoint at the service and its directory here."""
+        await self._delete(_remote_path(path))
+        checkpoint.remove(path)
+
+    async def _delete(self, remote: str) -> None:
+        await self._answered("remove_checkpoint", self._rest.delete_checkpoint_from_tinker_path(remote))
+
+    def _load(self, remote: str, *, optimizer: bool) -> Any:
+        with warnings.catch_warnings():  # see service._not_on_loading
+            warnings.simplefilter("ignore", FutureWarning)
+            return self._client.load_state_with_optimizer(remote) if optimizer else self._client.load_state(remote)
+
     async def _answered(self, operation: str, future: Any) -> Any:
         try:
             return await answered(future, f"policy-0.{operation}", self._timeout_s)
@@ -209,23 +314,23 @@ class _as_workers:  # noqa: N801
             raise RuntimeError(f"policy-0.{self._operation}: {describe(error)}") from error
 
 
-def scored(data: list[Datum]) -> loss_terms.Named:
+def _scored(data: list[Datum]) -> loss_terms.ServiceLoss:
     """A forward pass: the cross-entropy with weights of 1, of which only the log-probabilities are read."""
     inputs = [{"target_tokens": d.target_tokens, "weights": torch.ones(d.target_tokens.shape)} for d in data]
-    return loss_terms.Named(name="cross_entropy", inputs=inputs)
+    return loss_terms.ServiceLoss(name="cross_entropy", inputs=inputs)
 
 
-def output_of(
-    data: list[Datum], rows: list[torch.Tensor], found: loss_terms.Evaluated, began: float
+def _output_of(
+    data: list[Datum], rows: list[torch.Tensor], evaluated: loss_terms.Evaluated, began: float
 ) -> ForwardBackwardOutput:
     masks = [datum.loss_inputs.get("loss_mask", torch.ones(len(datum))) for datum in data]
     num_tokens = sum(int((mask_T > 0).sum()) for mask_T in masks)
     return ForwardBackwardOutput(
         policy_logprobs=rows,
         values=[],
-        loss=found.loss,
+        loss=evaluated.loss,
         num_tokens=num_tokens,
-        metrics={n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in found.sums.items()},
+        metrics={n: v if n.endswith("_max") else v / max(1, num_tokens) for n, v in evaluated.sums.items()},
         interval=(began, time.time()),
     )
 
@@ -236,3 +341,14 @@ async def _version_after(step: asyncio.Future[OptimStepOutput], before: asyncio.
         return (await asyncio.shield(step)).policy_version
     except (Exception, asyncio.CancelledError):
         return await asyncio.shield(before)
+
+
+def _remote_path(path: Path) -> str:
+    """Raises ValueError for a directory without the path of its weights at a service."""
+    try:
+        return json.loads((path / RECORD).read_text())["path"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"checkpoint={str(path)!r}: has no {RECORD} that names weights at a service ({error}); another backend "
+            "wrote it: resume with that one"
+        ) from error

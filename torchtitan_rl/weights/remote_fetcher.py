@@ -1,4 +1,5 @@
-"""Versions whose bytes do not lie in this host's shared memory: in the store, or in pieces with those who publish."""
+"""Fetches versions whose bytes are not in this host's shared memory: from the store, or in pieces from the ranks that
+publish them."""
 
 from __future__ import annotations
 
@@ -14,26 +15,26 @@ from torchtitan_rl.weights.pieces import PieceManifest
 from torchtitan_rl.weights.sharded_pull import Discarded, pull
 from torchtitan_rl.weights.staging import Staging
 
-__all__ = ["Elsewhere"]
+__all__ = ["RemoteFetcher"]
 
 Get = Callable[[str], Awaitable[Any]]
-_AGAIN_S = 2.0
+_REPUBLISH_WAIT_S = 2.0
 
 
-class Elsewhere:
-    """One process's way to such versions."""
+class RemoteFetcher:
+    """Fetches versions from other processes, for one process."""
 
     def __init__(self) -> None:
         self.part: tuple[int, int] | None = None
-        """Which generator rank of how many this process is: it fetches its part of a version in pieces, each time into
-        the same memory. None: no generator, which fetches whole tensors, and keeps no memory for the next time."""
+        """(rank, number of ranks) of this process in its generator: it fetches only its part of a version in pieces,
+        each time into the same memory. None outside a generator: whole tensors are fetched, and no memory is kept."""
         self._staging = Staging()
 
     async def fetch(
         self, manifest: Manifest, verify: bool, get: Get, key: Callable[[str], str]
     ) -> tuple[Manifest, torch.Tensor]:
-        """(manifest, payload) of a version. The store gives what it has under `key("manifest")` and `key("payload")`.
-        Where the version is published again meanwhile, what is returned is of the newer publication."""
+        """(manifest, payload) of a version, from the store's `key("manifest")` and `key("payload")` or from the ranks
+        that publish it. Returns the newer publication when the version is published again meanwhile."""
         if not isinstance(manifest, PieceManifest):
             return manifest, await get(key("payload"))
         try:
@@ -50,8 +51,8 @@ class Elsewhere:
 
 
 async def _published_again(manifest: PieceManifest, get: Get, key: str) -> PieceManifest | None:
-    """The newer publication of the version; None without one. Its pieces are offered before its manifest is there."""
-    end = time.monotonic() + _AGAIN_S
+    """The newer publication of the version; None when none appears within `_REPUBLISH_WAIT_S`."""
+    end = time.monotonic() + _REPUBLISH_WAIT_S
     while time.monotonic() < end:
         try:
             newer = await get(key)

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.unit.model.test_spec import for_training, tiny
-from torchtitan_rl.model.held_state import held_state, places
+from torchtitan_rl.model.module_state import fused_state, places
 
 
 def a_model(**changes):
@@ -16,7 +16,7 @@ def a_model(**changes):
 
 def test_fused_weights_stay_fused_and_nothing_is_copied():
     model = a_model()
-    held, split = held_state(model), model.state_dict()
+    held, split = fused_state(model), model.state_dict()
     fused = {f"layers.{i}.attention.qkv_linear.wqkv.weight" for i in range(2)}
     parts = {f"layers.{i}.attention.qkv_linear.{part}.weight" for i in range(2) for part in ("wq", "wk", "wv")}
     assert held.keys() - split.keys() == fused and split.keys() - held.keys() == parts
@@ -25,19 +25,19 @@ def test_fused_weights_stay_fused_and_nothing_is_copied():
     assert all(torch.equal(held[name], split[name]) for name in held.keys() & split.keys())
 
 
-def test_a_model_loads_its_held_state():
+def test_a_model_loads_its_fused_state():
     model, other = a_model(), a_model()
-    other.load_state_dict(held_state(model))
+    other.load_state_dict(fused_state(model))
     state, loaded = model.state_dict(), other.state_dict()
     assert state.keys() == loaded.keys() and all(torch.equal(state[name], loaded[name]) for name in state)
 
 
 def test_activation_checkpointing_does_not_show_in_names():
     model = a_model()
-    names = list(held_state(model))
+    names = list(fused_state(model))
     for key, layer in model.layers.items():
         model.layers[key] = checkpoint_wrapper(layer)
-    assert list(held_state(model)) == names
+    assert list(fused_state(model)) == names
 
 
 @pytest.mark.parametrize("tied", [False, True])
