@@ -34,7 +34,8 @@ def sockets(process: psutil.Process) -> dict[tuple[str, int], str]:
         return {
             (entry.laddr.ip, entry.laddr.port): command
             for entry in process.net_connections("inet")
-            if entry.status == psutil.CONN_LISTEN or entry.status == psutil.CONN_NONE
+            # A connected datagram socket hears its peer alone; libraries ask with one which address leads out.
+            if entry.status == psutil.CONN_LISTEN or (entry.status == psutil.CONN_NONE and not entry.raddr)
         }
     return {}
 
