@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up with the test extra and runs pytest.
-#   scripts/test.sh               the tests of every day, with real actors, engine and store: at most six minutes
+#   scripts/test.sh               the tests of every day, with real actors, engine and store: 7.5 minutes
 #   scripts/test.sh --all         every test but the slow and gpu ones: what has to pass before a change is merged
 #   scripts/test.sh ARGUMENT ...  one pytest with these arguments; without -m, slow and gpu tests are left out
 # The first two run the unit tests in two processes, then the others, which start processes themselves, one at a time.
