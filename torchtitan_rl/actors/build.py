@@ -16,11 +16,13 @@ from torchtitan.tools.utils import set_default_dtype
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import TrainerConfig
-from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir, has_weights
+from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.sharding import load_whole
-from torchtitan_rl.model.spec import build_spec, critic_spec, shape_of, training_spec
+from torchtitan_rl.model.spec import build_spec, critic_spec, training_spec
 from torchtitan_rl.weights import hf
 
 __all__ = ["BuiltModel", "CutModel", "cut_model", "build_model", "build_optimizers"]
@@ -34,7 +36,7 @@ class BuiltModel:
 
     model: torch.nn.Module
     spec: ModelSpec
-    shape: Qwen3Shape
+    shape: DecoderShape
     adapter: Any
     """torchtitan's state-dict adapter, which translates between torchtitan's and Hugging Face's names."""
 
@@ -47,7 +49,7 @@ class CutModel:
     spec: ModelSpec
     base: Any
     """The model's config without adapters."""
-    shape: Qwen3Shape
+    shape: DecoderShape
 
 
 def cut_model(
@@ -63,7 +65,7 @@ def cut_model(
     """Builds spec and converters, and shards the model by torchtitan's canonical plan, on the meta device. The process
     group may be a fake one. `attention`, `chunk_bytes`: those of another device than this machine's."""
     spec = build_spec(model_config)
-    shape = shape_of(spec.model)
+    shape = resolve_shape(model_config)
     validate_converter_order(config.converters)
     for converter in config.converters:
         spec.model = converter.build().convert(spec.model)

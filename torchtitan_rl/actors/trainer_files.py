@@ -102,7 +102,7 @@ class TrainerFiles:
         rank = self.rank
         if rank.role == "critic":
             raise ValueError(
-                "role='critic': has a value head, which Qwen3's Hugging Face form lacks; use save_checkpoint"
+                "role='critic': has a value head, which a Hugging Face model of this kind lacks; use save_checkpoint"
             )
         state, adapters = rank.exchange.base_and_adapters()
         state = hf.full_state(state)

@@ -10,9 +10,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from torchtitan_rl.config.meshes import GeneratorConfig
-from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import OneVersion
+from torchtitan_rl.families import shape_of_directory
 from torchtitan_rl.launch.actors import Launcher
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.serve.gateway import Served
@@ -37,7 +37,7 @@ async def serve(
     Raises ValueError, before anything starts, for what cannot be served.
     """
     weights, source = _hf_weights(checkpoint), origin(checkpoint)
-    shape = Qwen3Shape.from_hf(weights / "config.json")
+    shape = shape_of_directory(weights)
     tokenizer = _tokenizer(weights)
     longest = shape.max_seq_len
     generator.max_model_len = generator.max_model_len or min(longest, _MAX_CONTEXT)

@@ -75,9 +75,9 @@ async def sample(
     from transformers import AutoTokenizer
 
     from torchtitan_rl.config.meshes import GeneratorConfig
-    from torchtitan_rl.config.model import Qwen3Shape
     from torchtitan_rl.dispatch.sampling_client import SamplingClient
     from torchtitan_rl.dispatch.versions import OneVersion
+    from torchtitan_rl.families import shape_of_directory
     from torchtitan_rl.launch.actors import Launcher
     from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.train.start import dated
@@ -86,7 +86,7 @@ async def sample(
 
     weights = hf_weights(checkpoint)
     source = origin(checkpoint)
-    Qwen3Shape.from_hf(weights / "config.json")  # refuses another model
+    shape_of_directory(weights)  # refuses a model of no family
     tokenizer = AutoTokenizer.from_pretrained(str(weights))
     tokens = tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens:

@@ -114,6 +114,7 @@ async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir
     served = Served(
         base_model=options.base_model or _loadable(str(assets)),
         base_dir=base_dir,
+        family=shape.name,
         vocab_size=shape.vocab_size,
         context_tokens=config.generator.max_model_len,
         trained_tokens=config.trainer.training.seq_len,

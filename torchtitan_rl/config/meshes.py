@@ -146,7 +146,7 @@ class GeneratorConfig:
     kv_cache_gib: float = 1.0
     """Size of the KV cache, in GiB per rank."""
     model_impl: Literal["torchtitan", "vllm"] = "torchtitan"
-    """`torchtitan` runs the trainer's model inside vLLM; `vllm` runs vLLM's own Qwen3, for comparison."""
+    """`torchtitan` runs the trainer's model inside vLLM; `vllm` runs vLLM's own model of the family."""
     enforce_eager: bool = True
     """True runs every step kernel by kernel. False captures decoding in CUDA graphs, one for each of a few batch sizes;
     prompts stay eager, and nothing is compiled. The default is True because no GPU has run the graphs yet."""

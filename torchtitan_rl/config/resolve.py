@@ -94,7 +94,7 @@ def rebuilt(value: Any, *, trusted: bool = True) -> Any:
     return [rebuilt(item, trusted=trusted) for item in value] if isinstance(value, list) else value
 
 
-_PACKAGES = ("torchtitan_rl.config.", "torchtitan.")
+_PACKAGES = ("torchtitan_rl.config.", "torchtitan_rl.families.", "torchtitan.")
 """Where the data classes and functions of a config come from that nobody vouches for."""
 
 

@@ -204,7 +204,7 @@ class Engine:
             self._fail_waiting()
 
     def _build(self) -> LLMEngine:
-        ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanQwen3ForCausalLM)
+        ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanForCausalLM)
         args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
         with (
             adapters.private_shared_memory(),

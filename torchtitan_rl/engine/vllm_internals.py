@@ -82,7 +82,7 @@ def model(engine: LLMEngine) -> torch.nn.Module:
 
 
 def reload_weights(engine: LLMEngine, spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> None:
-    """Replaces the weights of vLLM's own Qwen3, which takes Hugging Face's names and repacks weights; `tensors` are
+    """Replaces the weights of vLLM's own model, which takes Hugging Face's names and repacks weights; `tensors` are
     unsharded, under torchtitan's names."""
     of_hf = spec.state_dict_adapter(spec.model, None).to_hf(tensors) | {"lm_head.weight": tensors["lm_head.weight"]}
     runner(engine).reload_weights(weights_iterator=iter(of_hf.items()))

@@ -1,4 +1,4 @@
-"""torchtitan's Qwen3 as a vLLM model class."""
+"""A family's torchtitan model as a vLLM model class."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from torchtitan_rl.config.model import Qwen3Shape
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine.layers import shard_for_rank
 from torchtitan_rl.engine.plan import generator_spec
+from torchtitan_rl.families import shape_of_hf
 from torchtitan_rl.model.module_state import places
-from torchtitan_rl.model.spec import ModelConfig, build_spec
+from torchtitan_rl.model.spec import build_spec
 
-__all__ = ["TorchtitanQwen3ForCausalLM", "ARCHITECTURE"]
+__all__ = ["TorchtitanForCausalLM", "ARCHITECTURE"]
 
-ARCHITECTURE = "TorchtitanQwen3ForCausalLM"
+ARCHITECTURE = "TorchtitanForCausalLM"
 
 
-class TorchtitanQwen3ForCausalLM(nn.Module):
+class TorchtitanForCausalLM(nn.Module):
     """vLLM's model interface over torchtitan's decoder, built from the generator's spec."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         hf = vllm_config.model_config.hf_config
-        shape = Qwen3Shape.from_hf_config(hf.to_dict(), f"model={vllm_config.model_config.model!r}")
+        shape = shape_of_hf(hf.to_dict(), f"model={vllm_config.model_config.model!r}")
         self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         spec = generator_spec(build_spec(ModelConfig(shape=shape)), self.tp_size)
         self.decoder = spec.model.build()

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from torchtitan_rl import adapters
 
-__all__ = ["Experts", "Gate", "ExpertLayer", "Qwen3Adapter"]
+__all__ = ["Experts", "Gate", "ExpertLayer"]
 
 adapters.adapt_torchtitan()
 
@@ -64,14 +63,3 @@ class ExpertLayer(MoE):
         # Under sequence parallelism x comes from an all-gather that may not have finished. torch 2.13's local_map waits
         # for the all-gather outside of autograd, which silently loses the experts' gradient for x. A copy waits before.
         return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)
-
-
-class Qwen3Adapter(Qwen3StateDictAdapter):
-    """torchtitan's adapter, and a name for the load-balancing bias, which Hugging Face's Qwen3 does not have.
-
-    The name is DeepSeek-V3's. Other programs ignore the tensor; `from_hf` of this class reads the bias back.
-    """
-
-    def __init__(self, model_config, hf_assets_path: str | None):
-        super().__init__(model_config, hf_assets_path)
-        self.from_hf_map["model.layers.{}.mlp.gate.e_score_correction_bias"] = "layers.{}.moe.expert_bias_E"

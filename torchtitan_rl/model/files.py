@@ -6,7 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.families import DecoderShape, shape_of_directory
 
 __all__ = ["assets_dir", "has_weights", "missing_weights", "read_shape", "pad_token_id", "write_model_dir"]
 
@@ -51,19 +52,19 @@ def missing_weights(config: ModelConfig, where: str = "model") -> str:
     )
 
 
-def read_shape(config: ModelConfig) -> Qwen3Shape:
+def read_shape(config: ModelConfig) -> DecoderShape:
     """`config.shape`, or the sizes in the config.json of `config.assets`. Raises ValueError without either."""
     if config.shape is not None:
         return config.shape
-    config_json = assets_dir(config) / "config.json"
-    if not config_json.exists():
+    directory = assets_dir(config)
+    if not (directory / "config.json").exists():
         raise ValueError(
             f"model.assets={config.assets!r}: has no config.json; give model.shape, model.flavor or a model directory"
         )
-    return Qwen3Shape.from_hf(config_json)
+    return shape_of_directory(directory)
 
 
-def write_model_dir(directory: Path, shape: Qwen3Shape, tokenizer_dir: Path, *, eos: int, pad: int) -> None:
+def write_model_dir(directory: Path, shape: DecoderShape, tokenizer_dir: Path, *, eos: int, pad: int) -> None:
     """Writes config.json and the tokenizer's files, all that vLLM and transformers need besides weights."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in _TOKENIZER_FILES:

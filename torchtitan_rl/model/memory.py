@@ -15,8 +15,8 @@ from typing import Literal
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig, LoRAConfig, TrainerConfig
-from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import COLOCATION, RunConfig
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = [
@@ -46,7 +46,7 @@ FRAGMENTATION = 0.05
 KV cache is allocated once and left out."""
 
 
-def num_adapter_parameters(lora: LoRAConfig, shape: Qwen3Shape) -> int:
+def num_adapter_parameters(lora: LoRAConfig, shape: DecoderShape) -> int:
     """rank x (in + out) of each layer that has an adapter; query, key and value are one layer."""
     heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     ffn = shape.dim + shape.hidden_dim
@@ -61,7 +61,7 @@ def num_adapter_parameters(lora: LoRAConfig, shape: Qwen3Shape) -> int:
 
 
 def layer_activations(
-    shape: Qwen3Shape, checkpoint: Literal["none", "selective", "full"], tensor_parallel: int = 1
+    shape: DecoderShape, checkpoint: Literal["none", "selective", "full"], tensor_parallel: int = 1
 ) -> int:
     """Numbers per token, in the compute dtype, that one layer keeps from forward to backward on a rank.
 
@@ -100,7 +100,7 @@ def layer_activations(
 
 
 def trainer_parts(
-    config: TrainerConfig, shape: Qwen3Shape, *, trains: bool = True, device: str = "cuda"
+    config: TrainerConfig, shape: DecoderShape, *, trains: bool = True, device: str = "cuda"
 ) -> dict[str, int]:
     """Bytes of one trainer rank. `parameters`, `gradients`, `optimizer`: the shards that stay between operations.
     `working`: the most that a forward and backward hold besides the shards (`working_parts`). `step`: the most that an
@@ -126,7 +126,7 @@ def trainer_parts(
 
 
 def working_parts(
-    config: TrainerConfig, shape: Qwen3Shape, *, trains: bool = True, device: str = "cuda"
+    config: TrainerConfig, shape: DecoderShape, *, trains: bool = True, device: str = "cuda"
 ) -> dict[str, int]:
     """Bytes that a forward and backward hold besides the shards when they hold most: `gathered` parameters,
     `activations`, `logits`, and `passing` gradients, before and after reduction.
@@ -187,7 +187,7 @@ def working_parts(
     return {name: int(size) for name, size in zip(names, max(moments, key=sum), strict=True)}
 
 
-def generator_parts(config: GeneratorConfig, shape: Qwen3Shape) -> dict[str, int]:
+def generator_parts(config: GeneratorConfig, shape: DecoderShape) -> dict[str, int]:
     """Bytes of one generator rank: `weights` (embedding, head, norms and routers whole on every rank), `kv_cache`, and
     `working`: one layer's activations of an engine step's tokens, and three times the float32 logits of the sampled
     sequences.
@@ -195,7 +195,7 @@ def generator_parts(config: GeneratorConfig, shape: Qwen3Shape) -> dict[str, int
     dtype, tensor_parallel = _BYTES[config.dtype], config.tensor_parallel_degree
     router = 0 if shape.experts is None else shape.experts.num_experts * shape.dim
     whole = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2) + shape.dim
-    whole += shape.n_layers * (2 * shape.dim + 2 * shape.head_dim + router)
+    whole += shape.n_layers * (2 * shape.dim + shape.layer_extras + router)
     heads, kv_heads = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     feed_forward = 3 * shape.hidden_dim
     if shape.experts is not None:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from torchtitan_rl.config.meshes import GeneratorConfig
-from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.families import DecoderShape, Qwen3Shape
 from torchtitan_rl.model.files import read_shape
 
 __all__ = ["resolve_shape", "kv_bytes_per_token"]
 
 
-def resolve_shape(config: ModelConfig) -> Qwen3Shape:
+def resolve_shape(config: ModelConfig) -> DecoderShape:
     """Sizes of the configured model. Raises ValueError for no sizes, for two sources of sizes, and for a config.json
     that cannot be read."""
     if config.flavor is None:
         return read_shape(config)
     if config.shape is not None:
         raise ValueError(f"model.flavor={config.flavor!r}: model.shape is set too; keep one of them")
-    from torchtitan_rl.model.spec import flavor_shape  # imports torchtitan's model, which takes seconds
-
-    return flavor_shape(config.flavor)
+    return Qwen3Shape.of_flavor(config.flavor)
 
 
-def kv_bytes_per_token(config: GeneratorConfig, shape: Qwen3Shape) -> int:
+def kv_bytes_per_token(config: GeneratorConfig, shape: DecoderShape) -> int:
     """Bytes that keys and values of a token take on one generator rank, in all layers."""
     itemsize = 4 if config.dtype == "float32" else 2
     return 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim * itemsize // config.tensor_parallel_degree

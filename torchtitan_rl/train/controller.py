@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torchtitan_rl.algorithm.inputs import minibatches
-from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.training_client import TrainingClient
+from torchtitan_rl.families import shape_of_directory
 from torchtitan_rl.launch.attach import Hosts
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.choice import hosts_for, launcher_for, settled_for
@@ -178,7 +178,7 @@ class Controller(AbstractAsyncContextManager):
         config = settled_for(config, backend)
         hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
         if hf_weights is not None:
-            Qwen3Shape.from_hf(hf_weights / "config.json")  # refuses weights of another model
+            shape_of_directory(hf_weights)  # refuses weights of another kind of model
         if hf_weights is None and backend != "tinker" and (missing := missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)

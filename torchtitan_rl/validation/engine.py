@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
-from torchtitan_rl.config.model import Qwen3Shape
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import kv_bytes_per_token
 
 __all__ = ["check_engine"]
 
 
-def check_engine(generator: GeneratorConfig, shape: Qwen3Shape) -> None:
+def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
     """Raises ValueError for a head, a batch or a cache that the generator's engine cannot work with."""
     if (dims := platform.head_dims()) and shape.head_dim not in dims:
         raise ValueError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = ["check_roles"]
 
 
-def check_roles(config: RunConfig, shape: Qwen3Shape) -> None:
+def check_roles(config: RunConfig, shape: DecoderShape) -> None:
     """Raises ValueError for a role that does not fit the policy, whose model has `shape`."""
     roles, dtype, trainers = config.roles, config.trainer.training.dtype, config.trainers()
     for name, role in roles.configured().items():

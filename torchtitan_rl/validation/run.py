@@ -13,9 +13,10 @@ from typing import Any
 from torchtitan_rl import platform
 from torchtitan_rl.config.algorithm import AlgorithmConfig
 from torchtitan_rl.config.derive import settled
-from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.resolve import named
 from torchtitan_rl.config.run import EvalSetConfig, RunConfig
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.health.rules.table import check_thresholds
 from torchtitan_rl.model import files
 from torchtitan_rl.model.files import assets_dir
@@ -114,7 +115,7 @@ def missing_weights(config: RunConfig) -> str:
     return next(filter(None, reasons), "")
 
 
-def _check_tokenizer(model: ModelConfig, shape: Qwen3Shape) -> None:
+def _check_tokenizer(model: ModelConfig, shape: DecoderShape) -> None:
     tokenizer_vocab = _tokenizer_size(assets_dir(model))
     if tokenizer_vocab > shape.vocab_size:
         raise ValueError(
@@ -123,7 +124,7 @@ def _check_tokenizer(model: ModelConfig, shape: Qwen3Shape) -> None:
         )
 
 
-def _check_generator_of_experts(config: RunConfig, shape: Qwen3Shape) -> None:
+def _check_generator_of_experts(config: RunConfig, shape: DecoderShape) -> None:
     """Raises ValueError for generators or adapters that do not work with a mixture of experts."""
     if config.generator.model_impl == "vllm":
         raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import TrainerConfig
-from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.converters import check_converters
 from torchtitan_rl.model.files import has_weights
 from torchtitan_rl.model.shape import resolve_shape
@@ -74,7 +75,7 @@ def check_context(where: str, limit: int, shape, longest: int) -> None:
         )
 
 
-def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape: Qwen3Shape) -> None:
+def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape: DecoderShape) -> None:
     """Raises ValueError for a mixture of experts that does not fit the layout, its own sizes or this machine's
     kernels."""
     parallel, experts = trainer.parallelism, shape.experts
@@ -113,7 +114,7 @@ def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape
     check_experts_kernel(f"{where}.training.mixed_precision_param", trainer.training.mixed_precision_param, cuts, shape)
 
 
-def check_experts_kernel(field: str, dtype: str, cuts: int, shape: Qwen3Shape) -> None:
+def check_experts_kernel(field: str, dtype: str, cuts: int, shape: DecoderShape) -> None:
     multiple = platform.grouped_mm_multiple(dtype)
     for name, size in (("dim", shape.dim), ("hidden_dim", shape.hidden_dim // cuts)):
         if size % multiple:

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from torchtitan_rl.config.model import Qwen3Shape
+from torchtitan_rl.families import shape_of_directory
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.sharding import whole
 
@@ -20,10 +20,10 @@ def load_hf_weights(model, adapter, directory: Path, *, head: bool = True) -> No
     """Reads safetensors into a (possibly sharded) model; each rank reads only its part. Adapters stay unchanged.
 
     `head=False` leaves the model's head unchanged: a critic's value head is not in the directory. Raises ValueError for
-    a directory whose config.json is of another model than Qwen3, also where the sizes come from elsewhere.
+    a directory whose config.json is of a model that no family computes, also where the sizes come from elsewhere.
     """
     if (directory / "config.json").exists():
-        Qwen3Shape.from_hf(directory / "config.json")
+        shape_of_directory(directory)
     state_dict = model.state_dict()
     state = adapter.to_hf(lora.base_state(state_dict))
     if not head:

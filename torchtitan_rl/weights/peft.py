@@ -22,12 +22,12 @@ def write_peft_dir(adapters: Adapters, hf_adapter, lora: LoRAConfig, directory: 
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for name, (a, b, _) in hf_adapter.to_hf(adapters).items():
-        layer = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors[f"{layer}.lora_A.weight"] = (
-            a[: lora.rank].cpu().contiguous().clone()
-        )  # query, key and value share one A
-        tensors[f"{layer}.lora_B.weight"] = b[:, : lora.rank].cpu().contiguous().clone()
+    for name, (a, b, _) in adapters.items():
+        # B has the rows of the weight, in an order that may differ between torchtitan and Hugging Face.
+        ((hf_name, hf_b),) = hf_adapter.to_hf({name: b}).items()
+        layer = f"base_model.model.{hf_name.removesuffix('.weight')}"
+        tensors[f"{layer}.lora_A.weight"] = a[: lora.rank].cpu().contiguous().clone()  # query, key and value share one
+        tensors[f"{layer}.lora_B.weight"] = hf_b[:, : lora.rank].cpu().contiguous().clone()
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (directory / "adapter_config.json").write_text(
         json.dumps(

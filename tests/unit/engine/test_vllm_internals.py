@@ -24,7 +24,7 @@ from vllm.v1.engine.core_client import InprocClient  # noqa: E402
 
 from torchtitan_rl.engine import vllm_internals  # noqa: E402
 from torchtitan_rl.engine.arguments import engine_args  # noqa: E402
-from torchtitan_rl.engine.vllm_model import TorchtitanQwen3ForCausalLM  # noqa: E402
+from torchtitan_rl.engine.vllm_model import TorchtitanForCausalLM  # noqa: E402
 
 RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}
 SHAPE = Qwen3Shape(vocab_size=11, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24)
@@ -113,7 +113,7 @@ def test_graphs_are_of_decoding_only_and_nothing_is_compiled():
 
 def test_a_load_leaves_every_parameter_where_it_lies():
     """A captured CUDA graph reads the addresses it was captured with."""
-    model = TorchtitanQwen3ForCausalLM.__new__(TorchtitanQwen3ForCausalLM)
+    model = TorchtitanForCausalLM.__new__(TorchtitanForCausalLM)
     torch.nn.Module.__init__(model)
     model.tp_rank, model.tp_size, model.decoder = 0, 1, build_spec(ModelConfig(shape=SHAPE)).model.build()
     model.decoder.init_weights()

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.attention import PackedSDPA
 from torchtitan_rl.model.logprob_head import LogprobHead
-from torchtitan_rl.model.spec import build_spec, flavor_shape, shape_of, training_spec
+from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.types import Microbatch
 
@@ -62,7 +62,6 @@ def test_a_training_spec_leaves_the_shared_spec_as_it_was(model, attention):
     assert not isinstance(spec.model.lm_head, LogprobHead.Config)
     for layer in made.model.layers:
         assert isinstance(layer.attention.inner_attention, PackedSDPA.Config) == (attention == "sdpa")
-    assert shape_of(made.model) == shape_of(spec.model)
 
 
 def test_a_spec_is_built_anew_each_time():
@@ -155,7 +154,7 @@ def test_a_column_then_a_row_layer_in_parts_sum_to_the_whole(layers):
 
 
 def test_the_smallest_flavours():
-    small, larger = flavor_shape("0.6B"), flavor_shape("1.7B")
+    small, larger = Qwen3Shape.of_flavor("0.6B"), Qwen3Shape.of_flavor("1.7B")
     assert small == Qwen3Shape(
         vocab_size=151936,
         dim=1024,
@@ -190,18 +189,18 @@ def test_the_smallest_flavours():
 def test_a_flavour_and_its_shape_build_models_of_the_same_parameters(flavor):
     with torch.device("meta"):
         by_flavor = build_spec(ModelConfig(flavor=flavor)).model.build()
-        by_shape = build_spec(ModelConfig(shape=flavor_shape(flavor))).model.build()
+        by_shape = build_spec(ModelConfig(shape=Qwen3Shape.of_flavor(flavor))).model.build()
     described = [
         {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
         for model in (by_flavor, by_shape)
     ]
     assert described[0] == described[1]
-    assert sum(parameter.numel() for parameter in by_flavor.parameters()) == flavor_shape(flavor).num_parameters
+    assert sum(parameter.numel() for parameter in by_flavor.parameters()) == Qwen3Shape.of_flavor(flavor).num_parameters
 
 
 def test_unknown_flavours_are_refused():
     with pytest.raises(ValueError) as caught:
-        flavor_shape("9B")
+        Qwen3Shape.of_flavor("9B")
     message = str(caught.value)
     assert message.startswith("model.flavor='9B': is not a Qwen3 flavour; use one of ")
     assert "0.6B, 1.7B" in message and "30B-A3B" in message

@@ -187,11 +187,12 @@ class _Routes:
 
     async def get_info(self, request: Request) -> Response:
         body = await self._parsed(request, bodies.ModelBody)
-        record, base_model = _service(request).models.model(body.model_id).record, _service(request).served.base_model
+        record, served = _service(request).models.model(body.model_id).record, _service(request).served
+        base_model = served.base_model
         return _json(
             {
                 "type": "get_info",
-                "model_data": {"arch": "qwen3", "model_name": base_model, "tokenizer_id": base_model},
+                "model_data": {"arch": served.family, "model_name": base_model, "tokenizer_id": base_model},
                 "model_id": record.model_id,
                 "optimizer_config": {"type": "adamw"},
                 "is_lora": record.lora_rank > 0,

@@ -67,6 +67,8 @@ class Served:
     """Its name: what clients give, and load the tokenizer from."""
     base_dir: Path
     """A Hugging Face directory with its weights; read for a model that trains all parameters."""
+    family: str
+    """The family of models, such as `"qwen3"`."""
     vocab_size: int
     context_tokens: int
     """Tokens of a prompt and its completion (`generator.max_model_len`)."""

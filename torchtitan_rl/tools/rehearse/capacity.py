@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from torchtitan_rl.config.meshes import TrainerConfig
-from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import COLOCATION, RunConfig
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.memory import generator_parts
 from torchtitan_rl.model.shape import kv_bytes_per_token, resolve_shape
 from torchtitan_rl.tools.rehearse.hardware import REACHED, Hardware
@@ -96,7 +96,7 @@ def _scored_share(trainer: TrainerConfig, role: RoleWork) -> float:
 
 
 def _train(
-    trainer: TrainerConfig, shape: Qwen3Shape, work: BatchWork, role: RoleWork, links: Links, hardware: Hardware
+    trainer: TrainerConfig, shape: DecoderShape, work: BatchWork, role: RoleWork, links: Links, hardware: Hardware
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(seconds by part, seconds that overlap with longer parts): FSDP's calls overlap with computing, tensor
     parallelism's do not."""
@@ -147,7 +147,7 @@ def _peak(dtype: str, hardware: Hardware) -> float:
     return (hardware.bfloat16_tflops if dtype == "bfloat16" else hardware.float32_tflops) * _TERA
 
 
-def _multiplied(shape: Qwen3Shape) -> int:
+def _multiplied(shape: DecoderShape) -> int:
     """Parameters that a token is multiplied with: the head, and of a mixture the chosen experts alone."""
     tables = shape.vocab_size * shape.dim
     multiplied = shape.num_parameters - (0 if shape.tie_embeddings else tables)

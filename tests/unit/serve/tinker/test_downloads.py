@@ -99,6 +99,7 @@ def http(tmp_path):
     served = Served(
         base_model="base",
         base_dir=tmp_path,
+        family="qwen3",
         vocab_size=64,
         context_tokens=64,
         trained_tokens=64,

@@ -37,6 +37,7 @@ def a_server(directory, *, max_models=2, silent_s=0.4, wait_s=5.0):
     served = Served(
         base_model="base",
         base_dir=directory,
+        family="qwen3",
         vocab_size=64,
         context_tokens=64,
         trained_tokens=64,

@@ -45,6 +45,7 @@ class Client:
         served = Served(
             base_model="tiny",
             base_dir=directory,
+            family="qwen3",
             vocab_size=64,
             context_tokens=64,
             trained_tokens=64,

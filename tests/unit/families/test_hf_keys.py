@@ -7,6 +7,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.unit.config.test_load import refusal
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
+from torchtitan_rl.families.rope import YarnScaling
 from torchtitan_rl.model.shape import resolve_shape
 
 DENSE = Qwen3Shape(vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24)
@@ -32,8 +33,8 @@ CHANGES = {
     "partial_rotary_factor": 0.5,
     "is_encoder_decoder": True,
     "pruned_heads": {"0": [1]},
-    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6},
+    "rope_scaling": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "mscale": 0.7},
     "clip_qkv": 8.0,  # of another model, and on no list
 }
 
@@ -78,7 +79,19 @@ def test_a_mixture_of_another_kind_is_refused(key, value):
 )
 def test_a_scaled_rotary_embedding_is_refused_in_both_spellings(rope):
     message = complaint(DENSE.to_hf(1, 0) | rope)
-    assert "only a Qwen3 whose rotary embedding is not scaled is supported" in message
+    assert "only a Qwen3 whose rotary embedding has rope_type 'default' or 'yarn' is supported" in message
+
+
+def test_a_scaling_that_lacks_a_name_or_has_two_values_is_refused():
+    content = DENSE.to_hf(1, 0)
+    lacking = content | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}
+    assert complaint(lacking).endswith(
+        "rope_scaling: its config.json has no original_max_position_embeddings; fetch the directory again"
+    )
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert read(content | {"rope_scaling": yarn}).rope_scaling == YarnScaling(factor=4.0, original_max_seq_len=32)
+    two = content | {"rope_scaling": yarn, "rope_parameters": yarn | {"rope_theta": 1e6, "factor": 8.0}}
+    assert "has two scalings of the rotary embedding" in complaint(two)
 
 
 def test_the_base_of_the_rotary_embedding_in_both_spellings():

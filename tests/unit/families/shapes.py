@@ -1,0 +1,19 @@
+"""Small shapes of every built-in family, with and without what makes it special."""
+
+from torchtitan_rl.families import ExpertsShape, Llama3Shape, Qwen2Shape, Qwen3Shape
+from torchtitan_rl.families.rope import Llama3Scaling, YarnScaling
+
+SIZES = dict(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, max_seq_len=128)
+YARN = YarnScaling(factor=4.0, original_max_seq_len=32)
+LLAMA = Llama3Scaling(factor=8.0, original_max_seq_len=16)
+
+SHAPES = {
+    "qwen3": Qwen3Shape(**SIZES),
+    "qwen3-untied": Qwen3Shape(**SIZES | {"head_dim": 16, "tie_embeddings": False}),
+    "qwen3-yarn": Qwen3Shape(**SIZES, rope_scaling=YARN),
+    "qwen3-moe": Qwen3Shape(**SIZES, experts=ExpertsShape(num_experts=4, top_k=2)),
+    "llama3": Llama3Shape(**SIZES),
+    "llama3-scaled": Llama3Shape(**SIZES | {"tie_embeddings": False}, rope_scaling=LLAMA),
+    "qwen2": Qwen2Shape(**SIZES | {"tie_embeddings": False}),
+    "qwen2-yarn": Qwen2Shape(**SIZES | {"head_dim": 16}, rope_scaling=YARN),
+}

@@ -1,0 +1,142 @@
+"""Every family beside Hugging Face's own model: log-probabilities, gradients, parameters and config.json."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.unit.families.shapes import SHAPES
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.families import Llama3Shape, shape_of_hf
+from torchtitan_rl.model.attention import PackedDocuments
+from torchtitan_rl.model.spec import build_spec, training_spec
+from torchtitan_rl.weights.hf import write_hf_dir
+
+LENGTH = 100  # beyond the original context of every scaled rotary embedding
+
+
+class View:
+    """What `training_spec` reads of a trainer's config."""
+
+    from torchtitan.config import ParallelismConfig
+
+    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+
+
+def perturbed(model, seed=0):
+    """Weights with which every parameter matters: norms and biases off their initial values, too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+@pytest.fixture(params=SHAPES, scope="module")
+def both(request, tmp_path_factory):
+    """(shape, torchtitan's model, its adapter, transformers' model with the same weights)."""
+    shape = SHAPES[request.param]
+    spec = build_spec(ModelConfig(shape=shape))
+    spec = training_spec(spec, View, attention="sdpa", chunk_bytes=2**20)
+    ours = spec.model.build()
+    ours.init_weights()
+    perturbed(ours)
+    adapter = spec.state_dict_adapter(spec.model, None)
+    directory = tmp_path_factory.mktemp("hf")
+    # transformers gives the embedding of a padding token no gradient.
+    (directory / "config.json").write_text(json.dumps(shape.to_hf(1, 0) | {"pad_token_id": None}))
+    write_hf_dir(ours.state_dict(), adapter, directory)
+    theirs, loading = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    return shape, ours, adapter, theirs.eval()
+
+
+def logprobs(model, tokens):
+    """(1, T - 1) log-probabilities of torchtitan's model."""
+    length = tokens.shape[1]
+    hidden = model.tok_embeddings(tokens)
+    for layer in model.layers.values():
+        hidden = layer(hidden, PackedDocuments.build([length]), torch.arange(length)[None])
+    logits = torch.nn.functional.linear(model.norm(hidden), model.lm_head.weight)
+    return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def reference_logprobs(model, tokens):
+    return model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def test_log_probabilities_and_gradients_are_those_of_transformers(both):
+    shape, ours, adapter, theirs = both
+    tokens = torch.randint(0, shape.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    for model in (ours, theirs):
+        model.zero_grad()
+    here, there = logprobs(ours, tokens), reference_logprobs(theirs, tokens)
+    torch.testing.assert_close(here, there, atol=2e-5, rtol=0)
+    weights = torch.linspace(-1, 1, LENGTH - 1)
+    (here * weights).sum().backward()
+    (there * weights).sum().backward()
+    gradients = adapter.to_hf(gradient_state(ours))
+    compared = 0
+    for name, parameter in theirs.named_parameters():
+        parts = [(name, parameter.grad)] if name in gradients else _experts(name, parameter.grad)
+        for key, gradient in parts:
+            difference = (gradients[key] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-6)
+            assert difference < 1e-4, f"{key}: {difference}"
+            compared += 1
+    assert compared == len(gradients)
+
+
+def gradient_state(model):
+    """The gradients under the names of the model's state, with those of fused weights in parts."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, original in zip(copied.parameters(), model.parameters(), strict=True):
+            parameter.copy_(original.grad)
+    return copied.state_dict()
+
+
+def _experts(name, gradient):
+    """transformers keeps the experts of a layer as two tensors: (E, 2 F, D) of gate and up, (E, D, F) of down."""
+    layer, kind = name.rsplit(".", 1)
+    for index, of_expert in enumerate(gradient):
+        if kind == "gate_up_proj":
+            gate, up = of_expert.chunk(2)
+            yield f"{layer}.{index}.gate_proj.weight", gate
+            yield f"{layer}.{index}.up_proj.weight", up
+        else:
+            yield f"{layer}.{index}.down_proj.weight", of_expert
+
+
+def test_parameters_are_counted_as_they_are(both):
+    shape, ours, _, theirs = both
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+    assert sum(p.numel() for p in ours.parameters()) == shape.num_parameters
+
+
+def test_a_shape_survives_the_config_of_transformers(both):
+    shape, _, _, theirs = both
+    assert shape_of_hf(shape.to_hf(1, 0), "m") == shape
+    assert shape_of_hf(theirs.config.to_dict(), "m") == shape
+
+
+def test_weights_survive_the_way_to_hugging_face_and_back(both):
+    _, ours, adapter, _ = both
+    state = ours.state_dict()
+    back = adapter.from_hf(adapter.to_hf(dict(state)))
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items() if name in back)
+    assert state.keys() - back.keys() <= {"lm_head.weight"}
+
+
+def test_a_low_rank_factor_is_permuted_as_the_rows_of_its_weight():
+    shape = Llama3Shape(vocab_size=11, dim=16, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=24)
+    spec = build_spec(ModelConfig(shape=shape))
+    adapter = spec.state_dict_adapter(spec.model, None)
+    for part, rows in (("wq", 32), ("wk", 16), ("wv", 16)):
+        name = f"layers.0.attention.qkv_linear.{part}.weight"
+        a, b = torch.randn(3, 16), torch.randn(rows, 3)
+        ((theirs, of_b),) = adapter.to_hf({name: b}).items()
+        torch.testing.assert_close(of_b @ a, adapter.to_hf({name: b @ a})[theirs])

@@ -1,0 +1,185 @@
+"""The contract of a family of models: its sizes, its Hugging Face `config.json`, and the model that torchtitan builds.
+
+A family is a data class of sizes. Users give one as `model.shape`, or leave it to the `config.json` of `model.assets`.
+What is particular about a family stands in its own file: nothing else in the package asks which family a model is of.
+Modules of this folder import torchtitan's models inside functions, because configs import these modules.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torchtitan_rl.families.hf_keys import required, rope_of
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
+
+__all__ = ["DecoderShape", "ExpertsShape", "sizes_of_hf", "read_config_json"]
+
+
+@dataclass(kw_only=True, slots=True)
+class ExpertsShape:
+    """A mixture of experts in the place of every feed-forward. Example: `ExpertsShape(num_experts=8, top_k=2)`."""
+
+    num_experts: int
+    """Experts in each layer."""
+    top_k: int
+    """Experts that see a token."""
+    load_balance_coeff: float | None = None
+    """How far torchtitan's load-balancing bias moves towards experts with few tokens at every optimizer step; None: no
+    bias. Hugging Face's Qwen3 has no such bias: with one, an export is complete for this package only."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DecoderShape(ABC):
+    """The sizes of a causal decoder with grouped-query attention and a gated feed-forward. Each family is a subclass,
+    and so is a family of your own (docs/families.md)."""
+
+    vocab_size: int
+    """Rows of the embedding; at least one for every token id of the tokenizer."""
+    dim: int
+    """Hidden size."""
+    n_layers: int
+    n_heads: int
+    """Query heads of a layer."""
+    n_kv_heads: int
+    """Key and value heads of a layer."""
+    head_dim: int
+    """Size of one head."""
+    hidden_dim: int
+    """Inner size of the gated feed-forward; in a mixture of experts, of each expert."""
+    rope_theta: float = 1e4
+    """Base of the rotary embedding's frequencies."""
+    max_seq_len: int = 4096
+    """Positions that the rotary embedding covers, in tokens."""
+    tie_embeddings: bool = True
+    """Whether the head shares the embedding's weights."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in every RMS norm."""
+
+    name: ClassVar[str]
+    """The family's name in messages and tables, such as `"qwen3"`."""
+    model_types: ClassVar[tuple[str, ...]]
+    """Values of `model_type` in a `config.json` that are this family."""
+
+    # The model.
+
+    @abstractmethod
+    def model_spec(self) -> ModelSpec:
+        """torchtitan's spec of the model: its config, its canonical parallel plan and its state-dict adapter."""
+
+    # What a model of these sizes has and needs.
+
+    @property
+    def experts(self) -> ExpertsShape | None:
+        """Sizes of a mixture of experts. None here: a family that has mixtures makes this a field."""
+        return None
+
+    @property
+    def layer_extras(self) -> int:
+        """Parameters of a layer besides its matrices and the two norms of `dim`: biases, norms of heads."""
+        return 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, each tied one once."""
+        attention = self.dim * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads)
+        feed_forward = 3 * self.dim * self.hidden_dim
+        if self.experts is not None:
+            feed_forward = self.experts.num_experts * (feed_forward + self.dim)  # and its row of the router
+        layer = attention + feed_forward + 2 * self.dim + self.layer_extras
+        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        return embeddings + self.n_layers * layer + self.dim
+
+    # Hugging Face's config.json.
+
+    @classmethod
+    def from_hf_config(cls, hf: dict[str, Any], where: str) -> Self:
+        """Sizes in the content of a `config.json`. Raises ValueError for a model that computes otherwise than this
+        family; the messages begin with `where`."""
+        if hf.get("model_type") not in cls.model_types:
+            kinds = " or ".join(f"{kind!r}" for kind in cls.model_types)
+            raise ValueError(
+                f"{where}: its config.json says model_type={hf.get('model_type')!r}, and the family {cls.name} has "
+                f"{kinds}; give model.shape or model.family of the model's own family"
+            )
+        return cls(**cls._fields_of_hf(hf, where))
+
+    @classmethod
+    def from_hf(cls, config_json: Path) -> Self:
+        """`from_hf_config` of a file."""
+        where = f"model.assets={str(config_json.parent)!r}"
+        return cls.from_hf_config(read_config_json(config_json, where), where)
+
+    @classmethod
+    @abstractmethod
+    def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
+        """The fields of the shape: `hf_keys.check_keys`, then `sizes_of_hf` and the fields that the family adds."""
+
+    def to_hf(self, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
+        """The content of a Hugging Face `config.json` with these sizes."""
+        return dict(
+            **self._hf_kind(),
+            vocab_size=self.vocab_size,
+            hidden_size=self.dim,
+            num_hidden_layers=self.n_layers,
+            num_attention_heads=self.n_heads,
+            num_key_value_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.hidden_dim,
+            rope_theta=self.rope_theta,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta} | self._hf_rope(),
+            max_position_embeddings=self.max_seq_len,
+            tie_word_embeddings=self.tie_embeddings,
+            rms_norm_eps=self.norm_eps,
+            hidden_act="silu",
+            attention_dropout=0.0,
+            initializer_range=0.02,
+            use_cache=True,
+            torch_dtype="float32",
+            eos_token_id=eos_token_id,
+            bos_token_id=None,
+            pad_token_id=pad_token_id,
+        )
+
+    @abstractmethod
+    def _hf_kind(self) -> dict[str, Any]:
+        """`architectures`, `model_type`, and the family's own keys."""
+
+    def _hf_rope(self) -> dict[str, Any]:
+        """Keys of `rope_parameters` that describe a scaled rotary embedding."""
+        return {}
+
+
+def sizes_of_hf(hf: dict[str, Any], where: str, *, inner: str = "intermediate_size") -> dict[str, Any]:
+    """The fields that every family has. `inner` is the key of the feed-forward's size.
+
+    Raises ValueError, beginning with `where`, for missing keys."""
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", inner, "max_position_embeddings")
+    required(hf, sizes, where)
+    theta, _ = rope_of(hf, where)
+    return dict(
+        vocab_size=hf["vocab_size"],
+        dim=hf["hidden_size"],
+        n_layers=hf["num_hidden_layers"],
+        n_heads=hf["num_attention_heads"],
+        n_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        hidden_dim=hf[inner],
+        rope_theta=theta,
+        max_seq_len=hf["max_position_embeddings"],
+        tie_embeddings=hf.get("tie_word_embeddings", False),
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+    )
+
+
+def read_config_json(path: Path, where: str) -> dict[str, Any]:
+    """The content of a `config.json`. Raises ValueError, beginning with `where`, for a file that is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: its config.json is not JSON ({error}); fetch the directory again") from None
