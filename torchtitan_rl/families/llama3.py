@@ -18,7 +18,7 @@ _KEYS = HfKeys(
     title="a Llama 3",
     # A Mistral's window is used whenever there is one. `is_llama_config` is SmolLM2's.
     one_value={"sliding_window": ()},
-    changes_nothing=("is_llama_config",),
+    changes_nothing=("is_llama_config", "transformers.js_config"),
     rope={"llama3": Llama3Scaling.hf_names},
 )
 
