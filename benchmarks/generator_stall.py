@@ -37,7 +37,7 @@ def measure(flavor: str, loads: int, dtype: str, directory: Path) -> list[dict[s
     from torchtitan_rl.engine.engine import Engine
 
     config = rl.GeneratorConfig(dtype=dtype, max_model_len=1024, max_num_seqs=8, kv_cache_gib=1.0)  # type: ignore[arg-type]
-    engine = Engine(config, str(directory), 0, 0)
+    engine = Engine(config, rl.ModelConfig(assets=str(directory)), 0, 0)
     threads = torch.get_num_threads()
     engine.start()
     engine.ready.result(600)

@@ -121,8 +121,8 @@ def dtype() -> Patches:
 
     start, init = LocalLauncher.start_generator, PolicyVersions.__init__
 
-    def start_generator(self, config, model_dir, **named):
-        return start(self, dataclasses.replace(config, dtype="bfloat16"), model_dir, **named)
+    def start_generator(self, config, model, **named):
+        return start(self, dataclasses.replace(config, dtype="bfloat16"), model, **named)
 
     def in_bfloat16(self, trainer, store, config, dtype, **named):
         init(self, trainer, store, config, torch.bfloat16, **named)

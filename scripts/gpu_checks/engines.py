@@ -34,7 +34,7 @@ def started(config: GeneratorConfig, model_dir: Path) -> Iterator:
     platform.local_device(0)
     from torchtitan_rl.engine.engine import Engine
 
-    engine = Engine(config, str(model_dir), seed=0, rank=0)
+    engine = Engine(config, ModelConfig(assets=str(model_dir)), seed=0, rank=0)
     engine.start()
     engine.ready.result()
     try:

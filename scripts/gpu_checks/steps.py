@@ -10,8 +10,8 @@ from scripts.gpu_checks.configs import STEPS, quickstart, steps
 from scripts.gpu_checks.device import PeakMemory, gpus, model_flops, peak_bf16_flops
 from scripts.gpu_checks.result import Result, run_check
 from torchtitan_rl.actors.operations import WorkerProcess
-from torchtitan_rl.config.model import Qwen3Shape
 from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import resolve_shape
 
 MAX_KL, MIN_ACCURACY = 1e-3, 0.95  # what docs/numerics.md and scripts/acceptance.sh promise on a CPU
@@ -27,7 +27,7 @@ SHOWN = {
 }
 
 
-def costs(line: dict, shape: Qwen3Shape, device_name: str) -> dict[str, float]:
+def costs(line: dict, shape: DecoderShape, device_name: str) -> dict[str, float]:
     """What a step took: seconds by stage, tokens per second of the stage that made or trained them, and where the
     device's peak is known the share of it that training used (prompts, recomputation and optimizer not counted)."""
     train_s = line["time/forward_backward_s"] + line["time/optim_s"]

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tests.simulation.engines import FakeReplica
@@ -244,7 +243,7 @@ class FakeLauncher(Launcher):
     async def start_trainer(self, *args: Any, **named: Any) -> Any:
         return self.world.trainer
 
-    async def start_generator(self, config: Any, model_dir: Path, *, role: str, **named: Any) -> Any:
+    async def start_generator(self, config: Any, model: Any, *, role: str, **named: Any) -> Any:
         self.world.replicas[role] = FakeReplica(self.world, role)
         return self.world.replicas[role]
 
@@ -253,7 +252,7 @@ class FakeLauncher(Launcher):
         await asyncio.sleep(self.world.between(2, 30))
         self.world.may_fail("replacement", self.world.replicas[role])
         self.world.note(f"{role} is replaced")
-        return await self.start_generator(None, Path(), role=role)
+        return await self.start_generator(None, None, role=role)
 
     async def start_store(self) -> None:
         pass

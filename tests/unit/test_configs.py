@@ -17,10 +17,22 @@ from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-QWEN3 = """
+FLAVOR = """
 - model.shape: None, not Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32,
   hidden_dim=384, max_seq_len=512)
-- model.flavor: "0.6B", not None
+- model.flavor: "0.6B", not None"""
+LLAMA = """
+- model.shape: Llama3Shape(vocab_size=128256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
+  hidden_dim=8192, max_seq_len=131072, rope_scaling=Llama3Scaling(factor=32.0, original_max_seq_len=8192)), not
+  Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384,
+  max_seq_len=512)"""
+QWEN2_5 = """
+- model.shape: Qwen2Shape(vocab_size=151936, dim=1536, n_layers=28, n_heads=12, n_kv_heads=2, head_dim=128,
+  hidden_dim=8960, max_seq_len=32768), not Qwen3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2,
+  head_dim=32, hidden_dim=384, max_seq_len=512)"""
+QWEN3 = (
+    FLAVOR
+    + """
 - model.pretrained: True, not False
 - supervised.num_steps: 0, not 300
 - supervised.batch_size: 128, not 64
@@ -39,6 +51,7 @@ QWEN3 = """
 - trainer.activation_checkpoint: "selective", not "none"
 - generator.dtype: "bfloat16", not "float32"
 - generator.max_model_len: 2048, not 64"""
+)
 GSM8K = (
     QWEN3
     + """
@@ -55,6 +68,10 @@ OTHERS = {  # files that are no variants of the quickstart, and so do not say ho
 - trainer.max_tokens_per_microbatch: 8192, not 16384
 - roles.colocation: "all", not "none"
 - generator.kv_cache_gib: 48.0, not 0.25""",
+    "llama3_2_1b_gsm8k": GSM8K.replace(FLAVOR, LLAMA)
+    + "\n- trainer.max_tokens_per_microbatch: 8192, not 16384\n- generator.kv_cache_gib: 24.0, not 0.25",
+    "qwen2_5_1_5b_gsm8k": GSM8K.replace(FLAVOR, QWEN2_5)
+    + "\n- trainer.max_tokens_per_microbatch: 8192, not 16384\n- generator.kv_cache_gib: 22.0, not 0.25",
     "reasoning_gym": QWEN3
     + """
 - task: ReasoningGym.Config(datasets={"chain_sum": {"min_terms": 2, "max_terms": 4}, "basic_arithmetic": {}}), not

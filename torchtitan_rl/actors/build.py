@@ -118,7 +118,7 @@ def build_model(
     model.train()
     adapter = spec.state_dict_adapter(spec.model, str(assets_dir(model_config)))
     if has_weights(model_config):
-        hf.load_hf_weights(model, adapter, assets_dir(model_config), head=role != "critic")
+        hf.load_hf_weights(model, adapter, assets_dir(model_config), cut.shape, head=role != "critic")
     else:
         load_whole(model, _draw(cut.base, seed, TORCH_DTYPE_MAP[config.training.dtype]), device)
     if config.lora is not None:

@@ -12,6 +12,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.actors.process import heavy_imports, prepare_process
 from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.types import Request
 
 __all__ = ["Generator"]
@@ -25,7 +26,7 @@ class Generator(Actor):
     def __init__(
         self,
         config: GeneratorConfig,
-        model_dir: str,
+        model: ModelConfig,
         role: str,
         seed: int,
         log_dir: str | None,
@@ -34,7 +35,7 @@ class Generator(Actor):
     ):
         """`sleeps`: the generator shares devices with trainers; `sleep` frees the devices."""
         self.sleeps = sleeps
-        self.config, self.model_dir, self.role, self.seed = config, model_dir, role, seed
+        self.config, self.model, self.role, self.seed = config, model, role, seed
         self.log_dir, self.store_name = log_dir, store_name
 
     @concurrent_endpoint
@@ -52,7 +53,7 @@ class Generator(Actor):
         store = WeightStore(self.store_name)
         if self.config.model_impl != "vllm":  # vLLM's own models cut whole tensors themselves
             store.fetcher.part = rank, world_size
-        self.rank = GeneratorRank(self.config, self.model_dir, self.seed, rank, store, sleeps=self.sleeps)
+        self.rank = GeneratorRank(self.config, self.model, self.seed, rank, store, sleeps=self.sleeps)
         await self.rank.start(threads)
 
     @concurrent_endpoint

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torchtitan_rl import platform
 from torchtitan_rl.actors.profiling import profiled
 from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine.engine import Engine
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
@@ -36,18 +37,19 @@ class GeneratorRank:
     def __init__(
         self,
         config: GeneratorConfig,
-        model_dir: str,
+        model: ModelConfig,
         seed: int,
         rank: int,
         store: VersionedStore,
         *,
         sleeps: bool = False,
     ):
-        """`sleeps`: the engine shares devices with trainers; `sleep` frees the devices."""
+        """`model.assets` is a directory with a config.json and the tokenizer. `sleeps`: the engine shares devices with
+        trainers; `sleep` frees the devices."""
         self.store = store
         self._waiting: dict[int, dict[asyncio.Future, int]] = {}
         """Ticket -> the requests that are not answered, each with its index."""
-        self.engine = Engine(config, model_dir, seed, rank, sleeps=sleeps)
+        self.engine = Engine(config, model, seed, rank, sleeps=sleeps)
 
     async def start(self, num_threads: int) -> None:
         """Builds the engine, with random weights until the first `load`."""

@@ -35,7 +35,7 @@ class TrainerFiles:
         optimizer."""
         rank = self.rank
         if (Path(path) / "config.json").exists():
-            hf.load_hf_weights(rank.model, rank.adapter, Path(path), head=rank.role != "critic")
+            hf.load_hf_weights(rank.model, rank.adapter, Path(path), rank.shape, head=rank.role != "critic")
             if rank.config.lora is not None:  # an export has the old adapters merged in: start with B = 0
                 lora.draw_adapters(rank.model, rank.seed)
             rank.policy_version, self._base_fingerprint = 0, None

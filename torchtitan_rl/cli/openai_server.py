@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import OneVersion
 from torchtitan_rl.families import shape_of_directory
@@ -47,7 +48,7 @@ async def serve(
     run_dir = RunDir.create(output_dir or dated(f"serve-{source.name}"))
     launcher = Launcher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=_TIMEOUT_S)
     try:
-        mesh = await launcher.start_generator(generator, weights, role="generator-0", seed=0)
+        mesh = await launcher.start_generator(generator, ModelConfig(assets=str(weights)), role="generator-0", seed=0)
         client = SamplingClient([mesh], OneVersion(), max_model_len=generator.max_model_len, timeout_s=_TIMEOUT_S)
         await client.load_hf(str(weights), version=source.step or 0)
         served = Served(name="policy", policy=policy_of(client, tokenizer, generator.max_model_len), versions=list)

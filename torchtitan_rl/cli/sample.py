@@ -75,6 +75,7 @@ async def sample(
     from transformers import AutoTokenizer
 
     from torchtitan_rl.config.meshes import GeneratorConfig
+    from torchtitan_rl.config.model import ModelConfig
     from torchtitan_rl.dispatch.sampling_client import SamplingClient
     from torchtitan_rl.dispatch.versions import OneVersion
     from torchtitan_rl.families import shape_of_directory
@@ -97,7 +98,7 @@ async def sample(
         print(f"{source.text or 'no known step'} of {source.name}; {run_dir.path}", file=sys.stderr)
     launcher = Launcher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=600)
     try:
-        mesh = await launcher.start_generator(config, weights, role="generator-0", seed=0)
+        mesh = await launcher.start_generator(config, ModelConfig(assets=str(weights)), role="generator-0", seed=0)
         client = SamplingClient([mesh], OneVersion(), max_model_len=config.max_model_len, timeout_s=600)
         await client.load_hf(str(weights))
         completion = await client.sample(tokens, params)

@@ -20,6 +20,8 @@ class ModelConfig:
     shape: DecoderShape | None = None
     """Sizes of the model, of the class of its family, such as `Qwen3Shape`; None: those of `flavor`, or of the
     config.json in `assets`, which says the family too."""
+    family: type[DecoderShape] | None = None
+    """A family of your own that the config.json in `assets` is of; None: one of the package's. See docs/families.md."""
     flavor: str | None = None
     """Name of a standard Qwen3 of torchtitan, such as `"0.6B"`, that gives the sizes; None: see `shape`."""
     pretrained: bool = False

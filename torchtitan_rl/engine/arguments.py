@@ -7,7 +7,9 @@ from vllm.config import StructuredOutputsConfig
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine import vllm_model
+from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = ["engine_args"]
 
@@ -16,10 +18,12 @@ __all__ = ["engine_args"]
 _CAPTURE_DECODING = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
-def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: bool = False) -> EngineArgs:
-    """vLLM's arguments for one rank. `sleeps`: the engine shares devices with trainers."""
+def engine_args(config: GeneratorConfig, model: ModelConfig, seed: int, *, sleeps: bool = False) -> EngineArgs:
+    """vLLM's arguments for one rank. `model.assets` is a directory with a config.json and the tokenizer. `sleeps`: the
+    engine shares devices with trainers."""
     return EngineArgs(
-        model=model_dir,
+        model=model.assets,
+        additional_config=vllm_model.EngineShape(resolve_shape(model)),
         dtype=config.dtype,
         load_format="dummy",
         seed=seed,

@@ -74,10 +74,13 @@ class Engine:
 
     _engine: LLMEngine
 
-    def __init__(self, config: GeneratorConfig, model_dir: str, seed: int, rank: int, *, sleeps: bool = False) -> None:
-        """`sleeps`: the engine shares its device with a trainer."""
-        self._config, self._model_dir, self._seed, self._sleeps = config, model_dir, seed, sleeps
-        self._spec = build_spec(ModelConfig(assets=model_dir))
+    def __init__(
+        self, config: GeneratorConfig, model: ModelConfig, seed: int, rank: int, *, sleeps: bool = False
+    ) -> None:
+        """`model.assets` is a directory with a config.json and the tokenizer. `sleeps`: the engine shares its device
+        with a trainer."""
+        self._config, self._model_config, self._seed, self._sleeps = config, model, seed, sleeps
+        self._spec = build_spec(model)
         self._leads = rank == 0
         """Whether this rank is rank 0, which gets the requests."""
         self.parameter_specs = whole_parameters(self._spec, config.dtype)
@@ -205,7 +208,7 @@ class Engine:
 
     def _build(self) -> LLMEngine:
         ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanForCausalLM)
-        args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
+        args = engine_args(self._config, self._model_config, self._seed, sleeps=self._sleeps)
         with (
             adapters.private_shared_memory(),
             adapters.nameless_semaphores(),

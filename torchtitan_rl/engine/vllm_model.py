@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -13,13 +15,24 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.engine.layers import shard_for_rank
 from torchtitan_rl.engine.plan import generator_spec
-from torchtitan_rl.families import shape_of_hf
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.module_state import places
 from torchtitan_rl.model.spec import build_spec
 
-__all__ = ["TorchtitanForCausalLM", "ARCHITECTURE"]
+__all__ = ["TorchtitanForCausalLM", "EngineShape", "ARCHITECTURE"]
 
 ARCHITECTURE = "TorchtitanForCausalLM"
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """The sizes of the model, as vLLM's `additional_config`: vLLM itself reads the config.json."""
+
+    shape: DecoderShape
+
+    def compute_hash(self) -> str:
+        """What vLLM asks of an additional config: equal for equal sizes."""
+        return hashlib.sha256(repr(self.shape).encode()).hexdigest()
 
 
 class TorchtitanForCausalLM(nn.Module):
@@ -27,8 +40,7 @@ class TorchtitanForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        hf = vllm_config.model_config.hf_config
-        shape = shape_of_hf(hf.to_dict(), f"model={vllm_config.model_config.model!r}")
+        shape = vllm_config.additional_config.shape
         self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         spec = generator_spec(build_spec(ModelConfig(shape=shape)), self.tp_size)
         self.decoder = spec.model.build()

@@ -27,9 +27,11 @@ __all__ = [
 BUILT_IN: tuple[type[DecoderShape], ...] = (Qwen3Shape, Llama3Shape, Qwen2Shape)
 
 
-def shape_of_hf(hf: dict[str, Any], where: str) -> DecoderShape:
-    """The shape that the content of a `config.json` describes, of a built-in family. Raises ValueError, beginning with
-    `where`, for a model of no family and for one that a family does not compute."""
+def shape_of_hf(hf: dict[str, Any], where: str, family: type[DecoderShape] | None = None) -> DecoderShape:
+    """The shape that the content of a `config.json` describes; of `family`, or of a built-in one. Raises ValueError,
+    beginning with `where`, for a model of no family and for one that its family does not compute."""
+    if family is not None:
+        return family.from_hf_config(hf, where)
     kind = hf.get("model_type")
     for family in BUILT_IN:
         if kind in family.model_types:
@@ -41,7 +43,7 @@ def shape_of_hf(hf: dict[str, Any], where: str) -> DecoderShape:
     )
 
 
-def shape_of_directory(directory: Path) -> DecoderShape:
+def shape_of_directory(directory: Path, family: type[DecoderShape] | None = None) -> DecoderShape:
     """The shape of the model in a Hugging Face directory. Raises ValueError as `shape_of_hf` does."""
     where = f"model.assets={str(directory)!r}"
-    return shape_of_hf(read_config_json(directory / "config.json", where), where)
+    return shape_of_hf(read_config_json(directory / "config.json", where), where, family)

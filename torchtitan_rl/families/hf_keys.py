@@ -142,8 +142,8 @@ def _scaling(part: Mapping[str, Any]) -> dict[str, Any]:
     kind = part.get("rope_type") or part.get("type") or "default"
     if kind == "default":
         return {}
-    others = {name: value for name, value in part.items() if name not in ("rope_theta", "rope_type", "type")}
-    return {"rope_type": kind} | {name: value for name, value in others.items() if value is not None}
+    numbers = {name: value for name, value in part.items() if name not in ("rope_theta", "rope_type", "type")}
+    return {"rope_type": kind} | {name: value for name, value in numbers.items() if value is not None}
 
 
 def _refuse(where: str, key: str, value: Any, title: str, *needed: Any) -> None:

@@ -116,7 +116,7 @@ class Launcher:
         )
 
     async def start_generator(
-        self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None
+        self, config: GeneratorConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
     ) -> RoleMesh:
         """One generator replica, whose engine is ready and holds no weights yet. Replicas go round the hosts."""
         ranks = config.tensor_parallel_degree
@@ -128,7 +128,7 @@ class Launcher:
             if ranks > 1:
                 await self._in_time(self._rendezvous(procs, place), f"{role}: rendezvous")
             actors = procs.spawn(
-                name, Generator, config, str(model_dir), role, seed, self.log_dir, self.store_name,
+                name, Generator, config, model, role, seed, self.log_dir, self.store_name,
                 share_with is not None,
             )  # fmt: skip
             return await self._set_up(role, actors, place, num_ranks=ranks, tensor_parallel_size=ranks)

@@ -85,9 +85,10 @@ class MeshBackend(Backend, Protocol):
         """A trainer mesh whose ranks hold their models, on devices of its own or on those of the role `share_with`."""
 
     async def start_generator(
-        self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None
+        self, config: GeneratorConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
     ) -> RoleMesh | LocalMesh:
-        """One generator replica, whose engine is ready and holds no weights yet."""
+        """One generator replica, whose engine is ready and holds no weights yet. `model.assets` is a directory with a
+        config.json and the tokenizer."""
 
     def repair(self, config: GeneratorConfig) -> Repair | None:
         """How lost replicas are replaced; None where they are not."""

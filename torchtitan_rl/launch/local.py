@@ -71,7 +71,7 @@ class LocalLauncher:
         return LocalMesh(role, rank, timeout_s=self.call_timeout_s, in_order=True)
 
     async def start_generator(
-        self, config: GeneratorConfig, model_dir: Path, *, role: str, seed: int, share_with: str | None = None
+        self, config: GeneratorConfig, model: ModelConfig, *, role: str, seed: int, share_with: str | None = None
     ) -> LocalMesh:
         """A generator whose engine is ready, on a thread of its own, and holds no weights yet."""
         async with self._starting:
@@ -82,7 +82,7 @@ class LocalLauncher:
                 with heavy_imports():
                     from torchtitan_rl.actors.generator_rank import GeneratorRank
 
-                rank = GeneratorRank(config, str(model_dir), seed, 0, self.store, sleeps=share_with is not None)
+                rank = GeneratorRank(config, model, seed, 0, self.store, sleeps=share_with is not None)
                 self._generators.append(rank)
                 mesh = LocalMesh(role, rank, timeout_s=self.call_timeout_s, in_order=False)
                 await mesh.call_all(GeneratorRank.start, threads, timeout_s=self.start_timeout_s)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_rl import platform
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import COLOCATION, RunConfig
 from torchtitan_rl.dispatch.placement import Placement
 from torchtitan_rl.dispatch.repair import Repair
@@ -93,10 +94,9 @@ async def start_generators(config: RunConfig, backend: MeshBackend, model_dir: P
 
 
 def _generators(config: RunConfig, backend: MeshBackend, model_dir: Path, share_with: str | None) -> list:
+    model = ModelConfig(assets=str(model_dir), shape=resolve_shape(config.model))
     return [
-        backend.start_generator(
-            config.generator, model_dir, role=f"generator-{i}", seed=config.seed, share_with=share_with
-        )
+        backend.start_generator(config.generator, model, role=f"generator-{i}", seed=config.seed, share_with=share_with)
         for i in range(config.generator.num_replicas)
     ]
 

@@ -61,7 +61,7 @@ def read_shape(config: ModelConfig) -> DecoderShape:
         raise ValueError(
             f"model.assets={config.assets!r}: has no config.json; give model.shape, model.flavor or a model directory"
         )
-    return shape_of_directory(directory)
+    return shape_of_directory(directory, config.family)
 
 
 def write_model_dir(directory: Path, shape: DecoderShape, tokenizer_dir: Path, *, eos: int, pad: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -9,27 +10,54 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from torchtitan_rl.families import shape_of_directory
+from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model import lora
 from torchtitan_rl.model.sharding import whole
 
 __all__ = ["load_hf_weights", "full_state", "write_hf_dir"]
 
 
-def load_hf_weights(model, adapter, directory: Path, *, head: bool = True) -> None:
+def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, head: bool = True) -> None:
     """Reads safetensors into a (possibly sharded) model; each rank reads only its part. Adapters stay unchanged.
 
-    `head=False` leaves the model's head unchanged: a critic's value head is not in the directory. Raises ValueError for
-    a directory whose config.json is of a model that no family computes, also where the sizes come from elsewhere.
+    `shape` is the model's. `head=False` leaves the model's head unchanged: a critic's value head is not in the
+    directory. Raises ValueError for a directory whose config.json is of another family or of a model that the family
+    does not compute, and for tensors of other names or sizes than the model's.
     """
     if (directory / "config.json").exists():
-        shape_of_directory(directory)
+        shape.from_hf(directory / "config.json")
     state_dict = model.state_dict()
     state = adapter.to_hf(lora.base_state(state_dict))
     if not head:
         state.pop("lm_head.weight", None)
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(directory)))
+    reader = HuggingFaceStorageReader(str(directory))
+    _check_fits(state, reader, adapter, directory)
+    dcp.load(state, storage_reader=reader)
     model.load_state_dict(state_dict | adapter.from_hf(state))
+
+
+def _check_fits(state: dict[str, torch.Tensor], reader: HuggingFaceStorageReader, adapter, directory: Path) -> None:
+    """Raises ValueError unless the files have the tensors of `state`, in their sizes, and no others. A head that is
+    tied or not read and tables of the rotary embedding may be there."""
+    entries = reader.read_metadata().state_dict_metadata
+    sizes: dict[str, tuple[int, ...]] = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
+    computed = [re.escape(name).replace(r"\{\}", r"\d+") for name, ours in adapter.from_hf_map.items() if ours is None]
+    unread = re.compile("|".join(["lm_head\\.weight", *computed]))
+    wrong = [f"{name} is missing" for name in state if name not in sizes]
+    wrong += [
+        f"{name} is {list(sizes[name])}, not {list(tensor.shape)}"
+        for name, tensor in state.items()
+        if name in sizes and sizes[name] != tuple(tensor.shape)
+    ]
+    wrong += [
+        f"{name} is of no part of the model" for name in sizes if name not in state and not unread.fullmatch(name)
+    ]
+    if wrong:
+        shown = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise ValueError(
+            f"weights={str(directory)!r}: {len(wrong)} tensors do not fit the model: {shown}; give the directory of a "
+            "model of these sizes"
+        )
 
 
 def full_state(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

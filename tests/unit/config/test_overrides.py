@@ -106,7 +106,7 @@ def test_a_part_without_defaults_is_refused_with_what_it_needs():
     config = run_config()
     config.model = ModelConfig(flavor="0.6B")
     message = refusal(apply_overrides, config, ["--model.shape.dim", "32"])
-    assert message.startswith("--model.shape.dim=32: a Qwen3Shape is None in this config and has no defaults for vocab")
+    assert message.startswith("--model.shape.dim=32: a DecoderShape is None in this config and has no defaults")
     assert config.model.shape is None
 
 

@@ -41,7 +41,7 @@ class Recorded:
 def engine(tmp_path):
     """An engine whose thread is not started: a test calls what the thread would."""
     write_model_dir(tmp_path, SHAPE, assets_dir(ModelConfig(assets="chars")), eos=1, pad=0)
-    engine = Engine(GeneratorConfig(), str(tmp_path), seed=0, rank=0)
+    engine = Engine(GeneratorConfig(), ModelConfig(assets=str(tmp_path)), seed=0, rank=0)
     engine._engine = Recorded()
     return engine
 

@@ -97,17 +97,23 @@ def test_the_choice_of_a_runner_ends_with_the_building(monkeypatch, given, seen,
         envs.disable_envs_cache()
 
 
+MODEL = ModelConfig(
+    assets="somewhere",
+    shape=Qwen3Shape(vocab_size=11, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=24),
+)
+
+
 def test_steps_are_not_scheduled_ahead_of_a_load():
-    assert engine_args(GeneratorConfig(), "somewhere", seed=3).async_scheduling is False
+    assert engine_args(GeneratorConfig(), MODEL, seed=3).async_scheduling is False
 
 
 def test_graphs_are_of_decoding_only_and_nothing_is_compiled():
     """torchtitan's blocks are no class that vLLM compiles; its own models are left to its defaults."""
-    compilation = engine_args(GeneratorConfig(enforce_eager=False), "somewhere", seed=3).compilation_config
+    compilation = engine_args(GeneratorConfig(enforce_eager=False), MODEL, seed=3).compilation_config
     assert compilation.mode == CompilationMode.NONE
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     for default in (GeneratorConfig(), GeneratorConfig(model_impl="vllm", enforce_eager=False)):
-        args = engine_args(default, "somewhere", seed=3)
+        args = engine_args(default, MODEL, seed=3)
         assert args.enforce_eager is default.enforce_eager and args.compilation_config.mode is None
 
 

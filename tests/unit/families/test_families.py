@@ -2,15 +2,18 @@
 
 import copy
 import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.unit.families.shapes import SHAPES
+from tests.unit.families.shapes import SHAPES, SIZES
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.families import Llama3Shape, shape_of_hf
+from torchtitan_rl.families import Llama3Shape, Qwen2Shape, shape_of_hf
 from torchtitan_rl.model.attention import PackedDocuments
+from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.spec import build_spec, training_spec
 from torchtitan_rl.weights.hf import write_hf_dir
 
@@ -140,3 +143,25 @@ def test_a_low_rank_factor_is_permuted_as_the_rows_of_its_weight():
         a, b = torch.randn(3, 16), torch.randn(rows, 3)
         ((theirs, of_b),) = adapter.to_hf({name: b}).items()
         torch.testing.assert_close(of_b @ a, adapter.to_hf({name: b @ a})[theirs])
+
+
+@dataclass(kw_only=True, slots=True)
+class Renamed(Qwen2Shape):
+    """A family of a user's own."""
+
+    name: ClassVar[str] = "renamed"
+    model_types: ClassVar[tuple[str, ...]] = ("my_qwen",)
+
+    def _hf_kind(self):
+        return {"architectures": ["Mine"], "model_type": "my_qwen", "use_sliding_window": False}
+
+
+def test_a_family_of_ones_own_reads_a_directory(tmp_path):
+    shape = Renamed(**SIZES)
+    (tmp_path / "config.json").write_text(json.dumps(shape.to_hf(1, 0)))
+    assert resolve_shape(ModelConfig(assets=str(tmp_path), family=Renamed)) == shape
+    with pytest.raises(ValueError, match="model_type='my_qwen', which is of no family of this package: qwen3"):
+        resolve_shape(ModelConfig(assets=str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama3"].to_hf(1, 0)))
+    with pytest.raises(ValueError, match="model_type='llama', and the family renamed has 'my_qwen'"):
+        resolve_shape(ModelConfig(assets=str(tmp_path), family=Renamed))

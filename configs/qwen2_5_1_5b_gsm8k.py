@@ -1,0 +1,39 @@
+"""GSM8K with a Qwen2.5 1.5B Instruct directory, on one 80 GB GPU that trainer and generator are on at the same time.
+
+Download the checkpoint first (`hf download Qwen/Qwen2.5-1.5B-Instruct --local-dir Qwen2.5-1.5B-Instruct`) and name
+its directory with --model.assets. The data come from the hub, or from a local file with --task.path.
+
+A token of KV cache is 28 layers x 2 x 2 heads x 128 numbers x 2 bytes = 28 KiB, so 22 GiB hold all 512 rollouts of a
+step at their longest. `torchtitan-rl show` estimates the memory (not measured on a GPU).
+"""
+
+import torchtitan_rl.config as rl
+from torchtitan_rl.algorithm import presets, reductions
+from torchtitan_rl.tasks.gsm8k import Gsm8k
+
+SHAPE = rl.Qwen2Shape(
+    vocab_size=151936, dim=1536, n_layers=28, n_heads=12, n_kv_heads=2, head_dim=128, hidden_dim=8960, max_seq_len=32768
+)
+
+
+def config() -> rl.RunConfig:
+    config = rl.RunConfig(
+        name="qwen2.5-1.5b-gsm8k",
+        task=Gsm8k.Config(),
+        # Nothing starts until --model.assets names a checkpoint directory; validation needs the sizes only.
+        model=rl.ModelConfig(assets="chars", shape=SHAPE, pretrained=True),
+        algorithm=presets.grpo(
+            tasks_per_step=64,
+            loss_config={"clip_high": 0.28},
+            reduction=reductions.token_mean,
+            schedule=rl.ScheduleConfig(warmup_steps=10),
+        ),
+        controller=rl.ControllerConfig(num_steps=200, eval_every=20, eval_tasks=256, test_tasks=1319, pass_at_k=4),
+        sampling=rl.SamplingConfig(max_prompt_tokens=512, max_tokens=1024),
+        trainer=rl.TrainerConfig(
+            optimizer=rl.AdamWConfig(lr=1e-6), max_tokens_per_microbatch=8192, activation_checkpoint="selective"
+        ),
+        generator=rl.GeneratorConfig(dtype="bfloat16", max_model_len=2048, max_num_seqs=512, kv_cache_gib=22.0),
+    )
+    config.trainer.training.mixed_precision_param = "bfloat16"
+    return config

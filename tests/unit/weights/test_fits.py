@@ -1,0 +1,69 @@
+"""Weights of another model than the config's are refused by name before they are read."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.families.shapes import SHAPES
+from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.model.spec import build_spec
+from torchtitan_rl.weights.hf import load_hf_weights, write_hf_dir
+
+
+@pytest.fixture
+def qwen2(tmp_path):
+    """(model, adapter, shape, a directory of its weights)."""
+    shape = SHAPES["qwen2-yarn"]
+    spec = build_spec(ModelConfig(shape=shape))
+    model = spec.model.build()
+    model.init_weights()
+    adapter = spec.state_dict_adapter(spec.model, None)
+    write_hf_dir(model.state_dict(), adapter, tmp_path)
+    return model, adapter, shape, tmp_path
+
+
+def altered(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_of_the_model_are_read_with_a_tied_head_and_old_tables(qwen2):
+    model, adapter, shape, directory = qwen2
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    more = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.zeros(61, 64)}
+    altered(directory, lambda tensors: tensors.update(more))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_hf_weights(model, adapter, directory, shape)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda t: t.pop("model.layers.0.self_attn.q_proj.bias"),
+            "1 tensors do not fit the model: model.layers.0.self_attn.q_proj.bias is missing",
+        ),
+        (
+            lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(97, 64)}),
+            "1 tensors do not fit the model: model.layers.1.mlp.up_proj.weight is [97, 64], not [96, 64]",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}),
+            "1 tensors do not fit the model: model.layers.0.self_attn.o_proj.bias is of no part of the model",
+        ),
+        (lambda t: [t.pop(name) for name in list(t) if "proj" in name], "20 tensors do not fit the model: "),
+    ],
+    ids=["missing", "size", "unknown", "many"],
+)
+def test_weights_of_another_model_are_refused_by_name(change, message, qwen2):
+    model, adapter, shape, directory = qwen2
+    altered(directory, change)
+    with pytest.raises(ValueError) as caught:
+        load_hf_weights(model, adapter, directory, shape)
+    text = str(caught.value)
+    assert text.startswith(f"weights={str(directory)!r}: {message}") and text.endswith("of these sizes")
+    assert ("and 15 more" in text) == message.startswith("20")
