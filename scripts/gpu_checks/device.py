@@ -6,7 +6,7 @@ import subprocess
 import threading
 from typing import Any
 
-from torchtitan_rl.config.model import Qwen3Shape
+from torchtitan_rl.families import DecoderShape
 
 __all__ = ["gpus", "process_memory", "PeakMemory", "peak_bf16_flops", "model_flops"]
 
@@ -82,7 +82,7 @@ def peak_bf16_flops(name: str) -> float | None:
     return next((peak for part, peak in _PEAK_BF16.items() if part in name), None)
 
 
-def model_flops(shape: Qwen3Shape, num_tokens: float, mean_length: float) -> float:
+def model_flops(shape: DecoderShape, num_tokens: float, mean_length: float) -> float:
     """Floating-point operations of a forward and a backward over tokens of causal documents of this mean length.
 
     6 x parameters that multiply + 12 x layers x heads x head size x mean context, per token: a multiply-add counts
