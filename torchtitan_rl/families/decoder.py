@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -155,12 +156,16 @@ class DecoderShape(ABC):
         return {}
 
 
-def sizes_of_hf(hf: dict[str, Any], where: str, *, inner: str = "intermediate_size") -> dict[str, Any]:
-    """The fields that every family has. `inner` is the key of the feed-forward's size.
+def sizes_of_hf(
+    hf: dict[str, Any], where: str, *, inner: str = "intermediate_size", heads: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The fields that every family has. `inner` is the key of the feed-forward's size. `heads`: those of
+    `num_key_value_heads` and `head_dim` for which transformers would take a number of its own, not the one that follows
+    from the other sizes.
 
     Raises ValueError, beginning with `where`, for missing keys."""
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", inner, "max_position_embeddings")
-    required(hf, sizes, where)
+    required(hf, (*sizes, *heads), where)
     theta, _ = rope_of(hf, where)
     return dict(
         vocab_size=hf["vocab_size"],

@@ -72,7 +72,8 @@ class Qwen2Shape(DecoderShape):
     def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
         check_keys(hf, _KEYS, where)
         _, scaling = rope_of(hf, where)
-        return sizes_of_hf(hf, where) | {"rope_scaling": YarnScaling.from_hf(scaling, where) if scaling else None}
+        sizes = sizes_of_hf(hf, where, heads=("num_key_value_heads",))
+        return sizes | {"rope_scaling": YarnScaling.from_hf(scaling, where) if scaling else None}
 
     def _hf_kind(self) -> dict[str, Any]:
         return dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False)

@@ -86,7 +86,7 @@ class Qwen3Shape(DecoderShape):
 
     @classmethod
     def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
-        experts, inner = None, "intermediate_size"
+        experts, inner, heads = None, "intermediate_size", ["num_key_value_heads"]
         if hf["model_type"] == "qwen3_moe":
             # To transformers a mixture without norm_topk_prob has False.
             check_keys(hf | {"norm_topk_prob": bool(hf.get("norm_topk_prob"))}, _KEYS_OF_MIXTURE, where)
@@ -97,8 +97,9 @@ class Qwen3Shape(DecoderShape):
             )
         else:
             check_keys(hf, _KEYS, where)
+            heads.append("head_dim")  # transformers takes 128, but for a mixture
         _, scaling = rope_of(hf, where)
-        return sizes_of_hf(hf, where, inner=inner) | {
+        return sizes_of_hf(hf, where, inner=inner, heads=heads) | {
             "experts": experts,
             "rope_scaling": YarnScaling.from_hf(scaling, where) if scaling else None,
         }

@@ -65,7 +65,7 @@ def test_a_hugging_face_config_has_the_ids_of_the_tokenizer():
 
 
 def test_a_config_as_older_transformers_wrote_it(tmp_path):
-    # rope_theta at the top level, no head_dim, no tie_word_embeddings, no rms_norm_eps.
+    # rope_theta at the top level, no tie_word_embeddings, no rms_norm_eps.
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
@@ -75,6 +75,7 @@ def test_a_config_as_older_transformers_wrote_it(tmp_path):
                 "num_hidden_layers": 2,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
+                "head_dim": 4,
                 "intermediate_size": 24,
                 "rope_theta": 10000.0,
                 "max_position_embeddings": 32,
