@@ -22,7 +22,7 @@ from torchtitan_rl.model import lora
 from torchtitan_rl.model.files import assets_dir, has_weights
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.model.sharding import load_whole
-from torchtitan_rl.model.spec import build_spec, critic_spec, training_spec
+from torchtitan_rl.model.spec import build_spec, critic_spec, training_spec, with_positions
 from torchtitan_rl.weights import hf
 
 __all__ = ["BuiltModel", "CutModel", "cut_model", "build_model", "build_optimizers"]
@@ -79,6 +79,8 @@ def cut_model(
         attention=attention or platform.attention_backend(config.training.mixed_precision_param),
         chunk_bytes=chunk_bytes or platform.logprob_chunk_bytes(config.logprob_chunk_mib),
     )
+    if config.training.seq_len:  # no datum is longer
+        spec = with_positions(spec, config.training.seq_len)
     base = spec.model
     if config.lora is not None:
         spec = lora.lora_spec(spec, config.lora)

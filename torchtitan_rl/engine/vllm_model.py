@@ -17,7 +17,7 @@ from torchtitan_rl.engine.layers import shard_for_rank
 from torchtitan_rl.engine.plan import generator_spec
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.module_state import places
-from torchtitan_rl.model.spec import build_spec
+from torchtitan_rl.model.spec import build_spec, with_positions
 
 __all__ = ["TorchtitanForCausalLM", "EngineShape", "ARCHITECTURE"]
 
@@ -42,7 +42,9 @@ class TorchtitanForCausalLM(nn.Module):
         super().__init__()
         shape = vllm_config.additional_config.shape
         self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        spec = generator_spec(build_spec(ModelConfig(shape=shape)), self.tp_size)
+        # vLLM's warm-up may have as many positions as an iteration has tokens.
+        longest = max(vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens)
+        spec = generator_spec(with_positions(build_spec(ModelConfig(shape=shape)), longest), self.tp_size)
         self.decoder = spec.model.build()
         self.decoder.requires_grad_(False)
 

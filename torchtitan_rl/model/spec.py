@@ -30,7 +30,7 @@ from torchtitan_rl.model.files import read_shape  # noqa: E402
 from torchtitan_rl.model.logprob_head import LogprobHead  # noqa: E402
 from torchtitan_rl.model.value_head import ValueHead  # noqa: E402
 
-__all__ = ["build_spec", "training_spec", "critic_spec"]
+__all__ = ["build_spec", "training_spec", "with_positions", "critic_spec"]
 
 
 def build_spec(config: ModelConfig) -> ModelSpec:
@@ -71,6 +71,17 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes:
         in_dst_shardings=sharding.in_dst_shardings,
     )
     model.lm_head = head
+    return dataclasses.replace(spec, model=model)
+
+
+def with_positions(spec: ModelSpec, num_positions: int) -> ModelSpec:
+    """A new spec whose rotary tables cover the first `num_positions` positions, or all of the model's where there are
+    fewer. torchtitan keeps a table in each layer: for 131,072 positions that is 32 MiB or more a layer."""
+    model = copy.deepcopy(spec.model)
+    for layer in model.layers:
+        rope = getattr(layer.attention, "rope", None)  # a recurrent layer has none
+        if rope is not None:
+            rope.max_seq_len = min(rope.max_seq_len, num_positions)
     return dataclasses.replace(spec, model=model)
 
 

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.attention import PackedSDPA
 from torchtitan_rl.model.logprob_head import LogprobHead
-from torchtitan_rl.model.spec import build_spec, training_spec
+from torchtitan_rl.model.spec import build_spec, training_spec, with_positions
 from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.types import Microbatch
 
@@ -288,3 +288,11 @@ def test_tied_embeddings_are_one_parameter():
     assert model.lm_head.weight is model.tok_embeddings.weight
     untied = for_training(tiny(tie_embeddings=False)).model.build()
     assert untied.lm_head.weight is not untied.tok_embeddings.weight
+
+
+def test_rotary_tables_cover_what_is_needed_and_agree():
+    spec = build_spec(ModelConfig(shape=tiny(max_seq_len=64)))
+    cut, whole = with_positions(spec, 24), with_positions(spec, 1000)
+    tables = [made.model.build().layers["0"].attention.rope.cache for made in (cut, whole)]
+    assert [len(table) for table in tables] == [24, 64] and torch.equal(tables[0], tables[1][:24])
+    assert spec.model.layers[0].attention.rope.max_seq_len == 64
