@@ -1,6 +1,5 @@
 """A checkpoint holds the state of the moment when it was begun, and older checkpoints can still be read."""
 
-import asyncio
 import threading
 
 import pytest
@@ -20,10 +19,10 @@ pytestmark = pytest.mark.whole
 
 
 @pytest.fixture
-def launcher(tmp_path):
+async def launcher(tmp_path):
     launcher = LocalLauncher(log_dir=str(tmp_path / "logs"), start_timeout_s=240, call_timeout_s=240)
     yield launcher
-    asyncio.run(launcher.stop())
+    await launcher.stop()
 
 
 async def a_trainer(launcher) -> TrainingClient:
@@ -47,7 +46,7 @@ def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_steps_that_follow_do_not_reach_what_is_written(launcher, tmp_path, monkeypatch):
+async def test_steps_that_follow_do_not_reach_what_is_written(launcher, tmp_path, monkeypatch):
     may_write, save = threading.Event(), dcp.save
 
     def save_later(*args, **kwargs):
@@ -55,43 +54,36 @@ def test_steps_that_follow_do_not_reach_what_is_written(launcher, tmp_path, monk
         return save(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint_writer.dcp, "save", save_later)
-
-    async def check():
-        client = await a_trainer(launcher)
-        saved = []
-        for number in range(2):  # the second checkpoint uses the memory of the first one
-            await step(client)
-            saved.append(state_of(launcher))
-            may_write.clear()
-            await client.stage_checkpoint(tmp_path / f"step-{number}")
-            await step(client)
-            may_write.set()
-            await client.checkpoint_written()
-        later = state_of(launcher)
-        for number, expected in enumerate(saved):
-            await client.load_checkpoint(tmp_path / f"step-{number}")
-            assert same(state_of(launcher), expected) and not same(expected, later)
-        await step(client)  # and a checkpoint after a load
-        expected = state_of(launcher)
-        await client.save_checkpoint(tmp_path / "loaded")
+    client = await a_trainer(launcher)
+    saved = []
+    for number in range(2):  # the second checkpoint uses the memory of the first one
         await step(client)
-        await client.load_checkpoint(tmp_path / "loaded")
-        assert same(state_of(launcher), expected)
-
-    asyncio.run(check())
-
-
-def test_a_checkpoint_of_format_1_is_read(launcher, tmp_path):
-    async def check():
-        client = await a_trainer(launcher)
+        saved.append(state_of(launcher))
+        may_write.clear()
+        await client.stage_checkpoint(tmp_path / f"step-{number}")
         await step(client)
-        expected, rank = state_of(launcher), launcher._trainers[0]
-        state = {"model": rank.model.state_dict(), "optimizer": rank.optimizers.state_dict()}
-        assert any(name.endswith(".wq.weight") for name in state["model"])
-        dcp.save(state, checkpoint_id=str(checkpoint.model_dir(tmp_path / "old")), no_dist=True)
-        await step(client)
-        assert not same(state_of(launcher), expected)
-        await client.load_checkpoint(tmp_path / "old")
-        assert same(state_of(launcher), expected)
+        may_write.set()
+        await client.checkpoint_written()
+    later = state_of(launcher)
+    for number, expected in enumerate(saved):
+        await client.load_checkpoint(tmp_path / f"step-{number}")
+        assert same(state_of(launcher), expected) and not same(expected, later)
+    await step(client)  # and a checkpoint after a load
+    expected = state_of(launcher)
+    await client.save_checkpoint(tmp_path / "loaded")
+    await step(client)
+    await client.load_checkpoint(tmp_path / "loaded")
+    assert same(state_of(launcher), expected)
 
-    asyncio.run(check())
+
+async def test_a_checkpoint_of_format_1_is_read(launcher, tmp_path):
+    client = await a_trainer(launcher)
+    await step(client)
+    expected, rank = state_of(launcher), launcher._trainers[0]
+    state = {"model": rank.model.state_dict(), "optimizer": rank.optimizers.state_dict()}
+    assert any(name.endswith(".wq.weight") for name in state["model"])
+    dcp.save(state, checkpoint_id=str(checkpoint.model_dir(tmp_path / "old")), no_dist=True)
+    await step(client)
+    assert not same(state_of(launcher), expected)
+    await client.load_checkpoint(tmp_path / "old")
+    assert same(state_of(launcher), expected)

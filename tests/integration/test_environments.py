@@ -23,14 +23,14 @@ RUNS = {
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("name", RUNS)
-def test_an_environment_of_others_trains(tmp_path, capsys, name, lag):
+async def test_an_environment_of_others_trains(tmp_path, capsys, name, lag):
     pytest.importorskip(RUNS[name].split(".")[0], reason="an extra of its own")
     importlib.import_module(RUNS[name])
     config = load_config(str(ROOT / "configs" / f"{name}.py"))
     config.output_dir, config.algorithm.max_policy_lag = str(tmp_path / "run"), lag
     config.controller.pass_at_k = 0
     began = time.monotonic()
-    sampled, trained, report, metrics = run(config)
+    sampled, trained, report, metrics = await run(config)
     num_turns = check_that_trained_is_sampled(sampled, trained)
     steps = [line for line in metrics if line["phase"] == "reinforcement"]
     before, after, test = (report[key].accuracy for key in ("warm start", "validation", "test"))

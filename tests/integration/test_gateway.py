@@ -61,37 +61,34 @@ def check_that_trained_is_sampled(sampled, trained):
     return num_turns
 
 
-def run(config, backend="local"):
-    async def scene():
-        async with await Controller.launch(config, backend=backend) as controller:
-            sampled, trained = watched(controller)
-            supervised = []
-            original = controller.supervise
+async def run(config, backend="local"):
+    async with await Controller.launch(config, backend=backend) as controller:
+        sampled, trained = watched(controller)
+        supervised = []
+        original = controller.supervise
 
-            async def supervise():
-                await original()
-                supervised.append(len(trained))
+        async def supervise():
+            await original()
+            supervised.append(len(trained))
 
-            controller.supervise = supervise
-            report = await controller.train()
-            port = controller.gateway.port
-        with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", port)
-        return sampled, trained[supervised[0] :], report, list(controller.run_dir.read_metrics())
-
-    return asyncio.run(scene())
+        controller.supervise = supervise
+        report = await controller.train()
+        port = controller.gateway.port
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", port)
+    return sampled, trained[supervised[0] :], report, list(controller.run_dir.read_metrics())
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_what_trains_is_what_was_sampled(tmp_path, lag):
-    sampled, trained, report, metrics = run(small(tmp_path / "run", max_policy_lag=lag))
+async def test_what_trains_is_what_was_sampled(tmp_path, lag):
+    sampled, trained, report, metrics = await run(small(tmp_path / "run", max_policy_lag=lag))
     assert check_that_trained_is_sampled(sampled, trained) >= 32  # two batches of 16 rollouts
     lines = [line for line in metrics if line["phase"] == "reinforcement"]
     assert len(lines) == 2 and all(line["rollout/drift_mean"] == 0 for line in lines)
     assert report["test"].num_tasks == 8
 
 
-def test_agents_that_fail_cost_their_groups(tmp_path):
+async def test_agents_that_fail_cost_their_groups(tmp_path):
     config = small(tmp_path / "run", on_rollout_failure="drop_group", max_failed_frac=1.0)
     plays, broken = config.algorithm.workflow.agent, []
 
@@ -103,7 +100,7 @@ def test_agents_that_fail_cost_their_groups(tmp_path):
         return await plays(task, endpoint)
 
     config.algorithm.workflow.agent = agent
-    _, trained, _, metrics = run(config)
+    _, trained, _, metrics = await run(config)
     first, second = (line for line in metrics if line["phase"] == "reinforcement")
     assert (first["failure/workflow"], first["failure/dropped_groups"]) == (4, 1)
     assert trained and "failure/dropped_groups" not in second or second["failure/dropped_groups"] == 0

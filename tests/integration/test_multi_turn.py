@@ -1,6 +1,5 @@
 """Several turns on the real stack: what the engine sampled is what the trainer trains on, token for token."""
 
-import asyncio
 import json
 
 import pytest
@@ -12,7 +11,7 @@ from torchtitan_rl.config.load import load_config
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(300)]
 
 
-def test_the_calculator(tmp_path, monkeypatch):
+async def test_the_calculator(tmp_path, monkeypatch):
     from torchtitan_rl.train import step as module
     from torchtitan_rl.train.controller import Controller
 
@@ -30,14 +29,10 @@ def test_the_calculator(tmp_path, monkeypatch):
         return batches[-1][1]
 
     monkeypatch.setattr(module, "to_datums", recorded)
-
-    async def run():
-        async with await Controller.launch(config, backend="local") as controller:
-            await controller.supervise()
-            await controller.reinforce()
-            return await controller.evaluate("validation"), controller.tokenizer
-
-    evaluation, tokenizer = asyncio.run(run())
+    async with await Controller.launch(config, backend="local") as controller:
+        await controller.supervise()
+        await controller.reinforce()
+        evaluation, tokenizer = await controller.evaluate("validation"), controller.tokenizer
     assert evaluation.num_tasks == 16
     assert len(batches) == 2
     for groups, data in batches:

@@ -1,6 +1,5 @@
 """A run goes on from its checkpoints as if nothing had happened, and says so where it cannot."""
 
-import asyncio
 import json
 import os
 import re
@@ -143,50 +142,52 @@ def test_damaged_checkpoints_are_named_and_the_last_good_one_is_taken(copied, un
     assert counted(copied) == counted(undisturbed) and rollouts(copied) == rollouts(undisturbed)
 
 
-def refused(config, resume_from: str) -> str:
+async def refused(config, resume_from: str) -> str:
     with pytest.raises(ValueError) as caught:
-        asyncio.run(Controller.launch(config, backend="local", resume_from=resume_from))
+        await Controller.launch(config, backend="local", resume_from=resume_from)
     return str(caught.value)
 
 
-def test_nothing_is_overwritten_where_a_run_cannot_go_on(copied, tmp_path):
+async def test_nothing_is_overwritten_where_a_run_cannot_go_on(copied, tmp_path):
     before = {p: p.read_bytes() for p in copied.rglob("*") if p.is_file()}
     empty = tmp_path / "empty"
-    assert "there is no checkpoint in" in refused(config(empty), "latest") and not empty.exists()
-    assert "needs the run's directory" in refused(config(""), "auto")
-    assert "there is no such directory" in refused(config(""), str(tmp_path / "nowhere"))
+    assert "there is no checkpoint in" in await refused(config(empty), "latest") and not empty.exists()
+    assert "needs the run's directory" in await refused(config(""), "auto")
+    assert "there is no such directory" in await refused(config(""), str(tmp_path / "nowhere"))
     (tmp_path / "plain").mkdir()
-    assert "is no run directory" in refused(config(""), str(tmp_path / "plain"))
-    assert "is resumed in its own directory" in refused(config(tmp_path / "other"), str(copied))
-    assert "already holds a run" in refused(config(copied), "")
-    message = refused(config(copied, seed=1, sampling__max_tokens=11), "latest")
+    assert "is no run directory" in await refused(config(""), str(tmp_path / "plain"))
+    assert "is resumed in its own directory" in await refused(config(tmp_path / "other"), str(copied))
+    assert "already holds a run" in await refused(config(copied), "")
+    message = await refused(config(copied, seed=1, sampling__max_tokens=11), "latest")
     assert "seed: was 0, is 1" in message and "sampling.max_tokens: was 12, is 11" in message
-    message = refused(config(copied, model__shape__n_layers=2), "auto")
+    message = await refused(config(copied, model__shape__n_layers=2), "auto")
     assert "model.shape.n_layers: was 4, is 2" in message and "--model.assets" in message
     with attempts.locked(RunDir(copied)):
         pass
-    assert "a run is going on there (pid" in refused(config(copied), "auto")
+    assert "a run is going on there (pid" in await refused(config(copied), "auto")
     attempts.unlock(RunDir(copied))
     after = {p: p.read_bytes() for p in copied.rglob("*") if p.is_file()}
     assert {p.name for p in after.keys() ^ before.keys()} <= {"run.lock"}
     assert all(after[p] == content for p, content in before.items() if p.name != "run.lock")
 
 
-def test_a_newer_format_and_no_usable_checkpoint_are_refused(copied):
+async def test_a_newer_format_and_no_usable_checkpoint_are_refused(copied):
     for path in (copied / "checkpoints").glob("*-*"):
         state = json.loads((path / "state.json").read_text()) | {"format": 99}
         (path / "state.json").write_text(json.dumps(state))
-    assert "no checkpoint in" in refused(config(copied), "auto")  # the checksums of state.json are wrong
+    assert "no checkpoint in" in await refused(config(copied), "auto")  # the checksums of state.json are wrong
     for path in (copied / "checkpoints").glob("*-*"):
         files = json.loads((path / "files.json").read_text())
         files |= checkpoint.checksums(path, [path / "state.json"])
         (path / "files.json").write_text(json.dumps(files))
-    assert f"has format 99, and this version reads up to format {checkpoint.FORMAT}" in refused(config(copied), "auto")
+    assert f"has format 99, and this version reads up to format {checkpoint.FORMAT}" in await refused(
+        config(copied), "auto"
+    )
 
 
-def test_an_end_that_a_restart_cannot_mend_is_not_begun_again(copied):
+async def test_an_end_that_a_restart_cannot_mend_is_not_begun_again(copied):
     attempts.end_for_good(RunDir(copied), "the filters left nothing")
-    assert "a restart cannot mend why this run ended: the filters left nothing" in refused(config(copied), "auto")
+    assert "a restart cannot mend why this run ended: the filters left nothing" in await refused(config(copied), "auto")
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again_in_its_directory(undisturbed, loop, tmp_path):

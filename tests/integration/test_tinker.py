@@ -323,7 +323,7 @@ def test_random_bodies_are_never_a_fault_of_the_server(server, service, base_mod
     _unload(service, client)
 
 
-def test_a_body_that_stops_half_way_and_one_that_is_too_long_cost_nobody_else(server, client):
+async def test_a_body_that_stops_half_way_and_one_that_is_too_long_cost_nobody_else(server, client):
     async def half():
         host, port = server.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -339,7 +339,7 @@ def test_a_body_that_stops_half_way_and_one_that_is_too_long_cost_nobody_else(se
             writer.close()
         return healthy
 
-    assert asyncio.run(run()).isfinite().all()
+    assert (await run()).isfinite().all()
     with httpx.Client(base_url=f"{server}/api/v1", headers={"X-API-Key": KEY}, timeout=60) as http:
         assert http.post("/optim_step", content=b" " * (2**26 + 1)).status_code == 413
 

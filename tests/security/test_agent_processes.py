@@ -47,13 +47,10 @@ async def played(gateway, script, rollout_id="0/0/0", task=TASK, **settings):
     return await workflow(task, made, rollout_id=rollout_id, seed=5)
 
 
-def play(*scripts, **settings):
-    async def scene():
-        async with Gateway(context_tokens=256) as gateway:
-            attempts = (played(gateway, script, f"0/0/{i}", **settings) for i, script in enumerate(scripts))
-            return await asyncio.gather(*attempts, return_exceptions=True)
-
-    return asyncio.run(scene())
+async def play(*scripts, **settings):
+    async with Gateway(context_tokens=256) as gateway:
+        attempts = (played(gateway, script, f"0/0/{i}", **settings) for i, script in enumerate(scripts))
+        return await asyncio.gather(*attempts, return_exceptions=True)
 
 
 HONEST = """
@@ -94,17 +91,17 @@ def named(tmp_path, script):
     return names + script
 
 
-def test_an_agent_finds_neither_the_key_nor_the_files_of_another(tmp_path):
+async def test_an_agent_finds_neither_the_key_nor_the_files_of_another(tmp_path):
     if problem := agent_process.no_isolation():
         pytest.skip(f"no namespaces here: {problem}")
-    honest, thief = play(named(tmp_path, HONEST), named(tmp_path, THIEF))
+    honest, thief = await play(named(tmp_path, HONEST), named(tmp_path, THIEF))
     assert json.loads((tmp_path / "seen").read_text()) == {"keys": 0, "directories": 0}
     assert (honest.reward, thief.reward) == (0.25, 1.0)
 
 
-def test_without_isolation_the_same_agent_finds_both(tmp_path):
+async def test_without_isolation_the_same_agent_finds_both(tmp_path):
     """The attack of the test above is one: it succeeds where nothing is done against it."""
-    honest, thief = play(named(tmp_path, HONEST), named(tmp_path, THIEF), command=CommandLimits(isolate="off"))
+    honest, thief = await play(named(tmp_path, HONEST), named(tmp_path, THIEF), command=CommandLimits(isolate="off"))
     seen = json.loads((tmp_path / "seen").read_text())
     assert seen["keys"] >= 1 and seen["directories"] >= 1  # other runs on this machine may have agents too
     assert (honest.reward, thief.reward) == (-9.0, 1.0)
@@ -125,12 +122,12 @@ reward(max(undone) + len(glob.glob(directory + "/*")))
 """
 
 
-def test_an_agent_cannot_undo_its_isolation():
+async def test_an_agent_cannot_undo_its_isolation():
     """The agent tries nothing unless it is in a mount namespace of its own: as root it would unmount the machine's."""
     if problem := agent_process.no_isolation():
         pytest.skip(f"no namespaces here: {problem}")
     outer = os.readlink("/proc/self/ns/mnt")
-    [rollout] = play(f"OUTER = {outer!r}\n{UNDOES}", command=CommandLimits(isolate="require"))
+    [rollout] = await play(f"OUTER = {outer!r}\n{UNDOES}", command=CommandLimits(isolate="require"))
     assert rollout.reward == 0.0  # -1 from every call, and one directory, its own
 
 
@@ -151,20 +148,20 @@ def test_a_machine_without_namespaces_is_told_about(monkeypatch, caplog):
 READS = 'ask()\nreward(float("the-answer" in open(os.environ["TASK_FILE"]).read()))'
 
 
-def test_the_task_file_has_the_answer_where_it_is_asked_for():
-    [without] = play(READS)
-    [with_answer] = play(READS, with_answer=True)
-    [made] = play(READS, task_data=lambda task: {"own": task.answer})
+async def test_the_task_file_has_the_answer_where_it_is_asked_for():
+    [without] = await play(READS)
+    [with_answer] = await play(READS, with_answer=True)
+    [made] = await play(READS, task_data=lambda task: {"own": task.answer})
     assert (without.reward, with_answer.reward, made.reward) == (0.0, 1.0, 1.0)
 
 
-def test_a_posted_reward_counts_before_the_file_and_after_what_a_function_returns():
+async def test_a_posted_reward_counts_before_the_file_and_after_what_a_function_returns():
     post = 'ask()\npost(os.environ["SESSION_URL"] + "/reward", {"reward": 0.5, "parts": {"posted": 1}})\n'
-    [both] = play(post + "reward(1.0)")
+    [both] = await play(post + "reward(1.0)")
     assert (both.reward, both.reward_parts) == (0.5, {"posted": 1.0})
-    [file] = play("ask()\nreward(1.0)")
+    [file] = await play("ask()\nreward(1.0)")
     assert file.reward == 1.0
-    [wrong] = play(post + 'reward("nothing")')
+    [wrong] = await play(post + 'reward("nothing")')
     assert isinstance(wrong, AgentFailed) and "neither a number nor JSON" in str(wrong)
 
 
@@ -197,25 +194,21 @@ def left(own):
     "end, message",
     [("reward(1.0)", ""), ("time.sleep(1000)", "not done within"), ("os.kill(os.getpid(), 9)", "ended with status")],
 )
-def test_a_process_that_left_its_session_and_environment_ends_with_the_attempt(isolate, end, message):
+async def test_a_process_that_left_its_session_and_environment_ends_with_the_attempt(isolate, end, message):
     own = uuid.uuid4().hex
-
-    async def scene():
-        async with Gateway(context_tokens=256) as gateway:
-            script = ASKS + LEAVES.format(own=own) + end
-            workflow = external(
-                [sys.executable, "-c", script], timeout_s=8 if "within" in message else 30,
-                command=CommandLimits(isolate=isolate),
-            )  # fmt: skip
-            workflow.attach(gateway)
-            attempt = workflow(TASK, policy("3" + END, tokenizer=BYTES), rollout_id="0/0/0", seed=5)
-            if message:
-                with pytest.raises(AgentFailed, match=message):
-                    await attempt
-            else:
-                assert (await attempt).reward == 1.0
-
-    asyncio.run(scene())
+    async with Gateway(context_tokens=256) as gateway:
+        script = ASKS + LEAVES.format(own=own) + end
+        workflow = external(
+            [sys.executable, "-c", script], timeout_s=8 if "within" in message else 30,
+            command=CommandLimits(isolate=isolate),
+        )  # fmt: skip
+        workflow.attach(gateway)
+        attempt = workflow(TASK, policy("3" + END, tokenizer=BYTES), rollout_id="0/0/0", seed=5)
+        if message:
+            with pytest.raises(AgentFailed, match=message):
+                await attempt
+        else:
+            assert (await attempt).reward == 1.0
     assert not left(own)
 
 

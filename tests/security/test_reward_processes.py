@@ -44,11 +44,8 @@ def forks_at_three(task, completions):
     return [float(completions[0])]
 
 
-def test_a_reward_that_forks_answers_each_call_once():
-    async def ten():
-        return [await called(forks_at_three, str(i)) for i in range(10)]
-
-    assert asyncio.run(ten()) == [[float(i)] for i in range(10)]
+async def test_a_reward_that_forks_answers_each_call_once():
+    assert ([await called(forks_at_three, str(i)) for i in range(10)]) == [[float(i)] for i in range(10)]
 
 
 WRITES = """
@@ -72,29 +69,26 @@ def written(content):
         ("gibberish", "answered something else when request 2 was asked"),
     ],
 )
-def test_an_answer_that_was_not_asked_for_fails_its_call_and_ends_the_process(answer, message):
-    async def scene():
-        where = cpu_bound(lambda task, completions: [float(os.getpid())])
-        [before] = await called(where, "a")
+async def test_an_answer_that_was_not_asked_for_fails_its_call_and_ends_the_process(answer, message):
+    where = cpu_bound(lambda task, completions: [float(os.getpid())])
+    [before] = await called(where, "a")
 
-        @cpu_bound
-        def forges(task, completions):
-            names = {}
-            exec(WRITES, names)
-            names["written"](len(answer).to_bytes(8, "big") + answer.encode())
-            return [1.0]
+    @cpu_bound
+    def forges(task, completions):
+        names = {}
+        exec(WRITES, names)
+        names["written"](len(answer).to_bytes(8, "big") + answer.encode())
+        return [1.0]
 
-        first = asyncio.ensure_future(called(forges, "a"))
-        with pytest.raises(RuntimeError, match="answered .* and its process was killed"):
-            await first
-        assert gone(int(before))
-        [after] = await called(where, "a")
-        assert after != before
-
-    asyncio.run(scene())
+    first = asyncio.ensure_future(called(forges, "a"))
+    with pytest.raises(RuntimeError, match="answered .* and its process was killed"):
+        await first
+    assert gone(int(before))
+    [after] = await called(where, "a")
+    assert after != before
 
 
-def test_nothing_that_a_reward_process_sends_is_unpickled(tmp_path):
+async def test_nothing_that_a_reward_process_sends_is_unpickled(tmp_path):
     marker = tmp_path / "marker"
 
     class Answer(float):
@@ -114,13 +108,13 @@ def test_nothing_that_a_reward_process_sends_is_unpickled(tmp_path):
         names["written"](pickle.dumps(Answer(0.5)))
         return [0.5]
 
-    assert asyncio.run(called(returns_an_object, "a")) == [0.5]
+    assert await called(returns_an_object, "a") == [0.5]
     with pytest.raises(RuntimeError, match="writes_a_pickle: answered something else"):
-        asyncio.run(called(writes_a_pickle, "a", timeout_s=5.0))
+        await called(writes_a_pickle, "a", timeout_s=5.0)
     assert not marker.exists()
 
 
-def test_every_documented_form_of_an_answer_comes_back():
+async def test_every_documented_form_of_an_answer_comes_back():
     forms = {
         "floats": ([0.1, 1e-300], None),
         "tensor": (torch.tensor([0.25, 0.5]), None),
@@ -133,7 +127,7 @@ def test_every_documented_form_of_an_answer_comes_back():
     expected = [[0.1, 1e-300], [0.25, 0.5], [1.0, 2.0], [0.5, 0.25], [1.0, 0.25], [1.0, 2.0], [1.0, 1.0]]
     for (answer, parts), rewards in zip(forms.values(), expected, strict=True):
         seen = {}
-        assert asyncio.run(called(cpu_bound(lambda task, completions, a=answer: a), "a", "b", parts=seen)) == rewards
+        assert await called(cpu_bound(lambda task, completions, a=answer: a), "a", "b", parts=seen) == rewards
         assert seen == (parts or {})
 
 
@@ -191,10 +185,10 @@ def leaves_and_kills_its_group(task, completions):
         (leaves_and_kills_its_group, "ended its process .killed by SIGKILL"),
     ],
 )
-def test_a_grandchild_that_left_its_session_ends_with_the_call(reward, message, tmp_path):
+async def test_a_grandchild_that_left_its_session_ends_with_the_call(reward, message, tmp_path):
     file = tmp_path / "pid"
     with pytest.raises(RuntimeError, match=message):
-        asyncio.run(called(reward, str(file), timeout_s=20.0 if "killed" in message else 3.0))
+        await called(reward, str(file), timeout_s=20.0 if "killed" in message else 3.0)
     assert gone(int(file.read_text()))
 
 

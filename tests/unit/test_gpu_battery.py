@@ -1,6 +1,5 @@
 """The battery of GPU checks, as far as a CPU goes: its order, its books, and the checks that have a small form."""
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -158,10 +157,10 @@ def test_a_suite_of_tests_is_a_check(tmp_path):
     assert "test_made_up.py::test_wrong (call): " in problem and "assert 1 == 2" in problem
 
 
-def test_a_process_that_a_check_leaves_behind_ends_with_it(tmp_path):
+async def test_a_process_that_a_check_leaves_behind_ends_with_it(tmp_path):
     child = f"import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True)\n{PASSES}"
     gpu_battery.run([made_up("starts", child)], CPU, tmp_path, say=lambda line: None)
-    asyncio.run(gone(int((tmp_path / "log" / "starts.log").read_text())))
+    await gone(int((tmp_path / "log" / "starts.log").read_text()))
 
 
 def test_a_second_start_goes_on_where_the_first_ended(tmp_path):

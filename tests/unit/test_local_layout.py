@@ -1,7 +1,5 @@
 """The local backend is one rank on one device: anything else is refused with the numbers, before anything starts."""
 
-import asyncio
-
 import pytest
 
 from torchtitan_rl.cli import main
@@ -54,11 +52,11 @@ def test_the_command_line_refuses_a_dry_run_of_what_does_not_fit(capsys):
     assert capsys.readouterr().err.startswith("error: --hosts=tcp://there:1: --backend local is this process alone")
 
 
-def test_an_unknown_backend_is_refused_before_anything_starts(tmp_path):
+async def test_an_unknown_backend_is_refused_before_anything_starts(tmp_path):
     from torchtitan_rl.train.controller import Controller
 
     config = load_config(QUICKSTART)
     config.output_dir = str(tmp_path / "run")
     with pytest.raises(ValueError, match="backend='remote': is not known; use 'actors', 'local' or 'tinker'"):
-        asyncio.run(Controller.launch(config, backend="remote"))
+        await Controller.launch(config, backend="remote")
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,5 @@
 """What ranks answer has left the device: another process has none, or another one."""
 
-import asyncio
 from types import SimpleNamespace
 
 import torch
@@ -31,9 +30,9 @@ class OnDevice:
         return torch.tensor(self.values)
 
 
-def test_a_generators_weights_are_copied_to_host_memory():
+async def test_a_generators_weights_are_copied_to_host_memory():
     model = SimpleNamespace(canonical_state=lambda: {"norm.weight": OnDevice([1.0, 2.0])})
-    answer = asyncio.run(GeneratorRank.weights(SimpleNamespace(engine=SimpleNamespace(model=model))))
+    answer = await GeneratorRank.weights(SimpleNamespace(engine=SimpleNamespace(model=model)))
     assert answer["norm.weight"].tolist() == [1.0, 2.0] and answer["norm.weight"].device.type == "cpu"
 
 
@@ -44,7 +43,7 @@ def test_so_are_a_trainers_gradients_and_none_stays_none():
     assert answer["a"].tolist() == [3.0] and answer["b"] is None
 
 
-def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkeypatch):
+async def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkeypatch):
     happened = []
 
     class Store:
@@ -61,12 +60,12 @@ def test_a_push_from_a_gpu_waits_for_the_device_before_anyone_hears_of_it(monkey
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     stream = SimpleNamespace(synchronize=lambda: happened.append("waited"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    asyncio.run(exchange.push(3, torch.bfloat16, "shared_memory", True))
+    await exchange.push(3, torch.bfloat16, "shared_memory", True)
     assert happened == ["waited", ("published", [1.0, 2.0], True)]
     exchange.close()
 
 
-def test_weights_that_are_not_finite_are_named_and_never_published(monkeypatch):
+async def test_weights_that_are_not_finite_are_named_and_never_published(monkeypatch):
     """Finite in the trainer's float32, infinite in the generators' bfloat16."""
     published = []
 
@@ -83,7 +82,7 @@ def test_weights_that_are_not_finite_are_named_and_never_published(monkeypatch):
         store=Store(),
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    assert asyncio.run(exchange.push(3, torch.float32, "shared_memory", True)) == ""
-    assert asyncio.run(exchange.push(4, torch.bfloat16, "shared_memory", True)) == "b"
+    assert await exchange.push(3, torch.float32, "shared_memory", True) == ""
+    assert await exchange.push(4, torch.bfloat16, "shared_memory", True) == "b"
     assert published == [3]
     exchange.close()

@@ -1,6 +1,5 @@
 """What does not train, how a batch is filled, and when a run gives up."""
 
-import asyncio
 import dataclasses
 from collections import Counter
 from dataclasses import replace
@@ -177,7 +176,7 @@ class Source:
         return Task(id="t", prompt="")
 
 
-def filled(play, algorithm):
+async def filled(play, algorithm):
     config = RunConfig(
         name="unit",
         task=None,
@@ -188,53 +187,53 @@ def filled(play, algorithm):
     draws, rollouts = Draws(Source()), SimpleNamespace(play=play)
     player = BatchPlayer(algorithm, rollouts, draws, lambda draws, step: None, max_tokens=config.sampling.max_tokens)
     batches = SynchronousBatches(player, draws, RunState(seed=0))
-    return asyncio.run(batches.next_batch())
+    return await batches.next_batch()
 
 
 MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
 
 
-def test_without_filters_there_is_one_round_and_no_metric():
+async def test_without_filters_there_is_one_round_and_no_metric():
     tasks = Tasks(MIXED, EQUAL)
-    batch = filled(tasks.play, config())
+    batch = await filled(tasks.play, config())
     assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["0/0", "1/0"]
     assert batch.metrics == {} and batch.left_out == [] and batch.sampled == batch.groups
 
 
-def test_a_batch_is_filled_with_as_many_tasks_as_are_missing():
+async def test_a_batch_is_filled_with_as_many_tasks_as_are_missing():
     tasks = Tasks(MIXED, EQUAL, EQUAL, EQUAL, MIXED, MIXED)
-    batch = filled(tasks.play, config(tasks_per_step=3, zero_variance=True, max_resamples=5))
+    batch = await filled(tasks.play, config(tasks_per_step=3, zero_variance=True, max_resamples=5))
     assert tasks.asked == [(3, 0), (2, 3), (1, 5)] and [group.id for group in batch.groups] == ["0/0", "2/1", "1/2"]
     assert batch.metrics == {"filter/zero_variance_groups": 3, "filter/resampled_tasks": 3, "filter/missing_tasks": 0}
 
 
-def test_the_limit_leaves_a_smaller_batch():
+async def test_the_limit_leaves_a_smaller_batch():
     tasks = Tasks(MIXED, EQUAL)
-    batch = filled(tasks.play, config(tasks_per_step=4, zero_variance=True, max_resamples=1))
+    batch = await filled(tasks.play, config(tasks_per_step=4, zero_variance=True, max_resamples=1))
     assert tasks.asked == [(4, 0), (2, 4)] and [group.id for group in batch.groups] == ["0/0", "2/0", "1/1"]
     assert [group.id for group in batch.left_out] == ["1/0", "3/0", "3/1"]
     assert [group.id for group in batch.sampled] == ["0/0", "1/0", "2/0", "3/0", "1/1", "3/1"]
     assert batch.metrics == {"filter/zero_variance_groups": 3, "filter/resampled_tasks": 2, "filter/missing_tasks": 1}
 
 
-def test_without_resampling_what_passes_is_the_batch():
+async def test_without_resampling_what_passes_is_the_batch():
     tasks = Tasks(EQUAL, MIXED)
-    batch = filled(tasks.play, config(zero_variance=True))
+    batch = await filled(tasks.play, config(zero_variance=True))
     assert tasks.asked == [(2, 0)] and [group.id for group in batch.groups] == ["1/0"]
     assert batch.metrics["filter/missing_tasks"] == 1
 
 
-def test_an_empty_batch_is_tried_again_until_something_passes():
+async def test_an_empty_batch_is_tried_again_until_something_passes():
     tasks = Tasks(EQUAL, EQUAL, EQUAL, EQUAL, EQUAL, MIXED)
-    batch = filled(tasks.play, config(zero_variance=True))
+    batch = await filled(tasks.play, config(zero_variance=True))
     assert tasks.asked == [(2, 0), (2, 2), (2, 4)] and [group.id for group in batch.groups] == ["1/2"]
     assert batch.metrics["filter/resampled_tasks"] == 4
 
 
-def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
+async def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
     tasks = Tasks(EQUAL, [0.5, 0.5])
     with pytest.raises(NothingToTrainOn) as stall:
-        filled(tasks.play, config(zero_variance=True, max_stalled_rounds=3))
+        await filled(tasks.play, config(zero_variance=True, max_stalled_rounds=3))
     assert len(tasks.asked) == 3 and len(stall.value.batch.left_out) == 6
     assert str(stall.value) == (
         "algorithm.filters.max_stalled_rounds=3: 3 rounds with 6 groups left nothing to train on "
@@ -244,36 +243,36 @@ def test_a_run_with_nothing_to_train_on_is_stalled_and_says_why():
     )
 
 
-def test_resampling_longer_than_the_guard_is_not_cut_short():
+async def test_resampling_longer_than_the_guard_is_not_cut_short():
     tasks = Tasks(EQUAL)
     with pytest.raises(NothingToTrainOn):
-        filled(tasks.play, config(zero_variance=True, max_stalled_rounds=2, max_resamples=4))
+        await filled(tasks.play, config(zero_variance=True, max_stalled_rounds=2, max_resamples=4))
     assert len(tasks.asked) == 5
 
 
-def test_a_workflow_that_never_plays_a_turn_stalls_the_run():
+async def test_a_workflow_that_never_plays_a_turn_stalls_the_run():
     async def roll_out(draws, counts):
         return form_groups([rollout(f"{draw.id}/0") for draw in draws], AlgorithmConfig(), counts)
 
     with pytest.raises(NothingToTrainOn) as stall:
-        filled(roll_out, config(max_stalled_rounds=2))
+        await filled(roll_out, config(max_stalled_rounds=2))
     assert str(stall.value) == (
         "algorithm.filters.max_stalled_rounds=2: 2 rounds left nothing to train on "
         "(filter/skipped_rollouts=4); see that the workflow plays turns"
     )
 
 
-def test_what_overlong_filters_did_is_counted():
+async def test_what_overlong_filters_did_is_counted():
     async def roll_out(draws, counts):
         return [group(sized(2, 1.0), sized(8, 0.0, i=1, truncated=True))]
 
-    def metrics(**filters):
-        return filled(roll_out, config(tasks_per_step=1, **filters)).metrics
+    async def metrics(**filters):
+        return (await filled(roll_out, config(tasks_per_step=1, **filters))).metrics
 
     rest = {"filter/resampled_tasks": 0, "filter/missing_tasks": 0}
-    assert metrics(overlong="drop") == {"filter/overlong_rollouts": 1, **rest}
-    assert metrics(overlong="mask") == {"filter/overlong_rollouts": 1, **rest}
-    assert metrics(overlong="penalty", overlong_penalty=0.5) == {
+    assert await metrics(overlong="drop") == {"filter/overlong_rollouts": 1, **rest}
+    assert await metrics(overlong="mask") == {"filter/overlong_rollouts": 1, **rest}
+    assert await metrics(overlong="penalty", overlong_penalty=0.5) == {
         "filter/overlong_rollouts": 1,
         "filter/overlong_penalty_mean": 0.25,
     }

@@ -1,6 +1,5 @@
 """What `serve` refuses before it starts anything."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -49,10 +48,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_directory_that_cannot_be_served_is_refused_in_a_sentence(directory, tmp_path, monkeypatch, name):
+async def test_a_directory_that_cannot_be_served_is_refused_in_a_sentence(directory, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     fault, message = FAULTS[name]
     fault(directory)
     with pytest.raises(ValueError, match=message):
-        asyncio.run(serve(directory, Address(port=0), GeneratorConfig()))
+        await serve(directory, Address(port=0), GeneratorConfig())
     assert not (tmp_path / "runs").exists()

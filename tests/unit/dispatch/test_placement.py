@@ -36,7 +36,7 @@ def placement(colocation, log):
     return built
 
 
-def moves(colocation, operations):
+async def moves(colocation, operations):
     """What meshes were told, with the operations themselves in between."""
     log = []
 
@@ -51,7 +51,7 @@ def moves(colocation, operations):
                 log.append(f"{role}.{operation}")
         return built
 
-    return log, asyncio.run(run())
+    return log, await run()
 
 
 STEP = [
@@ -65,13 +65,13 @@ STEP = [
 ]
 
 
-def test_nothing_moves_where_nothing_is_shared():
-    log, _ = moves("none", STEP)
+async def test_nothing_moves_where_nothing_is_shared():
+    log, _ = await moves("none", STEP)
     assert log == [f"{role}.{operation}" for role, operation in STEP]
 
 
-def test_policy_and_reference_take_turns_and_only_what_is_missing_is_loaded():
-    log, _ = moves("policy_reference", STEP)
+async def test_policy_and_reference_take_turns_and_only_what_is_missing_is_loaded():
+    log, _ = await moves("policy_reference", STEP)
     assert log == [
         ("policy", "onload", "model"),
         "policy.forward",
@@ -89,8 +89,8 @@ def test_policy_and_reference_take_turns_and_only_what_is_missing_is_loaded():
     ]
 
 
-def test_a_push_in_a_fully_shared_run_wakes_weights_then_pulls_then_wakes_the_cache():
-    log, _ = moves("all", [*STEP, ("policy", "forward_backward")])
+async def test_a_push_in_a_fully_shared_run_wakes_weights_then_pulls_then_wakes_the_cache():
+    log, _ = await moves("all", [*STEP, ("policy", "forward_backward")])
     assert log == [
         ("policy", "onload", "model"),
         "policy.forward",
@@ -115,8 +115,8 @@ def test_a_push_in_a_fully_shared_run_wakes_weights_then_pulls_then_wakes_the_ca
     ]
 
 
-def test_gradients_that_were_evicted_are_back_for_the_optimizer_step():
-    log, _ = moves(
+async def test_gradients_that_were_evicted_are_back_for_the_optimizer_step():
+    log, _ = await moves(
         "policy_reference", [("policy", "forward_backward"), ("reference", "forward"), ("policy", "optim_step")]
     )
     assert log == [
@@ -131,101 +131,85 @@ def test_gradients_that_were_evicted_are_back_for_the_optimizer_step():
     ]
 
 
-def test_loading_the_model_does_not_count_as_loading_the_optimizer():
-    _, built = moves("all", [("policy", "forward")])
+async def test_loading_the_model_does_not_count_as_loading_the_optimizer():
+    _, built = await moves("all", [("policy", "forward")])
     assert built.on_device["policy"] == {"model"}
     assert built.on_device["generator"] == set()
 
 
-def test_a_critic_makes_room_for_the_policy_only_when_all_is_shared():
+async def test_a_critic_makes_room_for_the_policy_only_when_all_is_shared():
     steps = [("critic", "optim_step"), ("policy", "forward_backward")]
-    assert ("critic", "offload", "model", "gradients", "optimizer") in moves("all", steps)[0]
-    assert not any("critic" == entry[0] for entry in moves("policy_reference", steps)[0] if isinstance(entry, tuple))
+    assert ("critic", "offload", "model", "gradients", "optimizer") in (await moves("all", steps))[0]
+    apart, _ = await moves("policy_reference", steps)
+    assert not any("critic" == entry[0] for entry in apart if isinstance(entry, tuple))
 
 
-def test_shared_operations_run_one_at_a_time_in_the_order_they_were_submitted():
-    async def run():
-        built, order = placement("all", []), []
+async def test_shared_operations_run_one_at_a_time_in_the_order_they_were_submitted():
+    built, order = placement("all", []), []
 
-        def operation(name, seconds):
-            async def body():
-                order.append(f"{name} begins")
-                await asyncio.sleep(seconds)
-                order.append(f"{name} ends")
+    def operation(name, seconds):
+        async def body():
+            order.append(f"{name} begins")
+            await asyncio.sleep(seconds)
+            order.append(f"{name} ends")
 
-            return lambda: asyncio.ensure_future(body())
+        return lambda: asyncio.ensure_future(body())
 
-        await asyncio.gather(
-            built.run("critic", TrainerOperations.forward_backward, operation("critic", 0.02)),
-            built.run("policy", TrainerOperations.forward_backward, operation("policy", 0.01)),
-            built.run("policy", TrainerOperations.optim_step, operation("step", 0.0)),
-        )
-        return order
+    await asyncio.gather(
+        built.run("critic", TrainerOperations.forward_backward, operation("critic", 0.02)),
+        built.run("policy", TrainerOperations.forward_backward, operation("policy", 0.01)),
+        built.run("policy", TrainerOperations.optim_step, operation("step", 0.0)),
+    )
 
-    assert asyncio.run(run()) == [
-        "critic begins",
-        "critic ends",
-        "policy begins",
-        "policy ends",
-        "step begins",
-        "step ends",
-    ]
+    assert order == ["critic begins", "critic ends", "policy begins", "policy ends", "step begins", "step ends"]
 
 
-def test_generator_requests_share_the_device_with_each_other_and_keep_trainers_waiting():
-    async def run():
-        built, order = placement("all", []), []
-        both_in = asyncio.Barrier(2)
+async def test_generator_requests_share_the_device_with_each_other_and_keep_trainers_waiting():
+    built, order = placement("all", []), []
+    both_in = asyncio.Barrier(2)
 
-        async def sample():
-            async with built.turn("generator", GeneratorOperations.sample):
-                await asyncio.wait_for(both_in.wait(), 5)
-                order.append("sample")
+    async def sample():
+        async with built.turn("generator", GeneratorOperations.sample):
+            await asyncio.wait_for(both_in.wait(), 5)
+            order.append("sample")
 
-        async def train():
-            async with built.turn("policy", TrainerOperations.forward_backward):
-                order.append("train")
+    async def train():
+        async with built.turn("policy", TrainerOperations.forward_backward):
+            order.append("train")
 
-        await asyncio.gather(sample(), sample(), train())
-        return order
+    await asyncio.gather(sample(), sample(), train())
 
-    assert asyncio.run(run()) == ["sample", "sample", "train"]
+    assert order == ["sample", "sample", "train"]
 
 
-def test_a_call_that_fails_or_is_cancelled_lets_the_next_one_in():
-    async def run():
-        built = placement("all", [])
+async def test_a_call_that_fails_or_is_cancelled_lets_the_next_one_in():
+    built = placement("all", [])
 
-        async def fail():
-            raise RuntimeError("broken")
+    async def fail():
+        raise RuntimeError("broken")
 
-        with pytest.raises(RuntimeError, match="broken"):
-            await built.run("policy", TrainerOperations.forward, lambda: asyncio.ensure_future(fail()))
-        cancelled = built.run("policy", TrainerOperations.forward, lambda: asyncio.ensure_future(asyncio.sleep(60)))
-        cancelled.cancel()  # before it has begun to wait
-        async with asyncio.timeout(5):
-            async with built.turn("reference", TrainerOperations.forward):
-                pass
-
-    asyncio.run(run())
+    with pytest.raises(RuntimeError, match="broken"):
+        await built.run("policy", TrainerOperations.forward, lambda: asyncio.ensure_future(fail()))
+    cancelled = built.run("policy", TrainerOperations.forward, lambda: asyncio.ensure_future(asyncio.sleep(60)))
+    cancelled.cancel()  # before it has begun to wait
+    async with asyncio.timeout(5):
+        async with built.turn("reference", TrainerOperations.forward):
+            pass
 
 
-def test_a_generator_that_died_takes_no_more_turns_and_the_last_one_is_an_error():
-    async def run():
-        log = []
-        built = Placement("all")
-        replicas = [Mesh("generator-0", log), Mesh("generator-1", log)]
-        built.add("policy", [Mesh("policy", log)])
-        built.add("generator", replicas)
-        replicas[0].dead = ("generator-0",)
-        await built.evict("generator")
-        assert log == [("generator-1", "sleep")]
-        replicas[1].dead = ("generator-1",)
-        with pytest.raises(WorkerLost, match="generator-1 died"):
-            async with built.turn("generator", GeneratorOperations.sample):
-                pass
-
-    asyncio.run(run())
+async def test_a_generator_that_died_takes_no_more_turns_and_the_last_one_is_an_error():
+    log = []
+    built = Placement("all")
+    replicas = [Mesh("generator-0", log), Mesh("generator-1", log)]
+    built.add("policy", [Mesh("policy", log)])
+    built.add("generator", replicas)
+    replicas[0].dead = ("generator-0",)
+    await built.evict("generator")
+    assert log == [("generator-1", "sleep")]
+    replicas[1].dead = ("generator-1",)
+    with pytest.raises(WorkerLost, match="generator-1 died"):
+        async with built.turn("generator", GeneratorOperations.sample):
+            pass
 
 
 def test_an_unknown_colocation_is_refused():
@@ -233,23 +217,20 @@ def test_an_unknown_colocation_is_refused():
         Placement("some")
 
 
-def test_a_call_cancelled_while_others_make_room_leaves_the_books_right():
-    async def run():
-        built, moving = placement("all", []), asyncio.Event()
+async def test_a_call_cancelled_while_others_make_room_leaves_the_books_right():
+    built, moving = placement("all", []), asyncio.Event()
 
-        async def slow(operation, parts):
-            moving.set()
-            await asyncio.sleep(60)
+    async def slow(operation, parts):
+        moving.set()
+        await asyncio.sleep(60)
 
-        built._meshes["critic"][0].call_all = slow
-        first = built.run("policy", TrainerOperations.forward, lambda: asyncio.ensure_future(asyncio.sleep(0)))
-        second = built.run("policy", TrainerOperations.optim_step, lambda: asyncio.ensure_future(asyncio.sleep(0)))
-        await moving.wait()
-        first.cancel()
-        second.cancel()
-        built._meshes["critic"][0].call_all = Mesh("critic", []).call_all
-        async with asyncio.timeout(5):
-            async with built.turn("reference", TrainerOperations.forward):
-                assert built._active == ["reference"] and not built._queue
-
-    asyncio.run(run())
+    built._meshes["critic"][0].call_all = slow
+    first = built.run("policy", TrainerOperations.forward, lambda: asyncio.ensure_future(asyncio.sleep(0)))
+    second = built.run("policy", TrainerOperations.optim_step, lambda: asyncio.ensure_future(asyncio.sleep(0)))
+    await moving.wait()
+    first.cancel()
+    second.cancel()
+    built._meshes["critic"][0].call_all = Mesh("critic", []).call_all
+    async with asyncio.timeout(5):
+        async with built.turn("reference", TrainerOperations.forward):
+            assert built._active == ["reference"] and not built._queue

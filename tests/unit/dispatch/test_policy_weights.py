@@ -1,7 +1,5 @@
 """Weights that are not finite end a run for good, and say which tensor."""
 
-import asyncio
-
 import pytest
 
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
@@ -19,12 +17,10 @@ class Generator:
         return 5
 
 
-def test_a_run_whose_weights_are_not_finite_ends_for_good_and_other_failures_stay_what_they_are():
-    assert asyncio.run(PolicyWeights({}, Generator(), None).publish()) == 5
+async def test_a_run_whose_weights_are_not_finite_ends_for_good_and_other_failures_stay_what_they_are():
+    assert await PolicyWeights({}, Generator(), None).publish() == 5
     with pytest.raises(Ended, match="policy_version=6: layers.0.w1 has a NaN or an infinity"):
-        asyncio.run(
-            PolicyWeights({}, Generator(WeightsNotFinite(NotFinite(version=6, tensor="layers.0.w1"))), None).publish()
-        )
+        await PolicyWeights({}, Generator(WeightsNotFinite(NotFinite(version=6, tensor="layers.0.w1"))), None).publish()
     with pytest.raises(RuntimeError) as error:
-        asyncio.run(PolicyWeights({}, Generator(RuntimeError("policy-0.push_weights: OSError: gone")), None).publish())
+        await PolicyWeights({}, Generator(RuntimeError("policy-0.push_weights: OSError: gone")), None).publish()
     assert not isinstance(error.value, Ended)

@@ -1,7 +1,5 @@
 """How often a replica may be replaced, and what a replacement must hold."""
 
-import asyncio
-
 import pytest
 
 from torchtitan_rl.dispatch.repair import Repair, TooManyRestarts
@@ -56,23 +54,23 @@ def repair(meshes, clock=None, **limits):
     return Repair(start, clock=clock or Clock(), **limits)
 
 
-def test_a_replacement_that_does_not_start_counts_and_is_replaced():
+async def test_a_replacement_that_does_not_start_counts_and_is_replaced():
     versions = Versions()
     good = Fake(versions)
     made = repair([RuntimeError("no memory"), good])
-    assert asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh)) is good
+    assert await made.replacement(Fake(versions), lambda mesh: mesh) is good
     assert good.loaded_version == 3 and made.num_restarts == 2
 
 
-def test_a_version_published_meanwhile_is_loaded_instead():
+async def test_a_version_published_meanwhile_is_loaded_instead():
     versions = Versions()
     replica = Fake(versions, 4, 5)
     made = repair([replica])
-    asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))
+    await made.replacement(Fake(versions), lambda mesh: mesh)
     assert replica.loaded_version == 5 and made.num_restarts == 1
 
 
-def test_a_replacement_that_fails_while_it_catches_up_holds_no_version_any_more():
+async def test_a_replacement_that_fails_while_it_catches_up_holds_no_version_any_more():
     class Behind(Fake):
         async def pull(self, version):
             await super().pull(version)
@@ -80,23 +78,23 @@ def test_a_replacement_that_fails_while_it_catches_up_holds_no_version_any_more(
 
     versions = Versions()
     behind, good = Behind(versions), Fake(versions)
-    asyncio.run(repair([behind, good]).replacement(Fake(versions), lambda mesh: mesh))
+    await repair([behind, good]).replacement(Fake(versions), lambda mesh: mesh)
     assert (behind.loaded_version, good.loaded_version) == (None, 4)
 
 
-def test_restarts_are_counted_within_a_window():
+async def test_restarts_are_counted_within_a_window():
     versions, clock = Versions(), Clock()
     made = repair([Fake(versions) for _ in range(4)], clock)
     for now in (0, 50, 101):
         clock.now = now
-        asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))
+        await made.replacement(Fake(versions), lambda mesh: mesh)
     clock.now = 149
     with pytest.raises(TooManyRestarts, match=r"=2: so many .* within 100 s, .* \(its process died\); look at"):
-        asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))
+        await made.replacement(Fake(versions), lambda mesh: mesh)
 
 
-def test_a_replacement_that_never_works_ends_in_too_many():
+async def test_a_replacement_that_never_works_ends_in_too_many():
     versions = Versions()
     made = repair([Fake(versions, ReplicaLost("dead again")), Fake(versions, ReplicaLost("dead again"))])
     with pytest.raises(TooManyRestarts, match=r"\(dead again\)"):
-        asyncio.run(made.replacement(Fake(versions), lambda mesh: mesh))
+        await made.replacement(Fake(versions), lambda mesh: mesh)

@@ -29,25 +29,22 @@ class Silent:
 
 
 @pytest.mark.parametrize("collected", [False, True], ids=["a zombie", "gone"])
-def test_the_end_of_a_process_ends_its_calls(collected):
-    async def run():
-        processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
-        mesh = RoleMesh("generator-0", Silent(), num_ranks=2, tensor_parallel_size=2, timeout_s=60)
-        mesh.pids = [process.pid for process in processes]
-        try:
-            call = mesh.call_each(GeneratorOperations.probe)
-            await asyncio.sleep(0.7)
-            assert not call.done()
-            processes[1].kill()
-            if collected:
-                processes[1].wait()
-            began = time.monotonic()
-            with pytest.raises(ProcessDied, match="^generator-0-1.probe: its process died; see its log$"):
-                await call
-            assert time.monotonic() - began < 5
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-
-    asyncio.run(run())
+async def test_the_end_of_a_process_ends_its_calls(collected):
+    processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    mesh = RoleMesh("generator-0", Silent(), num_ranks=2, tensor_parallel_size=2, timeout_s=60)
+    mesh.pids = [process.pid for process in processes]
+    try:
+        call = mesh.call_each(GeneratorOperations.probe)
+        await asyncio.sleep(0.7)
+        assert not call.done()
+        processes[1].kill()
+        if collected:
+            processes[1].wait()
+        began = time.monotonic()
+        with pytest.raises(ProcessDied, match="^generator-0-1.probe: its process died; see its log$"):
+            await call
+        assert time.monotonic() - began < 5
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -123,51 +123,45 @@ def died(role, endpoint):
     return WorkerLost(f"{role}-0.{endpoint}: its process died (killed); see its log")
 
 
-def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions_are_released(caplog):
-    async def run():
-        meshes, versions, client = client_of(3)
-        await client.pull(await versions.publish())
-        meshes[1].broken["sample"] = died("generator-1", "sample")
-        prompts = [[1], [2], [3], [4], [5], [6]]
-        answers = await sample_all(client, prompts)
-        assert [answer.tokens for answer in answers] == prompts
-        assert sorted(meshes[0].sampled + meshes[2].sampled) == prompts
-        await settle()
-        assert client.health() == {
-            "generator-0": "healthy",
-            "generator-1": "generator-1-0.sample: its process died (killed); see its log",
-            "generator-2": "healthy",
-        }
-        assert versions.holders() == {1: ["generator-0", "generator-2", "newest"]}
-        await client.pull(await versions.publish())
-        assert versions.holders() == {2: ["generator-0", "generator-2", "newest"]}
-        assert [mesh.loaded for mesh in meshes] == [[1, 2], [1], [1, 2]]
-        assert [mesh.aborted for mesh in meshes] == [[], [0, 1], []]
-        assert client._router.loads == client.in_flight() == [0, 0, 0] and not client._tasks
-
-    asyncio.run(run())
+async def test_requests_of_a_lost_replica_are_sent_to_the_others_once_and_its_versions_are_released(caplog):
+    meshes, versions, client = client_of(3)
+    await client.pull(await versions.publish())
+    meshes[1].broken["sample"] = died("generator-1", "sample")
+    prompts = [[1], [2], [3], [4], [5], [6]]
+    answers = await sample_all(client, prompts)
+    assert [answer.tokens for answer in answers] == prompts
+    assert sorted(meshes[0].sampled + meshes[2].sampled) == prompts
+    await settle()
+    assert client.health() == {
+        "generator-0": "healthy",
+        "generator-1": "generator-1-0.sample: its process died (killed); see its log",
+        "generator-2": "healthy",
+    }
+    assert versions.holders() == {1: ["generator-0", "generator-2", "newest"]}
+    await client.pull(await versions.publish())
+    assert versions.holders() == {2: ["generator-0", "generator-2", "newest"]}
+    assert [mesh.loaded for mesh in meshes] == [[1, 2], [1], [1, 2]]
+    assert [mesh.aborted for mesh in meshes] == [[], [0, 1], []]
+    assert client._router.loads == client.in_flight() == [0, 0, 0] and not client._tasks
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
         "a generator replica is lost, 2 left: generator-1-0.sample: its process died (killed); see its log"
     ]
 
 
-def test_when_the_last_replica_is_lost_every_caller_hears_of_all_of_them():
-    async def run():
-        meshes, versions, client = client_of(2)
+async def test_when_the_last_replica_is_lost_every_caller_hears_of_all_of_them():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    for mesh in meshes:
+        mesh.broken["sample"] = died(mesh.role, "sample")
+    answers = await sample_all(client, [[1], [2], [3]])
+    for answer in answers:
+        assert isinstance(answer, RuntimeError)
+        assert "generator-0: generator-0-0.sample: its process died" in str(answer)
+        assert "generator-1: generator-1-0.sample: its process died" in str(answer)
+    with pytest.raises(RuntimeError, match="no generator replica is left"):
         await client.pull(await versions.publish())
-        for mesh in meshes:
-            mesh.broken["sample"] = died(mesh.role, "sample")
-        answers = await sample_all(client, [[1], [2], [3]])
-        for answer in answers:
-            assert isinstance(answer, RuntimeError)
-            assert "generator-0: generator-0-0.sample: its process died" in str(answer)
-            assert "generator-1: generator-1-0.sample: its process died" in str(answer)
-        with pytest.raises(RuntimeError, match="no generator replica is left"):
-            await client.pull(await versions.publish())
-        await settle()
-        assert versions.holders() == {2: ["newest"]}
-
-    asyncio.run(run())
+    await settle()
+    assert versions.holders() == {2: ["newest"]}
 
 
 @pytest.mark.parametrize(
@@ -178,312 +172,259 @@ def test_when_the_last_replica_is_lost_every_caller_hears_of_all_of_them():
         ("load", RuntimeError("generator-0-0.load: RuntimeError: the engine has stopped: KeyError(7)")),
     ],
 )
-def test_a_replica_that_is_lost_in_a_pull_does_not_stop_the_others(endpoint, error):
-    async def run():
-        meshes, versions, client = client_of(2)
+async def test_a_replica_that_is_lost_in_a_pull_does_not_stop_the_others(endpoint, error):
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    meshes[0].broken[endpoint] = error
+    await client.pull(await versions.publish())
+    await settle()
+    assert client.health() == {"generator-0": str(error), "generator-1": "healthy"}
+    assert versions.holders() == {2: ["generator-1", "newest"]}
+    assert client.policy_version == 2
+    assert [answer.policy_versions for answer in await sample_all(client, [[1], [2]])] == [[2], [2]]
+
+
+async def test_weights_that_do_not_fit_are_an_error_of_the_pull_not_of_the_replicas_health():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    meshes[0].broken["fetch"] = RuntimeError("generator-0.fetch: RuntimeError: does not fit this generator")
+    with pytest.raises(RuntimeError, match="does not fit this generator"):
         await client.pull(await versions.publish())
-        meshes[0].broken[endpoint] = error
-        await client.pull(await versions.publish())
-        await settle()
-        assert client.health() == {"generator-0": str(error), "generator-1": "healthy"}
-        assert versions.holders() == {2: ["generator-1", "newest"]}
-        assert client.policy_version == 2
-        assert [answer.policy_versions for answer in await sample_all(client, [[1], [2]])] == [[2], [2]]
-
-    asyncio.run(run())
-
-
-def test_weights_that_do_not_fit_are_an_error_of_the_pull_not_of_the_replicas_health():
-    async def run():
-        meshes, versions, client = client_of(2)
-        await client.pull(await versions.publish())
-        meshes[0].broken["fetch"] = RuntimeError("generator-0.fetch: RuntimeError: does not fit this generator")
-        with pytest.raises(RuntimeError, match="does not fit this generator"):
-            await client.pull(await versions.publish())
-        assert set(client.health().values()) == {"healthy"}
-        assert versions.holders() == {1: ["generator-0"], 2: ["generator-1", "newest"]}
-
-    asyncio.run(run())
+    assert set(client.health().values()) == {"healthy"}
+    assert versions.holders() == {1: ["generator-0"], 2: ["generator-1", "newest"]}
 
 
 @pytest.mark.parametrize("endpoint, text", [("fetch", "does not fit"), ("load", "cannot be loaded")])
-def test_a_version_that_every_replica_refuses_is_an_error_of_the_pull_and_the_one_before_serves(endpoint, text):
-    async def run():
-        meshes, versions, client = client_of(2)
+async def test_a_version_that_every_replica_refuses_is_an_error_of_the_pull_and_the_one_before_serves(endpoint, text):
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    for mesh in meshes:
+        mesh.refused[endpoint].append(2)
+    with pytest.raises(RuntimeError, match=f"policy_version=2: {text}"):
         await client.pull(await versions.publish())
-        for mesh in meshes:
-            mesh.refused[endpoint].append(2)
-        with pytest.raises(RuntimeError, match=f"policy_version=2: {text}"):
-            await client.pull(await versions.publish())
-        assert set(client.health().values()) == {"healthy"} and client.policy_version == 1
-        assert versions.holders() == {1: ["generator-0", "generator-1"], 2: ["newest"]}
-        assert [mesh.loaded for mesh in meshes] == [[1, 1] if endpoint == "load" else [1]] * 2
-        assert [answer.policy_versions for answer in await sample_all(client, [[1], [2]])] == [[1], [1]]
-        (refusal,) = await sample_all(client, [[1]], policy_version=2)
-        assert isinstance(refusal, ValueError) and text in str(refusal)
-        assert set(client.health().values()) == {"healthy"}
-
-    asyncio.run(run())
+    assert set(client.health().values()) == {"healthy"} and client.policy_version == 1
+    assert versions.holders() == {1: ["generator-0", "generator-1"], 2: ["newest"]}
+    assert [mesh.loaded for mesh in meshes] == [[1, 1] if endpoint == "load" else [1]] * 2
+    assert [answer.policy_versions for answer in await sample_all(client, [[1], [2]])] == [[1], [1]]
+    (refusal,) = await sample_all(client, [[1]], policy_version=2)
+    assert isinstance(refusal, ValueError) and text in str(refusal)
+    assert set(client.health().values()) == {"healthy"}
 
 
-def test_a_replica_that_refuses_what_another_one_has_loaded_is_lost():
-    async def run():
-        meshes, versions, client = client_of(2)
-        await client.pull(await versions.publish())
-        meshes[0].refused["load"].append(2)
-        await client.pull(await versions.publish())
-        await settle()
-        assert client.health() == {"generator-0": "policy_version=2: cannot be loaded", "generator-1": "healthy"}
-        assert client.policy_version == 2 and versions.holders() == {2: ["generator-1", "newest"]}
-
-    asyncio.run(run())
+async def test_a_replica_that_refuses_what_another_one_has_loaded_is_lost():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    meshes[0].refused["load"].append(2)
+    await client.pull(await versions.publish())
+    await settle()
+    assert client.health() == {"generator-0": "policy_version=2: cannot be loaded", "generator-1": "healthy"}
+    assert client.policy_version == 2 and versions.holders() == {2: ["generator-1", "newest"]}
 
 
-def test_a_replica_that_cannot_go_back_is_lost():
-    async def run():
-        meshes, versions, client = client_of(2)
-        await client.pull(await versions.publish())
-        await versions.publish()
-        for mesh in meshes:
-            mesh.refused["load"] += [1, 2]
-        (refusal,) = await sample_all(client, [[1]], policy_version=2)
-        assert "no generator replica is left" in str(refusal) and "version 1 did not come back" in str(refusal)
-
-    asyncio.run(run())
+async def test_a_replica_that_cannot_go_back_is_lost():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    await versions.publish()
+    for mesh in meshes:
+        mesh.refused["load"] += [1, 2]
+    (refusal,) = await sample_all(client, [[1]], policy_version=2)
+    assert "no generator replica is left" in str(refusal) and "version 1 did not come back" in str(refusal)
 
 
-def test_a_requests_own_mistake_is_its_own():
-    async def run():
-        meshes, versions, client = client_of(1)
-        await client.pull(await versions.publish())
-        mistake, fine = await sample_all(client, [[13], [1]])
-        assert isinstance(mistake, ValueError) and fine.tokens == [1]
-        (unpublished,) = await sample_all(client, [[1]], policy_version=99)
-        assert isinstance(unpublished, ValueError) and "policy_version=99: is not published" in str(unpublished)
-        assert client.health() == {"generator-0": "healthy"}
-
-    asyncio.run(run())
+async def test_a_requests_own_mistake_is_its_own():
+    meshes, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    mistake, fine = await sample_all(client, [[13], [1]])
+    assert isinstance(mistake, ValueError) and fine.tokens == [1]
+    (unpublished,) = await sample_all(client, [[1]], policy_version=99)
+    assert isinstance(unpublished, ValueError) and "policy_version=99: is not published" in str(unpublished)
+    assert client.health() == {"generator-0": "healthy"}
 
 
-def test_whoever_waits_for_a_version_of_a_replica_that_is_lost_is_served_by_another():
-    async def run():
-        meshes, versions, client = client_of(2)
-        old = await versions.publish()
-        versions.pin(old, "teacher")
-        await client.pull(old)
-        await client.pull(await versions.publish())
-        meshes[0].held_up = asyncio.Event()
-        # 0 serves the newest, and would have to drain before it serves the old version.
-        free = asyncio.ensure_future(sample_all(client, [[1]]))
-        await settle()
-        meshes[1].held_up = asyncio.Event()
-        busy = asyncio.ensure_future(sample_all(client, [[2], [3], [4]]))
-        await settle()
-        named = asyncio.ensure_future(sample_all(client, [[5]], policy_version=old))
-        await settle()
-        assert client._router.loads == [3, 2] and [5] not in meshes[0].sampled + meshes[1].sampled
-        meshes[0].broken["sample"] = died("generator-0", "sample")
-        meshes[0].held_up.set(), meshes[1].held_up.set()
-        assert [answer.tokens for answer in await free + await busy] == [[1], [2], [3], [4]]
-        assert [(answer.tokens, answer.policy_versions) for answer in await named] == [([5], [old])]
-        await settle()
-        assert client._router.loads == [0, 0] and "generator-0" not in versions.holders()[2]
-
-    asyncio.run(run())
+async def test_whoever_waits_for_a_version_of_a_replica_that_is_lost_is_served_by_another():
+    meshes, versions, client = client_of(2)
+    old = await versions.publish()
+    versions.pin(old, "teacher")
+    await client.pull(old)
+    await client.pull(await versions.publish())
+    meshes[0].held_up = asyncio.Event()
+    # 0 serves the newest, and would have to drain before it serves the old version.
+    free = asyncio.ensure_future(sample_all(client, [[1]]))
+    await settle()
+    meshes[1].held_up = asyncio.Event()
+    busy = asyncio.ensure_future(sample_all(client, [[2], [3], [4]]))
+    await settle()
+    named = asyncio.ensure_future(sample_all(client, [[5]], policy_version=old))
+    await settle()
+    assert client._router.loads == [3, 2] and [5] not in meshes[0].sampled + meshes[1].sampled
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    meshes[0].held_up.set(), meshes[1].held_up.set()
+    assert [answer.tokens for answer in await free + await busy] == [[1], [2], [3], [4]]
+    assert [(answer.tokens, answer.policy_versions) for answer in await named] == [([5], [old])]
+    await settle()
+    assert client._router.loads == [0, 0] and "generator-0" not in versions.holders()[2]
 
 
-def test_while_new_weights_are_fetched_the_version_before_serves_and_no_older_one():
-    async def run():
-        (mesh,), versions, client = client_of(1)
-        old = await versions.publish()
-        versions.pin(old, "teacher")
-        await client.pull(old)
-        await client.pull(await versions.publish())
-        for named in (None, old):  # in the second round a pinned request has loaded the old version before the pull
-            await sample_all(client, [[1]], policy_version=named)
-            mesh.fetching = asyncio.Event()
-            pull = asyncio.ensure_future(client.pull(await versions.publish()))
-            await settle()
-            free = asyncio.ensure_future(sample_all(client, [[2]]))
-            await settle()
-            mesh.fetching.set()
-            await pull
-            assert [answer.policy_versions for answer in await free] == [[2] if named is None else [4]]
-
-    asyncio.run(run())
-
-
-def test_a_pull_of_the_version_that_a_pinned_request_is_loading_fetches_after_that_load():
-    """Otherwise the request's load takes what the pull has fetched, and the pull's load finds nothing."""
-
-    async def run():
-        (mesh,), versions, client = client_of(1)
-        await client.pull(await versions.publish())
-        newest = await versions.publish()
-        mesh.loading = asyncio.Event()
-        named = asyncio.ensure_future(sample_all(client, [[1]], policy_version=newest))
-        await settle()
-        pull = asyncio.ensure_future(client.pull(newest))
-        await settle()
-        mesh.loading.set()
-        await pull
-        assert [answer.policy_versions for answer in await named] == [[newest]]
-        assert mesh.loaded == [1, newest, newest] and client.health() == {"generator-0": "healthy"}
-
-    asyncio.run(run())
-
-
-def test_a_request_for_the_version_that_a_pull_fetches_waits_for_the_pull():
-    async def run():
-        (mesh,), versions, client = client_of(1)
-        await client.pull(await versions.publish())
+async def test_while_new_weights_are_fetched_the_version_before_serves_and_no_older_one():
+    (mesh,), versions, client = client_of(1)
+    old = await versions.publish()
+    versions.pin(old, "teacher")
+    await client.pull(old)
+    await client.pull(await versions.publish())
+    for named in (None, old):  # in the second round a pinned request has loaded the old version before the pull
+        await sample_all(client, [[1]], policy_version=named)
         mesh.fetching = asyncio.Event()
         pull = asyncio.ensure_future(client.pull(await versions.publish()))
         await settle()
-        named = asyncio.ensure_future(sample_all(client, [[1]], policy_version=2))
+        free = asyncio.ensure_future(sample_all(client, [[2]]))
         await settle()
         mesh.fetching.set()
         await pull
-        assert [answer.policy_versions for answer in await named] == [[2]]
-        assert mesh.loaded == [1, 2] and client.health() == {"generator-0": "healthy"}
-
-        mesh.fetching = asyncio.Event()  # a pull that fails lets the request try for itself
-        pull = asyncio.ensure_future(client.pull(await versions.publish()))
-        await settle()
-        named = asyncio.ensure_future(sample_all(client, [[1]], policy_version=3))
-        await settle()
-        pull.cancel()
-        await settle()
-        mesh.fetching.set()
-        assert [answer.policy_versions for answer in await named] == [[3]]
-
-    asyncio.run(run())
+        assert [answer.policy_versions for answer in await free] == [[2] if named is None else [4]]
 
 
-def test_each_request_is_answered_when_it_is_done_and_frees_its_place_in_the_load():
-    async def run():
-        meshes, versions, client = client_of(2)
-        await client.pull(await versions.publish())
-        for mesh in meshes:
-            mesh.slow = [[1], [2]]
-        slow = asyncio.ensure_future(sample_all(client, [[1], [2]]))
-        quick = await sample_all(client, [[3], [4], [5]])
-        assert [answer.tokens for answer in quick] == [[3], [4], [5]] and not slow.done()
-        assert client._router.loads == [1, 1]
-        for mesh in meshes:
-            mesh.released.set()
-        assert [answer.tokens for answer in await slow] == [[1], [2]]
-        await settle()
-        assert client._router.loads == [0, 0]
-
-    asyncio.run(run())
+async def test_a_pull_of_the_version_that_a_pinned_request_is_loading_fetches_after_that_load():
+    """Otherwise the request's load takes what the pull has fetched, and the pull's load finds nothing."""
+    (mesh,), versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    newest = await versions.publish()
+    mesh.loading = asyncio.Event()
+    named = asyncio.ensure_future(sample_all(client, [[1]], policy_version=newest))
+    await settle()
+    pull = asyncio.ensure_future(client.pull(newest))
+    await settle()
+    mesh.loading.set()
+    await pull
+    assert [answer.policy_versions for answer in await named] == [[newest]]
+    assert mesh.loaded == [1, newest, newest] and client.health() == {"generator-0": "healthy"}
 
 
-def test_a_replica_lost_after_some_answers_hands_over_the_other_requests_only():
-    async def run():
-        meshes, versions, client = client_of(2)
-        await client.pull(await versions.publish())
-        meshes[0].slow = [[1]]
-        batch = asyncio.ensure_future(sample_all(client, [[1], [2], [3], [4]]))
-        await settle()
-        assert meshes[0].sampled == [[1], [3]] and client._router.loads == [1, 0]
-        meshes[0].broken["sample"] = died("generator-0", "sample")
-        meshes[0].released.set()
-        assert [answer.tokens for answer in await batch] == [[1], [2], [3], [4]]
-        assert meshes[1].sampled == [[2], [4], [1]] and client._router.loads == [0, 0]
+async def test_a_request_for_the_version_that_a_pull_fetches_waits_for_the_pull():
+    (mesh,), versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    mesh.fetching = asyncio.Event()
+    pull = asyncio.ensure_future(client.pull(await versions.publish()))
+    await settle()
+    named = asyncio.ensure_future(sample_all(client, [[1]], policy_version=2))
+    await settle()
+    mesh.fetching.set()
+    await pull
+    assert [answer.policy_versions for answer in await named] == [[2]]
+    assert mesh.loaded == [1, 2] and client.health() == {"generator-0": "healthy"}
 
-    asyncio.run(run())
-
-
-def test_a_caller_that_gives_up_takes_nobody_with_it():
-    async def run():
-        meshes, versions, client = client_of(2)
-        await client.pull(await versions.publish())
-        meshes[0].held_up = asyncio.Event()
-        impatient = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
-        patient = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
-        await settle()
-        impatient.cancel()
-        meshes[0].broken["sample"] = died("generator-0", "sample")
-        meshes[0].held_up.set()
-        assert (await asyncio.wait_for(patient, 5)).tokens == [1]
-        assert meshes[1].sampled == [[1]]
-
-    asyncio.run(run())
+    mesh.fetching = asyncio.Event()  # a pull that fails lets the request try for itself
+    pull = asyncio.ensure_future(client.pull(await versions.publish()))
+    await settle()
+    named = asyncio.ensure_future(sample_all(client, [[1]], policy_version=3))
+    await settle()
+    pull.cancel()
+    await settle()
+    mesh.fetching.set()
+    assert [answer.policy_versions for answer in await named] == [[3]]
 
 
-def test_of_several_reasons_for_a_loss_the_first_is_kept():
-    async def run():
-        meshes, versions, client = client_of(3)
-        await client.pull(await versions.publish())
-        for reason in ("its process died", "something later"):
-            client._lose(client._replicas[1], ReplicaLost(reason))
-        assert client._healthy() == [0, 2] and client.health()["generator-1"] == "its process died"
-
-    asyncio.run(run())
-
-
-def test_one_replica_needs_no_router_and_none_is_left_once_it_is_lost():
-    async def run():
-        meshes, versions, client = client_of(1)
-        assert client.policy_version is None
-        await client.pull(await versions.publish())
-        assert client._router is None and client.policy_version == versions.served == 1
-        assert [answer.tokens for answer in await sample_all(client, [[2], [1]])] == [[2], [1]]
-        meshes[0].broken["sample"] = died("generator-0", "sample")
-        (answer,) = await sample_all(client, [[1]])
-        assert str(answer) == (
-            "no generator replica is left (generator-0: generator-0-0.sample: its process died (killed); see its log); "
-            "look at their logs and start the run again"
-        )
-
-    asyncio.run(run())
+async def test_each_request_is_answered_when_it_is_done_and_frees_its_place_in_the_load():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    for mesh in meshes:
+        mesh.slow = [[1], [2]]
+    slow = asyncio.ensure_future(sample_all(client, [[1], [2]]))
+    quick = await sample_all(client, [[3], [4], [5]])
+    assert [answer.tokens for answer in quick] == [[3], [4], [5]] and not slow.done()
+    assert client._router.loads == [1, 1]
+    for mesh in meshes:
+        mesh.released.set()
+    assert [answer.tokens for answer in await slow] == [[1], [2]]
+    await settle()
+    assert client._router.loads == [0, 0]
 
 
-def test_weights_of_a_directory_are_one_version_and_another_is_refused():
-    async def run():
-        meshes = [Mesh("generator-0"), Mesh("generator-1")]
-        client = SamplingClient(meshes, OneVersion(), max_model_len=64, timeout_s=5)
-        (early,) = await sample_all(client, [[1]])
-        assert str(early) == "policy_version=None: the generators hold no weights yet; publish and pull first"
-        await client.load_hf("somewhere", version=4)
-        assert client.policy_version == 4 and [mesh.loaded for mesh in meshes] == [[4], [4]]
-        named = await sample_all(client, [[1], [2]], policy_version=4)
-        assert [answer.policy_versions for answer in named] == [[4], [4]]
-        (other,) = await sample_all(client, [[1]], policy_version=3)
-        assert isinstance(other, ValueError)
-        assert str(other).startswith(
-            "policy_version=3: is not published; these generators hold the weights of a directory"
-        )
-        meshes[0].broken["sample"] = died("generator-0", "sample")
-        assert [answer.tokens for answer in await sample_all(client, [[1], [2]])] == [[1], [2]]
-        await settle()
-        assert meshes[0].aborted == [0, 1] and client.health()["generator-1"] == "healthy"
-
-    asyncio.run(run())
+async def test_a_replica_lost_after_some_answers_hands_over_the_other_requests_only():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    meshes[0].slow = [[1]]
+    batch = asyncio.ensure_future(sample_all(client, [[1], [2], [3], [4]]))
+    await settle()
+    assert meshes[0].sampled == [[1], [3]] and client._router.loads == [1, 0]
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    meshes[0].released.set()
+    assert [answer.tokens for answer in await batch] == [[1], [2], [3], [4]]
+    assert meshes[1].sampled == [[2], [4], [1]] and client._router.loads == [0, 0]
 
 
-def test_closing_answers_whoever_still_waits():
-    async def run():
-        meshes, versions, client = client_of(1)
-        await client.pull(await versions.publish())
-        meshes[0].held_up = asyncio.Event()
-        waiting = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
-        await settle()
-        client.close()
-        with pytest.raises(RuntimeError, match="the client was closed before the generators answered"):
-            await asyncio.wait_for(waiting, 5)
-        assert client.health() == {"generator-0": "healthy"} and not client._tasks
+async def test_a_caller_that_gives_up_takes_nobody_with_it():
+    meshes, versions, client = client_of(2)
+    await client.pull(await versions.publish())
+    meshes[0].held_up = asyncio.Event()
+    impatient = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
+    patient = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
+    await settle()
+    impatient.cancel()
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    meshes[0].held_up.set()
+    assert (await asyncio.wait_for(patient, 5)).tokens == [1]
+    assert meshes[1].sampled == [[1]]
 
-    asyncio.run(run())
+
+async def test_of_several_reasons_for_a_loss_the_first_is_kept():
+    meshes, versions, client = client_of(3)
+    await client.pull(await versions.publish())
+    for reason in ("its process died", "something later"):
+        client._lose(client._replicas[1], ReplicaLost(reason))
+    assert client._healthy() == [0, 2] and client.health()["generator-1"] == "its process died"
 
 
-def test_a_completion_says_what_altered_its_distribution():
-    async def run():
-        _, versions, client = client_of(1)
-        await client.pull(await versions.publish())
-        plain = SamplingParams(max_tokens=4, temperature=0.5, top_k=-1, stop=["x"])
-        altered = SamplingParams(max_tokens=4, top_p=0.9, repetition_penalty=1.1)
-        return [(await client.sample([1], params)).filtered for params in (plain, altered)]
+async def test_one_replica_needs_no_router_and_none_is_left_once_it_is_lost():
+    meshes, versions, client = client_of(1)
+    assert client.policy_version is None
+    await client.pull(await versions.publish())
+    assert client._router is None and client.policy_version == versions.served == 1
+    assert [answer.tokens for answer in await sample_all(client, [[2], [1]])] == [[2], [1]]
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    (answer,) = await sample_all(client, [[1]])
+    assert str(answer) == (
+        "no generator replica is left (generator-0: generator-0-0.sample: its process died (killed); see its log); "
+        "look at their logs and start the run again"
+    )
 
-    assert asyncio.run(run()) == ["", "top_p=0.9, repetition_penalty=1.1"]
+
+async def test_weights_of_a_directory_are_one_version_and_another_is_refused():
+    meshes = [Mesh("generator-0"), Mesh("generator-1")]
+    client = SamplingClient(meshes, OneVersion(), max_model_len=64, timeout_s=5)
+    (early,) = await sample_all(client, [[1]])
+    assert str(early) == "policy_version=None: the generators hold no weights yet; publish and pull first"
+    await client.load_hf("somewhere", version=4)
+    assert client.policy_version == 4 and [mesh.loaded for mesh in meshes] == [[4], [4]]
+    named = await sample_all(client, [[1], [2]], policy_version=4)
+    assert [answer.policy_versions for answer in named] == [[4], [4]]
+    (other,) = await sample_all(client, [[1]], policy_version=3)
+    assert isinstance(other, ValueError)
+    assert str(other).startswith("policy_version=3: is not published; these generators hold the weights of a directory")
+    meshes[0].broken["sample"] = died("generator-0", "sample")
+    assert [answer.tokens for answer in await sample_all(client, [[1], [2]])] == [[1], [2]]
+    await settle()
+    assert meshes[0].aborted == [0, 1] and client.health()["generator-1"] == "healthy"
+
+
+async def test_closing_answers_whoever_still_waits():
+    meshes, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    meshes[0].held_up = asyncio.Event()
+    waiting = asyncio.ensure_future(client.sample([1], SamplingParams(max_tokens=4)))
+    await settle()
+    client.close()
+    with pytest.raises(RuntimeError, match="the client was closed before the generators answered"):
+        await asyncio.wait_for(waiting, 5)
+    assert client.health() == {"generator-0": "healthy"} and not client._tasks
+
+
+async def test_a_completion_says_what_altered_its_distribution():
+    _, versions, client = client_of(1)
+    await client.pull(await versions.publish())
+    plain = SamplingParams(max_tokens=4, temperature=0.5, top_k=-1, stop=["x"])
+    altered = SamplingParams(max_tokens=4, top_p=0.9, repetition_penalty=1.1)
+
+    assert ([(await client.sample([1], params)).filtered for params in (plain, altered)]) == [
+        "",
+        "top_p=0.9, repetition_penalty=1.1",
+    ]

@@ -1,7 +1,5 @@
 """What comes back from ranks, in the order of the data, and the calls refused before any rank hears of them."""
 
-import asyncio
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -204,17 +202,17 @@ class _Mesh:
         self.discarded.append(version)
 
 
-def test_a_version_that_one_rank_found_not_finite_is_discarded_and_named():
-    def push(*answers):
+async def test_a_version_that_one_rank_found_not_finite_is_discarded_and_named():
+    async def push(*answers):
         mesh = _Mesh(*answers)
         client = TrainingClient(mesh, max_tokens_per_microbatch=8, max_datum_tokens=8, temperature=1.0, vocab_size=64)
-        return mesh, asyncio.run(client.push_weights(torch.float32, "store", True))
+        return mesh, await client.push_weights(torch.float32, "store", True)
 
-    assert push(7, 7)[1] == 7
+    assert (await push(7, 7))[1] == 7
     with pytest.raises(RuntimeError, match="ranks disagree: \\[7, 8\\]"):
-        push(7, 8)
+        await push(7, 8)
     mesh = _Mesh(NotFinite(version=7, tensor="norm.weight"), 7)
     client = TrainingClient(mesh, max_tokens_per_microbatch=8, max_datum_tokens=8, temperature=1.0, vocab_size=64)
     with pytest.raises(WeightsNotFinite, match="policy_version=7: norm.weight has a NaN or an infinity"):
-        asyncio.run(client.push_weights(torch.float32, "store", True))
+        await client.push_weights(torch.float32, "store", True)
     assert mesh.discarded == [7]

@@ -120,13 +120,13 @@ def test_signals_that_come_together_are_one_request():
         torchrun._ask(watch, signal.SIGTERM, None)
 
 
-def test_a_controller_ends_at_once_at_a_later_signal_only(monkeypatch):
+async def test_a_controller_ends_at_once_at_a_later_signal_only(monkeypatch):
     from torchtitan_rl.types import ends
 
     monkeypatch.setattr(ends, "SAME_REQUEST_S", 0.2)
     asked = []
 
-    async def run() -> None:
+    with pytest.raises(asyncio.CancelledError):
         task, stop = asyncio.current_task(), SimpleNamespace(ask=asked.append)
         asyncio.get_running_loop().add_signal_handler(
             signal.SIGTERM, controller_run._sigterm, SimpleNamespace(stop=stop), task
@@ -138,6 +138,3 @@ def test_a_controller_ends_at_once_at_a_later_signal_only(monkeypatch):
         await asyncio.sleep(0.2)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(5)
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(run())

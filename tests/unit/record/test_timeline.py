@@ -135,53 +135,44 @@ def test_a_span_of_work_has_attributes_and_survives_an_error(recorded):
     assert outer["start"] <= inner["start"] <= inner["end"] <= outer["end"]
 
 
-def test_a_phase_is_around_what_its_task_does(recorded):
+async def test_a_phase_is_around_what_its_task_does(recorded):
     async def batch(number):
         with tracing.span("play a batch", kind="phase"):
             await asyncio.sleep(0.001 * number)
             with tracing.span("encode", batch=number):
                 pass
 
-    async def main():
-        await asyncio.gather(batch(1), batch(2))
-
-    asyncio.run(main())
+    await asyncio.gather(batch(1), batch(2))
     found = written(recorded)
     phases = {span["id"] for span in found if span["name"] == "play a batch" and span["kind"] == "phase"}
     assert len(phases) == 2 and {span["in"] for span in found if span["name"] == "encode"} == phases
 
 
-def test_a_wait_for_an_answer_begins_when_the_call_is_sent(recorded):
-    async def main():
-        with tracing.span("send policy.optim_step"):
-            pass
-        waiting = tracing.span("wait for policy.optim_step", ranks=2)
-        time.sleep(0.005)  # the event loop is busy before a task can await
-        with waiting:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(main())
+async def test_a_wait_for_an_answer_begins_when_the_call_is_sent(recorded):
+    with tracing.span("send policy.optim_step"):
+        pass
+    waiting = tracing.span("wait for policy.optim_step", ranks=2)
+    time.sleep(0.005)  # the event loop is busy before a task can await
+    with waiting:
+        await asyncio.sleep(0.01)
     send, wait = sorted(written(recorded), key=lambda span: span["start"])
     assert (send["name"], send["kind"]) == ("send policy.optim_step", "work")
     assert (wait["name"], wait["kind"], wait["ranks"]) == ("wait for policy.optim_step", "wait", 2)
     assert wait["end"] - wait["start"] >= 14_000_000
 
 
-def test_waits_of_many_tasks_are_one_span_and_answers_of_calls_one_each(recorded):
-    async def main():
-        async def group():
-            with tracing.span("wait for rewards"), tracing.span("wait for policy.forward", ranks=1):
-                await asyncio.sleep(0.01)
+async def test_waits_of_many_tasks_are_one_span_and_answers_of_calls_one_each(recorded):
+    async def group():
+        with tracing.span("wait for rewards"), tracing.span("wait for policy.forward", ranks=1):
+            await asyncio.sleep(0.01)
 
-        await asyncio.gather(*(group() for _ in range(3)))
-
-    asyncio.run(main())
+    await asyncio.gather(*(group() for _ in range(3)))
     found = written(recorded)
     assert [span["pieces"] for span in found if span["name"] == "wait for rewards"] == [3]
     assert len([span for span in found if span["name"] == "wait for policy.forward"]) == 3
 
 
-def test_a_coroutine_runs_between_its_waits_and_keeps_what_it_gives_and_raises(recorded):
+async def test_a_coroutine_runs_between_its_waits_and_keeps_what_it_gives_and_raises(recorded):
     async def attempt(fails):
         with tracing.span("wait for tea"):
             await asyncio.sleep(0.01)
@@ -195,18 +186,16 @@ def test_a_coroutine_runs_between_its_waits_and_keeps_what_it_gives_and_raises(r
             yield from asyncio.sleep(0).__await__()
             return "a user's"
 
-    async def main():
-        with pytest.raises(KeyError, match="lost"):
-            await tracing.running("play", attempt(True))
-        task = asyncio.ensure_future(tracing.running("play", attempt(False)))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await tracing.running("wrap", Awaitable()) == "a user's"
-        return await asyncio.gather(*(tracing.running("play", attempt(False)) for _ in range(3)))
+    with pytest.raises(KeyError, match="lost"):
+        await tracing.running("play", attempt(True))
+    task = asyncio.ensure_future(tracing.running("play", attempt(False)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await tracing.running("wrap", Awaitable()) == "a user's"
 
-    assert asyncio.run(main()) == ["done"] * 3
+    assert (await asyncio.gather(*(tracing.running("play", attempt(False)) for _ in range(3)))) == ["done"] * 3
     found = written(recorded)
     waited = [span for span in found if span["name"] == "wait for tea"]
     ran = [span for span in found if span["name"] == "play"]
@@ -328,7 +317,7 @@ def test_the_loops_spans_are_phases_and_steps_are_numbered(tmp_path):
     assert recording.TIMELINE not in __import__("os").environ
 
 
-def test_environments_run_on_the_loop_or_in_a_thread(recorded):
+async def test_environments_run_on_the_loop_or_in_a_thread(recorded):
     from torchtitan_rl.rollout.episode import Episode
     from torchtitan_rl.tasks.env import Env, Step
     from torchtitan_rl.types import Task
@@ -346,11 +335,8 @@ def test_environments_run_on_the_loop_or_in_a_thread(recorded):
             await asyncio.sleep(0.05)
             return "hello"
 
-    async def main():
-        for kind in (Plain, Waiting):
-            assert await Episode(kind(), Task(id="a", prompt="b"), 5.0).reset() == "hello"
-
-    asyncio.run(main())
+    for kind in (Plain, Waiting):
+        assert await Episode(kind(), Task(id="a", prompt="b"), 5.0).reset() == "hello"
     found = written(recorded)
     threads = {span["thread"] for span in found if span["name"] == "run an environment"}
     assert threads == {"MainThread", "environment"}

@@ -120,9 +120,9 @@ class Run:
 
 @settings(deadline=None)  # the loop sleeps, and a busy machine sleeps longer
 @given(lag=st.integers(0, 3), seed=st.integers(0, 2**16))
-def test_the_composition_of_batches_does_not_depend_on_what_ends_first(lag, seed):
+async def test_the_composition_of_batches_does_not_depend_on_what_ends_first(lag, seed):
     run = Run(lag, seed, bad=["1/0", "5/0", "5/1"])
-    batches = asyncio.run(run.all())
+    batches = await run.all()
     trained = [sorted(group.id for group in batch.groups) for batch in batches]
     slots = [[f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)]
     slots[0][1], slots[1][2] = "1/1", "5/2"
@@ -132,9 +132,9 @@ def test_the_composition_of_batches_does_not_depend_on_what_ends_first(lag, seed
 
 @settings(deadline=None)  # the loop sleeps, and a busy machine sleeps longer
 @given(lag=st.integers(0, 3), seed=st.integers(0, 2**16))
-def test_no_token_is_older_than_the_bound_and_nothing_is_thrown_away_for_its_age(lag, seed):
+async def test_no_token_is_older_than_the_bound_and_nothing_is_thrown_away_for_its_age(lag, seed):
     run = Run(lag, seed)
-    batches = asyncio.run(run.all())
+    batches = await run.all()
     assert [len(batch.groups) for batch in batches] == [PER_BATCH] * NUM_BATCHES
     if lag:
         assert max(batch.metrics["policy/lag_max"] for batch in batches) <= lag
@@ -144,26 +144,15 @@ def test_no_token_is_older_than_the_bound_and_nothing_is_thrown_away_for_its_age
         assert sum(event[0] == "trained" for event in before) == max(0, b - lag)
 
 
-def test_no_batch_is_admitted_that_the_run_will_not_train_on():
+async def test_no_batch_is_admitted_that_the_run_will_not_train_on():
     run = Run(lag=3)
-    asyncio.run(run.all())
+    await run.all()
     assert len(run.of("admitted")) == NUM_BATCHES and run.draws.next_slot == PER_BATCH * NUM_BATCHES
 
 
 @settings(deadline=None)
 @given(lag=st.integers(1, 3), seed=st.integers(0, 2**16), stop_after=st.integers(1, 5))
-def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag, seed, stop_after):
-    async def stopped():
-        run = Run(lag, seed, bad=["1/0", "5/0", "5/1"])
-        for _ in range(stop_after):
-            await run.batch()
-        await asyncio.sleep(run.random.choice([0, 1e-3, 5e-3]))
-        state = run.batches.state_dict()
-        lines = json.loads(json.dumps(state.pop("finished")))
-        state, publications = json.loads(json.dumps(state)), list(run.publications)
-        await run.batches.cancel()
-        return run, publications, state, lines
-
+async def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag, seed, stop_after):
     async def resumed(publications, state, lines):
         run = Run(lag, seed + 1, bad=["1/0", "5/0", "5/1"], start=(stop_after, state))
         run.publications[:] = publications[-1:]  # a resumed run publishes the checkpoint's weights
@@ -173,9 +162,16 @@ def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag, seed,
         assert first["finished"] == lines and first["publications"] == run.publications
         return run, await run.all()
 
-    run, publications, state, lines = asyncio.run(stopped())
+    run = Run(lag, seed, bad=["1/0", "5/0", "5/1"])
+    for _ in range(stop_after):
+        await run.batch()
+    await asyncio.sleep(run.random.choice([0, 1e-3, 5e-3]))
+    state = run.batches.state_dict()
+    lines = json.loads(json.dumps(state.pop("finished")))
+    state, publications = json.loads(json.dumps(state)), list(run.publications)
+    await run.batches.cancel()
     assert state["next_slot"] == stop_after * PER_BATCH == run.draws.next_slot  # `cancel` has given the draws back
-    again, batches = asyncio.run(resumed(publications, state, lines))
+    again, batches = await resumed(publications, state, lines)
     assert all(batch.metrics["policy/lag_max"] <= lag for batch in batches)
     trained = [sorted(event[3]) for event in run.of("trained") + again.of("trained")]
     slots = [[f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)]
@@ -188,50 +184,43 @@ def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag, seed,
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_resumed_run_plays_what_was_in_flight_again(lag):
-    async def stopped():
-        run = Run(lag)
-        for step in range(3):
-            await run.batch()
-            assert run.batches.state_dict()["next_slot"] == (step + 1) * PER_BATCH
-        state = run.batches.state_dict()
-        await run.batches.cancel()
-        return run, state
-
-    run, state = asyncio.run(stopped())
+async def test_a_resumed_run_plays_what_was_in_flight_again(lag):
+    run = Run(lag)
+    for step in range(3):
+        await run.batch()
+        assert run.batches.state_dict()["next_slot"] == (step + 1) * PER_BATCH
+    state = run.batches.state_dict()
+    await run.batches.cancel()
     assert state["next_slot"] == 3 * PER_BATCH == run.draws.next_slot
     resumed = Run(lag, start=(3, state))
-    asyncio.run(resumed.all())
+    await resumed.all()
     assert [event[3] for event in run.of("trained") + resumed.of("trained")] == [
         [f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)
     ]
 
 
-def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_for_no_one():
-    async def failing():
-        run = Run(lag=2)
-        play = run.play
+async def test_a_failure_ahead_is_raised_when_its_batch_is_due_and_cancel_waits_for_no_one():
+    run = Run(lag=2)
+    play = run.play
 
-        async def fails_in_the_second(draws, counts):
-            if draws[0].slot == 3:
-                raise ValueError("reward=2")
-            if draws[0].slot == 6:
-                await asyncio.sleep(1000)
-            return await play(draws, counts)
+    async def fails_in_the_second(draws, counts):
+        if draws[0].slot == 3:
+            raise ValueError("reward=2")
+        if draws[0].slot == 6:
+            await asyncio.sleep(1000)
+        return await play(draws, counts)
 
-        run.batches._player._rollouts.play = fails_in_the_second
+    run.batches._player._rollouts.play = fails_in_the_second
+    await run.batch()
+    with pytest.raises(ValueError, match="reward=2"):
         await run.batch()
-        with pytest.raises(ValueError, match="reward=2"):
-            await run.batch()
-        await asyncio.wait_for(run.batches.cancel(), 1)
-        assert run.batches.state_dict()["next_slot"] == run.draws.next_slot
-
-    asyncio.run(failing())
+    await asyncio.wait_for(run.batches.cancel(), 1)
+    assert run.batches.state_dict()["next_slot"] == run.draws.next_slot
 
 
-def test_age_is_counted_in_publications_and_an_older_token_is_refused():
+async def test_age_is_counted_in_publications_and_an_older_token_is_refused():
     task = Task(id="0", prompt="")
-    group = asyncio.run(Run(lag=0).group(task, "0/0"))
+    group = await Run(lag=0).group(task, "0/0")
     for rollout in group.rollouts:
         rollout.turns[0].completion.policy_versions = [4, 6]
     assert check_lag([group], [0, 4, 6], 1) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}

@@ -1,6 +1,5 @@
 """Conversations as tokens, with the character tokenizer and with a BPE under templates like those in use."""
 
-import asyncio
 import importlib.util
 import json
 import shutil
@@ -39,9 +38,9 @@ class Talk(Env):
         return Step(observation=self.answers.pop(0)) if self.answers else Step(reward=1.0, done=True)
 
 
-def play(env, policy):
+async def play(env, policy):
     task = Task(id="talk", prompt="")
-    return asyncio.run(multi_turn(task, policy, rollout_id="0/0/0", seed=0, env=env, limits=LIMITS))
+    return await multi_turn(task, policy, rollout_id="0/0/0", seed=0, env=env, limits=LIMITS)
 
 
 def trained_tokens(rollout):
@@ -56,9 +55,9 @@ def trained_tokens(rollout):
     return torch.cat([data[-1].tokens, data[-1].target_tokens[-1:]]).tolist(), targets
 
 
-def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_the_character_tokenizer():
+async def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_the_character_tokenizer():
     env = Calculator.Config(chat=True).build().environment(Task(id="c", prompt=[USER], answer="408"))
-    rollout = play(env, policy("[12*34]", "408<eos>"))
+    rollout = await play(env, policy("[12*34]", "408<eos>"))
     messages = [
         USER,
         {"role": "assistant", "content": "[12*34]"},
@@ -74,12 +73,12 @@ def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_the_ch
     assert rollout.reward == 1.0
 
 
-def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_a_bpe_and_a_template_like_qwens():
+async def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_a_bpe_and_a_template_like_qwens():
     tools = [{"type": "function", "function": {"name": "calculator"}}]
     said = ["the tool\n<tool_call>12*34</tool_call><|im_end|>", "the answer is 408<|im_end|>"]
     heard = [{"role": "tool", "content": "408"}, {"role": "tool", "content": "and so on"}]
     policy_ = policy(*said, tokenizer=QWEN, max_tokens=128, max_prompt_tokens=256)
-    rollout = play(Talk([USER], heard, tools=tools), policy_)
+    rollout = await play(Talk([USER], heard, tools=tools), policy_)
     messages = [
         USER,
         {"role": "assistant", "content": said[0].removesuffix("<|im_end|>")},
@@ -96,11 +95,13 @@ def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_a_bpe_
     assert [params.stop_token_ids for _, params in policy_.sampler.asked] == [[end], [end]]
 
 
-def test_a_completion_in_tokens_that_the_tokenizer_would_not_choose_is_kept_as_it_was_sampled():
+async def test_a_completion_in_tokens_that_the_tokenizer_would_not_choose_is_kept_as_it_was_sampled():
     end = QWEN.convert_tokens_to_ids("<|im_end|>")
     letters = [QWEN.convert_tokens_to_ids(letter) for letter in "theanswer"]
     assert QWEN.encode("theanswer") != letters
-    rollout = play(Talk([USER], [USER]), policy([*letters, end], "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256))
+    rollout = await play(
+        Talk([USER], [USER]), policy([*letters, end], "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256)
+    )
     whole, targets = trained_tokens(rollout)
     assert targets[: len(letters) + 1] == [*letters, end]
     messages = [USER, {"role": "assistant", "content": "theanswer"}, USER, {"role": "assistant", "content": "so"}]
@@ -108,9 +109,9 @@ def test_a_completion_in_tokens_that_the_tokenizer_would_not_choose_is_kept_as_i
     assert QWEN.decode(whole) + "\n" == QWEN.decode(rendered) and len(whole) + 1 > len(rendered)
 
 
-def test_reasoning_that_a_template_would_leave_out_later_stays_in_later_prompts():
+async def test_reasoning_that_a_template_would_leave_out_later_stays_in_later_prompts():
     said = "<think>\nso\n</think>\nthe answer<|im_end|>"
-    rollout = play(Talk([USER], [USER]), policy(said, "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256))
+    rollout = await play(Talk([USER], [USER]), policy(said, "so<|im_end|>", tokenizer=QWEN, max_prompt_tokens=256))
     first, second = rollout.turns
     assert second.prompt_tokens[: len(first.prompt_tokens)] == first.prompt_tokens
     assert QWEN.decode(second.prompt_tokens) == (
@@ -120,9 +121,9 @@ def test_reasoning_that_a_template_would_leave_out_later_stays_in_later_prompts(
     )
 
 
-def test_a_completion_cut_off_by_the_token_limit_is_given_the_end_of_its_turn():
+async def test_a_completion_cut_off_by_the_token_limit_is_given_the_end_of_its_turn():
     policy_ = policy("the answer is", "408<|im_end|>", tokenizer=QWEN, max_tokens=2, max_prompt_tokens=256)
-    rollout = play(Talk([USER], [USER]), policy_)
+    rollout = await play(Talk([USER], [USER]), policy_)
     assert rollout.turns[0].completion.truncated
     after = rollout.turns[1].prompt_tokens[len(rollout.turns[0].prompt_tokens) + 2 :]
     assert QWEN.decode(after) == "<|im_end|>\n<|im_start|>user\n12*34<|im_end|>\n<|im_start|>assistant\n"
@@ -187,12 +188,12 @@ def mistral(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_mistrals_tokenizer(mistral):
+async def test_the_rendered_conversation_is_the_tokens_sampled_and_trained_with_mistrals_tokenizer(mistral):
     assert len(mistral) == 32768
     said = [mistral.encode(f" {text}</s>", add_special_tokens=False) for text in ("Compute 12*34, yes.", "It is 408.")]
     policy_ = policy(*said, tokenizer=mistral, max_prompt_tokens=256)
     heard = [{"role": "tool", "content": "408, a café"}]
-    rollout = play(Talk([USER], heard), policy_)
+    rollout = await play(Talk([USER], heard), policy_)
     messages = [
         USER,
         {"role": "assistant", "content": "Compute 12*34, yes."},

@@ -24,21 +24,18 @@ class Play(Env):
         return step(text) if callable(step) else step
 
 
-def steps_of(env, *texts, timeout_s=5.0):
-    async def run():
-        episode = Episode(env, TASK, timeout_s)
-        return await episode.reset(), [await episode.step(text) for text in texts]
-
-    return asyncio.run(run())
+async def steps_of(env, *texts, timeout_s=5.0):
+    episode = Episode(env, TASK, timeout_s)
+    return await episode.reset(), [await episode.step(text) for text in texts]
 
 
-def test_reset_then_steps():
+async def test_reset_then_steps():
     env = Play(Step(observation="on", reward=0.5), Step(reward=1, done=True))
-    first, (one, two) = steps_of(env, "a", "b")
+    first, (one, two) = await steps_of(env, "a", "b")
     assert first == "go" and (one.observation, one.reward, two.done) == ("on", 0.5, True)
 
 
-def test_an_async_environment_runs_on_the_event_loop():
+async def test_an_async_environment_runs_on_the_event_loop():
     class Awaited(Env):
         async def reset(self):
             return [3, 4]
@@ -47,29 +44,26 @@ def test_an_async_environment_runs_on_the_event_loop():
             await asyncio.sleep(0)
             return Step(done=True)
 
-    assert steps_of(Awaited(), "a")[0] == [3, 4]
+    assert (await steps_of(Awaited(), "a"))[0] == [3, 4]
 
 
-def test_it_is_played_once():
+async def test_it_is_played_once():
     env = Play(Step(done=True))
-    steps_of(env, "a")
+    await steps_of(env, "a")
     with pytest.raises(RuntimeError, match="environment=Play: has been played before, for task 'play/1'; make a"):
-        steps_of(env)
+        await steps_of(env)
 
 
-def test_a_step_before_reset_or_after_the_end_is_refused():
-    async def before():
+async def test_a_step_before_reset_or_after_the_end_is_refused():
+    with pytest.raises(RuntimeError, match="step before reset or after the end"):
         await Episode(Play(), TASK, 5.0).step("a")
-
     with pytest.raises(RuntimeError, match="step before reset or after the end"):
-        asyncio.run(before())
-    with pytest.raises(RuntimeError, match="step before reset or after the end"):
-        steps_of(Play(Step(done=True), Step(done=True)), "a", "b")
+        await steps_of(Play(Step(done=True), Step(done=True)), "a", "b")
 
 
-def test_something_that_is_no_environment_is_refused():
+async def test_something_that_is_no_environment_is_refused():
     with pytest.raises(RuntimeError, match="environment=dict: is not an Env, for task 'play/1'"):
-        steps_of({})
+        await steps_of({})
 
 
 @pytest.mark.parametrize(
@@ -86,39 +80,39 @@ def test_something_that_is_no_environment_is_refused():
         (Step(observation=[1, "2"]), "step gave list"),
     ],
 )
-def test_answers_that_make_no_sense_are_refused(answer, message):
+async def test_answers_that_make_no_sense_are_refused(answer, message):
     with pytest.raises(RuntimeError, match=message):
-        steps_of(Play(answer), "a")
+        await steps_of(Play(answer), "a")
 
 
 @pytest.mark.parametrize("raised", [KeyError("x"), StopIteration("x"), SystemExit("x")])
-def test_what_it_raises_names_it_and_the_task(raised):
+async def test_what_it_raises_names_it_and_the_task(raised):
     def broken(text):
         raise raised
 
     with pytest.raises(RuntimeError, match="environment=Play: step raised .*x.* for task 'play/1'; mend it"):
-        steps_of(Play(broken), "a")
+        await steps_of(Play(broken), "a")
 
 
-def test_a_plain_step_that_never_returns_ends_at_its_deadline():
+async def test_a_plain_step_that_never_returns_ends_at_its_deadline():
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="step gave no answer for task 'play/1' within 0.1 s"):
-        steps_of(Play(lambda text: time.sleep(2)), "a", timeout_s=0.1)
+        await steps_of(Play(lambda text: time.sleep(2)), "a", timeout_s=0.1)
     assert time.monotonic() - start < 1.5
 
 
-def test_an_async_step_that_waits_for_ever_ends_at_its_deadline():
+async def test_an_async_step_that_waits_for_ever_ends_at_its_deadline():
     class Waits(Play):
         async def step(self, text):
             await asyncio.Event().wait()
 
     with pytest.raises(RuntimeError, match="environment=Waits: step gave no answer"):
-        steps_of(Waits(), "a", timeout_s=0.5)
+        await steps_of(Waits(), "a", timeout_s=0.5)
 
 
-def test_a_timeout_of_its_own_is_an_error_like_others():
+async def test_a_timeout_of_its_own_is_an_error_like_others():
     def broken(text):
         raise TimeoutError("the socket")
 
     with pytest.raises(RuntimeError, match="step raised TimeoutError: the socket"):
-        steps_of(Play(broken), "a")
+        await steps_of(Play(broken), "a")

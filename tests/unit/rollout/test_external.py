@@ -29,48 +29,44 @@ async def ask(endpoint, text="1+2"):
         return answer.choices[0].message.content
 
 
-def play(agent, *texts, sampler=None, task=TASK, **settings):
+async def play(agent, *texts, sampler=None, task=TASK, **settings):
     settings = {"with_answer": True} | settings  # the commands here judge themselves
-
-    async def scene():
-        made = policy(*(texts or ("3" + END,)), tokenizer=BYTES, for_training=True)
-        made.generator = sampler or made.generator
-        async with Gateway(context_tokens=256) as gateway:
-            workflow = external(agent, **settings)
-            workflow.attach(gateway)
-            try:
-                return await workflow(task, made, rollout_id="0/0/0", seed=5)
-            finally:
-                assert not gateway.sessions
-
-    return asyncio.run(scene())
+    made = policy(*(texts or ("3" + END,)), tokenizer=BYTES, for_training=True)
+    made.generator = sampler or made.generator
+    async with Gateway(context_tokens=256) as gateway:
+        workflow = external(agent, **settings)
+        workflow.attach(gateway)
+        try:
+            return await workflow(task, made, rollout_id="0/0/0", seed=5)
+        finally:
+            assert not gateway.sessions
 
 
 async def right(task, endpoint):
     return float(await ask(endpoint) == task.answer)
 
 
-def test_a_coroutine_plays_and_returns_its_reward():
-    rollout = play(right)
+async def test_a_coroutine_plays_and_returns_its_reward():
+    rollout = await play(right)
     assert (rollout.id, rollout.reward, rollout.end_reason, rollout.text) == ("0/0/0", 1.0, "done", "3")
     assert rollout.counts == {"drift": 0, "undelivered": 0, "refused": 0}
     assert BYTES.decode(rollout.turns[0].prompt_tokens) == f"<|user|>1+2{END}<|assistant|>"
 
 
-def test_a_plain_function_plays_in_a_thread_and_gives_parts():
+async def test_a_plain_function_plays_in_a_thread_and_gives_parts():
     def agent(task, endpoint):
         time.sleep(0.01)  # would stop the event loop
         return asyncio.run(right(task, endpoint)), {"length": 1.0}
 
-    rollout = play(agent)
+    rollout = await play(agent)
     assert (rollout.reward, rollout.reward_parts) == (1.0, {"length": 1.0})
 
 
-def test_without_a_reward_the_family_is_left_to_judge():
+async def test_without_a_reward_the_family_is_left_to_judge():
     async def agent(task, endpoint):
         await ask(endpoint)
 
-    assert play(agent).reward is None
+    assert (await play(agent)).reward is None
 
 
 COMMAND = """
@@ -90,39 +86,36 @@ def command(tail):
     return [sys.executable, "-c", COMMAND + tail]
 
 
-def test_parts_are_bounded_for_each_reward_and_for_a_run():
-    async def scene():
-        made = policy(*(["3" + END] * 8), tokenizer=BYTES, for_training=True)
-        given = {}
+async def test_parts_are_bounded_for_each_reward_and_for_a_run():
+    made = policy(*(["3" + END] * 8), tokenizer=BYTES, for_training=True)
+    given = {}
 
-        async def agent(task, endpoint):
-            await ask(endpoint)
-            return 1.0, given
+    async def agent(task, endpoint):
+        await ask(endpoint)
+        return 1.0, given
 
-        async with Gateway(context_tokens=256) as gateway:
-            workflow = external(agent)
-            workflow.attach(gateway)
+    async with Gateway(context_tokens=256) as gateway:
+        workflow = external(agent)
+        workflow.attach(gateway)
 
-            async def attempt(names):
-                given.clear()
-                given.update(dict.fromkeys(names, 0.5))
-                return (await workflow(TASK, made, rollout_id="0", seed=1)).reward_parts
+        async def attempt(names):
+            given.clear()
+            given.update(dict.fromkeys(names, 0.5))
+            return (await workflow(TASK, made, rollout_id="0", seed=1)).reward_parts
 
-            for i in range(4):
-                assert len(await attempt(f"part {i} {j}" for j in range(64))) == 64
-            with pytest.raises(AgentFailed, match="'new' would be more than the 256 names .* the same names in every"):
-                await attempt(["part 0 0", "new"])
-            assert len(await attempt(["part 0 0", "part 3 1"])) == 2  # known ones go on
-            workflow.attach(gateway)
-            with pytest.raises(AgentFailed, match="2000 names, and a reward may have 64 parts"):
-                await attempt(f"part {j}" for j in range(2000))
-            with pytest.raises(AgentFailed, match="a name has 1000 letters"):
-                await attempt(["a" * 1000])
-
-    asyncio.run(scene())
+        for i in range(4):
+            assert len(await attempt(f"part {i} {j}" for j in range(64))) == 64
+        with pytest.raises(AgentFailed, match="'new' would be more than the 256 names .* the same names in every"):
+            await attempt(["part 0 0", "new"])
+        assert len(await attempt(["part 0 0", "part 3 1"])) == 2  # known ones go on
+        workflow.attach(gateway)
+        with pytest.raises(AgentFailed, match="2000 names, and a reward may have 64 parts"):
+            await attempt(f"part {j}" for j in range(2000))
+        with pytest.raises(AgentFailed, match="a name has 1000 letters"):
+            await attempt(["a" * 1000])
 
 
-def test_a_posted_reward_of_too_many_parts_is_refused_and_fails_the_attempt():
+async def test_a_posted_reward_of_too_many_parts_is_refused_and_fails_the_attempt():
     async def agent(task, endpoint):
         await ask(endpoint)
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as http:
@@ -131,7 +124,7 @@ def test_a_posted_reward_of_too_many_parts_is_refused_and_fails_the_attempt():
             assert answer.status_code == 400 and "at most 64" in answer.json()["error"]["message"]
 
     with pytest.raises(AgentFailed, match="posted a reward that was refused .*at most 64"):
-        play(agent)
+        await play(agent)
 
 
 @pytest.mark.parametrize(
@@ -143,18 +136,18 @@ def test_a_posted_reward_of_too_many_parts_is_refused_and_fails_the_attempt():
         ("", None, {}),
     ],
 )
-def test_a_command_plays_and_leaves_its_reward(tail, reward, parts):
-    rollout = play(command(tail))
+async def test_a_command_plays_and_leaves_its_reward(tail, reward, parts):
+    rollout = await play(command(tail))
     assert (rollout.reward, rollout.reward_parts, rollout.text) == (reward, parts, "3")
 
 
-def test_a_command_has_a_directory_of_its_own_and_nothing_of_our_environment(tmp_path, monkeypatch):
+async def test_a_command_has_a_directory_of_its_own_and_nothing_of_our_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("A_SECRET", "x")
     tell = f"""
 open("left", "w").write("x")
 open({str(tmp_path / "seen")!r}, "w").write(json.dumps([os.getcwd(), sorted(os.environ), os.environ["SEED"]]))
 """
-    play(command(tell), env={"MORE": "1"})
+    await play(command(tell), env={"MORE": "1"})
     import json
 
     cwd, names, seed = json.loads((tmp_path / "seen").read_text())
@@ -221,12 +214,12 @@ def gives(value):
         (["/no/such/agent"], {}, "ended with status 127"),
     ],
 )
-def test_what_fails_names_the_cause(agent, settings, message):
+async def test_what_fails_names_the_cause(agent, settings, message):
     with pytest.raises(AgentFailed, match=message.replace("(", r"\(")):
-        play(agent, **settings)
+        await play(agent, **settings)
 
 
-def test_a_refused_reward_fails_though_the_agent_goes_on():
+async def test_a_refused_reward_fails_though_the_agent_goes_on():
     tail = """
 try:
     post(os.environ["SESSION_URL"] + "/reward", {"reward": float("nan")})
@@ -234,7 +227,7 @@ except Exception:
     pass
 """
     with pytest.raises(AgentFailed, match="posted a reward that was refused"):
-        play(command(tail))
+        await play(command(tail))
 
 
 FORKS = """
@@ -264,20 +257,20 @@ time.sleep(60)
         ("x = bytearray(2**30)", CommandLimits(memory_gib=0.5), "MemoryError"),
     ],
 )
-def test_a_command_over_a_limit_is_killed_and_nothing_is_left(tail, limits, message):
+async def test_a_command_over_a_limit_is_killed_and_nothing_is_left(tail, limits, message):
     own = uuid.uuid4().hex  # another process of the tests may have commands too
     with pytest.raises(AgentFailed, match=message):
-        play(command(f"own = '{own}'\n{tail}"), command=limits, timeout_s=20)
+        await play(command(f"own = '{own}'\n{tail}"), command=limits, timeout_s=20)
     assert not [p for p in psutil.process_iter(["cmdline"]) if own in str(p.info)]
 
 
-def test_a_limit_of_the_session_ends_the_rollout_without_failure():
+async def test_a_limit_of_the_session_ends_the_rollout_without_failure():
     async def agent(task, endpoint):
         async with client(endpoint.base_url, endpoint.api_key) as sdk:
             while True:
                 await sdk.chat.completions.create(model="policy", messages=[user("a")])
 
-    rollout = play(agent, "a" + END, "b" + END, session=SessionLimits(max_turns=2))
+    rollout = await play(agent, "a" + END, "b" + END, session=SessionLimits(max_turns=2))
     assert (rollout.end_reason, rollout.reward, len(rollout.turns)) == ("turns", 0.0, 2)
 
 
@@ -298,21 +291,21 @@ def shortens(then):
     return agent
 
 
-def test_an_agent_that_shortens_a_prompt_that_was_too_long_has_not_met_a_limit():
-    judged = play(shortens(lambda sdk, text: None))
+async def test_an_agent_that_shortens_a_prompt_that_was_too_long_has_not_met_a_limit():
+    judged = await play(shortens(lambda sdk, text: None))
     assert (judged.end_reason, judged.reward, judged.text) == ("done", None, "3")  # the family judges
-    paid = play(shortens(lambda sdk, text: float(text == "3")))
+    paid = await play(shortens(lambda sdk, text: float(text == "3")))
     assert (paid.end_reason, paid.reward) == ("done", 1.0)
     with pytest.raises(AgentFailed, match="ZeroDivisionError"):  # of its own making, after it went on
-        play(shortens(lambda sdk, text: 1 / 0))
+        await play(shortens(lambda sdk, text: 1 / 0))
 
 
-def test_an_agent_that_fails_at_the_context_has_ended_by_it():
+async def test_an_agent_that_fails_at_the_context_has_ended_by_it():
     async def agent(task, endpoint):
         await ask(endpoint)
         await ask(endpoint, "1+2" * 200)
 
-    rollout = play(agent)
+    rollout = await play(agent)
     assert (rollout.end_reason, rollout.reward, len(rollout.turns)) == ("tokens", 0.0, 1)
 
 
@@ -321,29 +314,26 @@ class Broken:
         raise RuntimeError("no generator replica is left")
 
 
-def test_a_fault_of_the_generators_is_not_the_agents():
+async def test_a_fault_of_the_generators_is_not_the_agents():
     with pytest.raises(SamplingFailed, match="no generator replica"):
-        play(right, sampler=Broken())
+        await play(right, sampler=Broken())
 
 
-def test_an_attempt_that_goes_on_after_its_end_meets_a_closed_session():
+async def test_an_attempt_that_goes_on_after_its_end_meets_a_closed_session():
     kept = []
 
     async def agent(task, endpoint):
         kept.append(endpoint)
         return float(await ask(endpoint) == "3")
 
-    async def scene():
-        made = policy("3" + END, "3" + END, tokenizer=BYTES)
-        async with Gateway(context_tokens=256) as gateway:
-            workflow = external(agent)
-            workflow.attach(gateway)
-            rollout = await workflow(TASK, made, rollout_id="a", seed=0)
-            with pytest.raises(Exception, match="is not open"):
-                await ask(kept[0])
-            assert len(rollout.turns) == 1
-
-    asyncio.run(scene())
+    made = policy("3" + END, "3" + END, tokenizer=BYTES)
+    async with Gateway(context_tokens=256) as gateway:
+        workflow = external(agent)
+        workflow.attach(gateway)
+        rollout = await workflow(TASK, made, rollout_id="a", seed=0)
+        with pytest.raises(Exception, match="is not open"):
+            await ask(kept[0])
+        assert len(rollout.turns) == 1
 
 
 @pytest.mark.parametrize(
@@ -362,18 +352,15 @@ def test_settings_without_meaning_are_refused(agent, settings, message):
         external(agent, **settings)
 
 
-def test_nothing_listens_after_the_end():
-    async def scene():
-        before = len(asyncio.all_tasks())
-        async with Gateway(context_tokens=64) as gateway:
-            port = gateway.port
-        assert len(asyncio.all_tasks()) == before
-        with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", port)
-        assert not [
-            c
-            for c in psutil.Process(os.getpid()).net_connections()
-            if c.laddr and c.laddr.port == port and c.status == "LISTEN"
-        ]
-
-    asyncio.run(scene())
+async def test_nothing_listens_after_the_end():
+    before = len(asyncio.all_tasks())
+    async with Gateway(context_tokens=64) as gateway:
+        port = gateway.port
+    assert len(asyncio.all_tasks()) == before
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", port)
+    assert not [
+        c
+        for c in psutil.Process(os.getpid()).net_connections()
+        if c.laddr and c.laddr.port == port and c.status == "LISTEN"
+    ]

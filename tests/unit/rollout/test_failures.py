@@ -40,37 +40,33 @@ def group(workflow, tried, reward=lambda task, texts: [1.0] * len(texts), n=2):
     )  # fmt: skip
 
 
-def test_a_rollout_that_fails_is_played_again_on_another_stream():
+async def test_a_rollout_that_fails_is_played_again_on_another_stream():
     log, counted = [], failures("retry", rollout_retries=2)
-    result = asyncio.run(group(attempts(EnvironmentFailed("late"), None, ValueError("odd"), log=log), counted.tried))
+    result = await group(attempts(EnvironmentFailed("late"), None, ValueError("odd"), log=log), counted.tried)
     assert len(result.rollouts) == 2 and counted.failed == {"environment": 1, "workflow": 1}
     assert len(log) == 4 and len({seed for _, seed in log}) == 4
 
 
-def test_a_group_whose_rollout_fails_to_the_last_is_dropped_whole():
+async def test_a_group_whose_rollout_fails_to_the_last_is_dropped_whole():
     counted, counts = failures("retry", rollout_retries=1), Counter()
-
-    async def play():
-        first = group(attempts(*[EnvironmentFailed("down")] * 9), counted.tried)
-        second = group(attempts(), counted.tried)
-        return counted.complete(await asyncio.gather(first, second, return_exceptions=True), counts)
-
-    (kept,) = asyncio.run(play())
+    first = group(attempts(*[EnvironmentFailed("down")] * 9), counted.tried)
+    second = group(attempts(), counted.tried)
+    (kept,) = counted.complete(await asyncio.gather(first, second, return_exceptions=True), counts)
     assert len(kept.rollouts) == 2
     assert counts == {"failure/environment": 4, "failure/dropped_groups": 1}
     assert counted.complete([kept], again := Counter()) == [kept] and not +again  # told once
 
 
-def test_drop_group_plays_nothing_twice():
+async def test_drop_group_plays_nothing_twice():
     log, counted = [], failures("drop_group")
     with pytest.raises(GroupFailed, match="down"):
-        asyncio.run(group(attempts(RuntimeError("down"), log=log), counted.tried))
+        await group(attempts(RuntimeError("down"), log=log), counted.tried)
     assert len(log) == 2  # the sibling was played to its end
 
 
 @pytest.mark.parametrize("huge", [1e200, 1.7e308, -1.1e6])
 @pytest.mark.parametrize("place", ["reward", "reward_parts", "turn"])
-def test_a_workflow_that_gives_a_huge_reward_has_failed(place, huge):
+async def test_a_workflow_that_gives_a_huge_reward_has_failed(place, huge):
     async def workflow(task, policy, *, rollout_id, seed):
         rollout = await attempts()(task, policy, rollout_id=rollout_id, seed=seed)
         if place == "turn":
@@ -83,13 +79,13 @@ def test_a_workflow_that_gives_a_huge_reward_has_failed(place, huge):
     with pytest.raises(
         GroupFailed, match="algorithm.workflow: gave reward.* for task 't'; give a finite number between"
     ):
-        asyncio.run(group(workflow, counted.tried))
+        await group(workflow, counted.tried)
     assert counted.failed == {"workflow": 2}
     with pytest.raises(RuntimeError, match="algorithm.workflow: gave reward"):
-        asyncio.run(group(workflow, None))
+        await group(workflow, None)
 
 
-def test_a_reward_that_fails_is_asked_again():
+async def test_a_reward_that_fails_is_asked_again():
     counted, calls = failures("retry", rollout_retries=2), []
 
     def reward(task, texts):
@@ -98,39 +94,36 @@ def test_a_reward_that_fails_is_asked_again():
             raise OSError("judge is away")
         return [0.5] * len(texts)
 
-    result = asyncio.run(group(attempts(), counted.tried, reward))
+    result = await group(attempts(), counted.tried, reward)
     assert result.rewards == [0.5, 0.5] and counted.failed == {"reward": 2}
 
 
-def test_a_fault_of_the_generators_is_no_failure_of_a_rollout():
+async def test_a_fault_of_the_generators_is_no_failure_of_a_rollout():
     counted = failures("drop_group")
     with pytest.raises(SamplingFailed, match="no generator is left"):
-        asyncio.run(group(attempts(SamplingFailed("no generator is left")), counted.tried))
+        await group(attempts(SamplingFailed("no generator is left")), counted.tried)
     assert not counted.failed
 
 
-def test_too_many_failures_end_the_run_with_their_causes():
+async def test_too_many_failures_end_the_run_with_their_causes():
     counted = failures("drop_group", max_failed_frac=0.25)
 
     async def call(retry):
         if counted.calls % 3 == 0:
             raise EnvironmentFailed("down")
 
-    async def play():
+    with pytest.raises(TooManyFailures) as caught:
         for _ in range(200):
             try:
                 await counted.tried(call, "workflow")
             except GroupFailed:
                 pass
-
-    with pytest.raises(TooManyFailures) as caught:
-        asyncio.run(play())
     assert str(caught.value) == (
         "algorithm.max_failed_frac=0.25: 11 of 33 calls have failed (11 environment); the last: down"
     )
 
 
-def test_counting_goes_on_where_the_attempt_before_stopped():
+async def test_counting_goes_on_where_the_attempt_before_stopped():
     counted = {"calls": 31, "reward": 20}
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=0.5), counted)
 
@@ -138,5 +131,5 @@ def test_counting_goes_on_where_the_attempt_before_stopped():
         raise ValueError("late")
 
     with pytest.raises(TooManyFailures, match=r"21 of 32 calls have failed \(21 reward\); the last: late"):
-        asyncio.run(failures.tried(fail, "reward"))
+        await failures.tried(fail, "reward")
     assert counted == {"calls": 32, "reward": 21}

@@ -47,9 +47,9 @@ class Told(Run):
 
 @settings(deadline=None)
 @given(lag=st.integers(2, 6), seed=st.integers(0, 2**16))
-def test_every_slot_trains_once_and_in_time(lag, seed):
+async def test_every_slot_trains_once_and_in_time(lag, seed):
     run = Run(lag, seed, bad=["1/0", "5/0", "5/1", "9/0", "9/1", "9/2", "9/3"], kind=FirstFinished)
-    batches = asyncio.run(run.all())
+    batches = await run.all()
     assert all(len(slots(batch)) == PER_BATCH for batch in batches)
     assert Counter(slot for batch in batches for slot in slots(batch)) == Counter(ALL)
     assert max(batch.metrics["policy/lag_max"] for batch in batches) <= lag
@@ -68,40 +68,26 @@ def test_every_slot_trains_once_and_in_time(lag, seed):
             flying -= PER_BATCH
 
 
-def test_a_long_slot_waits_until_it_is_due_and_is_waited_for_then():
-    async def go():
-        run = Told(lag=2)
-        order = lambda slot: (slot == 0, slot)  # noqa: E731
-        batches = [await run.batch(order) for _ in range(4)]
-        assert [slots(batch) for batch in batches] == [[1, 2, 3], [4, 5, 6], [0, 7, 8], [9, 10, 11]]
-        assert run.ends[0].is_set()
-        await run.batches.cancel()
-
-    asyncio.run(go())
+async def test_a_long_slot_waits_until_it_is_due_and_is_waited_for_then():
+    run = Told(lag=2)
+    order = lambda slot: (slot == 0, slot)  # noqa: E731
+    batches = [await run.batch(order) for _ in range(4)]
+    assert [slots(batch) for batch in batches] == [[1, 2, 3], [4, 5, 6], [0, 7, 8], [9, 10, 11]]
+    assert run.ends[0].is_set()
+    await run.batches.cancel()
 
 
 @pytest.mark.parametrize("lag", range(2, 8))
-def test_no_slot_comes_too_late_where_the_newest_end_first(lag):
-    async def go():
-        run = Told(lag)
-        batches = [await run.batch(lambda slot: -slot) for _ in range(NUM_BATCHES)]
-        assert max(batch.metrics["policy/lag_max"] for batch in batches) <= lag
-        assert {slot for batch in batches for slot in slots(batch)} == ALL
-
-    asyncio.run(go())
+async def test_no_slot_comes_too_late_where_the_newest_end_first(lag):
+    run = Told(lag)
+    batches = [await run.batch(lambda slot: -slot) for _ in range(NUM_BATCHES)]
+    assert max(batch.metrics["policy/lag_max"] for batch in batches) <= lag
+    assert {slot for batch in batches for slot in slots(batch)} == ALL
 
 
 @settings(deadline=None)
 @given(lag=st.integers(2, 5), seed=st.integers(0, 2**16), stop_after=st.integers(1, 5))
-def test_a_resumed_run_loses_no_slot_and_plays_none_again(lag, seed, stop_after):
-    async def stopped():
-        run = Run(lag, seed, bad=["1/0"], kind=FirstFinished)
-        trained = [slots(await run.batch()) for _ in range(stop_after)]
-        state = run.batches.state_dict()
-        lines, state = json.loads(json.dumps(state.pop("finished"))), json.loads(json.dumps(state))
-        await run.batches.cancel()
-        return run, trained, state, lines
-
+async def test_a_resumed_run_loses_no_slot_and_plays_none_again(lag, seed, stop_after):
     async def resumed(run, state, lines):
         again = Run(lag, seed + 1, bad=["1/0"], start=(stop_after, state), kind=FirstFinished)
         again.publications[:] = run.publications[-1:]
@@ -110,28 +96,29 @@ def test_a_resumed_run_loses_no_slot_and_plays_none_again(lag, seed, stop_after)
         assert now.pop("finished") == lines and now == state
         return again, await again.all()
 
-    run, trained, state, lines = asyncio.run(stopped())
+    run = Run(lag, seed, bad=["1/0"], kind=FirstFinished)
+    trained = [slots(await run.batch()) for _ in range(stop_after)]
+    state = run.batches.state_dict()
+    lines, state = json.loads(json.dumps(state.pop("finished"))), json.loads(json.dumps(state))
+    await run.batches.cancel()
     before = [slot for batch in trained for slot in batch]
     in_flight = [slot for slot, _ in state["in_flight"]]
     assert sorted(before + in_flight) == list(range(state["admitted"])) and state["next_slot"] == min(in_flight)
-    again, batches = asyncio.run(resumed(run, state, lines))
+    again, batches = await resumed(run, state, lines)
     assert Counter(before + [slot for batch in batches for slot in slots(batch)]) == Counter(ALL)
     assert max(batch.metrics["policy/lag_max"] for batch in batches) <= lag
     assert not {line["draw"] for line in lines} & set(again.played)
 
 
-def test_slots_that_were_given_up_are_due_again():
-    async def go():
-        run = Told(lag=2)
-        await run.batch(lambda slot: -slot)  # trains 5, 4, 3
-        await run.batches.cancel()
-        assert run.draws.next_slot == 0
-        run.ends.clear()
-        left = [slots(await run.batch()) for _ in range(2)]
-        assert left == [[0, 1, 2], [6, 7, 8]]
-        await run.batches.cancel()
-
-    asyncio.run(go())
+async def test_slots_that_were_given_up_are_due_again():
+    run = Told(lag=2)
+    await run.batch(lambda slot: -slot)  # trains 5, 4, 3
+    await run.batches.cancel()
+    assert run.draws.next_slot == 0
+    run.ends.clear()
+    left = [slots(await run.batch()) for _ in range(2)]
+    assert left == [[0, 1, 2], [6, 7, 8]]
+    await run.batches.cancel()
 
 
 def test_a_batch_has_the_sums_and_means_of_its_slots():
@@ -149,10 +136,10 @@ def test_a_batch_has_the_sums_and_means_of_its_slots():
     assert [draw.slot for draw in batch.draws] == [3, 4] and len(batch.groups) == len(batch.sampled) == 2
 
 
-def test_a_batch_without_a_group_plays_its_slots_again():
+async def test_a_batch_without_a_group_plays_its_slots_again():
     in_flight, rounds = range(2 * PER_BATCH), range(6)  # max_resamples=3 ends the rounds of a slot by itself at round 3
     run = Run(2, bad=[f"{slot}/{round}" for slot in in_flight for round in rounds], kind=FirstFinished)
-    batch = asyncio.run(run.batch())
+    batch = await run.batch()
     assert sorted(group.id for group in batch.groups) == sorted(f"{slot}/6" for slot in slots(batch))
     assert [draw.round for draw in batch.draws] == [0, 1, 2, 3] * 3 + [4] * 3 + [5] * 3 + [6] * 3
     assert batch.metrics["filter/resampled_tasks"] == 6 * 3 and batch.metrics["filter/missing_tasks"] == 0
@@ -160,23 +147,20 @@ def test_a_batch_without_a_group_plays_its_slots_again():
 
     run = Run(2, bad=[f"{slot}/{round}" for slot in in_flight for round in range(99)], kind=FirstFinished)
     with pytest.raises(NothingToTrainOn, match="max_stalled_rounds=10: 10 rounds with 27 groups left") as ended:
-        asyncio.run(run.batch())
+        await run.batch()
     draws = [draw.id for draw in ended.value.batch.draws]
     assert len(draws) == len(set(draws)) == 3 * 4 + 3 * 9 == len(ended.value.batch.left_out)
 
 
-def test_the_share_of_long_rollouts_is_told_of_the_batch_and_of_all_that_were_played():
-    async def go():
-        run = Told(lag=2)
-        run.batches._player.max_tokens = 4  # long: two tokens or more
-        batches = [await run.batch() for _ in range(3)]
-        played = [slot for slot, end in run.ends.items() if end.is_set()]
-        for batch in batches:
-            lengths = [len(r.turns[0].completion.tokens) for group in batch.sampled for r in group.rollouts]
-            assert batch.metrics["completion/long_frac"] == sum(length >= 2 for length in lengths) / len(lengths)
-        shares = [batch.metrics["completion/long_frac"] for batch in batches]
-        assert batches[-1].metrics["completion/long_played_frac"] == pytest.approx(sum(shares) / 3)
-        assert len(played) == 3 * PER_BATCH
-        await run.batches.cancel()
-
-    asyncio.run(go())
+async def test_the_share_of_long_rollouts_is_told_of_the_batch_and_of_all_that_were_played():
+    run = Told(lag=2)
+    run.batches._player.max_tokens = 4  # long: two tokens or more
+    batches = [await run.batch() for _ in range(3)]
+    played = [slot for slot, end in run.ends.items() if end.is_set()]
+    for batch in batches:
+        lengths = [len(r.turns[0].completion.tokens) for group in batch.sampled for r in group.rollouts]
+        assert batch.metrics["completion/long_frac"] == sum(length >= 2 for length in lengths) / len(lengths)
+    shares = [batch.metrics["completion/long_frac"] for batch in batches]
+    assert batches[-1].metrics["completion/long_played_frac"] == pytest.approx(sum(shares) / 3)
+    assert len(played) == 3 * PER_BATCH
+    await run.batches.cancel()

@@ -107,28 +107,24 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_agent_costs_its_own_attempt_only(name):
+async def test_a_hostile_agent_costs_its_own_attempt_only(name):
     agent, message = HOSTILE[name]
     task = Task(id="t", prompt="a")
     timeout_s = 2.0 if name == "never returns" else 30.0
     limits = CommandLimits(max_processes=16, max_disk_mib=32, max_output_mib=0.5)
-
-    async def scene():
-        SEEN.clear()
-        policy = Policy(generator=Chatter(), tokenizer=BYTES, max_tokens=64, max_prompt_tokens=64, for_training=True)
-        async with Gateway(context_tokens=256, limits=ServerLimits(body_timeout_s=1.0)) as gateway:
-            theirs, ours = external(agent, timeout_s=timeout_s, command=limits), external(good, timeout_s=30)
-            theirs.attach(gateway), ours.attach(gateway)
-            bad = asyncio.ensure_future(theirs(task, policy, rollout_id="bad", seed=0))
-            fine = await asyncio.gather(*(ours(task, policy, rollout_id=f"{i}", seed=i) for i in range(4)))
-            if message:
-                with pytest.raises(AgentFailed, match=message):
-                    await bad
-            else:  # its session ended it
-                assert ((await bad).end_reason, (await bad).reward, len((await bad).turns)) == ("turns", 0.0, 64)
-            assert all((rollout.reward, len(rollout.turns)) == (1.0, 4) for rollout in fine)
-            after = await ours(task, policy, rollout_id="after", seed=9)
-            assert len(after.turns) == 4 and not gateway.sessions
-            assert fine[0].turns[0].completion.tokens == after.turns[0].completion.tokens
-
-    asyncio.run(scene())
+    SEEN.clear()
+    policy = Policy(generator=Chatter(), tokenizer=BYTES, max_tokens=64, max_prompt_tokens=64, for_training=True)
+    async with Gateway(context_tokens=256, limits=ServerLimits(body_timeout_s=1.0)) as gateway:
+        theirs, ours = external(agent, timeout_s=timeout_s, command=limits), external(good, timeout_s=30)
+        theirs.attach(gateway), ours.attach(gateway)
+        bad = asyncio.ensure_future(theirs(task, policy, rollout_id="bad", seed=0))
+        fine = await asyncio.gather(*(ours(task, policy, rollout_id=f"{i}", seed=i) for i in range(4)))
+        if message:
+            with pytest.raises(AgentFailed, match=message):
+                await bad
+        else:  # its session ended it
+            assert ((await bad).end_reason, (await bad).reward, len((await bad).turns)) == ("turns", 0.0, 64)
+        assert all((rollout.reward, len(rollout.turns)) == (1.0, 4) for rollout in fine)
+        after = await ours(task, policy, rollout_id="after", seed=9)
+        assert len(after.turns) == 4 and not gateway.sessions
+        assert fine[0].turns[0].completion.tokens == after.turns[0].completion.tokens

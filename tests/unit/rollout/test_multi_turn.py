@@ -29,8 +29,8 @@ TASK = Task(id="calculator/train/1", prompt="12*34=", answer="408")
 EOS = CHARS.eos_token_id
 
 
-def play(env, policy, limits=LIMITS, task=TASK, seed=7):
-    return asyncio.run(multi_turn(task, policy, rollout_id="0/0/0", seed=seed, env=env, limits=limits))
+async def play(env, policy, limits=LIMITS, task=TASK, seed=7):
+    return await multi_turn(task, policy, rollout_id="0/0/0", seed=seed, env=env, limits=limits)
 
 
 def calculator(task=TASK):
@@ -57,9 +57,9 @@ class Echo(Env):
         self.closed += 1
 
 
-def test_a_call_is_answered_and_the_answer_rewarded():
+async def test_a_call_is_answered_and_the_answer_rewarded():
     policy_ = policy("[12*34]", "408<eos>")
-    rollout = play(calculator(), policy_)
+    rollout = await play(calculator(), policy_)
     assert [turn.reward for turn in rollout.turns] == [0.25, 0.75]
     assert (rollout.reward, rollout.end_reason, rollout.text) == (1.0, "done", "[12*34]408;408")
     first, second = rollout.turns
@@ -69,20 +69,20 @@ def test_a_call_is_answered_and_the_answer_rewarded():
     assert [params.stop for _, params in policy_.sampler.asked] == [["]"], ["]"]]
 
 
-def test_the_next_prompt_is_the_tokens_that_were_sampled_even_where_tokenising_again_would_give_others():
+async def test_the_next_prompt_is_the_tokens_that_were_sampled_even_where_tokenising_again_would_give_others():
     unknown = CHARS.unk_token_id  # decodes to <unk>, or to nothing
     policy_ = policy([20, unknown, 0, EOS, 21], "b<eos>")
-    rollout = play(Echo(), policy_, limits(max_turns=2))
+    rollout = await play(Echo(), policy_, limits(max_turns=2))
     prompt = CHARS.encode("go")
     assert rollout.turns[1].prompt_tokens == [*prompt, 20, unknown, 0, EOS, 21, *CHARS.encode("on")]
 
 
-def test_tokens_as_observations_are_taken_as_they_are():
-    rollout = play(Echo([5, 6], [7, EOS]), policy([8], [9]), limits(max_turns=2))
+async def test_tokens_as_observations_are_taken_as_they_are():
+    rollout = await play(Echo([5, 6], [7, EOS]), policy([8], [9]), limits(max_turns=2))
     assert [turn.prompt_tokens for turn in rollout.turns] == [[5, 6], [5, 6, 8, 7, EOS]]
 
 
-def test_what_was_sampled_is_what_is_trained():
+async def test_what_was_sampled_is_what_is_trained():
     def group_policy():
         return policy("[12*34]", "408<eos>", "[1*3]", "3<eos>")
 
@@ -101,7 +101,7 @@ def test_what_was_sampled_is_what_is_trained():
         )
         return group, one.sampler
 
-    group, sampler = asyncio.run(run())
+    group, sampler = await run()
     assert group.rewards == [1.0]
     data = to_datums([group], AlgorithmConfig())
     whole = torch.cat([data[-1].tokens, data[-1].target_tokens[-1:]]).tolist()
@@ -117,13 +117,13 @@ def test_what_was_sampled_is_what_is_trained():
     assert trained == CHARS.encode("[12*34]408") + [EOS]
 
 
-def test_limits_of_turns_tokens_and_time():
-    three = play(Echo(), policy("a<eos>", "a<eos>", "a<eos>"), limits(max_turns=3))
+async def test_limits_of_turns_tokens_and_time():
+    three = await play(Echo(), policy("a<eos>", "a<eos>", "a<eos>"), limits(max_turns=3))
     assert (three.end_reason, len(three.turns), three.reward) == ("turns", 3, 1.5)
 
     # "go" 2, "ab" 2, "on" 2: of the ten tokens allowed four are left, of which the second completion may use all.
     policy_ = policy("ab", "abcdefgh")
-    tokens = play(Echo(), policy_, limits(max_turns=9, max_tokens=10))
+    tokens = await play(Echo(), policy_, limits(max_turns=9, max_tokens=10))
     assert (tokens.end_reason, len(tokens.turns)) == ("tokens", 2)
     assert [params.max_tokens for _, params in policy_.sampler.asked] == [10 - 2, 10 - 6]
     assert tokens.turns[1].completion.truncated and text(tokens.turns[1].completion.tokens) == "abcd"
@@ -135,66 +135,55 @@ def test_limits_of_turns_tokens_and_time():
                 await asyncio.sleep(5)
             return Step(observation="on", reward=0.5)
 
-    time_ = play(Slow(), policy("a", "b"), limits(max_turns=9, timeout_s=0.1))
+    time_ = await play(Slow(), policy("a", "b"), limits(max_turns=9, timeout_s=0.1))
     assert (time_.end_reason, len(time_.turns), time_.reward) == ("time", 2, 0.5)
 
 
-def test_a_completion_is_no_longer_than_the_policys_own_limit():
+async def test_a_completion_is_no_longer_than_the_policys_own_limit():
     policy_ = policy("a", "b", max_tokens=3)
-    play(Echo(), policy_, limits(max_turns=2))
+    await play(Echo(), policy_, limits(max_turns=2))
     assert [params.max_tokens for _, params in policy_.sampler.asked] == [3, 3]
 
 
-def test_every_turn_samples_from_a_stream_of_its_own():
-    def seeds(seed):
+async def test_every_turn_samples_from_a_stream_of_its_own():
+    async def seeds(seed):
         policy_ = policy("a", "b")
-        play(Echo(), policy_, limits(max_turns=2), seed=seed)
+        await play(Echo(), policy_, limits(max_turns=2), seed=seed)
         return [params.seed for _, params in policy_.sampler.asked]
 
-    assert seeds(7) == [stable_hash(7, 0) >> 1, stable_hash(7, 1) >> 1] == seeds(7)
-    assert len({*seeds(7), *seeds(8)}) == 4
+    assert await seeds(7) == [stable_hash(7, 0) >> 1, stable_hash(7, 1) >> 1] == await seeds(7)
+    assert len({*await seeds(7), *await seeds(8)}) == 4
 
 
-def test_it_is_closed_however_it_ends():
+async def test_it_is_closed_however_it_ends():
     done, broken = Echo(), Echo(observation=None)
-    play(done, policy("a"), limits(max_turns=1))
+    await play(done, policy("a"), limits(max_turns=1))
     with pytest.raises(RuntimeError, match="environment=Echo: step gave NoneType"):
-        play(broken, policy("a"))
+        await play(broken, policy("a"))
     assert (done.closed, broken.closed) == (1, 1)
 
 
-def test_a_first_prompt_that_is_too_long_is_refused():
+async def test_a_first_prompt_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match="its prompt has 70 tokens, sampling.max_prompt_tokens=64"):
-        play(Echo("a" * 70), policy("a"), limits(max_turns=1, max_tokens=99))
+        await play(Echo("a" * 70), policy("a"), limits(max_turns=1, max_tokens=99))
 
 
-def test_observations_keep_to_one_kind():
+async def test_observations_keep_to_one_kind():
     with pytest.raises(ValueError, match="is messages where the first was text"):
-        play(Echo(observation=[{"role": "user", "content": "x"}]), policy("a"))
+        await play(Echo(observation=[{"role": "user", "content": "x"}]), policy("a"))
 
 
-def test_a_family_without_environments_is_played_in_one_turn_and_judged():
+async def test_a_family_without_environments_is_played_in_one_turn_and_judged():
     family = LetterSort.Config().build()
     task = Task(id="letter_sort/train/0", prompt="cab=", answer="abc")
-
-    async def run():
-        return await run_group(
-            single_turn,
-            task,
-            policy("abc<eos>", "cba<eos>"),
-            2,
-            group_id="0/0",
-            seed=0,
-            reward=family,
-            reward_timeout_s=5,
-        )
-
-    group = asyncio.run(run())
+    group = await run_group(
+        single_turn, task, policy("abc<eos>", "cba<eos>"), 2, group_id="0/0", seed=0, reward=family, reward_timeout_s=5
+    )
     assert group.rewards == [1.0, 0.0] and group.rollouts[0].turns[0].reward is None
     assert [rollout.end_reason for rollout in group.rollouts] == ["", ""]
 
 
-def test_a_family_may_have_environments_for_some_tasks_only():
+async def test_a_family_may_have_environments_for_some_tasks_only():
     class Family:
         name = "some"
 
@@ -217,11 +206,11 @@ def test_a_family_may_have_environments_for_some_tasks_only():
             reward_timeout_s=5,
         )
 
-    assert asyncio.run(run("several", "a", "b")).rewards == [1.0]
-    assert asyncio.run(run("one", "a")).rewards == [9.0]
+    assert (await run("several", "a", "b")).rewards == [1.0]
+    assert (await run("one", "a")).rewards == [9.0]
 
 
-def test_rewards_of_steps_that_add_up_to_more_than_a_million_are_a_failure_of_the_environment():
+async def test_rewards_of_steps_that_add_up_to_more_than_a_million_are_a_failure_of_the_environment():
     class Generous(Echo):
         async def step(self, said):
             return Step(observation=self.observation, reward=6e5)
@@ -231,41 +220,41 @@ def test_rewards_of_steps_that_add_up_to_more_than_a_million_are_a_failure_of_th
             return Step(observation=self.observation, reward_parts={"size": 6e5})
 
     with pytest.raises(EnvironmentFailed, match="environment=Generous: the rewards of its steps add up to 1.2e.06 for"):
-        play(Generous(), policy("a", "b"), limits(max_turns=2))
+        await play(Generous(), policy("a", "b"), limits(max_turns=2))
     with pytest.raises(EnvironmentFailed, match="environment=Large: the parts 'size' of its steps add up to 1.2e.06"):
-        play(Large(), policy("a", "b"), limits(max_turns=2))
+        await play(Large(), policy("a", "b"), limits(max_turns=2))
 
 
-def test_a_workflow_that_returns_something_else_is_told_so():
+async def test_a_workflow_that_returns_something_else_is_told_so():
     async def workflow(task, policy, *, rollout_id, seed):
         return None
 
     with pytest.raises(RuntimeError, match="algorithm.workflow: returned NoneType for task 'calculator/train/1'"):
-        asyncio.run(run_group(workflow, TASK, policy(), 1, group_id="0/0", seed=0, reward=None, reward_timeout_s=5))
+        await run_group(workflow, TASK, policy(), 1, group_id="0/0", seed=0, reward=None, reward_timeout_s=5)
 
 
-def test_attempts_lets_a_single_turn_task_be_mended():
+async def test_attempts_lets_a_single_turn_task_be_mended():
     family = LetterSort.Config().build()
     task = Task(id="letter_sort/train/0", prompt="cab=", answer="abc")
 
     def attempts():
         return Attempts(task, family.reward, num_attempts=2, remark=" no:")
 
-    mended = play(attempts(), policy("acb", "abc"), task=task)
+    mended = await play(attempts(), policy("acb", "abc"), task=task)
     assert ([turn.reward for turn in mended.turns], mended.end_reason) == ([0.0, 1.0], "done")
     assert text(mended.turns[1].prompt_tokens) == "cab=acb no:"
-    lost = play(attempts(), policy("acb", "ba"), task=task)
+    lost = await play(attempts(), policy("acb", "ba"), task=task)
     # ba: no pair of its one is in order.
     assert ([turn.reward for turn in lost.turns], lost.end_reason) == ([0.0, 0.0], "done")
 
 
-def test_parts_of_an_environments_reward_add_up_over_its_steps():
+async def test_parts_of_an_environments_reward_add_up_over_its_steps():
     class InParts(Echo):
         async def step(self, said):
             parts = {"said": float(len(said))} if said == "408" else {"said": float(len(said)), "called": 1.0}
             return Step(observation="on", reward=0.5, reward_parts=parts, done=said == "408")
 
-    rollout = play(InParts(), policy("12", "34", "408<eos>"))
+    rollout = await play(InParts(), policy("12", "34", "408<eos>"))
     assert rollout.reward_parts == {"said": 7.0, "called": 2.0}
 
     class Wrong(Echo):
@@ -275,14 +264,14 @@ def test_parts_of_an_environments_reward_add_up_over_its_steps():
     with pytest.raises(
         RuntimeError, match="step gave reward part 'said' nan for task 'calculator/train/1'; give a fin"
     ):
-        play(Wrong(), policy("12"))
+        await play(Wrong(), policy("12"))
 
 
-def test_several_attempts_take_any_reward_and_keep_its_parts():
+async def test_several_attempts_take_any_reward_and_keep_its_parts():
     async def exact(task, completions):
         return [float(completion == task.answer) for completion in completions]
 
     task = Task(id="t/0", prompt="12*34=", answer="408")
-    rollout = play(Attempts(task, Rewards({"exact": (exact, 2.0)}), num_attempts=3), policy("7<eos>", "408<eos>"))
+    rollout = await play(Attempts(task, Rewards({"exact": (exact, 2.0)}), num_attempts=3), policy("7<eos>", "408<eos>"))
     assert [turn.reward for turn in rollout.turns] == [0.0, 2.0]
     assert rollout.reward_parts == {"exact": 1.0}

@@ -1,6 +1,5 @@
 """An attempt of several rollouts: the example of docs/grouping.md, through groups, estimators and evaluations."""
 
-import asyncio
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,16 +31,14 @@ def example():
     return config.algorithm
 
 
-def play(workflow, *said, n=2, **settings):
-    return asyncio.run(
-        run_group(
-            workflow, TASK, policy(*said, **settings), n, group_id="0/0", seed=0, reward=None, reward_timeout_s=5.0
-        )
+async def play(workflow, *said, n=2, **settings):
+    return await run_group(
+        workflow, TASK, policy(*said, **settings), n, group_id="0/0", seed=0, reward=None, reward_timeout_s=5.0
     )
 
 
-def test_each_role_is_compared_with_its_own_kind_and_has_its_estimator(example):
-    played = play(example.workflow, "ab", "y", "ba", "y")
+async def test_each_role_is_compared_with_its_own_kind_and_has_its_estimator(example):
+    played = await play(example.workflow, "ab", "y", "ba", "y")
     assert [(r.id, r.role, r.reward) for r in played.rollouts] == [
         ("0/0/0", "solver", 1.0),
         ("0/0/0.judge", "judge", 1.0),
@@ -57,7 +54,7 @@ def test_each_role_is_compared_with_its_own_kind_and_has_its_estimator(example):
     assert (line["reward/solver_mean"], line["reward/judge_mean"]) == (0.5, 0.5)
 
 
-def test_evaluations_count_the_first_rollout_of_an_attempt(example):
+async def test_evaluations_count_the_first_rollout_of_an_attempt(example):
     class Family:
         name, reward = "one", None
 
@@ -67,42 +64,35 @@ def test_evaluations_count_the_first_rollout_of_an_attempt(example):
         def task(self, split, index):
             return TASK
 
-    result = asyncio.run(
-        evaluate(
-            lambda temperature: policy("ba", "n"),
-            Family(),
-            EvalSetConfig(),
-            name="one",
-            label="eval",
-            seed=0,
-            config=ControllerConfig(),
-            workflow=example.workflow,
-        )
+    result = await evaluate(
+        lambda temperature: policy("ba", "n"),
+        Family(),
+        EvalSetConfig(),
+        name="one",
+        label="eval",
+        seed=0,
+        config=ControllerConfig(),
+        workflow=example.workflow,
     )
     assert result.accuracy == 0.0  # the answer was wrong; that the judge was right is another matter
 
 
-def test_a_demonstration_is_played_through_all_of_it(example):
+async def test_a_demonstration_is_played_through_all_of_it(example):
     task = Task(id="sort/1", prompt="ba=", answer="ab", demonstration=["ab", "y"])
-    pairs = asyncio.run(demonstrate(example.workflow, task, policy(max_tokens=3)))
+    pairs = await demonstrate(example.workflow, task, policy(max_tokens=3))
     assert len(pairs) == 2 and len(pairs[1][0]) == len("ba=ab?")
 
 
-def test_each_of_them_can_be_taught(example):
+async def test_each_of_them_can_be_taught(example):
     student = policy("ab", "y", for_training=True, teacher_version=2)
 
     async def score(tokens, *, policy_version=None):
         return [-1.0] * (len(tokens) - 1)
 
     student.generator.score = score
-
-    async def run():
-        taught = self_distill(example.workflow, prompt=lambda rollout: "z")
-        attempt = await taught(TASK, student, rollout_id="0", seed=0)
-        await taught.after_rewards(RolloutGroup(id="0", rollouts=attempt), student)
-        return attempt
-
-    attempt = asyncio.run(run())
+    taught = self_distill(example.workflow, prompt=lambda rollout: "z")
+    attempt = await taught(TASK, student, rollout_id="0", seed=0)
+    await taught.after_rewards(RolloutGroup(id="0", rollouts=attempt), student)
     assert [rollout.turns[0].advantages for rollout in attempt] == [[-0.5] * 2, [-0.5]]
 
 
@@ -115,9 +105,9 @@ def test_each_of_them_can_be_taught(example):
         ([Rollout(id="a", task=TASK, turns=[])] * 2, "the id 'a'; give each its own"),
     ],
 )
-def test_what_is_no_list_of_rollouts_is_an_error(made, words):
+async def test_what_is_no_list_of_rollouts_is_an_error(made, words):
     async def workflow(task, policy, *, rollout_id, seed):
         return made
 
     with pytest.raises(RuntimeError, match=words):
-        play(workflow, n=1)
+        await play(workflow, n=1)

@@ -1,6 +1,5 @@
 """A workflow that asks for top-p: passed on in evaluations, refused for training before a token is spent."""
 
-import asyncio
 import dataclasses
 
 import pytest
@@ -31,33 +30,31 @@ async def past_the_policy(task, policy, *, rollout_id, seed):
     return rollout
 
 
-def group_of(workflow, made, **named):
-    return asyncio.run(
-        run_group(
-            workflow,
-            Task(id="t", prompt="ab"),
-            made,
-            1,
-            group_id="0/0",
-            seed=0,
-            reward=lambda task, texts: [1.0 for _ in texts],
-            reward_timeout_s=5.0,
-            **named,
-        )
+async def group_of(workflow, made, **named):
+    return await run_group(
+        workflow,
+        Task(id="t", prompt="ab"),
+        made,
+        1,
+        group_id="0/0",
+        seed=0,
+        reward=lambda task, texts: [1.0 for _ in texts],
+        reward_timeout_s=5.0,
+        **named,
     )
 
 
-def test_in_an_evaluation_it_is_passed_on():
+async def test_in_an_evaluation_it_is_passed_on():
     made = policy("ab", "cd", altered={"min_p": 0.1})
-    group_of(careful, made)
+    await group_of(careful, made)
     asked = [(params.top_p, params.min_p) for _, params in made.generator.asked]
     assert asked == [(1.0, 0.1), (0.9, 0.1)]  # the evaluation's own setting, and the workflow's beside it
 
 
-def test_for_training_it_is_refused_before_a_token_is_spent():
+async def test_for_training_it_is_refused_before_a_token_is_spent():
     made = policy("ab", for_training=True)
     with pytest.raises(AlteredForTraining) as caught:
-        group_of(only_careful, made)
+        await group_of(only_careful, made)
     assert str(caught.value) == (
         "policy.complete(top_p=0.9): this rollout is to train, and its log-probabilities would not be those of the "
         "policy; leave top_p out where policy.for_training is True"
@@ -65,35 +62,35 @@ def test_for_training_it_is_refused_before_a_token_is_spent():
     assert made.generator.asked == []
 
 
-def test_past_the_policy_it_is_refused_with_the_same_words_at_the_first_call():
+async def test_past_the_policy_it_is_refused_with_the_same_words_at_the_first_call():
     made = policy("ab", for_training=True)
     with pytest.raises(AlteredForTraining) as caught:
-        group_of(past_the_policy, made)
+        await group_of(past_the_policy, made)
     assert str(caught.value) == (
         "policy.sampler.sample(top_p=0.9): this rollout is to train, and its log-probabilities would not be those of "
         "the policy; leave top_p out where policy.for_training is True"
     )
     assert [params.top_p for _, params in made.generator.asked] == [1.0]  # the workflow's first turn alone
     evaluated = policy("ab", "cd")
-    group_of(past_the_policy, evaluated)
+    await group_of(past_the_policy, evaluated)
     assert [params.top_p for _, params in evaluated.generator.asked] == [1.0, 0.9]
 
 
-def test_what_does_not_train_may_be_drawn_from_a_copy():
+async def test_what_does_not_train_may_be_drawn_from_a_copy():
     made = policy("ab", for_training=True)
     helper = dataclasses.replace(made, for_training=False)
-    asyncio.run(helper.complete([5], seed=0, top_p=0.9))
+    await helper.complete([5], seed=0, top_p=0.9)
     assert [params.top_p for _, params in made.generator.asked] == [0.9]
 
 
-def test_no_setting_for_failed_rollouts_hides_the_refusal():
+async def test_no_setting_for_failed_rollouts_hides_the_refusal():
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {})
     with pytest.raises(AlteredForTraining):
-        group_of(only_careful, policy(for_training=True), tried=failures.tried)
+        await group_of(only_careful, policy(for_training=True), tried=failures.tried)
     assert failures.failed.total() == 0
 
 
-def test_what_is_off_may_be_said():
+async def test_what_is_off_may_be_said():
     made = policy("ab", for_training=True)
-    asyncio.run(made.complete([5], seed=0, top_p=1.0, top_k=0))
+    await made.complete([5], seed=0, top_p=1.0, top_k=0)
     assert len(made.generator.asked) == 1

@@ -1,6 +1,5 @@
 """The policy as its own teacher, with a sampler whose scores are made up: what is asked, and what becomes of it."""
 
-import asyncio
 from functools import partial
 
 import pytest
@@ -41,21 +40,17 @@ def scored(*said, **settings):
     return made
 
 
-def play(workflow, policy, task=TASK):
+async def play(workflow, policy, task=TASK):
     """The rollout that a workflow has played, after what the workflow does with judged rollouts."""
-
-    async def run():
-        rollout = await workflow(task, policy, rollout_id="0/0/0", seed=1)
-        if (after_rewards := getattr(workflow, "after_rewards", None)) is not None:
-            await after_rewards(RolloutGroup(id="0/0", rollouts=rollouts_of(rollout, task)), policy)
-        return rollout
-
-    return asyncio.run(run())
+    rollout = await workflow(task, policy, rollout_id="0/0/0", seed=1)
+    if (after_rewards := getattr(workflow, "after_rewards", None)) is not None:
+        await after_rewards(RolloutGroup(id="0/0", rollouts=rollouts_of(rollout, task)), policy)
+    return rollout
 
 
-def test_the_sampled_tokens_are_scored_under_the_other_prompt_by_the_teachers_version():
+async def test_the_sampled_tokens_are_scored_under_the_other_prompt_by_the_teachers_version():
     student = scored("bc", teacher_version=7)
-    rollout = play(self_distill(single_turn, prompt=hint, coef=2.0), student)
+    rollout = await play(self_distill(single_turn, prompt=hint, coef=2.0), student)
     assert student.generator.scored == [("cab:abc=bc", 7)]
     (turn,) = rollout.turns
     assert CHARS.decode(turn.prompt_tokens) == "cab=" and rollout.text == "bc"  # what trains is the plain prompt
@@ -64,16 +59,17 @@ def test_the_sampled_tokens_are_scored_under_the_other_prompt_by_the_teachers_ve
     assert turn.advantages_version is None and turn.soft_targets is None
 
 
-def test_in_evaluations_nothing_is_scored():
+async def test_in_evaluations_nothing_is_scored():
     student = scored("bc")
-    assert (
-        play(self_distill(single_turn, prompt=hint), student).turns[0].advantages is None
-        and not student.generator.scored
-    )
+    assert (await play(self_distill(single_turn, prompt=hint), student)).turns[
+        0
+    ].advantages is None and not student.generator.scored
 
 
-def test_the_likeliest_tokens_are_targets_and_the_sampled_ones_earn_nothing():
-    (turn,) = play(self_distill(single_turn, prompt=hint, coef=2.0, top_k=2), scored("bc", teacher_version=1)).turns
+async def test_the_likeliest_tokens_are_targets_and_the_sampled_ones_earn_nothing():
+    (turn,) = (
+        await play(self_distill(single_turn, prompt=hint, coef=2.0, top_k=2), scored("bc", teacher_version=1))
+    ).turns
     b, c = turn.completion.tokens
     tokens, weights = turn.soft_targets
     assert tokens.tolist() == [[b, b + 1], [c, c + 1]]
@@ -81,9 +77,9 @@ def test_the_likeliest_tokens_are_targets_and_the_sampled_ones_earn_nothing():
     assert turn.advantages == [0.0, 0.0]
 
 
-def test_a_rollout_without_a_prompt_teaches_nothing():
+async def test_a_rollout_without_a_prompt_teaches_nothing():
     student = scored("bc", teacher_version=1)
-    (turn,) = play(self_distill(single_turn, prompt=lambda rollout: None), student).turns
+    (turn,) = (await play(self_distill(single_turn, prompt=lambda rollout: None), student)).turns
     assert turn.advantages == [0.0, 0.0] and not student.generator.scored
 
 
@@ -106,9 +102,9 @@ def several_turns(task, policy, *, rollout_id, seed):
     return multi_turn(task, policy, rollout_id=rollout_id, seed=seed, env=Asks(), limits=limits)
 
 
-def test_the_teacher_reads_all_turns_and_each_is_given_its_own_scores():
+async def test_the_teacher_reads_all_turns_and_each_is_given_its_own_scores():
     student = scored("ab", "c", "de", teacher_version=3)
-    rollout = play(self_distill(several_turns, prompt=hint, discount=1.0), student)
+    rollout = await play(self_distill(several_turns, prompt=hint, discount=1.0), student)
     assert student.generator.scored == [("cab:abc=ab?c?de", 3)]
     teacher = [-0.8, -0.9, -1.1, -1.3, -1.4]  # positions 8, 9, 11, 13, 14: the questions are nobody's
     own = [-(-0.5 - score) for score in teacher]
@@ -117,19 +113,19 @@ def test_the_teacher_reads_all_turns_and_each_is_given_its_own_scores():
     assert [len(turn.advantages) for turn in rollout.turns] == [2, 1, 2]
 
 
-def test_turns_that_do_not_go_on_from_each_other_are_an_error():
+async def test_turns_that_do_not_go_on_from_each_other_are_an_error():
     async def forgetful(task, policy, *, rollout_id, seed):
         rollout = await several_turns(task, policy, rollout_id=rollout_id, seed=seed)
         rollout.turns[1].prompt_tokens = rollout.turns[1].prompt_tokens[1:]
         return rollout
 
     with pytest.raises(ValueError, match="turn 1 of rollout 0/0/0 does not go on"):
-        play(self_distill(forgetful, prompt=hint), scored("ab", "c", "de", teacher_version=3))
+        await play(self_distill(forgetful, prompt=hint), scored("ab", "c", "de", teacher_version=3))
 
 
-def test_another_temperature_is_an_error():
+async def test_another_temperature_is_an_error():
     with pytest.raises(ValueError, match="temperature=0.5"):
-        play(self_distill(single_turn, prompt=hint), scored("ab", teacher_version=3, temperature=0.5))
+        await play(self_distill(single_turn, prompt=hint), scored("ab", teacher_version=3, temperature=0.5))
 
 
 def of_a_sibling_that_succeeded(rollout, siblings):
@@ -138,40 +134,42 @@ def of_a_sibling_that_succeeded(rollout, siblings):
 
 
 @pytest.mark.parametrize("advantage_fn", [None, group_centered, partial(grpo, std="none"), rloo])
-def test_a_group_learns_from_the_sibling_that_succeeded(advantage_fn):
+async def test_a_group_learns_from_the_sibling_that_succeeded(advantage_fn):
     student = scored("abc", "bc", teacher_version=5)
-    rollouts = [play(single_turn, student) for _ in range(2)]
+    rollouts = [await play(single_turn, student) for _ in range(2)]
     rollouts[0].reward, rollouts[1].reward = 1.0, 0.0
     hook = distill_group(prompt=of_a_sibling_that_succeeded, advantage_fn=advantage_fn)
-    asyncio.run(hook(RolloutGroup(id="0/0", rollouts=rollouts), student))
+    await hook(RolloutGroup(id="0/0", rollouts=rollouts), student)
     assert student.generator.scored == [("cab:abc=bc", 5)]  # the one that succeeded has no other to learn from
     best = {None: 0.0, rloo: 1.0}.get(advantage_fn, 0.5)
     assert rollouts[0].turns[0].advantages == [best] * 3
     assert rollouts[1].turns[0].advantages == pytest.approx([-best - 0.3, -best - 0.4])
 
 
-def test_it_decorates_a_workflow_of_ones_own():
+async def test_it_decorates_a_workflow_of_ones_own():
     @self_distill(prompt=hint)
     async def mine(task, policy, *, rollout_id, seed):
         return await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
 
     student = scored("bc", teacher_version=7)
-    assert play(mine, student).turns[0].advantages == pytest.approx([-0.3, -0.4]) and len(student.generator.scored) == 1
+    assert (await play(mine, student)).turns[0].advantages == pytest.approx([-0.3, -0.4]) and len(
+        student.generator.scored
+    ) == 1
 
 
-def test_training_without_a_version_to_teach_is_an_error():
+async def test_training_without_a_version_to_teach_is_an_error():
     with pytest.raises(RuntimeError, match="teacher_version=None: nobody has said which policy version teaches"):
-        play(self_distill(single_turn, prompt=hint), scored("bc", for_training=True))
+        await play(self_distill(single_turn, prompt=hint), scored("bc", for_training=True))
 
 
-def test_a_prompt_without_tokens_is_an_error():
+async def test_a_prompt_without_tokens_is_an_error():
     with pytest.raises(ValueError, match="prompt='': of rollout 0/0/0 has no tokens; give some, or None"):
-        play(self_distill(single_turn, prompt=lambda rollout: ""), scored("bc", teacher_version=1))
+        await play(self_distill(single_turn, prompt=lambda rollout: ""), scored("bc", teacher_version=1))
 
 
-def test_rollouts_of_another_role_and_without_turns_are_no_siblings():
+async def test_rollouts_of_another_role_and_without_turns_are_no_siblings():
     student = scored("abc", "bc", "abc", teacher_version=5)
-    rollouts = [play(single_turn, student) for _ in range(3)]
+    rollouts = [await play(single_turn, student) for _ in range(3)]
     rollouts[0].role, rollouts[1].reward = "judge", 0.0
     rollouts[0].reward = rollouts[2].reward = 1.0
     empty = Rollout(id="0/0/3", task=TASK, turns=[])
@@ -180,5 +178,5 @@ def test_rollouts_of_another_role_and_without_turns_are_no_siblings():
     def note(rollout, siblings):
         seen.append((rollout.role, len(siblings)))
 
-    asyncio.run(distill_group(prompt=note)(RolloutGroup(id="0/0", rollouts=[*rollouts, empty]), student))
+    await distill_group(prompt=note)(RolloutGroup(id="0/0", rollouts=[*rollouts, empty]), student)
     assert sorted(seen) == [("judge", 0), ("policy", 1), ("policy", 1)]

@@ -1,6 +1,5 @@
 """How much one client can make a gateway hold: before work is done, while it waits, and after its session has ended."""
 
-import asyncio
 import gc
 import json
 import zlib
@@ -35,7 +34,7 @@ def resident_mib():
     return psutil.Process().memory_info().rss / 2**20
 
 
-def test_sessions_that_have_ended_are_forgotten_with_all_that_they_sent():
+async def test_sessions_that_have_ended_are_forgotten_with_all_that_they_sent():
     async def scene():
         policy = Policy(generator=Chatter(), tokenizer=BYTES, max_tokens=64, max_prompt_tokens=64)
         async with Gateway(context_tokens=CONTEXT) as gateway:
@@ -57,7 +56,7 @@ def test_sessions_that_have_ended_are_forgotten_with_all_that_they_sent():
             assert not gateway.sessions and gateway.app.waiting_bytes == 0
             return resident_mib() - before
 
-    assert asyncio.run(scene()) < 20
+    assert await scene() < 20
 
 
 @pytest.mark.parametrize(
@@ -69,41 +68,32 @@ def test_sessions_that_have_ended_are_forgotten_with_all_that_they_sent():
         ("completions", {"prompt": "a", "stop_token_ids": [5] * 257}, "stop_token_ids: has more than 256"),
     ],
 )
-def test_a_request_of_too_many_parts_is_refused_before_it_is_rendered(path, body, message):
-    async def scene():
-        async with session("a", context_tokens=2**17) as (opened, _, sampler):
-            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {opened.secret}"}) as http:
-                answer = await http.post(f"{opened.endpoint.base_url}/{path}", json=body)
-            assert answer.status_code == 400 and message in answer.json()["error"]["message"]
-            assert not sampler.asked
-
-    asyncio.run(scene())
+async def test_a_request_of_too_many_parts_is_refused_before_it_is_rendered(path, body, message):
+    async with session("a", context_tokens=2**17) as (opened, _, sampler):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {opened.secret}"}) as http:
+            answer = await http.post(f"{opened.endpoint.base_url}/{path}", json=body)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+        assert not sampler.asked
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd", "br"])
-def test_a_compressed_body_is_refused(encoding):
-    async def scene():
-        async with session("a") as (opened, _, _):
-            headers = {"Authorization": f"Bearer {opened.secret}", "Content-Encoding": encoding}
-            async with httpx.AsyncClient(headers=headers) as http:
-                answer = await http.post(f"{opened.endpoint.base_url}/completions", content=zlib.compress(b" " * 10**6))
-            assert answer.status_code == 415 and "bodies are not expanded" in answer.json()["error"]["message"]
-            assert json.loads(answer.text)["error"]["code"] == "unsupported_encoding"
-
-    asyncio.run(scene())
+async def test_a_compressed_body_is_refused(encoding):
+    async with session("a") as (opened, _, _):
+        headers = {"Authorization": f"Bearer {opened.secret}", "Content-Encoding": encoding}
+        async with httpx.AsyncClient(headers=headers) as http:
+            answer = await http.post(f"{opened.endpoint.base_url}/completions", content=zlib.compress(b" " * 10**6))
+        assert answer.status_code == 415 and "bodies are not expanded" in answer.json()["error"]["message"]
+        assert json.loads(answer.text)["error"]["code"] == "unsupported_encoding"
 
 
-def test_clients_without_a_session_share_tokens_too():
-    async def scene():
-        async with served(*"abcd") as (gateway, sdk, _):
-            gateway._places.num_tokens = 200
-            asked = {"model": "policy", "prompt": [1, 2]}
-            with pytest.raises(openai.BadRequestError, match="may come to 264 tokens, and 200 may be awaited"):
-                await sdk.completions.create(**asked, n=4)
-            await sdk.completions.create(**asked, n=3)
-            assert gateway._places.taken_tokens == gateway._places.taken == 0
-
-    asyncio.run(scene())
+async def test_clients_without_a_session_share_tokens_too():
+    async with served(*"abcd") as (gateway, sdk, _):
+        gateway._places.num_tokens = 200
+        asked = {"model": "policy", "prompt": [1, 2]}
+        with pytest.raises(openai.BadRequestError, match="may come to 264 tokens, and 200 may be awaited"):
+            await sdk.completions.create(**asked, n=4)
+        await sdk.completions.create(**asked, n=3)
+        assert gateway._places.taken_tokens == gateway._places.taken == 0
 
 
 def test_places_are_given_back():

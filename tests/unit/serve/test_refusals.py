@@ -1,6 +1,5 @@
 """Bad input: the status, the error body and the sentence that SDKs expect."""
 
-import asyncio
 import json
 
 import httpx
@@ -77,7 +76,7 @@ def body_of(answer):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_request_that_is_wrong_gets_400_and_a_sentence(name):
+async def test_a_request_that_is_wrong_gets_400_and_a_sentence(name):
     path, body, message = BAD[name]
 
     async def scene():
@@ -94,84 +93,69 @@ def test_a_request_that_is_wrong_gets_400_and_a_sentence(name):
             assert message in error["message"] and error["type"] == "invalid_request_error"
             assert not sampler.asked and opened.counts["refused"] == 1
 
-    asyncio.run(scene())
+    await scene()
 
 
-def test_what_the_agent_sends_and_the_run_decides_may_be_ignored():
-    async def scene():
-        ignored = ("temperature", "top_p", "presence_penalty")
-        async with session("a", ignored=ignored) as (_, sdk, sampler):
-            await sdk.chat.completions.create(
-                model="policy", messages=[user("a")], temperature=0.2, top_p=0.5, presence_penalty=1
-            )
-            params = sampler.asked[0][1]
-            assert (params.temperature, params.top_p, params.presence_penalty) == (1.0, 1.0, 0.0)
-
-    asyncio.run(scene())
+async def test_what_the_agent_sends_and_the_run_decides_may_be_ignored():
+    ignored = ("temperature", "top_p", "presence_penalty")
+    async with session("a", ignored=ignored) as (_, sdk, sampler):
+        await sdk.chat.completions.create(
+            model="policy", messages=[user("a")], temperature=0.2, top_p=0.5, presence_penalty=1
+        )
+        params = sampler.asked[0][1]
+        assert (params.temperature, params.top_p, params.presence_penalty) == (1.0, 1.0, 0.0)
 
 
-def test_an_evaluation_samples_at_its_own_temperature():
-    async def scene():
-        async with session("a", for_training=False, temperature=0.0, altered={"top_p": 0.9}) as (_, sdk, sampler):
-            await sdk.chat.completions.create(model="policy", messages=[user("a")], temperature=0.7)
-            assert (sampler.asked[0][1].temperature, sampler.asked[0][1].top_p) == (0.0, 0.9)
-
-    asyncio.run(scene())
+async def test_an_evaluation_samples_at_its_own_temperature():
+    async with session("a", for_training=False, temperature=0.0, altered={"top_p": 0.9}) as (_, sdk, sampler):
+        await sdk.chat.completions.create(model="policy", messages=[user("a")], temperature=0.7)
+        assert (sampler.asked[0][1].temperature, sampler.asked[0][1].top_p) == (0.0, 0.9)
 
 
-def test_sessions_paths_and_models_that_do_not_exist_get_404():
-    async def scene():
-        async with session("a") as (opened, sdk, _):
-            root = opened.endpoint.base_url.split("/sessions")[0]
-            for url in (f"{root}/sessions/nobody/v1", f"{root}/v1"):
-                with pytest.raises(openai.NotFoundError) as refused:
-                    await client(url, opened.secret).chat.completions.create(model="policy", messages=[user("a")])
-                assert refused.value.code == "session_not_found"
-            with pytest.raises(openai.NotFoundError, match="'gpt-4o': is not served here; use policy") as refused:
-                await sdk.chat.completions.create(model="gpt-4o", messages=[user("a")])
-            assert refused.value.code == "model_not_found"
+async def test_sessions_paths_and_models_that_do_not_exist_get_404():
+    async with session("a") as (opened, sdk, _):
+        root = opened.endpoint.base_url.split("/sessions")[0]
+        for url in (f"{root}/sessions/nobody/v1", f"{root}/v1"):
+            with pytest.raises(openai.NotFoundError) as refused:
+                await client(url, opened.secret).chat.completions.create(model="policy", messages=[user("a")])
+            assert refused.value.code == "session_not_found"
+        with pytest.raises(openai.NotFoundError, match="'gpt-4o': is not served here; use policy") as refused:
+            await sdk.chat.completions.create(model="gpt-4o", messages=[user("a")])
+        assert refused.value.code == "model_not_found"
+        async with httpx.AsyncClient() as http:
+            assert body_of(await http.get(f"{root}/nowhere"))["code"] == "not_found"
+            answer = await http.get(f"{root}/sessions/{opened.id}/v1/chat/completions")
+            assert answer.status_code == 405 and body_of(answer)
+            assert (await http.get(f"{root}/healthz")).json()["status"] == "ok"
+
+
+async def test_a_session_opens_with_its_own_key_only():
+    async with session("a") as (opened, _, _):
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer é".encode()}):
             async with httpx.AsyncClient() as http:
-                assert body_of(await http.get(f"{root}/nowhere"))["code"] == "not_found"
-                answer = await http.get(f"{root}/sessions/{opened.id}/v1/chat/completions")
-                assert answer.status_code == 405 and body_of(answer)
-                assert (await http.get(f"{root}/healthz")).json()["status"] == "ok"
-
-    asyncio.run(scene())
-
-
-def test_a_session_opens_with_its_own_key_only():
-    async def scene():
-        async with session("a") as (opened, _, _):
-            for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer é".encode()}):
-                async with httpx.AsyncClient() as http:
-                    answer = await http.post(f"{opened.endpoint.base_url}/chat/completions", json=ASKED, headers=header)
-                assert answer.status_code == 401 and body_of(answer)["code"] == "invalid_api_key"
-                assert answer.headers["WWW-Authenticate"] == "Bearer"
-            named = {"Authorization": f"Bearer {opened.secret}", "X-Session-ID": opened.id}
-            root = opened.endpoint.base_url.split("/sessions")[0]
-            async with httpx.AsyncClient() as http:
-                answer = await http.post(f"{root}/v1/chat/completions", json=ASKED, headers=named)
-            assert answer.status_code == 200 and len(opened.turns()) == 1
-
-    asyncio.run(scene())
+                answer = await http.post(f"{opened.endpoint.base_url}/chat/completions", json=ASKED, headers=header)
+            assert answer.status_code == 401 and body_of(answer)["code"] == "invalid_api_key"
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+        named = {"Authorization": f"Bearer {opened.secret}", "X-Session-ID": opened.id}
+        root = opened.endpoint.base_url.split("/sessions")[0]
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(f"{root}/v1/chat/completions", json=ASKED, headers=named)
+        assert answer.status_code == 200 and len(opened.turns()) == 1
 
 
-def test_a_body_that_is_long_or_late_or_cut_off_is_refused():
-    async def scene():
-        async with session("a") as (opened, _, _):
-            opened_at = opened.endpoint
-            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {opened_at.api_key}"}) as http:
-                answer = await http.post(f"{opened_at.base_url}/completions", content=b" " * 80_000)
-                assert answer.status_code == 413 and body_of(answer)["code"] == "request_too_large"
+async def test_a_body_that_is_long_or_late_or_cut_off_is_refused():
+    async with session("a") as (opened, _, _):
+        opened_at = opened.endpoint
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {opened_at.api_key}"}) as http:
+            answer = await http.post(f"{opened_at.base_url}/completions", content=b" " * 80_000)
+            assert answer.status_code == 413 and body_of(answer)["code"] == "request_too_large"
 
-                async def parts():
-                    for _ in range(80):
-                        yield b" " * 1000
+            async def parts():
+                for _ in range(80):
+                    yield b" " * 1000
 
-                answer = await http.post(f"{opened_at.base_url}/completions", content=parts())
-                assert answer.status_code == 413
-
-    asyncio.run(scene())
+            answer = await http.post(f"{opened_at.base_url}/completions", content=parts())
+            assert answer.status_code == 413
 
 
 def test_a_rate_lets_a_burst_through_and_then_so_many_a_second():
@@ -185,43 +169,34 @@ def test_a_rate_lets_a_burst_through_and_then_so_many_a_second():
     rate.take()
 
 
-def test_too_many_at_once_wait():
-    async def scene():
-        async with session(*"abcd", limits=SessionLimits(max_parallel=2)) as (_, sdk, _):
-            with pytest.raises(openai.RateLimitError, match="2 may be"):
-                await sdk.chat.completions.create(model="policy", messages=[user("a")], n=3)
-
-    asyncio.run(scene())
+async def test_too_many_at_once_wait():
+    async with session(*"abcd", limits=SessionLimits(max_parallel=2)) as (_, sdk, _):
+        with pytest.raises(openai.RateLimitError, match="2 may be"):
+            await sdk.chat.completions.create(model="policy", messages=[user("a")], n=3)
 
 
-def test_clients_without_a_session_share_their_places():
-    async def scene():
-        async with served(*"abcd") as (gateway, sdk, _):
-            gateway._places.number = 2
-            with pytest.raises(openai.RateLimitError, match="0 completions are awaited, and 2 may be"):
-                await sdk.chat.completions.create(model="policy", messages=[user("a")], n=3)
-            await sdk.chat.completions.create(model="policy", messages=[user("a")], n=2)
-            assert gateway._places.taken == 0
-
-    asyncio.run(scene())
+async def test_clients_without_a_session_share_their_places():
+    async with served(*"abcd") as (gateway, sdk, _):
+        gateway._places.number = 2
+        with pytest.raises(openai.RateLimitError, match="0 completions are awaited, and 2 may be"):
+            await sdk.chat.completions.create(model="policy", messages=[user("a")], n=3)
+        await sdk.chat.completions.create(model="policy", messages=[user("a")], n=2)
+        assert gateway._places.taken == 0
 
 
-def test_clients_without_a_session_choose_the_version_and_how_to_sample():
-    async def scene():
-        async with served("a", "b", versions=(4, 7), api_key="secret") as (gateway, sdk, sampler):
-            assert [model.id for model in (await sdk.models.list()).data] == ["policy", "policy@4", "policy@7"]
-            answer = await sdk.chat.completions.create(
-                model="policy@4", messages=[user("a")], temperature=0.3, top_p=0.5, seed=9
-            )
-            params = sampler.asked[0][1]
-            assert (params.temperature, params.top_p, params.seed, answer.model) == (0.3, 0.5, 9, "policy@4")
-            with pytest.raises(openai.NotFoundError, match="policy@5"):
-                await sdk.chat.completions.create(model="policy@5", messages=[user("a")])
-            with pytest.raises(openai.AuthenticationError):
-                await client(f"{gateway.url}/v1", "other").models.list()
-            assert not gateway.sessions
-
-    asyncio.run(scene())
+async def test_clients_without_a_session_choose_the_version_and_how_to_sample():
+    async with served("a", "b", versions=(4, 7), api_key="secret") as (gateway, sdk, sampler):
+        assert [model.id for model in (await sdk.models.list()).data] == ["policy", "policy@4", "policy@7"]
+        answer = await sdk.chat.completions.create(
+            model="policy@4", messages=[user("a")], temperature=0.3, top_p=0.5, seed=9
+        )
+        params = sampler.asked[0][1]
+        assert (params.temperature, params.top_p, params.seed, answer.model) == (0.3, 0.5, 9, "policy@4")
+        with pytest.raises(openai.NotFoundError, match="policy@5"):
+            await sdk.chat.completions.create(model="policy@5", messages=[user("a")])
+        with pytest.raises(openai.AuthenticationError):
+            await client(f"{gateway.url}/v1", "other").models.list()
+        assert not gateway.sessions
 
 
 def test_a_key_comes_from_a_file_or_the_environment_and_is_needed_elsewhere(tmp_path, monkeypatch):

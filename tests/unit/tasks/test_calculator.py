@@ -1,7 +1,5 @@
 """The calculator: its problems, its splits, its demonstrations, and what it answers."""
 
-import asyncio
-
 import pytest
 
 from torchtitan_rl.tasks.calculator import Calculator, calculate
@@ -11,13 +9,10 @@ from torchtitan_rl.types import Task
 TASK = Task(id="calculator/train/1", prompt="12*34=", answer="408")
 
 
-def played(*texts, call_reward=0.25, task=TASK):
-    async def run():
-        env = Calculator.Config(call_reward=call_reward).build().environment(task)
-        assert await env.reset() == task.prompt
-        return [await env.step(text) for text in texts]
-
-    return asyncio.run(run())
+async def played(*texts, call_reward=0.25, task=TASK):
+    env = Calculator.Config(call_reward=call_reward).build().environment(task)
+    assert await env.reset() == task.prompt
+    return [await env.step(text) for text in texts]
 
 
 def test_calculate():
@@ -26,34 +21,34 @@ def test_calculate():
         assert calculate(wrong) == "?"
 
 
-def test_a_right_answer_is_worth_1_with_or_without_a_call():
-    assert played("408") == [Step(reward=1.0, done=True)]
-    assert played("[12*34]", "408") == [Step(observation="408;", reward=0.25), Step(reward=0.75, done=True)]
+async def test_a_right_answer_is_worth_1_with_or_without_a_call():
+    assert await played("408") == [Step(reward=1.0, done=True)]
+    assert await played("[12*34]", "408") == [Step(observation="408;", reward=0.25), Step(reward=0.75, done=True)]
 
 
-def test_space_around_an_answer_or_a_call_does_not_matter():
+async def test_space_around_an_answer_or_a_call_does_not_matter():
     # A token that holds the end of a call may hold a space or a newline too.
-    assert [step.reward for step in played(" [12*34]\n", "408 ")] == [0.25, 0.75]
+    assert [step.reward for step in await played(" [12*34]\n", "408 ")] == [0.25, 0.75]
 
 
-def test_only_the_first_right_call_is_rewarded():
-    answers = played("[1+1]", "[12*34]", "[12*34]", "7")
+async def test_only_the_first_right_call_is_rewarded():
+    answers = await played("[1+1]", "[12*34]", "[12*34]", "7")
     assert [step.reward for step in answers] == [0.0, 0.25, 0.0, 0.0]
     assert [step.observation for step in answers[:3]] == ["2;", "408;", "408;"]
     assert answers[-1] == Step(reward=0.0, done=True)
 
 
-def test_text_before_a_call_is_allowed_and_a_broken_call_answered_with_a_question_mark():
-    (step,) = played("so [12*34]")
+async def test_text_before_a_call_is_allowed_and_a_broken_call_answered_with_a_question_mark():
+    (step,) = await played("so [12*34]")
     assert step.observation == "408;" and step.reward == 0.25
-    assert [step.observation for step in played("[12*]", "]", "[[1+1]")] == ["?;", "?;", "2;"]
+    assert [step.observation for step in await played("[12*]", "]", "[[1+1]")] == ["?;", "?;", "2;"]
 
 
-def test_in_chat_calls_are_answered_with_tool_messages():
+async def test_in_chat_calls_are_answered_with_tool_messages():
     task = Calculator.Config(chat=True).build().task("test", 0)
     (message,) = task.prompt
     assert message["role"] == "user" and calculate(message["content"]) == task.answer
-    (step,) = played("[1+1]", task=task)
+    (step,) = await played("[1+1]", task=task)
     assert step.observation == [{"role": "tool", "content": "2"}]
 
 

@@ -37,14 +37,14 @@ def indices(tasks):
     return [task.answer for task in tasks]
 
 
-def rewards_of(reward, completions=("a", "b"), timeout_s=5.0):
-    return asyncio.run(judge(reward, TASK, list(completions), timeout_s))
+async def rewards_of(reward, completions=("a", "b"), timeout_s=5.0):
+    return await judge(reward, TASK, list(completions), timeout_s)
 
 
-def refusal(reward, **kwargs):
+async def refusal(reward, **kwargs):
     """The one line with which `judge` refuses a reward function."""
     with pytest.raises(RuntimeError) as caught:
-        rewards_of(reward, **kwargs)
+        await rewards_of(reward, **kwargs)
     message = str(caught.value)
     assert "\n" not in message and "'t/7'" in message
     return message
@@ -126,37 +126,34 @@ def test_stable_hash_never_changes():
 # judge: answers that are taken
 
 
-def test_judge_takes_a_family_a_function_and_an_async_function():
+async def test_judge_takes_a_family_a_function_and_an_async_function():
     async def later(task, completions):
         await asyncio.sleep(0)
         return [1.0, 0.0]
 
-    assert rewards_of(Finite(1)) == [0.5, 0.5]
-    assert rewards_of(lambda task, completions: [float(c == "b") for c in completions]) == [0.0, 1.0]
-    assert rewards_of(later) == [1.0, 0.0]
-    assert rewards_of(functools.partial(later)) == [1.0, 0.0]
-    assert rewards_of(lambda task, completions: later(task, completions)) == [1.0, 0.0]
+    assert await rewards_of(Finite(1)) == [0.5, 0.5]
+    assert await rewards_of(lambda task, completions: [float(c == "b") for c in completions]) == [0.0, 1.0]
+    assert await rewards_of(later) == [1.0, 0.0]
+    assert await rewards_of(functools.partial(later)) == [1.0, 0.0]
+    assert await rewards_of(lambda task, completions: later(task, completions)) == [1.0, 0.0]
 
 
-def test_judge_takes_anything_that_is_a_number():
-    rewards = rewards_of(lambda task, completions: (True, 2))
+async def test_judge_takes_anything_that_is_a_number():
+    rewards = await rewards_of(lambda task, completions: (True, 2))
     assert rewards == [1.0, 2.0] and all(type(reward) is float for reward in rewards)
-    assert rewards_of(lambda task, completions: torch.tensor([0.25, -1.0])) == [0.25, -1.0]
-    assert rewards_of(lambda task, completions: [torch.tensor(0.25), torch.tensor(3)]) == [0.25, 3.0]
-    assert rewards_of(lambda task, completions: [], completions=()) == []
+    assert await rewards_of(lambda task, completions: torch.tensor([0.25, -1.0])) == [0.25, -1.0]
+    assert await rewards_of(lambda task, completions: [torch.tensor(0.25), torch.tensor(3)]) == [0.25, 3.0]
+    assert await rewards_of(lambda task, completions: [], completions=()) == []
 
 
-def test_judge_runs_plain_functions_side_by_side_off_the_event_loop():
+async def test_judge_runs_plain_functions_side_by_side_off_the_event_loop():
     both = threading.Barrier(2, timeout=5.0)
 
     def waits_for_the_other(task, completions):
         both.wait()
         return [1.0]
 
-    async def two():
-        return await asyncio.gather(*(judge(waits_for_the_other, TASK, ["a"], 5.0) for _ in range(2)))
-
-    assert asyncio.run(two()) == [[1.0], [1.0]]
+    assert (await asyncio.gather(*(judge(waits_for_the_other, TASK, ["a"], 5.0) for _ in range(2)))) == [[1.0], [1.0]]
 
 
 # judge: answers that are refused
@@ -170,36 +167,36 @@ async def raises_later(task, completions):
     raise KeyError("score")
 
 
-def test_a_reward_that_raises_is_named_with_its_error():
-    message = refusal(raises_value_error)
+async def test_a_reward_that_raises_is_named_with_its_error():
+    message = await refusal(raises_value_error)
     assert message.startswith(f"reward={__name__}:raises_value_error: raised ValueError: two lines for task")
-    assert f"reward={__name__}:raises_later: raised KeyError: 'score'" in refusal(raises_later)
+    assert f"reward={__name__}:raises_later: raised KeyError: 'score'" in await refusal(raises_later)
     with pytest.raises(RuntimeError) as caught:
-        rewards_of(raises_value_error)
+        await rewards_of(raises_value_error)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), asyncio.CancelledError(), TimeoutError("db")])
-def test_errors_with_a_meaning_elsewhere_are_errors_of_the_reward_too(error):
+async def test_errors_with_a_meaning_elsewhere_are_errors_of_the_reward_too(error):
     def plain(task, completions):
         raise error
 
-    assert f"raised {type(error).__name__}" in refusal(plain)
+    assert f"raised {type(error).__name__}" in await refusal(plain)
 
 
-def test_a_cancellation_within_an_async_reward_is_its_error_not_ours():
+async def test_a_cancellation_within_an_async_reward_is_its_error_not_ours():
     async def cancelled(task, completions):
         raise asyncio.CancelledError
 
-    assert "raised CancelledError" in refusal(cancelled)
+    assert "raised CancelledError" in await refusal(cancelled)
 
 
-def test_a_reward_that_takes_other_arguments_is_an_error_of_the_reward():
+async def test_a_reward_that_takes_other_arguments_is_an_error_of_the_reward():
     async def one_argument(completions):
         return [0.0]
 
-    assert "raised TypeError" in refusal(lambda completions: [0.0])
-    assert "raised TypeError" in refusal(one_argument)
+    assert "raised TypeError" in await refusal(lambda completions: [0.0])
+    assert "raised TypeError" in await refusal(one_argument)
 
 
 def hangs(task, completions):
@@ -219,25 +216,23 @@ async def ignores_cancellation(task, completions):
 
 
 @pytest.mark.parametrize("reward", [hangs, hangs_async, lambda task, completions: hangs_async(task, completions)])
-def test_a_reward_that_hangs_is_given_up_at_the_deadline(reward):
+async def test_a_reward_that_hangs_is_given_up_at_the_deadline(reward):
     start = time.monotonic()
-    message = refusal(reward, timeout_s=0.2)
+    message = await refusal(reward, timeout_s=0.2)
     assert 0.15 < time.monotonic() - start < 2.0
     assert "gave no answer for task 't/7' within 0.2 s; " in message and message.startswith(f"reward={__name__}:")
 
 
-def test_an_async_reward_that_ignores_its_cancellation_is_given_up_too():
-    async def seconds_until_refused():
-        start = time.monotonic()
-        with pytest.raises(RuntimeError, match="within 0.2 s"):
-            await judge(ignores_cancellation, TASK, ["a"], 0.2)
-        return time.monotonic() - start
+async def test_an_async_reward_that_ignores_its_cancellation_is_given_up_too():
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="within 0.2 s"):
+        await judge(ignores_cancellation, TASK, ["a"], 0.2)
 
-    assert asyncio.run(seconds_until_refused()) < 1.0
+    assert (time.monotonic() - start) < 1.0
 
 
-def test_a_hang_leaves_only_a_daemon_thread_behind():
-    refusal(hangs, timeout_s=0.2)
+async def test_a_hang_leaves_only_a_daemon_thread_behind():
+    await refusal(hangs, timeout_s=0.2)
     left = [thread for thread in threading.enumerate() if thread.name == "reward"]
     assert left and all(thread.daemon for thread in left)
 
@@ -261,38 +256,38 @@ def test_a_hang_leaves_only_a_daemon_thread_behind():
         ([[1.0], [0.0]], "returned list [1.0] at position 0 for task"),
     ],
 )
-def test_anything_but_one_finite_number_per_completion_is_refused(returned, complaint):
-    message = refusal(lambda task, completions: returned)
+async def test_anything_but_one_finite_number_per_completion_is_refused(returned, complaint):
+    message = await refusal(lambda task, completions: returned)
     assert complaint in message
     assert message.endswith("; return a list of 2 finite numbers, one per completion")
 
 
 @pytest.mark.parametrize("returned", [1.7e308, -1e200, 1e6 + 1, 10**7, torch.tensor(1e30)])
-def test_a_reward_beyond_a_million_is_refused_with_its_name_and_the_task(returned):
-    message = refusal(lambda task, completions: [1.0, returned])
+async def test_a_reward_beyond_a_million_is_refused_with_its_name_and_the_task(returned):
+    message = await refusal(lambda task, completions: [1.0, returned])
     assert message.startswith("reward=tests.unit.tasks.test_family:") and f"for task {TASK.id!r}" in message
     assert message.endswith("one per completion, each between -1e+06 and 1e+06")
-    part = refusal(lambda task, completions: ([1.0, 0.0], {"size": [0.0, returned]}))
+    part = await refusal(lambda task, completions: ([1.0, 0.0], {"size": [0.0, returned]}))
     assert ": part 'size': returned" in part and part.endswith("each between -1e+06 and 1e+06")
-    assert asyncio.run(judge(lambda task, completions: [1e6, -1e6], TASK, ["a", "b"], 5.0)) == [1e6, -1e6]
+    assert await judge(lambda task, completions: [1e6, -1e6], TASK, ["a", "b"], 5.0) == [1e6, -1e6]
 
 
-def test_a_weighted_sum_beyond_a_million_is_refused():
+async def test_a_weighted_sum_beyond_a_million_is_refused():
     def large(task, completions):
         return [9e5 for _ in completions]
 
     with pytest.raises(RuntimeError, match="reward=.*Rewards: the weighted sum of a, b is 1.8e.06 at position 0 for"):
-        asyncio.run(judge(Rewards({"a": large, "b": large}), TASK, ["x"], 5.0))
-    assert asyncio.run(judge(Rewards({"a": large, "b": (large, -1.0)}), TASK, ["x"], 5.0)) == [0.0]
+        await judge(Rewards({"a": large, "b": large}), TASK, ["x"], 5.0)
+    assert await judge(Rewards({"a": large, "b": (large, -1.0)}), TASK, ["x"], 5.0) == [0.0]
 
 
-def test_a_reward_cannot_change_the_completions():
+async def test_a_reward_cannot_change_the_completions():
     completions = ["a", "b"]
 
     def drops_one(task, completions):
         return [float(len(completions)), float(completions.pop() == "b")]
 
-    assert asyncio.run(judge(drops_one, TASK, completions, 5.0)) == [2.0, 1.0]
+    assert await judge(drops_one, TASK, completions, 5.0) == [2.0, 1.0]
     assert completions == ["a", "b"]
 
 

@@ -1,7 +1,5 @@
 """The guessing game: its answers, its end, its splits and its demonstrations."""
 
-import asyncio
-
 import pytest
 
 from torchtitan_rl.tasks.env import Step
@@ -11,26 +9,27 @@ from torchtitan_rl.types import Task
 TASK = Task(id="guess_number/train/1", prompt="20-35?", answer=24)
 
 
-def played(*texts, max_guesses=5, task=TASK):
-    async def run():
-        env = GuessNumber.Config(max_guesses=max_guesses).build().environment(task)
-        assert await env.reset() == task.prompt
-        return [await env.step(text) for text in texts]
-
-    return asyncio.run(run())
+async def played(*texts, max_guesses=5, task=TASK):
+    env = GuessNumber.Config(max_guesses=max_guesses).build().environment(task)
+    assert await env.reset() == task.prompt
+    return [await env.step(text) for text in texts]
 
 
-def test_higher_lower_found():
-    assert played("28.", "22.", "24.") == [Step(observation="<"), Step(observation=">"), Step(reward=1.0, done=True)]
+async def test_higher_lower_found():
+    assert await played("28.", "22.", "24.") == [
+        Step(observation="<"),
+        Step(observation=">"),
+        Step(reward=1.0, done=True),
+    ]
 
 
-def test_lost_when_guesses_run_out_or_something_else_is_said():
-    assert played("20.", "21.", max_guesses=2)[-1] == Step(done=True)
+async def test_lost_when_guesses_run_out_or_something_else_is_said():
+    assert (await played("20.", "21.", max_guesses=2))[-1] == Step(done=True)
     for text in ("", ".", "24", "-24.", "a24.", "2 4."):
-        assert played(text) == [Step(done=True)]
+        assert await played(text) == [Step(done=True)]
 
 
-def test_halving_always_wins():
+async def test_halving_always_wins():
     family = GuessNumber.Config().build()  # 16 numbers, 5 guesses
 
     async def halve(task):
@@ -44,7 +43,7 @@ def test_halving_always_wins():
             low, high = (guess + 1, high) if step.observation == ">" else (low, guess - 1)
 
     tasks = [family.task("train", i) for i in range(200)] + [family.task("test", i) for i in range(100)]
-    assert {asyncio.run(halve(task)) for task in tasks} == {1.0}
+    assert {await halve(task) for task in tasks} == {1.0}
 
 
 def test_splits_share_no_task():
@@ -59,12 +58,12 @@ def test_splits_share_no_task():
     )
 
 
-def test_demonstrations_are_whole_games_of_guesses_in_the_range():
+async def test_demonstrations_are_whole_games_of_guesses_in_the_range():
     family = GuessNumber.Config().build()
     wins = 0
     for index in range(300):
         task = family.task("train", index)
-        steps = played(*task.demonstration, task=task)
+        steps = await played(*task.demonstration, task=task)
         assert [step.done for step in steps] == [False] * (len(steps) - 1) + [True]
         wins += steps[-1].reward
     # Five guesses at random of 16: 1 - (15/16)^5 = 0.276, four standard deviations are 0.103.

@@ -1,6 +1,5 @@
 """A task in Harbor's format, played by a command through the gateway."""
 
-import asyncio
 import shutil
 import sys
 from pathlib import Path
@@ -18,20 +17,17 @@ TASK = Path(__file__).parents[3] / "environments" / "harbor" / "last_letter"
 AGENT = (sys.executable, str(TASK.parent / "agent.py"))
 
 
-def play(said, task=TASK, agent=AGENT):
-    async def scene():
-        made = policy(said + END, tokenizer=BYTES, for_training=True, max_prompt_tokens=128)
-        async with Gateway(context_tokens=256) as gateway:
-            workflow = external([sys.executable, harbor.__file__, str(task), *agent], timeout_s=60)
-            workflow.attach(gateway)
-            return await workflow(Task(id="letter", prompt=""), made, rollout_id="0/0/0", seed=5)
-
-    return asyncio.run(scene())
+async def play(said, task=TASK, agent=AGENT):
+    made = policy(said + END, tokenizer=BYTES, for_training=True, max_prompt_tokens=128)
+    async with Gateway(context_tokens=256) as gateway:
+        workflow = external([sys.executable, harbor.__file__, str(task), *agent], timeout_s=60)
+        workflow.attach(gateway)
+        return await workflow(Task(id="letter", prompt=""), made, rollout_id="0/0/0", seed=5)
 
 
 @pytest.mark.parametrize("said, reward", [("w", 1.0), ("k", 0.0)])
-def test_the_tests_of_the_task_judge_what_the_agent_left(said, reward):
-    rollout = play(said)
+async def test_the_tests_of_the_task_judge_what_the_agent_left(said, reward):
+    rollout = await play(said)
     assert (rollout.reward, rollout.text) == (reward, said)
     assert "Write the last letter" in BYTES.decode(rollout.turns[0].prompt_tokens)
     assert (TASK / "environment").exists() and not (TASK / "answer.txt").exists()
@@ -43,9 +39,9 @@ def changed(tmp_path, file, text):
     return tmp_path / "task"
 
 
-def test_a_reward_of_several_numbers(tmp_path):
+async def test_a_reward_of_several_numbers(tmp_path):
     script = 'echo \'{"right": 1.0, "short": 0.5}\' > $HARBOR_LOGS/verifier/reward.json; ls $HARBOR_TESTS/test.sh'
-    rollout = play("w", changed(tmp_path, "tests/test.sh", script))
+    rollout = await play("w", changed(tmp_path, "tests/test.sh", script))
     assert (rollout.reward, rollout.reward_parts) == (0.75, {"right": 1.0, "short": 0.5})
 
 
@@ -59,6 +55,6 @@ def test_a_reward_of_several_numbers(tmp_path):
         ("instruction.md", "x", (), "agent: is missing"),
     ],
 )
-def test_what_cannot_run_is_a_failure_that_says_so(tmp_path, file, text, agent, message):
+async def test_what_cannot_run_is_a_failure_that_says_so(tmp_path, file, text, agent, message):
     with pytest.raises(AgentFailed, match=message):
-        play("w", changed(tmp_path, file, text), agent)
+        await play("w", changed(tmp_path, file, text), agent)

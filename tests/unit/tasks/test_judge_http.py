@@ -90,15 +90,13 @@ def http_judge(server, **fields):
     return HttpJudge(base_url=server.url, model="judge", **{"prompt": PROMPT} | fields)
 
 
-def test_one_failure_in_ten_shows_in_the_log_alone(server, caplog):
+async def test_one_failure_in_ten_shows_in_the_log_alone(server, caplog):
     server.fail_every = 10
     reward = Rewards({"judge": (http_judge(server, concurrency=4, retries=3, timeout_s=10), 2.0)})
     completions = [[f"{i}.{j}" for j in range(4)] for i in range(15)]
-
-    async def groups():
-        return await asyncio.gather(*(judge(reward, TASK, group, 0.001) for group in completions))
-
-    assert asyncio.run(groups()) == [[2 * float(c) for c in group] for group in completions]
+    assert (await asyncio.gather(*(judge(reward, TASK, group, 0.001) for group in completions))) == [
+        [2 * float(c) for c in group] for group in completions
+    ]
     assert server.failed >= 6 and len(server.requests) == 60 + server.failed
     assert server.most <= 4
     warnings = [record.getMessage() for record in caplog.records if record.name == "torchtitan_rl.tasks.limited"]
@@ -114,36 +112,38 @@ def test_one_failure_in_ten_shows_in_the_log_alone(server, caplog):
     }
 
 
-def refused(reward, *completions):
+async def refused(reward, *completions):
     with pytest.raises(RuntimeError) as caught:
-        asyncio.run(judge(reward, TASK, list(completions), 30.0))
+        await judge(reward, TASK, list(completions), 30.0)
     return str(caught.value)
 
 
-def test_what_fails_to_the_last_names_judge_address_and_task(server):
+async def test_what_fails_to_the_last_names_judge_address_and_task(server):
     server.fail_every = 1
-    said = refused(http_judge(server, retries=1), "1")
+    said = await refused(http_judge(server, retries=1), "1")
     assert said.startswith("reward=torchtitan_rl.tasks.judge_http:HttpJudge") and "for task 't/0'" in said
     assert server.url in said and "overloaded" in said and len(server.requests) == 2
 
 
-def test_what_cannot_pass_is_not_tried_again(server):
+async def test_what_cannot_pass_is_not_tried_again(server):
     server.fail_every, server.status = 1, 401
-    assert "AuthenticationError" in refused(http_judge(server, retries=5), "1")
+    assert "AuthenticationError" in await refused(http_judge(server, retries=5), "1")
     assert len(server.requests) == 1
 
 
-def test_a_judge_that_does_not_answer_is_late(server):
+async def test_a_judge_that_does_not_answer_is_late(server):
     server.hang = True
     began = time.monotonic()
-    assert "APITimeoutError" in refused(http_judge(server, retries=1, timeout_s=0.2), "1")
+    assert "APITimeoutError" in await refused(http_judge(server, retries=1, timeout_s=0.2), "1")
     assert time.monotonic() - began < 5 and len(server.requests) == 2
 
 
-def test_an_answer_that_is_no_number(server):
-    assert "the judge answered 'good', which has 0 numbers; ask for a number" in refused(http_judge(server), "good")
+async def test_an_answer_that_is_no_number(server):
+    assert "the judge answered 'good', which has 0 numbers; ask for a number" in await refused(
+        http_judge(server), "good"
+    )
     lenient = http_judge(server, parse=lambda text: float(text == "good"))
-    assert asyncio.run(judge(lenient, TASK, ["good", "bad"], 5.0)) == [1.0, 0.0]
+    assert await judge(lenient, TASK, ["good", "bad"], 5.0) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("text, number", [("0.5", 0.5), ("Score: -1.", -1.0), ("**.25**", 0.25), ("1e-2", 0.01)])
@@ -155,22 +155,22 @@ def test_several_numbers_are_none():
     assert "'7/10', which has 2 numbers" in refusal(only_number, "7/10")
 
 
-def test_a_function_writes_the_messages_and_a_key_comes_from_the_environment(server, monkeypatch):
+async def test_a_function_writes_the_messages_and_a_key_comes_from_the_environment(server, monkeypatch):
     def asked(task, completion):
         return [{"role": "system", "content": "Judge."}, {"role": "user", "content": completion}]
 
     reward = http_judge(server, prompt=asked, api_key_env="JUDGE_KEY", request={"max_tokens": 4})
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    assert "http_judge.api_key_env='JUDGE_KEY': is not set" in refused(reward, "1")
+    assert "http_judge.api_key_env='JUDGE_KEY': is not set" in await refused(reward, "1")
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    assert asyncio.run(judge(reward, TASK, ["3"], 5.0)) == [3.0]
+    assert await judge(reward, TASK, ["3"], 5.0) == [3.0]
     _, key, body = server.requests[-1]
     assert (key, body["messages"], body["max_tokens"]) == ("Bearer secret", asked(TASK, "3"), 4)
 
 
-def test_the_messages_of_a_chat_task_become_text(server):
+async def test_the_messages_of_a_chat_task_become_text(server):
     task = Task(id="t/1", prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}])
-    assert asyncio.run(judge(http_judge(server), task, ["4"], 5.0)) == [4.0]
+    assert await judge(http_judge(server), task, ["4"], 5.0) == [4.0]
     assert server.requests[0][2]["messages"][0]["content"] == "system: Be brief.\nuser: 2+2? None 4"
 
 

@@ -1,6 +1,5 @@
 """Letter sorting: what a task looks like, its splits, its demonstrations and its reward."""
 
-import asyncio
 import subprocess
 import sys
 
@@ -140,14 +139,14 @@ def test_shuffled_rewards_do_not_favour_the_completion_that_earned_them():
     assert kept / 2000 == pytest.approx(0.25, abs=0.04)  # one in four; 4 standard deviations
 
 
-def test_a_reward_of_ones_own_takes_the_place_of_the_familys():
+async def test_a_reward_of_ones_own_takes_the_place_of_the_familys():
     def longest(task, completions):
         return [float(len(completion)) for completion in completions]
 
     family = letter_sort(reward=longest)
-    assert asyncio.run(judge(family, TASK, ["a", "bcd"], 5.0)) == [1.0, 3.0]
+    assert await judge(family, TASK, ["a", "bcd"], 5.0) == [1.0, 3.0]
     with pytest.raises(RuntimeError, match=r":test_a_reward_of_ones_own.*longest: raised TypeError"):
-        asyncio.run(judge(family, TASK, [None], 5.0))
+        await judge(family, TASK, [None], 5.0)
 
 
 def test_a_source_goes_through_train_and_validation():

@@ -1,6 +1,5 @@
 """Mathematics compared by value, called as a run calls it: in a process."""
 
-import asyncio
 import sys
 
 import pytest
@@ -11,8 +10,8 @@ from torchtitan_rl.tasks.math_reward import math_equal
 from torchtitan_rl.types import Task
 
 
-def rewards_of(answer, *completions):
-    return asyncio.run(judge(math_equal, Task(id="m/0", prompt="", answer=answer), list(completions), 60.0))
+async def rewards_of(answer, *completions):
+    return await judge(math_equal, Task(id="m/0", prompt="", answer=answer), list(completions), 60.0)
 
 
 @pytest.mark.parametrize(
@@ -30,20 +29,20 @@ def rewards_of(answer, *completions):
         ("\\sqrt{8}", ["\\boxed{2\\sqrt{2}}"], ["\\boxed{2.8}"]),
     ],
 )
-def test_answers_are_compared_by_value(answer, right, wrong):
+async def test_answers_are_compared_by_value(answer, right, wrong):
     pytest.importorskip("math_verify", reason="scripts/setup.sh math")
-    assert rewards_of(answer, *right, *wrong) == [1.0] * len(right) + [0.0] * len(wrong)
+    assert await rewards_of(answer, *right, *wrong) == [1.0] * len(right) + [0.0] * len(wrong)
 
 
-def test_an_answer_that_takes_too_long_is_wrong_and_the_others_are_judged():
+async def test_an_answer_that_takes_too_long_is_wrong_and_the_others_are_judged():
     pytest.importorskip("math_verify", reason="scripts/setup.sh math")
-    assert rewards_of("7", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{7}") == [0.0, 1.0]
+    assert await rewards_of("7", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{7}") == [0.0, 1.0]
 
 
-def test_a_task_without_a_readable_answer_is_refused():
+async def test_a_task_without_a_readable_answer_is_refused():
     pytest.importorskip("math_verify", reason="scripts/setup.sh math")
     with pytest.raises(RuntimeError, match="math_equal: raised ValueError: task.answer='': is not mathematics .*'m/0'"):
-        rewards_of("", "7")
+        await rewards_of("", "7")
 
 
 def test_a_family_takes_it_for_its_own():

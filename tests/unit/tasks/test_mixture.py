@@ -1,6 +1,5 @@
 """Families mixed by weight: shares, order, resumption, and whose reward judges a task."""
 
-import asyncio
 import json
 
 import pytest
@@ -108,12 +107,12 @@ def test_an_empty_split_is_refused():
         source_of(mixture(a=0, b=3), "train", seed=0)
 
 
-def test_each_task_is_judged_by_its_own_family():
+async def test_each_task_is_judged_by_its_own_family():
     inner = Mixture.Config(tasks={"one": Numbers(3, 1.0), "two": Numbers(3, 2.0)})
     mixed = Mixture.Config(tasks={"in": inner, "three": Numbers(3, 3.0)}).build()
     tasks = {task.id.rsplit("/", 3)[0]: task for task in source_of(mixed, "train", seed=0).next(20)}
     for name, reward in (("in/one", 1.0), ("in/two", 2.0), ("three", 3.0)):
-        assert asyncio.run(judge(mixed, tasks[name], ["x"], 5.0)) == [reward]
+        assert await judge(mixed, tasks[name], ["x"], 5.0) == [reward]
         assert mixed.reward(tasks[name], ["x"]) == [reward]
 
 
@@ -132,13 +131,13 @@ def bad_reward(task, completions):
     raise OSError("no score")
 
 
-def test_an_error_names_the_function_and_not_the_mixture():
+async def test_an_error_names_the_function_and_not_the_mixture():
     mixed = Mixture.Config(tasks={"sort": LetterSort.Config(reward=bad_reward)}).build()
     with pytest.raises(
         RuntimeError,
         match=f"reward={__name__}:bad_reward: raised OSError: no score for task 'sort/letter_sort/train/0'",
     ):
-        asyncio.run(judge(mixed, mixed.task("train", 0), ["x"], 5.0))
+        await judge(mixed, mixed.task("train", 0), ["x"], 5.0)
 
 
 @pytest.mark.parametrize(

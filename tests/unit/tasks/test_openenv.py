@@ -1,6 +1,5 @@
 """An OpenEnv environment behind its own server, played through the gateway."""
 
-import asyncio
 import random
 import socket
 import subprocess
@@ -30,32 +29,29 @@ def words(seed):
     return ["".join(rng.choices("abcdefgh", k=4)) for _ in range(2)]
 
 
-def play(task, *texts, act=lambda reply: {"letter": reply}):
-    async def scene():
-        made = policy(*texts, tokenizer=BYTES, for_training=True)
-        async with Gateway(context_tokens=256) as gateway:
-            agent = OpenEnv.agent("last_letter_server:app", say=lambda observation: observation["word"], act=act)
-            workflow = external(agent, timeout_s=150)
-            workflow.attach(gateway)
-            return await workflow(task, made, rollout_id="0/0/0", seed=5)
-
-    return asyncio.run(scene())
+async def play(task, *texts, act=lambda reply: {"letter": reply}):
+    made = policy(*texts, tokenizer=BYTES, for_training=True)
+    async with Gateway(context_tokens=256) as gateway:
+        agent = OpenEnv.agent("last_letter_server:app", say=lambda observation: observation["word"], act=act)
+        workflow = external(agent, timeout_s=150)
+        workflow.attach(gateway)
+        return await workflow(task, made, rollout_id="0/0/0", seed=5)
 
 
-def test_an_episode_is_a_conversation_rewarded_step_by_step(installed):
+async def test_an_episode_is_a_conversation_rewarded_step_by_step(installed):
     task = OpenEnv.Config().build().task("train", 0)
     first, second = words(task.answer)
-    rollout = play(task, first[-1] + END, "?" + END)
+    rollout = await play(task, first[-1] + END, "?" + END)
     assert (rollout.reward, len(rollout.turns), rollout.counts["drift"]) == (0.5, 2, 0)
     assert BYTES.decode(rollout.turns[1].prompt_tokens) == (
         f"<|user|>{first}{END}<|assistant|>{first[-1]}{END}<|user|>{second}{END}<|assistant|>"
     )
 
 
-def test_an_action_that_the_environment_refuses_is_a_failure(installed):
+async def test_an_action_that_the_environment_refuses_is_a_failure(installed):
     task = OpenEnv.Config().build().task("train", 0)
     with pytest.raises(AgentFailed, match="Server error"):
-        play(task, "a" + END, act=lambda reply: {"word": reply})
+        await play(task, "a" + END, act=lambda reply: {"word": reply})
 
 
 def test_the_splits_share_no_seed():

@@ -1,6 +1,5 @@
 """Train tasks chosen by how often they were passed."""
 
-import asyncio
 import json
 
 import pytest
@@ -51,12 +50,12 @@ def test_tasks_within_the_bounds_are_kept(tmp_path):
     assert kept(min_pass_rate=0.0, max_pass_rate=1.0) == [f"letter_sort/train/{i}" for i in range(5)]
 
 
-def test_other_splits_and_rewards_are_the_familys(tmp_path):
+async def test_other_splits_and_rewards_are_the_familys(tmp_path):
     family = filtered(measured(tmp_path / "rates", [4])).build()
     assert family.num_tasks("validation") == FAMILY.num_tasks("validation")
     task = family.task("validation", 3)
     assert task == FAMILY.task("validation", 3)
-    assert asyncio.run(judge(family, task, [task.answer, ""], 5.0)) == [1.0, 0.0]
+    assert await judge(family, task, [task.answer, ""], 5.0) == [1.0, 0.0]
     assert family.reward(task, [task.answer]) == [1.0]
 
 
@@ -67,14 +66,14 @@ def test_environments_are_the_familys(tmp_path):
     assert family.environment(family.task("train", 0)) == "environment of letter_sort/train/0"
 
 
-def test_it_is_visited_in_epochs_and_can_be_mixed(tmp_path):
+async def test_it_is_visited_in_epochs_and_can_be_mixed(tmp_path):
     config = filtered(measured(tmp_path / "rates", [0, 1, 4, 7, 8]))
     source = TaskSource(config.build(), "train", seed=0)
     assert {task.id for task in source.next(3)} == {f"letter_sort/train/{i}" for i in (1, 2, 3)}
     mixed = Mixture.Config(tasks={"hard": config}).build()
     (task,) = mixed.source("train", 0).next(1)
     assert task.id.startswith("hard/letter_sort/train/")
-    assert asyncio.run(judge(mixed, task, [task.answer], 5.0)) == [1.0]
+    assert await judge(mixed, task, [task.answer], 5.0) == [1.0]
 
 
 def test_measurements_of_other_splits_do_not_count(tmp_path):

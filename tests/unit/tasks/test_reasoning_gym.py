@@ -1,6 +1,5 @@
 """Puzzles of reasoning-gym: splits, verifiers, and settings it does not know."""
 
-import asyncio
 import subprocess
 import sys
 
@@ -153,7 +152,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch):
         reasoning_gym()
 
 
-def test_wrong_answers_may_be_mended_in_several_turns():
+async def test_wrong_answers_may_be_mended_in_several_turns():
     family = reasoning_gym(num_attempts=3)
     task = family.task("train", 0)
     right = f"<answer>{task.answer['entry']['answer']}</answer>"
@@ -164,9 +163,9 @@ def test_wrong_answers_may_be_mended_in_several_turns():
         assert await env.reset() == task.prompt
         return [await env.step(text) for text in texts]
 
-    wrong, mended = asyncio.run(play("<answer>x</answer>", right))
+    wrong, mended = await play("<answer>x</answer>", right)
     assert (wrong.done, wrong.reward, wrong.observation[0]["role"]) == (False, 0.0, "user")
     assert (mended.done, mended.reward) == (True, 1.0)
-    assert [step.done for step in asyncio.run(play("", "", ""))] == [False, False, True]
+    assert [step.done for step in await play("", "", "")] == [False, False, True]
     with pytest.raises(ValueError, match="reasoning_gym.num_attempts=0: must be at least 1"):
         ReasoningGym.Config(num_attempts=0)

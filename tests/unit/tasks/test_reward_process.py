@@ -24,14 +24,14 @@ TASK = Task(id="t/7", prompt="1+1=", answer="2")
 ROOT = Path(__file__).parents[3]
 
 
-def rewards_of(reward, completions=("a", "b"), timeout_s=20.0):
-    return asyncio.run(judge(reward, TASK, list(completions), timeout_s))
+async def rewards_of(reward, completions=("a", "b"), timeout_s=20.0):
+    return await judge(reward, TASK, list(completions), timeout_s)
 
 
-def refusal(reward, **kwargs):
+async def refusal(reward, **kwargs):
     """The one line with which `judge` refuses a reward function, and the error itself."""
     with pytest.raises(RuntimeError) as caught:
-        rewards_of(reward, **kwargs)
+        await rewards_of(reward, **kwargs)
     message = str(caught.value)
     assert "\n" not in message and "'t/7'" in message
     return message, caught.value
@@ -95,53 +95,58 @@ class Sums:
         return torch.tensor([0.25] * len(completions))
 
 
-def test_functions_methods_partials_and_lambdas_are_called_elsewhere():
-    assert rewards_of(right, ["2", "3"]) == [1.0, 0.0]
-    assert rewards_of(functools.partial(right), ["2", "3"]) == [1.0, 0.0]
-    assert rewards_of(cpu_bound(lambda task, completions: [len(task.prompt)]), ["x"]) == [4.0]
-    assert rewards_of(Sums()) == [0.25, 0.25]
-    (first,), (second,) = rewards_of(where, ["x"]), rewards_of(where, ["x"])
+async def test_functions_methods_partials_and_lambdas_are_called_elsewhere():
+    assert await rewards_of(right, ["2", "3"]) == [1.0, 0.0]
+    assert await rewards_of(functools.partial(right), ["2", "3"]) == [1.0, 0.0]
+    assert await rewards_of(cpu_bound(lambda task, completions: [len(task.prompt)]), ["x"]) == [4.0]
+    assert await rewards_of(Sums()) == [0.25, 0.25]
+    (first,), (second,) = await rewards_of(where, ["x"]), await rewards_of(where, ["x"])
     assert first == second != os.getpid()  # one process, kept for the next
 
 
-def test_more_calls_than_processes_wait_for_their_turn():
-    async def many():
-        return await asyncio.gather(*(judge(right, TASK, [str(i)], 20.0) for i in range(5)))
+async def test_more_calls_than_processes_wait_for_their_turn():
+    assert (await asyncio.gather(*(judge(right, TASK, [str(i)], 20.0) for i in range(5)))) == [
+        [0.0],
+        [0.0],
+        [1.0],
+        [0.0],
+        [0.0],
+    ]
 
-    assert asyncio.run(many()) == [[0.0], [0.0], [1.0], [0.0], [0.0]]
 
-
-def test_what_it_raises_is_named_and_the_traceback_comes_along():
-    message, error = refusal(raises)
+async def test_what_it_raises_is_named_and_the_traceback_comes_along():
+    message, error = await refusal(raises)
     line = raises.__code__.co_firstlineno + 2  # the decorator's line is the first
     assert message == (
         f"reward={__name__}:raises: raised KeyError: 'score' for task 't/7'; mend the reward function "
         f"(test_reward_process.py:{line})"
     )
     assert 'raise KeyError("score")' in error.__cause__.__notes__[0]
-    assert "raised SystemExit: 3" in refusal(leaves)[0]
+    assert "raised SystemExit: 3" in (await refusal(leaves))[0]
 
 
-def test_what_it_returns_is_checked_as_that_of_others():
-    assert "returned nan at position 1" in refusal(cpu_bound(lambda task, completions: [0.0, float("nan")]))[0]
-    assert "returned 1 rewards for the 2 completions" in refusal(where)[0]
+async def test_what_it_returns_is_checked_as_that_of_others():
+    assert "returned nan at position 1" in (await refusal(cpu_bound(lambda task, completions: [0.0, float("nan")])))[0]
+    assert "returned 1 rewards for the 2 completions" in (await refusal(where))[0]
     lazy = cpu_bound(lambda task, completions: (float(len(c)) for c in completions))
-    assert "raised TypeError: returned a generator from a process" in refusal(lazy)[0]
+    assert "raised TypeError: returned a generator from a process" in (await refusal(lazy))[0]
 
 
-def test_a_process_that_crashes_is_named_and_replaced():
-    assert "reward=" + __name__ + ":crashes: ended its process (killed by SIGSEGV) for task" in refusal(crashes)[0]
-    assert rewards_of(right, ["2"]) == [1.0]
+async def test_a_process_that_crashes_is_named_and_replaced():
+    assert (
+        "reward=" + __name__ + ":crashes: ended its process (killed by SIGSEGV) for task" in (await refusal(crashes))[0]
+    )
+    assert await rewards_of(right, ["2"]) == [1.0]
 
 
-def test_a_reward_that_never_ends_is_killed_at_the_deadline_and_its_process_replaced(tmp_path):
-    rewards_of(right, ["2"])  # the process has started
+async def test_a_reward_that_never_ends_is_killed_at_the_deadline_and_its_process_replaced(tmp_path):
+    await rewards_of(right, ["2"])  # the process has started
     file, start = tmp_path / "pid", time.monotonic()
-    message, _ = refusal(never_ends, completions=[str(file)], timeout_s=0.5)
+    message, _ = await refusal(never_ends, completions=[str(file)], timeout_s=0.5)
     assert 0.4 < time.monotonic() - start < 15.0
     assert message.startswith(f"reward={__name__}:never_ends: gave no answer for task 't/7' within 0.5 s; ")
     assert gone(int(file.read_text()))
-    assert rewards_of(right, ["2"]) == [1.0]
+    assert await rewards_of(right, ["2"]) == [1.0]
 
 
 @cpu_bound
@@ -151,13 +156,13 @@ def runs_a_program(task, completions):
     return [float(program.wait())]
 
 
-def test_what_a_late_reward_has_started_is_killed_with_it(tmp_path):
-    rewards_of(right, ["2"])  # the process has started
-    assert "gave no answer" in refusal(runs_a_program, completions=[str(tmp_path / "pid")], timeout_s=1.0)[0]
+async def test_what_a_late_reward_has_started_is_killed_with_it(tmp_path):
+    await rewards_of(right, ["2"])  # the process has started
+    assert "gave no answer" in (await refusal(runs_a_program, completions=[str(tmp_path / "pid")], timeout_s=1.0))[0]
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_a_reward_that_nobody_waits_for_any_more_is_killed(tmp_path):
+async def test_a_reward_that_nobody_waits_for_any_more_is_killed(tmp_path):
     async def cancelled():
         waiting = asyncio.create_task(judge(never_ends, TASK, [str(tmp_path / "pid")], 60.0))
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
@@ -165,13 +170,13 @@ def test_a_reward_that_nobody_waits_for_any_more_is_killed(tmp_path):
         waiting.cancel()
         await asyncio.wait([waiting])
 
-    asyncio.run(asyncio.wait_for(cancelled(), 60.0))
+    await asyncio.wait_for(cancelled(), 60.0)
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_what_cannot_be_sent_or_loaded_is_refused():
+async def test_what_cannot_be_sent_or_loaded_is_refused():
     lock = threading.Lock()
-    message, _ = refusal(cpu_bound(lambda task, completions: [float(lock.locked())]))
+    message, _ = await refusal(cpu_bound(lambda task, completions: [float(lock.locked())]))
     assert "cannot be sent to a process (TypeError: cannot pickle '_thread.lock' object) for task" in message
 
     class Unloadable:
@@ -183,7 +188,7 @@ def test_what_cannot_be_sent_or_loaded_is_refused():
         def __call__(self, task, completions):
             raise AssertionError
 
-    assert "could not be loaded by a process: ValueError: invalid literal" in refusal(Unloadable())[0]
+    assert "could not be loaded by a process: ValueError: invalid literal" in (await refusal(Unloadable()))[0]
 
 
 def test_an_async_function_cannot_be_marked():
@@ -202,8 +207,8 @@ asyncio.run(judge(never_ends, TASK, [sys.argv[1]], 60.0))
 """
 
 
-def test_a_signal_for_all_processes_of_a_run_leaves_a_reward_its_process_and_ends_what_it_starts():
-    assert rewards_of(is_asked_to_stop, ["x"]) == [-signal.SIGTERM]
+async def test_a_signal_for_all_processes_of_a_run_leaves_a_reward_its_process_and_ends_what_it_starts():
+    assert await rewards_of(is_asked_to_stop, ["x"]) == [-signal.SIGTERM]
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
@@ -230,7 +235,7 @@ def test_processes_end_with_a_run_that_is_interrupted_or_killed(end, tmp_path):
 
 def test_processes_end_with_the_thread_of_the_event_loop_that_used_them():
     pids = []
-    thread = threading.Thread(target=lambda: pids.extend(rewards_of(where, ["x"])))
+    thread = threading.Thread(target=lambda: pids.extend(asyncio.run(judge(where, TASK, ["x"], 20.0))))
     thread.start()
     thread.join(60)
     assert gone(int(pids[0]))

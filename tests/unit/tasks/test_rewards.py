@@ -48,16 +48,16 @@ def in_parts(task, completions):
     return torch.tensor(kept) / 2, {"length": kept, "exact": exact(task, completions)}
 
 
-def judged(reward, *completions, timeout_s=20.0):
+async def judged(reward, *completions, timeout_s=20.0):
     """(rewards, parts)."""
     parts = {}
-    return asyncio.run(judge(reward, TASK, list(completions), timeout_s, parts)), parts
+    return await judge(reward, TASK, list(completions), timeout_s, parts), parts
 
 
-def test_an_answer_in_parts():
-    assert judged(in_parts, "ab", "abcd") == ([1.0, 2.0], {"length": [2.0, 4.0], "exact": [1.0, 0.0]})
-    assert judged(exact, "ab") == ([1.0], {})
-    assert asyncio.run(judge(in_parts, TASK, ["ab"], 5.0)) == [1.0]  # who asks for rewards alone gets them alone
+async def test_an_answer_in_parts():
+    assert await judged(in_parts, "ab", "abcd") == ([1.0, 2.0], {"length": [2.0, 4.0], "exact": [1.0, 0.0]})
+    assert await judged(exact, "ab") == ([1.0], {})
+    assert await judge(in_parts, TASK, ["ab"], 5.0) == [1.0]  # who asks for rewards alone gets them alone
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,16 @@ def test_an_answer_in_parts():
         ({3: [1.0, 1.0]}, "returned a part named 3; name each part by a text"),
     ],
 )
-def test_a_wrong_part_is_refused_with_its_name(parts, message):
+async def test_a_wrong_part_is_refused_with_its_name(parts, message):
     kept = {}
     with pytest.raises(RuntimeError) as caught:
-        asyncio.run(judge(lambda task, completions: ([0.0, 0.0], parts), TASK, ["a", "b"], 5.0, kept))
+        await judge(lambda task, completions: ([0.0, 0.0], parts), TASK, ["a", "b"], 5.0, kept)
     assert message in str(caught.value) and str(caught.value).startswith("reward=") and not kept
 
 
-def test_a_weighted_sum_calls_functions_of_every_kind():
+async def test_a_weighted_sum_calls_functions_of_every_kind():
     reward = Rewards({"exact": (exact, 1.0), "short": (short, -0.5), "vowels": (vowels, 0.25), "own": in_parts})
-    rewards, parts = judged(reward, "ab", "eeee")
+    rewards, parts = await judged(reward, "ab", "eeee")
     assert parts == {
         "exact": [1.0, 0.0],
         "short": [0.5, 0.25],
@@ -90,30 +90,30 @@ def test_a_weighted_sum_calls_functions_of_every_kind():
     assert rewards == [1.0 - 0.25 + 0.25 + 1.0, 0.0 - 0.125 + 1.0 + 2.0]
 
 
-def test_functions_of_a_sum_run_side_by_side_and_the_late_one_is_named():
+async def test_functions_of_a_sum_run_side_by_side_and_the_late_one_is_named():
     async def waits(task, completions):
         await asyncio.sleep(0.3)
         return [1.0]
 
     began = time.monotonic()
-    assert judged(Rewards({name: waits for name in ("a", "b", "c")}), "x")[0] == [3.0]
+    assert (await judged(Rewards({name: waits for name in ("a", "b", "c")}), "x"))[0] == [3.0]
     assert time.monotonic() - began < 0.8
 
     async def hangs(task, completions):
         await asyncio.Event().wait()
 
     with pytest.raises(RuntimeError, match=r"hangs: gave no answer for task 't/0' within 0.1 s"):
-        judged(Rewards({"good": exact, "late": hangs}), "x", timeout_s=0.1)
+        await judged(Rewards({"good": exact, "late": hangs}), "x", timeout_s=0.1)
 
 
-def test_a_family_may_have_a_sum_as_its_reward_and_be_mixed():
+async def test_a_family_may_have_a_sum_as_its_reward_and_be_mixed():
     mixture = Mixture.Config(
         tasks={"sort": LetterSort.Config(reward=Rewards({"exact": (exact, 2.0), "short": (short, 1.0)}))}
     ).build()
     task, parts = mixture.task("validation", 0), {}
-    assert asyncio.run(judge(mixture, task, [task.answer], 5.0, parts)) == [2.0 + 1 / len(task.answer)]
+    assert await judge(mixture, task, [task.answer], 5.0, parts) == [2.0 + 1 / len(task.answer)]
     assert parts == {"exact": [1.0], "short": [1 / len(task.answer)]}
-    assert asyncio.run(mixture.reward(task, [task.answer]))[1] == parts  # called by hand: (rewards, parts)
+    assert (await mixture.reward(task, [task.answer]))[1] == parts  # called by hand: (rewards, parts)
 
 
 @pytest.mark.parametrize(
@@ -184,17 +184,17 @@ class Flaky:
             self.now -= 1
 
 
-def test_a_limited_function_is_tried_again_and_what_it_hid_is_logged(caplog):
+async def test_a_limited_function_is_tried_again_and_what_it_hid_is_logged(caplog):
     flaky = Flaky(failures=2)
     with caplog.at_level(logging.WARNING):
-        assert judged(Limited(flaky, retries=2, wait_s=0.01), "x") == ([1.0], {"calls": [3.0]})
+        assert await judged(Limited(flaky, retries=2, wait_s=0.01), "x") == ([1.0], {"calls": [3.0]})
     (warning,) = [record.getMessage() for record in caplog.records]  # the first retry; the 10th would be the next
     assert warning.startswith("retry 1 of a reward: reward=") and "the service is away" in warning
 
 
-def test_the_last_retry_raises_with_the_functions_name():
+async def test_the_last_retry_raises_with_the_functions_name():
     with pytest.raises(RuntimeError, match=r"Flaky: raised OSError: the service is away .* \(1 retries\)"):
-        judged(Limited(Flaky(failures=9), retries=1, wait_s=0.01), "x")
+        await judged(Limited(Flaky(failures=9), retries=1, wait_s=0.01), "x")
 
 
 def test_at_most_so_many_calls_at_a_time():
@@ -210,12 +210,12 @@ def test_at_most_so_many_calls_at_a_time():
     assert asyncio.run(calls()) == [[2.0]] * 10  # on another event loop
 
 
-def test_a_deadline_of_its_own_is_longer_or_shorter_than_the_runs():
+async def test_a_deadline_of_its_own_is_longer_or_shorter_than_the_runs():
     with pytest.raises(RuntimeError, match=r"within 0.05 s; .* \(0 retries\)"):
-        judged(Limited(Flaky(wait_s=5.0), retries=0, timeout_s=0.05), "x", timeout_s=9.0)
-    assert judged(Limited(Flaky(wait_s=0.2), timeout_s=5.0), "x", timeout_s=0.05)[0] == [1.0]
+        await judged(Limited(Flaky(wait_s=5.0), retries=0, timeout_s=0.05), "x", timeout_s=9.0)
+    assert (await judged(Limited(Flaky(wait_s=0.2), timeout_s=5.0), "x", timeout_s=0.05))[0] == [1.0]
     with pytest.raises(RuntimeError, match=r"within 0.05 s"):
-        judged(Limited(Flaky(wait_s=5.0), retries=0), "x", timeout_s=0.05)  # it has none: the run's
+        await judged(Limited(Flaky(wait_s=5.0), retries=0), "x", timeout_s=0.05)  # it has none: the run's
 
 
 @pytest.mark.parametrize(
@@ -231,26 +231,26 @@ def test_impossible_limits_are_refused(fields, message):
     assert refusal(Limited, 3).startswith("limited.function=3: is not callable")
 
 
-def test_a_limited_function_that_has_been_used_can_be_pickled():
+async def test_a_limited_function_that_has_been_used_can_be_pickled():
     limited = Limited(exact)
-    judged(limited, "ab")
-    assert judged(pickle.loads(pickle.dumps(limited)), "ab")[0] == [1.0]
+    await judged(limited, "ab")
+    assert (await judged(pickle.loads(pickle.dumps(limited)), "ab"))[0] == [1.0]
 
 
-def test_the_parts_stand_in_the_rollouts_of_a_group():
+async def test_the_parts_stand_in_the_rollouts_of_a_group():
     from tests.unit.rollout.test_failures import attempts
 
     reward = Rewards({"exact": (exact, 1.0), "short": (short, 0.5)})
-    group = asyncio.run(run_group(attempts(), TASK, None, 2, group_id="0/0", seed=0, reward=reward, reward_timeout_s=5))
+    group = await run_group(attempts(), TASK, None, 2, group_id="0/0", seed=0, reward=reward, reward_timeout_s=5)
     assert [rollout.reward for rollout in group.rollouts] == [0.5, 0.5]  # each said "x"
     assert [rollout.reward_parts for rollout in group.rollouts] == [{"exact": 0.0, "short": 1.0}] * 2
 
 
-def test_the_examples_of_the_page_run():
+async def test_the_examples_of_the_page_run():
     page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
     scope = {}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, scope)
-    assert judged(scope["task"].reward, "ab", "b") == ([1.2, 0.2], {"exact": [1.0, 0.0], "format": [1.0, 1.0]})
-    assert judged(scope["graded"], "a") == ([0.5], {"length": [1.0]})
+    assert await judged(scope["task"].reward, "ab", "b") == ([1.2, 0.2], {"exact": [1.0, 0.0], "format": [1.0, 1.0]})
+    assert await judged(scope["graded"], "a") == ([0.5], {"length": [1.0]})
     assert list(scope["reward"].functions) == ["exact", "judge"]

@@ -1,6 +1,5 @@
 """Running totals: what a task looks like, its splits, its demonstrations and its reward."""
 
-import asyncio
 import itertools
 from collections import Counter
 
@@ -107,11 +106,11 @@ def test_lines_end_where_the_text_is_broken():
     assert lines_of("332") == lines_of("33 2") == lines_of("33٣٤") == [(3, 3)]
 
 
-def test_a_reward_of_ones_own_takes_the_place_of_the_familys():
+async def test_a_reward_of_ones_own_takes_the_place_of_the_familys():
     def longest(task, completions):
         return [float(len(completion)) for completion in completions]
 
-    assert asyncio.run(judge(running_total(reward=longest), TASK, ["a", "bcd"], 5.0)) == [1.0, 3.0]
+    assert await judge(running_total(reward=longest), TASK, ["a", "bcd"], 5.0) == [1.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Environments of verifiers 0.4, unmodified: their tasks, and episodes that meet the policy at the gateway."""
 
-import asyncio
 import os
 import shutil
 import sys
@@ -115,15 +114,12 @@ def family(env=HIGHER, **config):
     return Verifiers.Config(env=env, **({"num_validation": 2, "num_test": 3} | config)).build()
 
 
-def play(env, task, *texts, context_tokens=256, timeout_s=120, **settings):
-    async def scene():
-        made = policy(*texts, tokenizer=BYTES, for_training=True, max_tokens=64)
-        async with Gateway(context_tokens=context_tokens) as gateway:
-            workflow = external(Verifiers.agent(env), timeout_s=timeout_s, **settings)
-            workflow.attach(gateway)
-            return await workflow(task, made, rollout_id="0/0/0", seed=5), made.generator
-
-    return asyncio.run(scene())
+async def play(env, task, *texts, context_tokens=256, timeout_s=120, **settings):
+    made = policy(*texts, tokenizer=BYTES, for_training=True, max_tokens=64)
+    async with Gateway(context_tokens=context_tokens) as gateway:
+        workflow = external(Verifiers.agent(env), timeout_s=timeout_s, **settings)
+        workflow.attach(gateway)
+        return await workflow(task, made, rollout_id="0/0/0", seed=5), made.generator
 
 
 def test_the_splits_share_no_task():
@@ -137,10 +133,10 @@ def test_the_splits_share_no_task():
         numbers.reward(numbers.task("train", 0), ["1"])
 
 
-def test_an_episode_of_several_turns_has_the_tokens_that_were_sampled():
+async def test_an_episode_of_several_turns_has_the_tokens_that_were_sampled():
     task = family().task("train", 0)
     number = task.answer["number"]
-    rollout, sampler = play(HIGHER, task, f"{number - 1}{END}", f"{number}{END}")
+    rollout, sampler = await play(HIGHER, task, f"{number - 1}{END}", f"{number}{END}")
     assert (rollout.reward, rollout.reward_parts) == (2.0, {"found": 2.0, "replies": 2.0})
     assert [turn.prompt_tokens for turn in rollout.turns] == [tokens for tokens, _ in sampler.asked]
     assert BYTES.decode(rollout.turns[1].prompt_tokens) == (
@@ -150,26 +146,26 @@ def test_an_episode_of_several_turns_has_the_tokens_that_were_sampled():
     assert not [name for name in os.environ if name.startswith("SESSION_API_KEY")]
 
 
-def test_the_environment_of_the_example():
+async def test_the_environment_of_the_example():
     letters = family(LAST_LETTER, num_validation=64, num_test=128, demonstrate=lambda data, rng: data.prompt[0])
     task = letters.task("train", 3)
     word = task.prompt[0]["content"]
     assert (task.answer["answer"], task.demonstration) == (word[-1], word[0])
     assert letters.task("test", 3).demonstration is None
-    assert play(LAST_LETTER, task, word[-1] + END)[0].reward == 1.0
-    assert play(LAST_LETTER, task, "?" + END)[0].reward == 0.0
+    assert (await play(LAST_LETTER, task, word[-1] + END))[0].reward == 1.0
+    assert (await play(LAST_LETTER, task, "?" + END))[0].reward == 0.0
 
 
-def test_a_limit_of_the_session_ends_the_rollout_and_a_fault_is_a_failure():
+async def test_a_limit_of_the_session_ends_the_rollout_and_a_fault_is_a_failure():
     task = family().task("train", 0)
-    rollout, _ = play(HIGHER, task, f"77{END}", f"78{END}", session=SessionLimits(max_turns=1))
+    rollout, _ = await play(HIGHER, task, f"77{END}", f"78{END}", session=SessionLimits(max_turns=1))
     assert (rollout.end_reason, rollout.reward, len(rollout.turns)) == ("turns", 0.0, 1)
     with pytest.raises(AgentFailed, match="ValueError"):
-        play(HIGHER, task, f"no number{END}")
+        await play(HIGHER, task, f"no number{END}")
 
 
 @pytest.mark.slow
-def test_tools_by_the_packages_own_harness(tmp_path, monkeypatch):
+async def test_tools_by_the_packages_own_harness(tmp_path, monkeypatch):
     """The harness `null` installs its program with uv, and starts a process and a tool server for the rollout; this
     process alone has the environment's directory on its path."""
     if shutil.which("uv") is None:
@@ -181,7 +177,7 @@ def test_tools_by_the_packages_own_harness(tmp_path, monkeypatch):
     task = family(env).task("train", 0)
     word = task.prompt[0]["content"]
     texts = [f'[lengths_length_of(word="{word}")]{END}', f"{len(word)}{END}"]
-    rollout, sampler = play(env, task, *texts, tool_parser="pythonic", context_tokens=4096)
+    rollout, sampler = await play(env, task, *texts, tool_parser="pythonic", context_tokens=4096)
     first, second = rollout.turns
     assert "length_of" in BYTES.decode(first.prompt_tokens)
     assert rollout.reward == 1.0 and rollout.counts["malformed"] == 0

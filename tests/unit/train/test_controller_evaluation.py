@@ -1,6 +1,5 @@
 """The evaluations a controller makes, with a sampler in place of its generators."""
 
-import asyncio
 import dataclasses
 import json
 
@@ -65,13 +64,9 @@ def config():
     return config
 
 
-def test_every_set_has_a_line_of_its_own(config, tmp_path):
+async def test_every_set_has_a_line_of_its_own(config, tmp_path):
     controller = controller_of(config, tmp_path)
-
-    async def run():
-        return await controller.evaluate("validation", pass_at_k=2), await controller.evaluate_sets()
-
-    own, sets = asyncio.run(run())
+    own, sets = await controller.evaluate("validation", pass_at_k=2), await controller.evaluate_sets()
     assert (own.accuracy, own.pass_at_k, list(sets)) == (0.0, 0.0, ["pairs", "seen"])
     lines = controller.run_dir.read_metrics()
     columns = ("eval/name", "eval/split", "eval/num_tasks", "eval/accuracy")
@@ -85,16 +80,12 @@ def test_every_set_has_a_line_of_its_own(config, tmp_path):
     assert lines[1]["eval/pass_at_1_ci95_low"] == pytest.approx(3 / (3 + 1.959964**2))  # Wilson's, of 3 right of 3
 
 
-def test_completions_of_every_evaluation_are_recorded(config, tmp_path):
+async def test_completions_of_every_evaluation_are_recorded(config, tmp_path):
     config.record.eval_completions = 4
     controller = controller_of(config, tmp_path)
     controller.state.step = 3
-
-    async def run():
-        await controller.evaluate("validation", pass_at_k=2)
-        await controller.evaluate_sets()
-
-    asyncio.run(run())
+    await controller.evaluate("validation", pass_at_k=2)
+    await controller.evaluate_sets()
     frame = Run.open(tmp_path).completions()
     assert set(frame.step) == {3} and set(frame.attempt) == {1}
     counts = frame.groupby(["name", "split", "sample"]).size().to_dict()
@@ -108,25 +99,25 @@ def test_completions_of_every_evaluation_are_recorded(config, tmp_path):
     assert row.text + "=" == row.prompt and row.answer == "".join(sorted(row.text))  # words come back unsorted
 
 
-def test_no_completions_are_recorded_where_none_are_asked_for(config, tmp_path):
+async def test_no_completions_are_recorded_where_none_are_asked_for(config, tmp_path):
     config.record.eval_completions = 0
     controller = controller_of(config, tmp_path)
-    asyncio.run(controller.evaluate("validation"))
+    await controller.evaluate("validation")
     assert not (tmp_path / "evaluations").exists() and len(controller.run_dir.read_metrics()) == 1
     config.record.eval_completions = -1
     with pytest.raises(ValueError, match="record.eval_completions=-1: must not be negative"):
         validate(config)
 
 
-def test_without_sets_nothing_more_is_evaluated(config, tmp_path):
+async def test_without_sets_nothing_more_is_evaluated(config, tmp_path):
     config.controller.eval_sets = {}
     controller = controller_of(config, tmp_path)
-    assert asyncio.run(controller.evaluate_sets()) == {} and controller.run_dir.read_metrics() == []
+    assert await controller.evaluate_sets() == {} and controller.run_dir.read_metrics() == []
 
 
-def test_a_measured_family_can_be_filtered_and_mixed_in_the_next_run(config, tmp_path):
+async def test_a_measured_family_can_be_filtered_and_mixed_in_the_next_run(config, tmp_path):
     config.task = words = LetterSort.Config(min_letters=4, max_letters=5, num_validation=6, num_test=6)
-    measured = asyncio.run(controller_of(config, tmp_path / "first").evaluate("train", num_tasks=40))
+    measured = await controller_of(config, tmp_path / "first").evaluate("train", num_tasks=40)
     write_pass_rates(tmp_path / "rates", measured.pass_rates)
     hard = PassRateFilter.Config(task=words, pass_rates=str(tmp_path / "rates"), min_pass_rate=0.0, max_pass_rate=0.0)
     config.task = Mixture.Config(tasks={"hard": hard, "long": LetterSort.Config(min_letters=6, max_letters=6)})
@@ -137,7 +128,7 @@ def test_a_measured_family_can_be_filtered_and_mixed_in_the_next_run(config, tmp
     assert 0.2 < measured.accuracy < 0.8
 
 
-def run_eval(config, tmp_path, monkeypatch, *flags):
+async def run_eval(config, tmp_path, monkeypatch, *flags):
     """The exit status of `torchtitan-rl eval` on a checkpoint, whose generators are the sampler."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).touch()
@@ -147,13 +138,13 @@ def run_eval(config, tmp_path, monkeypatch, *flags):
 
     monkeypatch.setattr(Controller, "launch", launch)
     args = main._parser("eval").parse_args(["eval", "a config", "--checkpoint", str(tmp_path), *flags])
-    return asyncio.run(evaluate.evaluate(args, config))
+    return await evaluate.evaluate(args, config)
 
 
-def test_eval_writes_the_pass_rates_and_prints_every_set(config, tmp_path, monkeypatch, capsys):
+async def test_eval_writes_the_pass_rates_and_prints_every_set(config, tmp_path, monkeypatch, capsys):
     rates = tmp_path / "rates"
     flags = ["--split", "train", "--num-tasks", "4", "--pass-rates", str(rates)]
-    assert run_eval(config, tmp_path, monkeypatch, *flags) == 0
+    assert await run_eval(config, tmp_path, monkeypatch, *flags) == 0
     assert [(rate.split, rate.index, rate.num_correct, rate.num_samples) for rate in read_pass_rates(rates)] == [
         ("train", i, 0, config.controller.pass_at_k) for i in range(4)
     ]
@@ -169,28 +160,24 @@ def test_eval_writes_the_pass_rates_and_prints_every_set(config, tmp_path, monke
         (["--pass-rates", "nowhere/rates"], "--pass-rates=nowhere/rates: cannot be written"),
     ],
 )
-def test_mistakes_of_eval_are_refused_before_anything_starts(config, tmp_path, monkeypatch, flags, message):
+async def test_mistakes_of_eval_are_refused_before_anything_starts(config, tmp_path, monkeypatch, flags, message):
     with pytest.raises(ValueError, match=message):
-        run_eval(config, tmp_path, monkeypatch, *flags)
+        await run_eval(config, tmp_path, monkeypatch, *flags)
     assert not (tmp_path / "run").exists()
 
 
-def test_after_an_early_end_no_evaluation_is_made_twice_at_a_step(config, tmp_path):
+async def test_after_an_early_end_no_evaluation_is_made_twice_at_a_step(config, tmp_path):
     controller = controller_of(config, tmp_path)
     controller.state.step = 4
-
-    async def at_the_end():
-        await controller.evaluate_all()  # after which a rule of `controller.stop` may end the phase
-        return {name: await controller._evaluation_now(name) for name in ("validation", "pairs", "seen")}
-
-    report = asyncio.run(at_the_end())
+    await controller.evaluate_all()  # after which a rule of `controller.stop` may end the phase
+    report = {name: await controller._evaluation_now(name) for name in ("validation", "pairs", "seen")}
     lines = controller.run_dir.read_metrics()
     assert [line["eval/name"] for line in lines] == ["letter_sort", "pairs", "seen"]
     assert {name: result.accuracy for name, result in report.items()} == {"validation": 0.0, "pairs": 1.0, "seen": 0.0}
     controller.state = RunState(
         **json.loads(json.dumps(dataclasses.asdict(controller.state)))
     )  # as a checkpoint has it
-    assert asyncio.run(controller._evaluation_now("pairs")).metrics() == report["pairs"].metrics()
+    assert (await controller._evaluation_now("pairs")).metrics() == report["pairs"].metrics()
     controller.state.step = 5
-    asyncio.run(controller._evaluation_now("pairs"))
+    await controller._evaluation_now("pairs")
     assert [line["step"] for line in controller.run_dir.read_metrics()] == [4, 4, 4, 5]

@@ -1,6 +1,5 @@
 """What an evaluation reports, worked out by hand for a policy whose right answers are counted out."""
 
-import asyncio
 import json
 import random
 from collections import Counter
@@ -55,7 +54,7 @@ class CountedOut:
         return Completion(tokens=tokens, logprobs=[0.0], policy_versions=[0], finish_reason="stop")
 
 
-def evaluation(family=None, failures=None, sampler=None, workflow=single_turn, tasks_recorded=0, **fields):
+async def evaluation(family=None, failures=None, sampler=None, workflow=single_turn, tasks_recorded=0, **fields):
     sampler = sampler or CountedOut()
 
     def policy(temperature):
@@ -63,24 +62,22 @@ def evaluation(family=None, failures=None, sampler=None, workflow=single_turn, t
             generator=sampler, tokenizer=TOKENIZER, max_tokens=1, max_prompt_tokens=1, temperature=temperature
         )
 
-    return asyncio.run(
-        evaluate(
-            policy,
-            family or Letters(),
-            EvalSetConfig(**fields),
-            name="set",
-            label="eval/0",
-            seed=0,
-            config=ControllerConfig(),
-            workflow=workflow,
-            failures=failures,
-            tasks_recorded=tasks_recorded,
-        )
+    return await evaluate(
+        policy,
+        family or Letters(),
+        EvalSetConfig(**fields),
+        name="set",
+        label="eval/0",
+        seed=0,
+        config=ControllerConfig(),
+        workflow=workflow,
+        failures=failures,
+        tasks_recorded=tasks_recorded,
     )
 
 
-def test_avg_and_pass_and_their_intervals():
-    result = evaluation(num_samples=4, pass_at_k=2)
+async def test_avg_and_pass_and_their_intervals():
+    result = await evaluation(num_samples=4, pass_at_k=2)
     line = result.metrics()
     assert {name: line[name] for name in ("eval/name", "eval/split", "eval/num_tasks", "eval/accuracy")} == {
         "eval/name": "set",
@@ -102,8 +99,8 @@ def test_avg_and_pass_and_their_intervals():
     assert result.summary() == "validation accuracy 0.500, avg@4 0.438, pass@2 0.583"
 
 
-def test_the_completions_of_the_first_tasks_are_kept():
-    result = evaluation(tasks_recorded=2, num_samples=2)
+async def test_the_completions_of_the_first_tasks_are_kept():
+    result = await evaluation(tasks_recorded=2, num_samples=2)
     assert [
         tuple(record[name] for name in ("task_index", "task_id", "sample", "text", "reward", "correct"))
         for record in result.completions
@@ -118,12 +115,12 @@ def test_the_completions_of_the_first_tasks_are_kept():
     first = result.completions[0]
     assert (first["name"], first["split"], first["prompt"], first["answer"]) == ("set", "validation", "a", None)
     assert (first["num_tokens"], first["finish_reason"], first["failed"]) == ([1], "stop", "")
-    assert evaluation(num_samples=2).completions == []
-    assert result.metrics() == evaluation(num_samples=2).metrics()
+    assert (await evaluation(num_samples=2)).completions == []
+    assert result.metrics() == (await evaluation(num_samples=2)).metrics()
     assert "completions" not in repr(result) and result.summary_data()["completions"] == []
 
 
-def test_a_completion_that_could_not_be_judged_is_kept_with_the_reason():
+async def test_a_completion_that_could_not_be_judged_is_kept_with_the_reason():
     class Flaky(Letters):
         def reward(self, task, completions):
             if task.prompt == "d":
@@ -136,14 +133,17 @@ def test_a_completion_that_could_not_be_judged_is_kept_with_the_reason():
         return await single_turn(task, policy, **kwargs)
 
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
-    kept = evaluation(Flaky(), failures, workflow=lost, tasks_recorded=4).completions
+    kept = (await evaluation(Flaky(), failures, workflow=lost, tasks_recorded=4)).completions
     assert [record["correct"] for record in kept] == [False] * 4
     assert (kept[2].get("text"), kept[2]["failed"]) == (None, "there is no world (0 retries)")
     assert (kept[3]["text"], kept[3]["reward"]) == ("y", None) and "judge is away" in kept[3]["failed"]
 
 
-def test_the_pass_rates_it_measured():
-    sampled, greedy = evaluation(num_samples=4).pass_rates, evaluation(split="test", num_tasks=2).pass_rates
+async def test_the_pass_rates_it_measured():
+    sampled, greedy = (
+        (await evaluation(num_samples=4)).pass_rates,
+        (await evaluation(split="test", num_tasks=2)).pass_rates,
+    )
     assert [(rate.split, rate.index, rate.num_correct, rate.num_samples) for rate in sampled] == [
         ("validation", 0, 0, 4),
         ("validation", 1, 1, 4),
@@ -154,7 +154,7 @@ def test_the_pass_rates_it_measured():
     assert sampled[2].prompt_hash == prompt_hash(Letters().task("validation", 2)) != sampled[1].prompt_hash
 
 
-def test_a_task_whose_reward_fails_to_the_last_counts_as_wrong_where_failures_do_not_end_the_run():
+async def test_a_task_whose_reward_fails_to_the_last_counts_as_wrong_where_failures_do_not_end_the_run():
     class Flaky(Letters):
         def reward(self, task, completions):
             if task.prompt == "d":
@@ -162,15 +162,15 @@ def test_a_task_whose_reward_fails_to_the_last_counts_as_wrong_where_failures_do
             return super().reward(task, completions)
 
     with pytest.raises(RuntimeError, match="judge is away"):
-        evaluation(Flaky())
+        await evaluation(Flaky())
     failures = Failures(AlgorithmConfig(on_rollout_failure="retry", rollout_retries=1, max_failed_frac=1.0), {})
-    line = evaluation(Flaky(), failures).metrics()
+    line = (await evaluation(Flaky(), failures)).metrics()
     assert line["eval/accuracy"] == 0.25  # c alone; d is right, and nobody judged it
     assert line["eval/reward_mean"] == (0.5 + 0.5 + 1.0) / 3  # of those that were judged
     assert (line["failure/reward"], line["failure/attempts"]) == (2, 1) and "failure/dropped_groups" not in line
 
 
-def test_one_attempt_that_fails_is_one_wrong_attempt():
+async def test_one_attempt_that_fails_is_one_wrong_attempt():
     class Confused(Letters):
         """Fails for siblings of which one is wrong, and for a wrong answer to c alone."""
 
@@ -182,8 +182,8 @@ def test_one_attempt_that_fails_is_one_wrong_attempt():
             return super().reward(task, completions)
 
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
-    result = evaluation(Confused(), failures, num_samples=4, pass_at_k=2)
-    line, whole = result.metrics(), evaluation(num_samples=4, pass_at_k=2).metrics()
+    result = await evaluation(Confused(), failures, num_samples=4, pass_at_k=2)
+    line, whole = result.metrics(), (await evaluation(num_samples=4, pass_at_k=2)).metrics()
     for name in ("accuracy", "avg_at_4", "pass_at_2"):  # what failed was wrong
         assert line[f"eval/{name}"] == whole[f"eval/{name}"]
     assert line["failure/attempts"] == 2  # the two wrong samples of c
@@ -200,7 +200,7 @@ class Half:
 
 
 @pytest.mark.parametrize("where", ["workflow", "reward"])
-def test_failed_attempts_take_no_more_than_themselves_from_avg_and_pass(where):
+async def test_failed_attempts_take_no_more_than_themselves_from_avg_and_pass(where):
     rng, failed = random.Random(0), []
 
     class Many(Letters):
@@ -226,8 +226,8 @@ def test_failed_attempts_take_no_more_than_themselves_from_avg_and_pass(where):
 
     asked = dict(sampler=Half(), num_tasks=200, num_samples=16, pass_at_k=8)
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {})
-    line = evaluation(Many(), failures, workflow=flaky, **asked).metrics()
-    whole = evaluation(Many(), **asked).metrics()
+    line = (await evaluation(Many(), failures, workflow=flaky, **asked)).metrics()
+    whole = (await evaluation(Many(), **asked)).metrics()
     assert 20 < len(failed) == line["failure/attempts"] < 60  # of 3,400
     lost = {name: whole[f"eval/{name}"] - line[f"eval/{name}"] for name in ("accuracy", "avg_at_16", "pass_at_8")}
     right = failed.count("y")  # greedy or sampled
@@ -235,38 +235,38 @@ def test_failed_attempts_take_no_more_than_themselves_from_avg_and_pass(where):
     assert lost["pass_at_8"] < 0.003 < 0.98 < whole["eval/pass_at_8"]
 
 
-def test_a_workflow_that_fails_takes_its_attempt_alone():
+async def test_a_workflow_that_fails_takes_its_attempt_alone():
     async def fails_at_two(task, policy, *, rollout_id, seed):
         if rollout_id.endswith("/2"):
             raise OSError("the agent is away")
         return await single_turn(task, policy, rollout_id=rollout_id, seed=seed)
 
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
-    line = evaluation(failures=failures, workflow=fails_at_two, num_samples=4).metrics()
+    line = (await evaluation(failures=failures, workflow=fails_at_two, num_samples=4)).metrics()
     # b, c and d are right in the first samples, and the sampler does not count what was not asked.
     assert line["eval/avg_at_4"] == (0 + 1 + 2 + 3) / 16 and line["failure/workflow"] == line["failure/attempts"] == 4
 
 
-def test_failures_of_an_evaluation_are_not_those_of_the_next_batch():
+async def test_failures_of_an_evaluation_are_not_those_of_the_next_batch():
     class Away(Letters):
         def reward(self, task, completions):
             raise OSError("judge is away")
 
     failures = Failures(AlgorithmConfig(on_rollout_failure="drop_group", max_failed_frac=1.0), {})
-    result = evaluation(Away(), failures)
+    result = await evaluation(Away(), failures)
     assert result.failures == {"failure/reward": 4, "failure/attempts": 4} and result.accuracy == 0.0
     assert failures.complete([], batch := Counter()) == [] and not +batch
     assert failures.failed == {"reward": 4}  # and the limit of failures counts them
 
 
-def test_an_evaluation_with_failures_comes_back_from_a_checkpoint():
-    result = evaluation(failures=Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {}))
+async def test_an_evaluation_with_failures_comes_back_from_a_checkpoint():
+    result = await evaluation(failures=Failures(AlgorithmConfig(on_rollout_failure="drop_group"), {}))
     again = Evaluation(**json.loads(json.dumps(result.summary_data())))
     assert again.failures == {"failure/attempts": 0} and again.metrics() == result.metrics()
 
 
-def test_greedy_alone_and_a_single_task():
-    assert evaluation(num_tasks=1).metrics() == {
+async def test_greedy_alone_and_a_single_task():
+    assert (await evaluation(num_tasks=1)).metrics() == {
         "eval/name": "set",
         "eval/split": "validation",
         "eval/accuracy": 0,
@@ -275,20 +275,20 @@ def test_greedy_alone_and_a_single_task():
     }
 
 
-def test_what_counts_as_correct_is_a_matter_of_the_set():
-    line = evaluation(num_samples=4, correct_reward=0.5).metrics()
+async def test_what_counts_as_correct_is_a_matter_of_the_set():
+    line = (await evaluation(num_samples=4, correct_reward=0.5)).metrics()
     assert line["eval/accuracy"] == line["eval/avg_at_4"] == 1.0  # a wrong answer has 0.5
     assert line["eval/reward_mean"] == (0.5 + 0.5 + 1.0 + 1.0) / 4
-    assert evaluation().metrics()["eval/accuracy"] == 0.5  # the controller's 1.0
+    assert (await evaluation()).metrics()["eval/accuracy"] == 0.5  # the controller's 1.0
 
 
-def test_the_parts_of_a_reward_have_curves_in_evaluations():
+async def test_the_parts_of_a_reward_have_curves_in_evaluations():
     class InParts(Letters):
         def reward(self, task, completions):
             lengths = [float(len(completion)) for completion in completions]
             return super().reward(task, completions), {"length": lengths, "prompt": [float(task.prompt == "d")]}
 
-    line = evaluation(InParts()).metrics()
+    line = (await evaluation(InParts())).metrics()
     assert (line["eval/reward_mean"], line["eval/accuracy"]) == (0.75, 0.5)
     assert (line["eval/reward_part_length_mean"], line["eval/reward_part_prompt_mean"]) == (1.0, 0.25)
 

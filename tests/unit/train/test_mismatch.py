@@ -1,7 +1,5 @@
 """Samples of a run's tokens out of rollouts and records, their scores, and labels that are wrong."""
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
@@ -57,33 +55,33 @@ def test_turns_that_extend_each_other_are_one_sample():
     assert second.tokens == [9, 8, 8] and second.place_N.tolist() == [1, 2] and second.turn_N.tolist() == [2, 2]
 
 
-def test_scores_are_those_of_the_sampled_tokens_also_without_a_part_of_the_prompt():
+async def test_scores_are_those_of_the_sampled_tokens_also_without_a_part_of_the_prompt():
     scorer = Scorer()
     rescorer, samples = Rescorer(scorer, 1.0, 16), samples_of(two_sequences())[:1]
-    assert asyncio.run(rescorer.scores(samples))[0].tolist() == [-2, -3, -5]
-    assert asyncio.run(rescorer.scores(samples, without=1))[0].tolist() == [-1, -2, -4]
-    assert asyncio.run(rescorer.scores(samples, without=-1))[0].tolist() == [-1, -2, -4]
+    assert (await rescorer.scores(samples))[0].tolist() == [-2, -3, -5]
+    assert (await rescorer.scores(samples, without=1))[0].tolist() == [-1, -2, -4]
+    assert (await rescorer.scores(samples, without=-1))[0].tolist() == [-1, -2, -4]
     assert scorer.read == [[1, 2, 5, 6, 3, 7], [2, 5, 6, 3, 7], [1, 5, 6, 3, 7]]
 
 
-def test_scores_name_the_version_that_answered_and_there_are_none_where_another_one_did():
+async def test_scores_name_the_version_that_answered_and_there_are_none_where_another_one_did():
     scorer = Scorer()
     rescorer, samples = Rescorer(scorer, 1.0, 16), samples_of(two_sequences())
-    version, scores = asyncio.run(rescorer.served(samples))
+    version, scores = await rescorer.served(samples)
     assert version == 3 and [len(score_N) for score_N in scores] == [3, 2]
     scorer.now = 2  # new weights come after the question
-    assert asyncio.run(rescorer.served(samples)) is None
+    assert await rescorer.served(samples) is None
     with pytest.raises(VersionGone, match="policy_version=2: new weights came"):
-        asyncio.run(rescorer.of_version(2).scores(samples))
+        await rescorer.of_version(2).scores(samples)
     scorer.now = None  # replicas differ
-    assert asyncio.run(rescorer.served(samples)) is None
+    assert await rescorer.served(samples) is None
 
 
-def test_another_temperature_is_computed_from_whole_distributions():
+async def test_another_temperature_is_computed_from_whole_distributions():
     rescorer, samples = Rescorer(Scorer(), 0.5, 4), samples_of(two_sequences())[:1]
     expected = np.array([-2.0, -3.0, -5.0]) / 0.5 - np.log(4 * np.exp(-1 / 0.5))
-    assert asyncio.run(rescorer.scores(samples))[0] == pytest.approx(expected)
-    assert isinstance(asyncio.run(rescorer.positions(samples)), Position)
+    assert (await rescorer.scores(samples))[0] == pytest.approx(expected)
+    assert isinstance(await rescorer.positions(samples), Position)
 
 
 def test_records_give_the_samples_that_rollouts_gave():

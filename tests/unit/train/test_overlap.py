@@ -49,7 +49,7 @@ def test_ratios_are_sorted_by_the_age_of_their_tokens():
     )
 
 
-def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
+async def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
     class Batches:
         groups = []
 
@@ -77,7 +77,7 @@ def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
         assert len(asyncio.all_tasks()) == 1  # nobody looks any more
         return lines, expected
 
-    lines, expected = asyncio.run(run())
+    lines, expected = await run()
     for line, (idle, waited_s, sync_s) in zip(lines, expected, strict=True):
         assert line["trainer/idle_frac"] == pytest.approx(idle, abs=0.01) and 0 < idle < 1
         assert line["time/eval_wait_s"] == pytest.approx(waited_s, abs=0.01)

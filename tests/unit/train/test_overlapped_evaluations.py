@@ -55,75 +55,60 @@ class Run:
         return Evaluation(name=name, split="validation", num_tasks=1, accuracy=0.5)
 
 
-def test_the_publication_waits_and_the_result_belongs_to_the_step_before():
-    async def go():
-        run = Run()
-        await run.beside.begin()
-        publishing = asyncio.ensure_future(run.publish())
-        run.state.step = 5  # the next batch has trained
-        await asyncio.sleep(0.01)
-        assert not publishing.done() and run.versions.held == [(7, "evaluation")]
-        assert run.state.evaluations_due == ["hard"] and run.state.accuracies == {"validation": {"4": 0.5}}
-        run.done.set()
-        assert await publishing == 8 and run.made == [("validation", 4, 7), ("hard", 4, 7)]
-        assert run.state.evaluations_due == [] and run.state.accuracies["hard"] == {"4": 0.5}
-        assert await run.publish() == 9 and run.versions.held == []
-
-    asyncio.run(go())
+async def test_the_publication_waits_and_the_result_belongs_to_the_step_before():
+    run = Run()
+    await run.beside.begin()
+    publishing = asyncio.ensure_future(run.publish())
+    run.state.step = 5  # the next batch has trained
+    await asyncio.sleep(0.01)
+    assert not publishing.done() and run.versions.held == [(7, "evaluation")]
+    assert run.state.evaluations_due == ["hard"] and run.state.accuracies == {"validation": {"4": 0.5}}
+    run.done.set()
+    assert await publishing == 8 and run.made == [("validation", 4, 7), ("hard", 4, 7)]
+    assert run.state.evaluations_due == [] and run.state.accuracies["hard"] == {"4": 0.5}
+    assert await run.publish() == 9 and run.versions.held == []
 
 
-def test_a_resumed_run_makes_the_evaluations_that_are_due_and_no_other():
-    async def go():
-        run = Run(RunState(seed=0, step=4, evaluations_due=["hard"]))
-        run.done.set()
-        run.beside.begin_due()
-        run.beside.begin_due()
+async def test_a_resumed_run_makes_the_evaluations_that_are_due_and_no_other():
+    run = Run(RunState(seed=0, step=4, evaluations_due=["hard"]))
+    run.done.set()
+    run.beside.begin_due()
+    run.beside.begin_due()
+    await run.publish()
+    assert run.made == [("hard", 4, 7)]
+    run.beside.begin_due()
+    assert run.versions.held == []
+
+
+async def test_given_up_evaluations_stay_due_and_leave_nothing():
+    run = Run()
+    await run.beside.begin()
+    await asyncio.sleep(0)
+    await run.beside.cancel()
+    assert run.state.evaluations_due == ["hard"] and run.versions.held == [] and run.made[1:] == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert await run.publish() == 8  # which waits for nothing
+
+
+async def test_a_failure_of_an_evaluation_ends_the_run():
+    run = Run(error=ValueError("reward=2"))
+    await run.beside.begin()
+    with pytest.raises(ValueError, match="reward=2"):
         await run.publish()
-        assert run.made == [("hard", 4, 7)]
-        run.beside.begin_due()
-        assert run.versions.held == []
-
-    asyncio.run(go())
+    await run.beside.cancel()
+    assert run.versions.held == [] and run.state.evaluations_due == ["validation", "hard"]
 
 
-def test_given_up_evaluations_stay_due_and_leave_nothing():
-    async def go():
-        run = Run()
-        await run.beside.begin()
-        await asyncio.sleep(0)
-        await run.beside.cancel()
-        assert run.state.evaluations_due == ["hard"] and run.versions.held == [] and run.made[1:] == []
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert await run.publish() == 8  # which waits for nothing
-
-    asyncio.run(go())
-
-
-def test_a_failure_of_an_evaluation_ends_the_run():
-    async def go():
-        run = Run(error=ValueError("reward=2"))
-        await run.beside.begin()
-        with pytest.raises(ValueError, match="reward=2"):
-            await run.publish()
-        await run.beside.cancel()
-        assert run.versions.held == [] and run.state.evaluations_due == ["validation", "hard"]
-
-    asyncio.run(go())
-
-
-def test_a_result_ends_the_run_before_the_next_batch():
-    async def go():
-        run = Run(target_accuracy=0.5)
-        run.done.set()
-        await run.beside.begin()
-        await run.publish()
-        run.state.step = 5
-        for end in (run.beside.begin(), asyncio.to_thread(run.beside.begin_due)):
-            with pytest.raises(EarlyEnd, match="validation accuracy is 0.500 after step 4"):
-                await end
-        assert run.state.evaluations_due == []
-
-    asyncio.run(go())
+async def test_a_result_ends_the_run_before_the_next_batch():
+    run = Run(target_accuracy=0.5)
+    run.done.set()
+    await run.beside.begin()
+    await run.publish()
+    run.state.step = 5
+    for end in (run.beside.begin(), asyncio.to_thread(run.beside.begin_due)):
+        with pytest.raises(EarlyEnd, match="validation accuracy is 0.500 after step 4"):
+            await end
+    assert run.state.evaluations_due == []
 
 
 def test_a_checkpoint_before_its_accuracy_is_known_is_the_newest_and_stays():

@@ -1,6 +1,5 @@
 """Values of another type than their field's, advice, rewards called before the start, groups of one."""
 
-import asyncio
 import dataclasses
 import subprocess
 import sys
@@ -127,27 +126,27 @@ def test_a_gradient_clip_that_leaves_nothing_is_refused(norm):
 # The reward before the start.
 
 
-def asked(task_config, **controller):
+async def asked(task_config, **controller):
     config = run_config()
     config.task = task_config
     for name, value in controller.items():
         setattr(config.controller, name, value)
-    asyncio.run(check_reward(config, config.task.build()))
+    await check_reward(config, config.task.build())
 
 
-def test_a_reward_sees_an_empty_completion_and_another():
+async def test_a_reward_sees_an_empty_completion_and_another():
     seen = []
 
     def reward(task, completions):
         seen.append((task.id, completions))
         return [0.0, 1.0]
 
-    asked(LetterSort.Config(reward=reward))
+    await asked(LetterSort.Config(reward=reward))
     ((task_id, completions),) = seen
     assert task_id == "letter_sort/train/0" and completions[0] == "" and completions[1]
 
 
-def test_a_reward_that_fails_names_its_line_and_the_way_out():
+async def test_a_reward_that_fails_names_its_line_and_the_way_out():
     def reward(task, completions):
         return [1.0 / len(completion) for completion in completions]
 
@@ -155,14 +154,14 @@ def test_a_reward_that_fails_names_its_line_and_the_way_out():
         "fine": LetterSort.Config(), "other": LetterSort.Config(reward=reward)
     })):  # fmt: skip
         with pytest.raises(RuntimeError) as caught:
-            asked(config)
+            await asked(config)
         line = reward.__code__.co_firstlineno + 1
         assert "raised ZeroDivisionError: float division by zero" in str(caught.value)
         assert f"(test_types.py:{line})\ncalled on two made-up completions; --no-reward-check" in str(caught.value)
-        asked(config, check_reward=False)
+        await asked(config, check_reward=False)
 
 
-def test_a_reward_that_may_fail_is_asked_again():
+async def test_a_reward_that_may_fail_is_asked_again():
     asks = []
 
     def reward(task, completions):
@@ -172,15 +171,15 @@ def test_a_reward_that_may_fail_is_asked_again():
     config = run_config()
     config.task = LetterSort.Config(reward=reward)
     with pytest.raises(RuntimeError):
-        asyncio.run(check_reward(config, config.task.build()))
+        await check_reward(config, config.task.build())
     asks.clear()
     config.algorithm.on_rollout_failure = "retry"
-    asyncio.run(check_reward(config, config.task.build()))
+    await check_reward(config, config.task.build())
     assert len(asks) == 2
 
 
-def test_an_environments_rewards_are_its_own():
-    asked(Calculator.Config())
+async def test_an_environments_rewards_are_its_own():
+    await asked(Calculator.Config())
 
 
 # What is said during a run, and how.

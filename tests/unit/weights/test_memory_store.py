@@ -1,7 +1,5 @@
 """The store of one process keeps TorchStore's promises: versions, checksums, the same errors."""
 
-import asyncio
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ def manifest_and_payload(version):
     return manifest, payload
 
 
-def test_a_version_comes_back_as_it_was_published_and_goes_when_it_is_discarded():
+async def test_a_version_comes_back_as_it_was_published_and_goes_when_it_is_discarded():
     async def run():
         store = MemoryStore()
         for version in (3, 4, "copy"):
@@ -27,37 +25,30 @@ def test_a_version_comes_back_as_it_was_published_and_goes_when_it_is_discarded(
         await store.discard(3)  # gone already
         return held, layout.read(payload, manifest), await store.versions()
 
-    held, tensors, left = asyncio.run(run())
+    held, tensors, left = await run()
     assert held == [3, 4] and left == [4]
     assert tensors["w"].dtype == torch.bfloat16 and tensors["w"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_shared_memory_is_opened_by_its_handle_and_given_back():
-    async def run():
-        store, buffers = MemoryStore(), SharedBuffers()
-        manifest, payload = manifest_and_payload(1)
-        handle, shared = buffers.take(1, manifest.nbytes)
-        shared.copy_(payload)
-        await store.publish(manifest, shared, handle=handle, verify=True)
-        _, fetched = await store.fetch(1, verify=True)
-        buffers.close()
-        return payload, fetched, handle
-
-    payload, fetched, handle = asyncio.run(run())
+async def test_shared_memory_is_opened_by_its_handle_and_given_back():
+    store, buffers = MemoryStore(), SharedBuffers()
+    manifest, payload = manifest_and_payload(1)
+    handle, shared = buffers.take(1, manifest.nbytes)
+    shared.copy_(payload)
+    await store.publish(manifest, shared, handle=handle, verify=True)
+    _, fetched = await store.fetch(1, verify=True)
+    buffers.close()
     assert torch.equal(payload, fetched)
     with pytest.raises(FileNotFoundError):
         open(handle)
 
 
-def test_a_missing_or_damaged_version_is_refused():
-    async def run():
-        store = MemoryStore()
-        manifest, payload = manifest_and_payload(1)
-        await store.publish(manifest, payload, handle="", verify=True)
-        payload[0] += 1
-        with pytest.raises(RuntimeError, match="policy_version=1: the payload's checksum is wrong"):
-            await store.fetch(1, verify=True)
-        with pytest.raises(RuntimeError, match=r"policy_version=2: is not in the store \(it holds \[1\]\)"):
-            await store.fetch(2, verify=True)
-
-    asyncio.run(run())
+async def test_a_missing_or_damaged_version_is_refused():
+    store = MemoryStore()
+    manifest, payload = manifest_and_payload(1)
+    await store.publish(manifest, payload, handle="", verify=True)
+    payload[0] += 1
+    with pytest.raises(RuntimeError, match="policy_version=1: the payload's checksum is wrong"):
+        await store.fetch(1, verify=True)
+    with pytest.raises(RuntimeError, match=r"policy_version=2: is not in the store \(it holds \[1\]\)"):
+        await store.fetch(2, verify=True)

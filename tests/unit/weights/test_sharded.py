@@ -1,6 +1,5 @@
 """Pieces from real segments over real sockets: what generator ranks assemble equals the whole tensors bit for bit."""
 
-import asyncio
 import gc
 import threading
 import time
@@ -193,7 +192,7 @@ def test_only_a_generator_keeps_the_memory_for_the_next_version(trainers, monkey
         assert len(closed) == (not keeps)
 
 
-def test_a_version_that_is_published_again_meanwhile_is_fetched_as_it_is_now(trainers, monkeypatch):
+async def test_a_version_that_is_published_again_meanwhile_is_fetched_as_it_is_now(trainers, monkeypatch):
     older = trainers(5)
     newer = trainers(5)
     monkeypatch.setenv(HOST_ADDRESS, "127.0.0.9")
@@ -207,9 +206,9 @@ def test_a_version_that_is_published_again_meanwhile_is_fetched_as_it_is_now(tra
         raise KeyError(key)
 
     fetcher = RemoteFetcher()
-    check(asyncio.run(fetcher.fetch(older, True, get, "5/{}".format)), 0, 1)
+    check(await fetcher.fetch(older, True, get, "5/{}".format), 0, 1)
     with pytest.raises(RuntimeError, match="has discarded the version"):
-        asyncio.run(fetcher.fetch(older, True, gone, "5/{}".format))
+        await fetcher.fetch(older, True, gone, "5/{}".format)
 
 
 def test_damage_a_discarded_version_and_a_dead_publisher_are_named(trainers, monkeypatch):
@@ -312,21 +311,19 @@ def test_adapters_are_merged_box_by_box(trainers, monkeypatch):
         assert torch.equal(tensor, state[name]) != changed, name
 
 
-def test_a_store_gives_each_process_its_part_and_a_file_has_all(trainers, tmp_path):
-    async def run():
-        store = MemoryStore()
-        await store.publish(trainers(7), None, handle="", verify=False)
-        check(await store.fetch(7, verify=True), 0, 1)
-        store.fetcher.part = 1, 2
-        check(await store.fetch(7, verify=True), 1, 2)
-        versions = PolicyVersions(None, store, WeightSyncConfig(), torch.bfloat16, one_host=False)
-        store.fetcher.part = None
-        await versions.save(7, tmp_path / "saved")
-        saved = load_file(tmp_path / "saved")
-        assert saved.keys() == expected(0, 1).keys()
-        assert all(torch.equal(saved[name], tensor) for name, tensor in expected(0, 1).items())
-        await store.discard(7)
-        return await store.versions()
+async def test_a_store_gives_each_process_its_part_and_a_file_has_all(trainers, tmp_path):
+    store = MemoryStore()
+    await store.publish(trainers(7), None, handle="", verify=False)
+    check(await store.fetch(7, verify=True), 0, 1)
+    store.fetcher.part = 1, 2
+    check(await store.fetch(7, verify=True), 1, 2)
+    versions = PolicyVersions(None, store, WeightSyncConfig(), torch.bfloat16, one_host=False)
+    store.fetcher.part = None
+    await versions.save(7, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved")
+    assert saved.keys() == expected(0, 1).keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected(0, 1).items())
+    await store.discard(7)
 
-    assert asyncio.run(run()) == []
+    assert (await store.versions()) == []
     assert Entry((2,), torch.bfloat16, 0).nbytes == 4

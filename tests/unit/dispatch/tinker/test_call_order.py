@@ -24,7 +24,7 @@ def _calls(sent):
     return call
 
 
-def test_a_call_of_two_requests_keeps_its_place_and_answers_may_come_in_any_order():
+async def test_a_call_of_two_requests_keeps_its_place_and_answers_may_come_in_any_order():
     async def run():
         order, sent = CallOrder(), []
         call = _calls(sent)
@@ -36,28 +36,26 @@ def test_a_call_of_two_requests_keeps_its_place_and_answers_may_come_in_any_orde
         ]
         return [await future for future in reversed(futures)], sent
 
-    answers, sent = asyncio.run(run())
+    answers, sent = await run()
     assert answers == ["d", "c", "b", "a"]
     assert sent == [("a", 0), ("b", 0), ("b", 1), ("b", 2), ("c", 0), ("d", 0)]
 
 
-def test_an_answer_that_has_not_come_holds_up_no_later_request():
-    async def run():
-        order, sent = CallOrder(), []
-        never = asyncio.get_running_loop().create_future()
+async def test_an_answer_that_has_not_come_holds_up_no_later_request():
+    order, sent = CallOrder(), []
+    never = asyncio.get_running_loop().create_future()
 
-        async def send():
-            return never
+    async def send():
+        return never
 
-        first = order.submit(send)
-        answer = await asyncio.wait_for(order.submit(_calls(sent)("b")), 1)
-        first.cancel()
-        return answer, sent
+    first = order.submit(send)
+    answer = await asyncio.wait_for(order.submit(_calls(sent)("b")), 1)
+    first.cancel()
 
-    assert asyncio.run(run()) == ("b", [("b", 0)])
+    assert (answer, sent) == ("b", [("b", 0)])
 
 
-def test_a_call_that_fails_or_is_cancelled_gives_its_place_on():
+async def test_a_call_that_fails_or_is_cancelled_gives_its_place_on():
     async def run():
         order, sent = CallOrder(), []
         call = _calls(sent)
@@ -69,6 +67,6 @@ def test_a_call_that_fails_or_is_cancelled_gives_its_place_on():
             await failing
         return await asyncio.wait_for(last, 1), await slow, sent
 
-    last, slow, sent = asyncio.run(run())
+    last, slow, sent = await run()
     assert (last, slow) == ("last", "slow")
     assert sent == [("slow", 0), ("slow", 1), ("failing", 0), ("last", 0)]

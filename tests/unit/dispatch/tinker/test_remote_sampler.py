@@ -52,22 +52,19 @@ def test_what_ends_a_completion_is_said_in_the_protocols_words(client, given, st
         ({"stop": ["."], "stop_token_ids": [4], "ignore_eos": True}, r"stop=\['\.'\]: in Tinker's protocol"),
     ],
 )
-def test_what_the_protocol_cannot_say_is_refused(client, given, message):
+async def test_what_the_protocol_cannot_say_is_refused(client, given, message):
     with pytest.raises(ValueError, match=message):
-        asyncio.run(client.sample([3, 4], SamplingParams(max_tokens=4, **given)))
+        await client.sample([3, 4], SamplingParams(max_tokens=4, **given))
 
 
-def test_every_wait_ends(client):
-    async def run():
-        with pytest.raises(RuntimeError, match=r"prompt of 2 tokens: the service did not answer within 0\.05 s"):
-            await client.sample([3, 4], SamplingParams(max_tokens=4))
-        with pytest.raises(ValueError, match=r"policy_version=9: is not published; the service has \[3\]"):
-            await client.score([3, 4], policy_version=9)
-        waiting = asyncio.ensure_future(client.score([3, 4]))
-        await asyncio.sleep(0)
-        assert await asyncio.sleep(0, client.in_flight()) == [1]
-        client.close()
-        with pytest.raises(RuntimeError, match="the client was closed before the service answered"):
-            await waiting
-
-    asyncio.run(run())
+async def test_every_wait_ends(client):
+    with pytest.raises(RuntimeError, match=r"prompt of 2 tokens: the service did not answer within 0\.05 s"):
+        await client.sample([3, 4], SamplingParams(max_tokens=4))
+    with pytest.raises(ValueError, match=r"policy_version=9: is not published; the service has \[3\]"):
+        await client.score([3, 4], policy_version=9)
+    waiting = asyncio.ensure_future(client.score([3, 4]))
+    await asyncio.sleep(0)
+    assert await asyncio.sleep(0, client.in_flight()) == [1]
+    client.close()
+    with pytest.raises(RuntimeError, match="the client was closed before the service answered"):
+        await waiting

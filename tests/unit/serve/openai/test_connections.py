@@ -15,12 +15,9 @@ HEAD = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\
 QUICK = ConnectionLimits(head_timeout_s=0.5, max_connections=4)
 
 
-def served(scene, limits=QUICK, app=echo):
-    async def run():
-        async with asyncio.timeout(60), Listening(Guard(app, hosts=None), "127.0.0.1", 0, limits) as listening:
-            return await scene(listening)
-
-    return asyncio.run(run())
+async def served(scene, limits=QUICK, app=echo):
+    async with asyncio.timeout(60), Listening(Guard(app, hosts=None), "127.0.0.1", 0, limits) as listening:
+        return await scene(listening)
 
 
 async def connect(listening):
@@ -52,7 +49,7 @@ async def closed(reader, within_s):
 @pytest.mark.parametrize(
     "begin", [b"GET / HTTP/1.1\r\nHost: a\r\nX: ", b"GET /", HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: "]
 )
-def test_headers_an_address_and_trailers_without_end_are_cut_off(begin):
+async def test_headers_an_address_and_trailers_without_end_are_cut_off(begin):
     async def scene(listening):
         reader, writer = await connect(listening)
         writer.write(begin)
@@ -61,10 +58,10 @@ def test_headers_an_address_and_trailers_without_end_are_cut_off(begin):
         await asyncio.sleep(0.05)
         assert num < 2**24 and listening.num_connections == 0  # what sockets hold by themselves
 
-    served(scene, ConnectionLimits())
+    await served(scene, ConnectionLimits())
 
 
-def test_many_short_headers_are_cut_off_and_the_answer_says_why():
+async def test_many_short_headers_are_cut_off_and_the_answer_says_why():
     async def scene(listening):
         reader, writer = await connect(listening)
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n")
@@ -73,10 +70,10 @@ def test_many_short_headers_are_cut_off_and_the_answer_says_why():
         said = await closed(reader, 5)
         assert said.startswith(b"HTTP/1.1 431 ") and b"longer than 65536 bytes" in said
 
-    served(scene, ConnectionLimits())
+    await served(scene, ConnectionLimits())
 
 
-def test_a_body_in_chunks_is_no_head():
+async def test_a_body_in_chunks_is_no_head():
     async def scene(listening):
         async def parts():
             for _ in range(4000):
@@ -87,11 +84,11 @@ def test_a_body_in_chunks_is_no_head():
             assert (await http.post(listening.url, content=b"a" * 2_000_000)).text == str(2_000_000)
             assert (await http.post(listening.url, content=b"a")).text == "1"  # on the same connection
 
-    served(scene)
+    await served(scene)
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HT", HEAD])
-def test_who_says_nothing_or_half_is_cut_off(begin):
+async def test_who_says_nothing_or_half_is_cut_off(begin):
     async def scene(listening):
         reader, writer = await connect(listening)
         writer.write(begin)
@@ -102,10 +99,10 @@ def test_who_says_nothing_or_half_is_cut_off(begin):
         await asyncio.sleep(0.05)
         assert listening.num_connections == 0
 
-    served(scene)
+    await served(scene)
 
 
-def test_a_header_a_time_does_not_win_time():
+async def test_a_header_a_time_does_not_win_time():
     async def scene(listening):
         reader, writer = await connect(listening)
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n")
@@ -115,10 +112,10 @@ def test_a_header_a_time_does_not_win_time():
             await asyncio.sleep(0.1)
         assert time.monotonic() - began < 15 and reading.result().startswith(b"HTTP/1.1 408 ")
 
-    served(scene)
+    await served(scene)
 
 
-def test_the_same_holds_for_a_second_request():
+async def test_the_same_holds_for_a_second_request():
     async def scene(listening):
         reader, writer = await connect(listening)
         writer.write(HEAD + b"Content-Length: 1\r\n\r\na")
@@ -128,10 +125,10 @@ def test_the_same_holds_for_a_second_request():
         writer.write(b"POST /")
         assert b"HTTP/1.1 408 " in await closed(reader, 20)
 
-    served(scene)
+    await served(scene)
 
 
-def test_requests_sent_ahead_are_bounded():
+async def test_requests_sent_ahead_are_bounded():
     async def scene(listening):
         reader, writer = await connect(listening)
         writer.write((HEAD + b"Content-Length: 1\r\n\r\na") * 10)
@@ -141,10 +138,10 @@ def test_requests_sent_ahead_are_bounded():
         said = await closed(reader, 10)
         assert said.count(b"200 OK") < 50 and b" 500 " not in said
 
-    served(scene, ConnectionLimits())
+    await served(scene, ConnectionLimits())
 
 
-def test_the_connection_that_waited_longest_makes_way():
+async def test_the_connection_that_waited_longest_makes_way():
     async def scene(listening):
         async def asked(reader, writer):
             writer.write(HEAD + b"Content-Length: 1\r\n\r\na")
@@ -159,10 +156,10 @@ def test_the_connection_that_waited_longest_makes_way():
         assert await closed(connections[0][0], 5) == b"" and listening.num_connections == 4
         assert b"200 OK" in await asked(*connections[1])
 
-    served(scene)
+    await served(scene)
 
 
-def test_where_all_are_busy_a_request_gets_503():
+async def test_where_all_are_busy_a_request_gets_503():
     begun, go_on = [], asyncio.Event()
 
     async def slow(scope, receive, send):
@@ -180,4 +177,4 @@ def test_where_all_are_busy_a_request_gets_503():
             assert [(await answer).status_code for answer in busy] == [200] * 4
             assert (await http.post(listening.url, content=b"a")).status_code == 200
 
-    served(scene, app=slow)
+    await served(scene, app=slow)

@@ -1,7 +1,5 @@
 """What a session captures, asked by OpenAI's SDK: the tokens of every turn, and what follows from what comes back."""
 
-import asyncio
-
 import pytest
 from openai import BadRequestError
 
@@ -10,11 +8,11 @@ from torchtitan_rl.rollout.agent import SessionLimits
 from torchtitan_rl.tasks.family import stream
 
 
-def run(scene):
-    return asyncio.run(scene)
+async def run(scene):
+    return await scene
 
 
-def test_a_conversation_becomes_prompts_that_extend_each_other():
+async def test_a_conversation_becomes_prompts_that_extend_each_other():
     async def scene():
         async with session("hi" + END, "ok" + END) as (opened, sdk, sampler):
             first = await sdk.chat.completions.create(model="policy", messages=[user("a")])
@@ -31,10 +29,10 @@ def test_a_conversation_becomes_prompts_that_extend_each_other():
             assert [tokens for tokens, _ in sampler.asked] == [first.prompt_tokens, second.prompt_tokens]
             assert opened.counts == {"drift": 0, "undelivered": 0, "refused": 0}
 
-    run(scene())
+    await run(scene())
 
 
-def test_sampled_tokens_are_kept_though_their_text_has_other_tokens():
+async def test_sampled_tokens_are_kept_though_their_text_has_other_tokens():
     async def scene():
         # The tokenizer writes "é" as two bytes; here the policy sampled the first byte of "é" alone, which no text has.
         broken = [*BYTES.encode("x"), BYTES.encode("é")[0]]
@@ -47,20 +45,20 @@ def test_sampled_tokens_are_kept_though_their_text_has_other_tokens():
             assert second.prompt_tokens[len(first.prompt_tokens) :][:3] == [*broken, BYTES.convert_tokens_to_ids(END)]
             assert opened.counts["drift"] == 0
 
-    run(scene())
+    await run(scene())
 
 
-def test_turn_i_samples_from_the_stream_of_seed_and_i():
+async def test_turn_i_samples_from_the_stream_of_seed_and_i():
     async def scene():
         async with session("a", "b", "c", seed=11) as (_, sdk, sampler):
             await sdk.chat.completions.create(model="policy", messages=[user("a")], n=2)
             await sdk.chat.completions.create(model="policy", messages=[user("a")], seed=5)
             assert [params.seed for _, params in sampler.asked] == [stream(11, 0), stream(11, 1), stream(11, 2)]
 
-    run(scene())
+    await run(scene())
 
 
-def test_branches_retries_and_compacted_context_become_sequences_of_their_own():
+async def test_branches_retries_and_compacted_context_become_sequences_of_their_own():
     async def scene():
         async with session(*(f"{i}{END}" for i in range(5))) as (opened, sdk, _):
             create = sdk.chat.completions.create
@@ -77,11 +75,11 @@ def test_branches_retries_and_compacted_context_become_sequences_of_their_own():
                 assert turns[after].prompt_tokens[: len(so_far)] == so_far
             assert opened.counts["drift"] == 0
 
-    run(scene())
+    await run(scene())
 
 
 @pytest.mark.parametrize("back, drifts", [("hi  \n", 0), ("hi", 0), ("Hi", 1), ("", 1)])
-def test_what_comes_back_changed_is_rendered_anew_and_counted(back, drifts):
+async def test_what_comes_back_changed_is_rendered_anew_and_counted(back, drifts):
     async def scene():
         async with session("hi " + END, "ok" + END) as (opened, sdk, _):
             await sdk.chat.completions.create(model="policy", messages=[user("a")])
@@ -93,10 +91,10 @@ def test_what_comes_back_changed_is_rendered_anew_and_counted(back, drifts):
             text = "hi " if kept else back
             assert shown(second.prompt_tokens) == f"<|user|>a{END}<|assistant|>{text}{END}<|user|>b{END}<|assistant|>"
 
-    run(scene())
+    await run(scene())
 
 
-def test_an_edited_message_keeps_the_tokens_of_the_turns_before_it():
+async def test_an_edited_message_keeps_the_tokens_of_the_turns_before_it():
     async def scene():
         async with session("one" + END, "two" + END, "three" + END) as (opened, sdk, _):
             create = sdk.chat.completions.create
@@ -111,10 +109,10 @@ def test_an_edited_message_keeps_the_tokens_of_the_turns_before_it():
             assert turns[2].prompt_tokens[: len(so_far)] == so_far
             assert opened.counts["drift"] == 1
 
-    run(scene())
+    await run(scene())
 
 
-def test_calls_of_tools_are_read_and_kept_when_they_come_back_written_otherwise():
+async def test_calls_of_tools_are_read_and_kept_when_they_come_back_written_otherwise():
     call = "[add(a=1, b=2)]"
 
     async def scene():
@@ -134,10 +132,10 @@ def test_calls_of_tools_are_read_and_kept_when_they_come_back_written_otherwise(
             )
             assert opened.counts["drift"] == 0
 
-    run(scene())
+    await run(scene())
 
 
-def test_a_stop_text_is_cut_from_the_answer_and_kept_among_the_tokens():
+async def test_a_stop_text_is_cut_from_the_answer_and_kept_among_the_tokens():
     async def scene():
         async with session("yes.", "no" + END) as (opened, sdk, sampler):
             first = await sdk.chat.completions.create(model="policy", messages=[user("a")], stop=".")
@@ -146,10 +144,10 @@ def test_a_stop_text_is_cut_from_the_answer_and_kept_among_the_tokens():
             await sdk.chat.completions.create(model="policy", messages=[user("a"), said("yes"), user("b")])
             assert shown(opened.turns()[1].prompt_tokens).startswith(f"<|user|>a{END}<|assistant|>yes.{END}<|user|>b")
 
-    run(scene())
+    await run(scene())
 
 
-def test_completions_of_text_and_of_tokens_go_on_from_earlier_ones():
+async def test_completions_of_text_and_of_tokens_go_on_from_earlier_ones():
     async def scene():
         async with session("bc", "ef", "hi") as (opened, sdk, sampler):
             await sdk.completions.create(model="policy", prompt="a")
@@ -165,10 +163,10 @@ def test_completions_of_text_and_of_tokens_go_on_from_earlier_ones():
             assert turns[1].prompt_tokens[:3] == turns[0].prompt_tokens + turns[0].completion.tokens
             assert len(turns) == 3
 
-    run(scene())
+    await run(scene())
 
 
-def test_a_session_ends_at_its_limit_of_turns():
+async def test_a_session_ends_at_its_limit_of_turns():
     async def scene():
         async with session("a", "b", limits=SessionLimits(max_turns=1)) as (opened, sdk, _):
             await sdk.chat.completions.create(model="policy", messages=[user("a")])
@@ -177,10 +175,10 @@ def test_a_session_ends_at_its_limit_of_turns():
             assert refused.value.code == "session_limit_reached"
             assert (opened.ended_by, opened.counts["refused"]) == ("turns", 1)
 
-    run(scene())
+    await run(scene())
 
 
-def test_a_prompt_that_fills_the_context_is_refused_by_the_code_that_sdks_know():
+async def test_a_prompt_that_fills_the_context_is_refused_by_the_code_that_sdks_know():
     async def scene():
         async with session("a", context_tokens=16) as (opened, sdk, sampler):
             await sdk.chat.completions.create(model="policy", messages=[user("a" * 10)])
@@ -190,4 +188,4 @@ def test_a_prompt_that_fills_the_context_is_refused_by_the_code_that_sdks_know()
             assert refused.value.code == "context_length_exceeded"
             assert opened.ended_by == "tokens"
 
-    run(scene())
+    await run(scene())

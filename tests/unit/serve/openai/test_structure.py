@@ -1,6 +1,5 @@
 """What a request asks the answer to be, the grammar that it becomes, and where it is refused or ignored."""
 
-import asyncio
 import json
 
 import openai
@@ -39,15 +38,11 @@ def _compiler():
     return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[0]))
 
 
-def structure_of(*, tool_parser="pythonic", **asked):
+async def structure_of(*, tool_parser="pythonic", **asked):
     """The structure that a request without a session is sampled with."""
-
-    async def scene():
-        async with served("a" + END, tool_parser=tool_parser) as (_, sdk, sampler):
-            await sdk.chat.completions.create(**ASKED, **asked)
-            return sampler.asked[0][1].structure
-
-    return asyncio.run(scene())
+    async with served("a" + END, tool_parser=tool_parser) as (_, sdk, sampler):
+        await sdk.chat.completions.create(**ASKED, **asked)
+        return sampler.asked[0][1].structure
 
 
 CALLS = ['[calc(e="1+2")]', "[add(a=1, b=2)]", '[calc(e="1", digits=3), add()]']
@@ -86,9 +81,9 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_what_is_asked_for_is_a_grammar_that_admits_it_and_nothing_else(name):
+async def test_what_is_asked_for_is_a_grammar_that_admits_it_and_nothing_else(name):
     asked, right, wrong = GRAMMARS[name]
-    structure = structure_of(**asked)
+    structure = await structure_of(**asked)
     assert structured_outputs(structure).structural_tag == structure
     assert [admits(structure, text) for text in right] == [True] * len(right)
     assert [admits(structure, text) for text in wrong] == [False] * len(wrong)
@@ -107,37 +102,30 @@ def test_what_is_asked_for_is_a_grammar_that_admits_it_and_nothing_else(name):
         {"temperature": 2.5},
     ],
 )
-def test_what_asks_for_nothing_is_harmless(asked):
-    assert structure_of(**asked) == ""
+async def test_what_asks_for_nothing_is_harmless(asked):
+    assert await structure_of(**asked) == ""
 
 
-def test_calls_without_a_parser_are_read_as_json():
+async def test_calls_without_a_parser_are_read_as_json():
     said = '[{"name": "calc", "parameters": {"e": "1"}}]'
-
-    async def scene():
-        async with served(said + END, said[:-5]) as (_, sdk, _):
-            asked = ASKED | {"tools": [CALC], "tool_choice": "required"}
-            answer = (await sdk.chat.completions.create(**asked)).choices[0]
-            (call,) = answer.message.tool_calls
-            assert (call.function.name, call.function.arguments, answer.message.content) == ("calc", '{"e": "1"}', None)
-            cut_off = (await sdk.chat.completions.create(**asked)).choices[0].message
-            assert cut_off.tool_calls is None and cut_off.content == said[:-5]
-
-    asyncio.run(scene())
+    async with served(said + END, said[:-5]) as (_, sdk, _):
+        asked = ASKED | {"tools": [CALC], "tool_choice": "required"}
+        answer = (await sdk.chat.completions.create(**asked)).choices[0]
+        (call,) = answer.message.tool_calls
+        assert (call.function.name, call.function.arguments, answer.message.content) == ("calc", '{"e": "1"}', None)
+        cut_off = (await sdk.chat.completions.create(**asked)).choices[0].message
+        assert cut_off.tool_calls is None and cut_off.content == said[:-5]
 
 
-def test_tool_choice_none_keeps_the_prompt_and_reads_no_call():
-    async def scene():
-        async with session("[add(a=1, b=2)]" + END, "3" + END, tool_parser="pythonic") as (opened, sdk, sampler):
-            answer = await sdk.chat.completions.create(**ASKED, tools=[ADD], tool_choice="none")
-            message = answer.choices[0].message
-            assert message.tool_calls is None and message.content == "[add(a=1, b=2)]"
-            again = [*ASKED["messages"], message, user("and?")]
-            await sdk.chat.completions.create(model="policy", messages=again, tools=[ADD])
-            first, second = (tokens for tokens, _ in sampler.asked)
-            assert second[: len(first)] == first and opened.turns()[1].prompt_tokens == second
-
-    asyncio.run(scene())
+async def test_tool_choice_none_keeps_the_prompt_and_reads_no_call():
+    async with session("[add(a=1, b=2)]" + END, "3" + END, tool_parser="pythonic") as (opened, sdk, sampler):
+        answer = await sdk.chat.completions.create(**ASKED, tools=[ADD], tool_choice="none")
+        message = answer.choices[0].message
+        assert message.tool_calls is None and message.content == "[add(a=1, b=2)]"
+        again = [*ASKED["messages"], message, user("and?")]
+        await sdk.chat.completions.create(model="policy", messages=again, tools=[ADD])
+        first, second = (tokens for tokens, _ in sampler.asked)
+        assert second[: len(first)] == first and opened.turns()[1].prompt_tokens == second
 
 
 WRONG = {
@@ -157,10 +145,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_had_is_refused_in_a_sentence(name):
+async def test_what_cannot_be_had_is_refused_in_a_sentence(name):
     asked, message = WRONG[name]
     with pytest.raises(openai.BadRequestError, match=message):
-        structure_of(**asked)
+        await structure_of(**asked)
 
 
 @pytest.mark.parametrize(
@@ -187,32 +175,26 @@ CONSTRAINTS = {
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_a_session_that_trains_refuses_a_constraint_unless_it_is_ignored_and_counts_it(name):
-    async def scene():
-        asked = ASKED | CONSTRAINTS[name]
-        async with session("a" + END, tool_parser="pythonic") as (opened, sdk, sampler):
-            with pytest.raises(openai.BadRequestError, match=rf"{name}: .*") as refused:
-                await sdk.chat.completions.create(**asked)
-            assert refused.value.code == "unsupported_parameter" and not sampler.asked
-        async with session("a" + END, "b" + END, tool_parser="pythonic", ignored=(name,)) as (opened, sdk, sampler):
-            for _ in range(2):
-                await sdk.chat.completions.create(**asked)
-            assert [params.structure for _, params in sampler.asked] == ["", ""]
-            assert opened.counts["ignored"] == 2 and len(opened.turns()) == 2
-
-    asyncio.run(scene())
+async def test_a_session_that_trains_refuses_a_constraint_unless_it_is_ignored_and_counts_it(name):
+    asked = ASKED | CONSTRAINTS[name]
+    async with session("a" + END, tool_parser="pythonic") as (opened, sdk, sampler):
+        with pytest.raises(openai.BadRequestError, match=rf"{name}: .*") as refused:
+            await sdk.chat.completions.create(**asked)
+        assert refused.value.code == "unsupported_parameter" and not sampler.asked
+    async with session("a" + END, "b" + END, tool_parser="pythonic", ignored=(name,)) as (opened, sdk, sampler):
+        for _ in range(2):
+            await sdk.chat.completions.create(**asked)
+        assert [params.structure for _, params in sampler.asked] == ["", ""]
+        assert opened.counts["ignored"] == 2 and len(opened.turns()) == 2
 
 
-def test_a_session_of_an_evaluation_is_held_to_what_it_asks_for():
-    async def scene():
-        async with session('{"a": 1}' + END, for_training=False) as (_, sdk, sampler):
-            await sdk.chat.completions.create(**ASKED, response_format=JSON_SCHEMA)
-            assert json.loads(sampler.asked[0][1].structure)["format"]["json_schema"] == SCHEMA
-
-    asyncio.run(scene())
+async def test_a_session_of_an_evaluation_is_held_to_what_it_asks_for():
+    async with session('{"a": 1}' + END, for_training=False) as (_, sdk, sampler):
+        await sdk.chat.completions.create(**ASKED, response_format=JSON_SCHEMA)
+        assert json.loads(sampler.asked[0][1].structure)["format"]["json_schema"] == SCHEMA
 
 
-def test_serving_ignores_what_it_was_told_to_and_refuses_unknown_names():
+async def test_serving_ignores_what_it_was_told_to_and_refuses_unknown_names():
     from tests.unit.rollout.scripted import policy
     from tests.unit.serve.opened import BYTES
     from torchtitan_rl.serve.gateway import Served
@@ -225,10 +207,6 @@ def test_serving_ignores_what_it_was_told_to_and_refuses_unknown_names():
     assert gateway("logit_bias").ignored == ("logit_bias",)
     with pytest.raises(ValueError, match="--ignore='logit_bais': .* did you mean logit_bias?"):
         gateway("logit_bais")
-
-    async def scene():
-        async with served("a" + END, ignored=("logit_bias",)) as (_, sdk, _):
-            answer = await sdk.chat.completions.create(**ASKED, logit_bias={"5": 1})
-            assert answer.choices[0].message.content == "a"
-
-    asyncio.run(scene())
+    async with served("a" + END, ignored=("logit_bias",)) as (_, sdk, _):
+        answer = await sdk.chat.completions.create(**ASKED, logit_bias={"5": 1})
+        assert answer.choices[0].message.content == "a"

@@ -1,6 +1,5 @@
 """Calls of tools: rendered as the policy wrote them, named apart, and read quietly where they are none."""
 
-import asyncio
 import json
 import logging
 
@@ -47,23 +46,19 @@ def test_the_byte_template_writes_calls_as_the_policy_did(reader, text):
     assert rendered(message) == text + END
 
 
-def test_a_client_without_a_session_that_sends_a_call_back_meets_the_tokens_that_were_sampled():
+async def test_a_client_without_a_session_that_sends_a_call_back_meets_the_tokens_that_were_sampled():
     call = "[add(a=1, b=2)]"
-
-    async def scene():
-        async with served(call + END, "3" + END, tool_parser="pythonic") as (_, sdk, sampler):
-            first = await sdk.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
-            message = first.choices[0].message
-            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
-            messages = [*ASKED, message.model_dump(exclude_none=True), result]
-            second = await sdk.chat.completions.create(model="policy", messages=messages, tools=[ADD])
-            assert second.choices[0].message.content == "3"
-            before, after = (tokens for tokens, _ in sampler.asked)
-            sampled = BYTES.encode(call + END)
-            assert after[: len(before) + len(sampled)] == [*before, *sampled]
-            assert shown(after[len(before) + len(sampled) :]) == f"<|tool|>3{END}<|assistant|>"
-
-    asyncio.run(scene())
+    async with served(call + END, "3" + END, tool_parser="pythonic") as (_, sdk, sampler):
+        first = await sdk.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
+        message = first.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+        messages = [*ASKED, message.model_dump(exclude_none=True), result]
+        second = await sdk.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        assert second.choices[0].message.content == "3"
+        before, after = (tokens for tokens, _ in sampler.asked)
+        sampled = BYTES.encode(call + END)
+        assert after[: len(before) + len(sampled)] == [*before, *sampled]
+        assert shown(after[len(before) + len(sampled) :]) == f"<|tool|>3{END}<|assistant|>"
 
 
 def with_template(template):
@@ -99,62 +94,49 @@ def test_serving_with_a_template_that_leaves_calls_out_is_refused(caplog):
 
 
 @pytest.mark.parametrize("sessions", [True, False])
-def test_no_two_calls_have_one_identity(sessions):
+async def test_no_two_calls_have_one_identity(sessions):
     call = "[add(a=1, b=2), add(a=3, b=4)]" + END
-
-    async def scene():
-        opened = session if sessions else served
-        async with opened(*[call] * 4, tool_parser="pythonic") as (_, sdk, _):
-            answers = [
-                await sdk.chat.completions.create(model="policy", messages=ASKED, tools=[ADD], n=n) for n in (2, 1, 1)
-            ]
-            ids = [call.id for a in answers for choice in a.choices for call in choice.message.tool_calls]
-            assert len(set(ids)) == 8 and all(len(each) <= 40 for each in ids)
-            assert len({answer.id for answer in answers}) == 3
-            assert all(
-                answer.id.removeprefix("chatcmpl-") in answer.choices[0].message.tool_calls[0].id for answer in answers
-            )
-
-    asyncio.run(scene())
+    opened = session if sessions else served
+    async with opened(*[call] * 4, tool_parser="pythonic") as (_, sdk, _):
+        answers = [
+            await sdk.chat.completions.create(model="policy", messages=ASKED, tools=[ADD], n=n) for n in (2, 1, 1)
+        ]
+        ids = [call.id for a in answers for choice in a.choices for call in choice.message.tool_calls]
+        assert len(set(ids)) == 8 and all(len(each) <= 40 for each in ids)
+        assert len({answer.id for answer in answers}) == 3
+        assert all(
+            answer.id.removeprefix("chatcmpl-") in answer.choices[0].message.tool_calls[0].id for answer in answers
+        )
 
 
-def test_a_rollout_that_is_sampled_again_has_the_same_identities_and_another_has_others():
+async def test_a_rollout_that_is_sampled_again_has_the_same_identities_and_another_has_others():
     async def ids(seed):
         async with session("[add(a=1, b=2)]" + END, tool_parser="pythonic", seed=seed) as (_, sdk, _):
             answer = await sdk.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
             return answer.choices[0].message.tool_calls[0].id
 
-    async def scene():
-        assert await ids(7) == await ids(7) != await ids(8)
-
-    asyncio.run(scene())
+    assert await ids(7) == await ids(7) != await ids(8)
 
 
 MALFORMED = ["[add(a=1, b=open('x'))]", "[add(a=1 b=2)]", "[add(a=-'x')]"]
 
 
 @pytest.mark.parametrize("text", MALFORMED)
-def test_a_call_that_is_none_is_text_and_counted_and_prints_nothing(text, caplog, capfd):
-    async def scene():
-        with caplog.at_level(logging.DEBUG):
-            async with session(text + END, "3" + END, tool_parser="pythonic") as (opened, sdk, _):
-                for _ in range(2):
-                    answer = await sdk.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
-                    assert answer.choices[0].message.tool_calls is None
-                assert opened.counts["malformed"] == 1
-                async with httpx.AsyncClient() as http:
-                    root = opened.endpoint.base_url.split("/sessions")[0]
-                    assert (await http.get(f"{root}/healthz")).json()["num_malformed_calls"] == 1
-
-    asyncio.run(scene())
+async def test_a_call_that_is_none_is_text_and_counted_and_prints_nothing(text, caplog, capfd):
+    with caplog.at_level(logging.DEBUG):
+        async with session(text + END, "3" + END, tool_parser="pythonic") as (opened, sdk, _):
+            for _ in range(2):
+                answer = await sdk.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
+                assert answer.choices[0].message.tool_calls is None
+            assert opened.counts["malformed"] == 1
+            async with httpx.AsyncClient() as http:
+                root = opened.endpoint.base_url.split("/sessions")[0]
+                assert (await http.get(f"{root}/healthz")).json()["num_malformed_calls"] == 1
     printed = capfd.readouterr()
     assert "Traceback" not in printed.err + printed.out + caplog.text
     assert not [record for record in caplog.records if record.name.startswith("vllm")]
 
 
-def test_without_a_tool_parser_no_call_is_counted():
-    async def scene():
-        async with session("a" + END) as (opened, _, _):
-            assert "malformed" not in opened.counts and "ignored" not in opened.counts
-
-    asyncio.run(scene())
+async def test_without_a_tool_parser_no_call_is_counted():
+    async with session("a" + END) as (opened, _, _):
+        assert "malformed" not in opened.counts and "ignored" not in opened.counts

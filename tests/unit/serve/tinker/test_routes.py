@@ -80,19 +80,16 @@ class Client:
             return await self.answer(await self.post("optim_step", json=body))
 
 
-def served(tmp_path, play):
-    async def run():
-        client = Client(tmp_path)
-        try:
-            return await play(client)
-        finally:
-            await client.service.close()
-            await client.http.aclose()
-
-    return asyncio.run(run())
+async def served(tmp_path, play):
+    client = Client(tmp_path)
+    try:
+        return await play(client)
+    finally:
+        await client.service.close()
+        await client.http.aclose()
 
 
-def test_a_sample_that_names_a_model_takes_none_of_its_numbers(tmp_path):
+async def test_a_sample_that_names_a_model_takes_none_of_its_numbers(tmp_path):
     async def play(client):
         await client.create()
         for number in (1, 2):
@@ -101,11 +98,11 @@ def test_a_sample_that_names_a_model_takes_none_of_its_numbers(tmp_path):
             assert "is not open" in (await client.answer(await client.post("asample", json=body)))["error"]
         return [(await client.step(number))["type"] for number in (1, 2)], client.trainer.steps
 
-    assert served(tmp_path, play) == (["optim_step"] * 2, 2)
+    assert await served(tmp_path, play) == (["optim_step"] * 2, 2)
 
 
 @pytest.mark.parametrize("path", ["copy_weights", "a_kind_of_a_newer_sdk"])
-def test_a_kind_that_is_not_offered_ends_at_its_place(tmp_path, path):
+async def test_a_kind_that_is_not_offered_ends_at_its_place(tmp_path, path):
     async def play(client):
         await client.create()
         body = {"model_id": client.model_id, "seq_id": 1, "path": "x"}
@@ -113,12 +110,12 @@ def test_a_kind_that_is_not_offered_ends_at_its_place(tmp_path, path):
         without_number = await client.post(path, json={"path": "x"})
         return refused, without_number.status_code, await client.step(2)
 
-    refused, status, second = served(tmp_path, play)
+    refused, status, second = await served(tmp_path, play)
     assert refused["category"] == "user" and f"{path}: is not offered" in refused["error"]
     assert status == 400 and second["type"] == "optim_step"
 
 
-def test_a_body_that_expands_too_far_ends_at_its_place(tmp_path):
+async def test_a_body_that_expands_too_far_ends_at_its_place(tmp_path):
     async def play(client):
         await client.create()
         head = pb.ForwardBackwardRequest(model_id=client.model_id, seq_id=1).SerializeToString()
@@ -131,20 +128,20 @@ def test_a_body_that_expands_too_far_ends_at_its_place(tmp_path):
         other = await client.answer(await client.post("forward", content=parts, headers=PROTOBUF))
         return refused["error"], other["error"], await client.step(3)
 
-    refused, other, third = served(tmp_path, play)
+    refused, other, third = await served(tmp_path, play)
     assert "without zstd" in refused and "parts" in other and third["type"] == "optim_step"
 
 
-def test_a_metric_that_is_no_number_is_left_out_because_the_sdk_takes_numbers_alone(tmp_path):
+async def test_a_metric_that_is_no_number_is_left_out_because_the_sdk_takes_numbers_alone(tmp_path):
     async def play(client):
         await client.create()
         return await client.step(1), await client.step(2)
 
-    first, second = served(tmp_path, play)
+    first, second = await served(tmp_path, play)
     assert "grad_norm:mean" not in first["metrics"] and second["metrics"]["grad_norm:mean"] == 1.0
 
 
-def test_a_model_that_is_refused_takes_no_number_and_one_that_is_there_is_not_begun_anew(tmp_path):
+async def test_a_model_that_is_refused_takes_no_number_and_one_that_is_there_is_not_begun_anew(tmp_path):
     async def play(client):
         session, refused = await client.create(lora_config={"rank": 99})
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
@@ -156,12 +153,12 @@ def test_a_model_that_is_refused_takes_no_number_and_one_that_is_there_is_not_be
         again = await client.answer(await client.post("create_model", json=body))
         return refused, again, await client.step(2)
 
-    refused, again, second = served(tmp_path, play)
+    refused, again, second = await served(tmp_path, play)
     assert "rank=99" in refused["error"] and "is in this server already" in again["error"]
     assert second["type"] == "optim_step"
 
 
-def test_small_bodies_metadata_and_finished_sessions_are_bounded(tmp_path):
+async def test_small_bodies_metadata_and_finished_sessions_are_bounded(tmp_path):
     async def play(client):
         long = await client.post("create_session", content=b" " * (Limits().max_small_bytes + 1))
         wide = await client.post("create_session", json={"user_metadata": {"a": "b" * 2**17}})
@@ -170,4 +167,4 @@ def test_small_bodies_metadata_and_finished_sessions_are_bounded(tmp_path):
             await client.post(f"sessions/{session}/finish", json={})
         return long.status_code, wide.status_code, len(client.service.sessions)
 
-    assert served(tmp_path, play) == (413, 400, Limits().max_finished)
+    assert await served(tmp_path, play) == (413, 400, Limits().max_finished)

@@ -9,7 +9,7 @@ from torchtitan_rl.serve.tinker.samplers import Turns, Versions
 from torchtitan_rl.serve.tinker.saved_states import Checkpoints, ModelRecord
 
 
-def test_versions_never_mix_and_each_gets_its_turn():
+async def test_versions_never_mix_and_each_gets_its_turn():
     async def run():
         turns, inside, seen = Turns(turn_s=0.01), {}, []
 
@@ -28,31 +28,29 @@ def test_versions_never_mix_and_each_gets_its_turn():
         await asyncio.wait_for(asyncio.gather(*(client(v) for v in (1, 2, 3) for _ in range(4))), 20)
         return seen, turns.num_turns
 
-    seen, num_turns = asyncio.run(run())
+    seen, num_turns = await run()
     assert sorted(seen) == [1] * 80 + [2] * 80 + [3] * 80
     assert 3 <= num_turns < 120, "requests of a version share a turn"
     assert set(seen[: len(seen) // 2]) == {1, 2, 3}, "nobody waits until another version has nothing left to ask"
 
 
-def test_a_request_that_is_cancelled_while_it_waits_holds_nobody_up():
-    async def run():
-        turns = Turns(turn_s=0.0)
+async def test_a_request_that_is_cancelled_while_it_waits_holds_nobody_up():
+    turns = Turns(turn_s=0.0)
 
-        async def hold(version, seconds):
-            async with turns.of(version):
-                await asyncio.sleep(seconds)
+    async def hold(version, seconds):
+        async with turns.of(version):
+            await asyncio.sleep(seconds)
 
-        first = asyncio.ensure_future(hold(1, 0.05))
-        await asyncio.sleep(0)
-        cancelled = [asyncio.ensure_future(hold(2, 10)) for _ in range(3)]
-        last = asyncio.ensure_future(hold(3, 0))
-        await asyncio.sleep(0.01)
-        for task in cancelled:
-            task.cancel()
-        await asyncio.wait_for(asyncio.gather(first, last), 2)
-        return turns.version
+    first = asyncio.ensure_future(hold(1, 0.05))
+    await asyncio.sleep(0)
+    cancelled = [asyncio.ensure_future(hold(2, 10)) for _ in range(3)]
+    last = asyncio.ensure_future(hold(3, 0))
+    await asyncio.sleep(0.01)
+    for task in cancelled:
+        task.cancel()
+    await asyncio.wait_for(asyncio.gather(first, last), 2)
 
-    assert asyncio.run(run()) == 3
+    assert turns.version == 3
 
 
 class Store:
@@ -84,7 +82,7 @@ class Store:
         self.pin(version, holder)
 
 
-def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
+async def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
     async def run():
         store = Store()
         versions = Versions(store, max_published=2, max_spooled=9, spool=tmp_path / "spool")
@@ -104,39 +102,34 @@ def test_versions_beyond_the_bound_wait_on_disk_and_come_back(tmp_path):
             sorted(file.name for file in (tmp_path / "spool").iterdir()),
         )
 
-    pushed_out, back, again, left, files = asyncio.run(run())
+    pushed_out, back, again, left, files = await run()
     assert pushed_out == [3, 4] and back == [1, 3, 4] and again == {1: 1, 4: 1}
     assert left == [4] and files == ["2.safetensors", "3.safetensors"]
 
 
-def test_a_version_in_use_is_never_pushed_out(tmp_path):
-    async def run():
-        store = Store()
-        versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
-        await versions.publish()
-        async with versions.published(1):
-            for store.next in (2, 3):
-                await versions.publish()
-            await versions.forget(1)
-            assert 1 in store.holders
+async def test_a_version_in_use_is_never_pushed_out(tmp_path):
+    store = Store()
+    versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
+    await versions.publish()
+    async with versions.published(1):
+        for store.next in (2, 3):
+            await versions.publish()
         await versions.forget(1)
-        return sorted(store.holders)
+        assert 1 in store.holders
+    await versions.forget(1)
 
-    assert asyncio.run(run()) == [3]
+    assert sorted(store.holders) == [3]
 
 
-def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
-    async def run():
+async def test_a_checkpoint_that_was_deleted_is_named(tmp_path):
+    with pytest.raises(Fault, match="was deleted"):
         versions = Versions(Store(), max_published=1, max_spooled=9, spool=tmp_path / "spool")
         versions.register(-1, tmp_path / "gone.safetensors")
         async with versions.published(-1):
             pass
 
-    with pytest.raises(Fault, match="was deleted"):
-        asyncio.run(run())
 
-
-def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used_least_recently_go(tmp_path):
+async def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used_least_recently_go(tmp_path):
     async def run():
         store = Store()
         versions = Versions(store, max_published=1, max_spooled=2, spool=tmp_path / "spool")
@@ -152,40 +145,36 @@ def test_versions_without_a_name_are_bounded_on_disk_too_and_the_ones_used_least
                 pass
         return left, sorted(file.name for file in (tmp_path / "spool").iterdir())
 
-    left, files = asyncio.run(run())
+    left, files = await run()
     assert left == [1, 4, 5] and files == ["1.safetensors", "4.safetensors"]
 
 
-def test_a_damaged_file_is_a_fault_of_the_request_and_is_never_published(tmp_path, caplog):
+async def test_a_damaged_file_is_a_fault_of_the_request_and_is_never_published(tmp_path, caplog):
     """Of a checkpoint, and of weights without a name that the server wrote; one without checksums is used."""
-
-    async def run():
-        store, checkpoints = Store(), Checkpoints(tmp_path / "models")
-        versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
-        record = ModelRecord(model_id="ab12:train:0", base_model="tiny")
-        messages = []
-        for version, name in ((-1, "flipped"), (-2, "fine"), (-3, "old")):
-            writing = checkpoints.begin(record, "sampler_weights", name, overwrite=False)
-            (writing / "weights.safetensors").write_text(str(version))
-            path = checkpoints.commit(record, "sampler_weights", name, ttl_s=None, metadata=None).path
-            versions.register(version, checkpoints.find(path)[1] / "weights.safetensors")
-        flipped = tmp_path / "models" / record.model_id / "sampler_weights" / "flipped" / "weights.safetensors"
-        flipped.write_text("-3")
-        (tmp_path / "models" / record.model_id / "sampler_weights" / "old" / "files.json").unlink()
-        for store.next in (1, 2):
-            await versions.publish()
-        (tmp_path / "spool" / "1.safetensors").write_text("2")
-        for version in (-1, 1):
-            with pytest.raises(Fault) as fault:
-                async with versions.published(version):
-                    pass
-            assert fault.value.category == "user" and version not in store.holders
-            messages.append(fault.value.message)
-        for version in (-2, -3):
+    store, checkpoints = Store(), Checkpoints(tmp_path / "models")
+    versions = Versions(store, max_published=1, max_spooled=9, spool=tmp_path / "spool")
+    record = ModelRecord(model_id="ab12:train:0", base_model="tiny")
+    messages = []
+    for version, name in ((-1, "flipped"), (-2, "fine"), (-3, "old")):
+        writing = checkpoints.begin(record, "sampler_weights", name, overwrite=False)
+        (writing / "weights.safetensors").write_text(str(version))
+        path = checkpoints.commit(record, "sampler_weights", name, ttl_s=None, metadata=None).path
+        versions.register(version, checkpoints.find(path)[1] / "weights.safetensors")
+    flipped = tmp_path / "models" / record.model_id / "sampler_weights" / "flipped" / "weights.safetensors"
+    flipped.write_text("-3")
+    (tmp_path / "models" / record.model_id / "sampler_weights" / "old" / "files.json").unlink()
+    for store.next in (1, 2):
+        await versions.publish()
+    (tmp_path / "spool" / "1.safetensors").write_text("2")
+    for version in (-1, 1):
+        with pytest.raises(Fault) as fault:
             async with versions.published(version):
-                assert version in store.holders
-        return messages
-
-    checkpoint, spooled = asyncio.run(run())
+                pass
+        assert fault.value.category == "user" and version not in store.holders
+        messages.append(fault.value.message)
+    for version in (-2, -3):
+        async with versions.published(version):
+            assert version in store.holders
+    checkpoint, spooled = messages
     assert "weights.safetensors: its checksum is" in checkpoint and "version=1: its file is damaged" in spooled
     assert "was saved without checksums by an older server" in caplog.text

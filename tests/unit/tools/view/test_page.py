@@ -1,6 +1,5 @@
 """The page over runs, asked as a browser asks: every address, hostile text, bad input, who may ask."""
 
-import asyncio
 import json
 import math
 import re
@@ -406,7 +405,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
         open_runs([tmp_path / "c"])
 
 
-def test_a_port_in_use_picks_the_next_one(runs):
+async def test_a_port_in_use_picks_the_next_one(runs):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
@@ -415,7 +414,7 @@ def test_a_port_in_use_picks_the_next_one(runs):
             await listening.close()
             return listening.port
 
-        assert port < asyncio.run(taken_port()) < port + 20
+        assert port < await taken_port() < port + 20
 
 
 def test_the_verb_says_what_is_wrong(tmp_path, capsys, monkeypatch):
