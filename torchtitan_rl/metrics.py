@@ -31,6 +31,7 @@ REINFORCEMENT = (
     "policy/clip_frac",
     "advantage/mean",
     "advantage/abs_max",
+    "policy/lag_mean",
     "policy/lag_max",
     "mismatch/kl",
     "mismatch/logprob_diff_max",
@@ -54,7 +55,6 @@ FEATURES = {
     "several replicas": ("generator/healthy_replicas",),
     "a reference": ("policy/reference_kl",),
     "a lag": (
-        "policy/lag_mean",
         "policy/ratio_lagA_mean",
         "policy/far_lagA_frac",
         "tokens/trained_lagA",

@@ -44,6 +44,7 @@ from torchtitan_rl.rollout.ahead import BatchesAhead
 from torchtitan_rl.rollout.batches import BatchPlayer, BatchSource, SynchronousBatches
 from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, ends
 from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
+from torchtitan_rl.rollout.lag import lag_metrics
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.serve.run_gateway import open_gateway
@@ -341,8 +342,9 @@ class Controller(AbstractAsyncContextManager):
                         await self.publish()
                     if config.roles.refresh_reference_every or config.algorithm.refresh_teacher_every:
                         await self._refresh(first)
-                line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds)
-                if self.overlap is not None and "policy/lag_mean" in line:
+                overlap = self.overlap is not None
+                line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds, overlap=overlap)
+                if self.overlap is not None:
                     training_s, waited_s = sync.began - generate.ended, self.overlapped_evaluations.waited_s
                     line |= self.overlap.metrics(line, training_s=training_s, evaluation_wait_s=waited_s)
                 recorder.record(Metrics(line=line, text=lines.summary(line, num_steps)))
@@ -358,8 +360,8 @@ class Controller(AbstractAsyncContextManager):
     async def train_on(self, groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
         """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
 
-        Metrics of rewards count `sampled`, which `groups` were chosen from. Does not publish. `mismatch/*` are computed
-        on the first minibatch, before its step.
+        Metrics of rewards count `sampled`, which `groups` were chosen from; `policy/lag_*` count `groups`. Does not
+        publish. `mismatch/*` are computed on the first minibatch, before its step.
         """
         scoring = None if self.explainer is None else await self.explainer.begin(groups)
         try:
@@ -378,7 +380,8 @@ class Controller(AbstractAsyncContextManager):
             data = await training_data(groups, self.roles, algorithm)
         line.mean("time/score_s", score.seconds)
         with span("count metrics"):
-            of_batch = lines.of_batch(sampled, self.generator.policy_version, self.generator.health())
+            of_batch = lines.of_batch(sampled, self.generator.health())
+            of_batch |= lag_metrics(groups, self.versions.publications)
         trained: list[Trained] = []
         for epoch in range(algorithm.num_epochs):
             for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
