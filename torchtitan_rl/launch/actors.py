@@ -33,7 +33,7 @@ from torchtitan_rl.launch.rendezvous import Rendezvous
 from torchtitan_rl.launch.spares import Spares
 from torchtitan_rl.launch.stack import start_generators, start_stack
 
-__all__ = ["Launcher"]
+__all__ = ["ActorLauncher"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ _HOST_BACK_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
 
 
 @dataclass
-class Launcher:
-    """Spawns the meshes of a run and remembers every mesh, so that `stop` leaves no process behind. A `MeshBackend`."""
+class ActorLauncher:
+    """Spawns the meshes of a run and remembers them, so that `stop` leaves no process behind. A `MeshLauncher`."""
 
     log_dir: str | None
     start_timeout_s: float

@@ -37,7 +37,7 @@ _KILL_S = 3.0
 
 @dataclass
 class RemoteLauncher:
-    """Opens a session with the service at TINKER_BASE_URL, with the key in TINKER_API_KEY, and ends it. A `Backend`."""
+    """Opens a session with the service at TINKER_BASE_URL, by the key in TINKER_API_KEY, and ends it. A `Launcher`."""
 
     start_timeout_s: float
     store: Samplers = field(default_factory=Samplers)

@@ -22,7 +22,7 @@ from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.launch.attach import Hosts
 from torchtitan_rl.launch.backend import Stack
-from torchtitan_rl.launch.choice import hosts_for, launcher_for, settled_for
+from torchtitan_rl.launch.choice import backend_of
 from torchtitan_rl.mismatch.explainer import MismatchExplainer
 from torchtitan_rl.record import attempts
 from torchtitan_rl.record.progress import Progress
@@ -64,7 +64,7 @@ from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.types.ends import Ended, Preempted, StopRequest
 from torchtitan_rl.types.run_state import RunState
 from torchtitan_rl.validation.rewards import check_reward
-from torchtitan_rl.validation.run import missing_weights, validate
+from torchtitan_rl.validation.run import validate
 from torchtitan_rl.weights import checkpoint
 
 if TYPE_CHECKING:
@@ -173,14 +173,15 @@ class Controller(AbstractAsyncContextManager):
         process: the whole run is in this process, on one device, for a debugger. `backend="tinker"` trains and samples
         at the service at TINKER_BASE_URL. `resume_from` goes on with a run: `latest`, `auto`, a run directory or a
         checkpoint, as `resume.find` says. Raises ValueError, before anything starts, for a config that `validate`,
-        `check_hosts`, `check_local`, `check_remote` or `resume.find` refuses.
+        `Backend.hosts_for` or `resume.find` refuses.
         """
         validate(config)
-        config = settled_for(config, backend)
-        hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
+        run_backend = backend_of(backend)
+        config = run_backend.settle(config)
+        hosts = run_backend.hosts_for(config, hosts, generators_only=hf_weights is not None)
         if hf_weights is not None:
             Qwen3Shape.from_hf(hf_weights / "config.json")  # refuses weights of another model
-        if hf_weights is None and backend != "tinker" and (missing := missing_weights(config)):
+        if hf_weights is None and (missing := run_backend.missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)
         if hf_weights is None:
@@ -188,11 +189,11 @@ class Controller(AbstractAsyncContextManager):
         absolute = hosts is not None and hosts.attached
         run_dir, resumption = resume.open_run(config, resume_from, absolute=absolute)
         recorder = listeners.recorder_of(
-            config, run_dir, inputs.tokenizer.decode, progress, debugger=backend == "local"
+            config, run_dir, inputs.tokenizer.decode, progress, debugger=run_backend.in_this_process
         )
         for note in resumption.notes if resumption is not None else ():
             recorder.record(Note(text=note))
-        launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
+        launcher = run_backend.launcher(config, hosts, str(run_dir.path / "logs"))
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
