@@ -18,7 +18,7 @@ from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.environment import let_garbage_wait
 from torchtitan_rl.launch.backend import Launcher, Stack
 from torchtitan_rl.launch.choice import ActorBackend
-from torchtitan_rl.launch.watchdog import alive
+from torchtitan_rl.launch.liveness.watchdog import alive
 from torchtitan_rl.model.files import assets_dir, has_weights, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.run_dir import RunDir

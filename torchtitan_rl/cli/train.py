@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from torchtitan_rl.config.derive import settled
     from torchtitan_rl.config.recording import steps_of
-    from torchtitan_rl.launch.restarts import attempt, leave_outcome
+    from torchtitan_rl.launch.liveness.restarts import attempt, leave_outcome
     from torchtitan_rl.validation.advice import advice
     from torchtitan_rl.validation.run import validate
 
@@ -101,8 +101,8 @@ def _dry_run(args: argparse.Namespace, config: RunConfig, backend: Backend) -> i
 
 
 def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
-    """`train` under `launch.restarts`."""
-    from torchtitan_rl.launch.restarts import run_with_restarts
+    """`train` under `launch.liveness.restarts`."""
+    from torchtitan_rl.launch.liveness.restarts import run_with_restarts
     from torchtitan_rl.train.resume import place
     from torchtitan_rl.train.start import output_path
 
@@ -117,7 +117,7 @@ def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
 
 async def _train(args: argparse.Namespace, config: RunConfig) -> int:
     from torchtitan_rl.cli.summary import summary_rows
-    from torchtitan_rl.launch.watchdog import alive
+    from torchtitan_rl.launch.liveness.watchdog import alive
     from torchtitan_rl.record.json_console import JsonProgress
     from torchtitan_rl.record.plot import plot_curve
     from torchtitan_rl.record.progress import Progress
