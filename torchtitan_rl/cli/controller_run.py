@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli.exit_status import fail
 from torchtitan_rl.environment import let_garbage_wait
-from torchtitan_rl.record.console import is_json, say
+from torchtitan_rl.record.console.notices import is_json, say
 from torchtitan_rl.record.disk import disk_problem
 from torchtitan_rl.record.status import note_end
 from torchtitan_rl.record.user_code import error_text

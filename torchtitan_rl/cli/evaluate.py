@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def evaluate(args: argparse.Namespace, config: RunConfig) -> int:
     """Prints the accuracies of a checkpoint. Returns the exit status."""
-    from torchtitan_rl.record.progress import Progress
+    from torchtitan_rl.record.console.progress import Progress
     from torchtitan_rl.tasks.pass_rate_filter import write_pass_rates
     from torchtitan_rl.train.controller import Controller
     from torchtitan_rl.train.start import dated

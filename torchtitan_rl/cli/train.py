@@ -19,7 +19,7 @@ from torchtitan_rl.cli.verb_arguments import (
     configured,
     without_restarts,
 )
-from torchtitan_rl.record.console import say
+from torchtitan_rl.record.console.notices import say
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
@@ -118,9 +118,9 @@ def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
 async def _train(args: argparse.Namespace, config: RunConfig) -> int:
     from torchtitan_rl.cli.summary import summary_rows
     from torchtitan_rl.launch.liveness.watchdog import alive
-    from torchtitan_rl.record.json_console import JsonProgress
+    from torchtitan_rl.record.console.json_progress import JsonProgress
+    from torchtitan_rl.record.console.progress import Progress
     from torchtitan_rl.record.plot import plot_curve
-    from torchtitan_rl.record.progress import Progress
     from torchtitan_rl.serve.run_gateway import serving
     from torchtitan_rl.train.controller import Controller
 

@@ -25,7 +25,8 @@ from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.choice import backend_of
 from torchtitan_rl.mismatch.explainer import MismatchExplainer
 from torchtitan_rl.record import attempts
-from torchtitan_rl.record.progress import Progress
+from torchtitan_rl.record.console.progress import Progress
+from torchtitan_rl.record.console.step_numbers import step_line
 from torchtitan_rl.record.recorder import (
     DrawEvents,
     GeneratorStarted,
@@ -348,7 +349,7 @@ class Controller(AbstractAsyncContextManager):
                 if self.overlap is not None:
                     training_s, waited_s = sync.began - generate.ended, self.overlapped_evaluations.waited_s
                     line |= self.overlap.metrics(line, training_s=training_s, evaluation_wait_s=waited_s)
-                recorder.record(Metrics(line=line, text=lines.summary(line, num_steps)))
+                recorder.record(Metrics(line=line, text=step_line(line, num_steps)))
                 if self.collapse is not None:
                     self.collapse.count(line)
                 self._record_batch(batch)

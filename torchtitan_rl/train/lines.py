@@ -1,4 +1,4 @@
-"""Lines of metrics: the optimizer steps of a batch in one line, statistics of a batch's rollouts, a line in words."""
+"""Lines of metrics: the optimizer steps of a batch in one line, statistics of a batch's rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchtitan_rl.algorithm.advantages import all_equal
 from torchtitan_rl.tasks.reward_parts import part_means
 from torchtitan_rl.types import Rollout, RolloutGroup
 
-__all__ = ["StepMetrics", "of_batch", "of_times", "summary", "mean_std"]
+__all__ = ["StepMetrics", "of_batch", "of_times", "mean_std"]
 
 
 class StepMetrics:
@@ -103,16 +103,6 @@ def of_times(line: dict, step_s: float, generate_s: float, sync_s: float, *, ove
         "tokens/trained_per_s": line["tokens/trained"] / step_s,
         "tokens/generated_per_s": line["tokens/generated"] / (step_s if overlap else generate_s),
     }
-
-
-def summary(line: dict, num_steps: int) -> str:
-    """A line of metrics as text for the console."""
-    return (
-        f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
-        f"no signal {line['reward/zero_std_frac']:.0%}  "
-        f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
-        f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
-    )
 
 
 def mean_std(values: Iterable[float]) -> tuple[float, float]:

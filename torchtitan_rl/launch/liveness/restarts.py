@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchtitan_rl.environment import end_with_parent
 from torchtitan_rl.launch.liveness import watchdog
-from torchtitan_rl.record.console import say
+from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.record.disk import full_disk
 
 __all__ = ["run_with_restarts", "attempt", "leave_outcome"]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_rl.record.console import say
+from torchtitan_rl.record.console.notices import say
 
 __all__ = [
     "LOOK_EVERY_S",
