@@ -58,12 +58,12 @@ class Hosts:
 
     def mesh_of(self, indices: list[int]) -> Any:
         """Monarch's mesh of adjacent hosts."""
-        first, *rest = indices
+        first, last = indices[0], indices[-1]
         if not self.attached:
             return self.mesh
-        if not rest and first in self._back:
+        if first == last and first in self._back:
             return self._back[first]
-        return self.mesh.slice(hosts=slice(first, rest[-1] + 1) if rest else first)
+        return self.mesh.slice(hosts=first if first == last else slice(first, last + 1))
 
     async def await_back(self, index: int, within_s: float) -> None:
         """Returns at once where a host's worker has been there all the time. Otherwise waits for another worker at the

@@ -41,10 +41,9 @@ from torchtitan_rl.record.records import Trained
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout import finished
-from torchtitan_rl.rollout.ahead import BatchesAhead
-from torchtitan_rl.rollout.batches import BatchPlayer, BatchSource, SynchronousBatches
+from torchtitan_rl.rollout.batch_sources import lagged_batches, synchronous_batches
+from torchtitan_rl.rollout.batches import BatchSource
 from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, ends
-from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
 from torchtitan_rl.rollout.lag import lag_metrics
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import Rollouts
@@ -127,29 +126,19 @@ class Controller(AbstractAsyncContextManager):
             score_early=self.explainer.score_early if self.explainer is not None and lag else None,
         )
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
-        max_tokens = config.sampling.max_tokens
-        player = BatchPlayer(config.algorithm, self.player, self.draws, self._record_admitted, max_tokens=max_tokens)
-        self.batches: BatchSource = SynchronousBatches(player, self.draws, self.state)
+        arguments = config, self.player, self.draws, self.state, self._record_admitted
         self.lagged: LaggedBatches | None = None
         """`batches`, where they are played while earlier ones train."""
         self.overlapped_evaluations: OverlappedEvaluations | None = None
         self.overlap: Overlap | None = None
         if lagging:
-            shared = config, player, self.draws, self.state
             publications = self.versions.publications
-            if config.algorithm.batch_order == "finished":
-                slot = one_slot(config.algorithm)
-                slot_player = BatchPlayer(slot, self.player, self.draws, self._record_admitted, max_tokens=max_tokens)
-                self.lagged = FirstFinished(
-                    *shared, slot_player=slot_player, publications=publications, finished=finished_groups
-                )
-            else:
-                self.lagged = BatchesAhead(*shared, publications=publications, finished=finished_groups)
-            self.batches = self.lagged
+            self.lagged = lagged_batches(*arguments, publications=publications, finished=finished_groups)
             self.overlap = Overlap(self.lagged, self.generator, publications)
             self.overlapped_evaluations = OverlappedEvaluations(
                 config.controller, self.evaluations, self.versions, self.state, recorder
             )
+        self.batches: BatchSource = synchronous_batches(*arguments) if self.lagged is None else self.lagged
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
         )

@@ -14,10 +14,10 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.ahead import BatchesAhead
-from torchtitan_rl.rollout.batches import BatchPlayer, SynchronousBatches
+from torchtitan_rl.rollout.batch_sources import lagged_batches, synchronous_batches
 from torchtitan_rl.rollout.draws import Draws
 from torchtitan_rl.rollout.finished import FinishedGroups
-from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
+from torchtitan_rl.rollout.first_finished import FirstFinished
 from torchtitan_rl.rollout.lag import check_lag, lag_metrics
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 from torchtitan_rl.types.run_state import RunState
@@ -55,6 +55,8 @@ class Run:
         algorithm = AlgorithmConfig(max_policy_lag=lag, tasks_per_step=PER_BATCH, group_size=2, filters=filters)
         self.config = RunConfig(name="unit", task=None, model=ModelConfig(assets="chars"), algorithm=algorithm)
         self.config.controller.num_steps = NUM_BATCHES
+        self.config.sampling.max_tokens = 64
+        algorithm.batch_order = "finished" if kind is FirstFinished else "slots"
         self.state, self.publications, self.draws = RunState(seed=0), [0], Draws(Source())
         if start is not None:
             self.state.step, draws = start
@@ -62,17 +64,12 @@ class Run:
         self.finished, self.played = FinishedGroups(), []
         self.lags = []
         """`policy/lag_max` of each batch as it began to train."""
-        player, slot_player = (
-            BatchPlayer(of, SimpleNamespace(play=self.play), self.draws, self.admitted, max_tokens=64)
-            for of in (algorithm, one_slot(algorithm))
-        )
-        own = {"slot_player": slot_player} if kind is FirstFinished else {}
-        lagged = dict(publications=self.publications, finished=self.finished, **own)
-        self.batches = (
-            kind(self.config, player, self.draws, self.state, **lagged)
-            if lag
-            else SynchronousBatches(player, self.draws, self.state)
-        )
+        arguments = self.config, SimpleNamespace(play=self.play), self.draws, self.state, self.admitted
+        if lag:
+            self.batches = lagged_batches(*arguments, publications=self.publications, finished=self.finished)
+            assert type(self.batches) is kind
+        else:
+            self.batches = synchronous_batches(*arguments)
 
     def admitted(self, draws, step):
         self.events.append(("admitted", step, self.publications[-1], [draw.id for draw in draws]))

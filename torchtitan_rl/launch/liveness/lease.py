@@ -252,9 +252,9 @@ class Lease(threading.Thread):
         """Whether the same worker, still running, answers a message that is sent from now on. Blocks for `within_s`
         seconds at most."""
         with self._answered:
-            wanted = self._num_answers + 2  # the next answer may be to a word before
-            self._answered.wait_for(lambda: self._replaced or self._num_answers >= wanted, within_s)
-            return self._num_answers >= wanted
+            enough = self._num_answers + 2  # the next answer may be to a word before
+            self._answered.wait_for(lambda: self._replaced or self._num_answers >= enough, within_s)
+            return self._num_answers >= enough
 
     def end(self) -> None:
         """Tells the worker that the run is over: it keeps what it started, which the run has stopped itself."""
