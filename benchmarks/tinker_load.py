@@ -121,7 +121,7 @@ async def serving(directory: str) -> AsyncIterator[Server]:
     import torchtitan_rl.config as rl
     from torchtitan_rl.cli.tinker_server import TinkerOptions, adapted, open_server
     from torchtitan_rl.config.derive import settled
-    from torchtitan_rl.launch.choice import hosts_for, launcher_for
+    from torchtitan_rl.launch.choice import ActorBackend
     from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.tasks.letter_sort import LetterSort
 
@@ -138,7 +138,8 @@ async def serving(directory: str) -> AsyncIterator[Server]:
     )
     options = TinkerOptions(base_model="tiny")
     config, run_dir = settled(adapted(config, options)), RunDir.create(Path(directory) / "run")
-    launcher = launcher_for(config, hosts_for(config, "actors", None, generators_only=False), str(run_dir.logs))
+    actors = ActorBackend()
+    launcher = actors.launcher(config, actors.hosts_for(config, None, generators_only=False), str(run_dir.logs))
     try:
         server = await open_server(config, options, run_dir, launcher)
         yield server

@@ -20,7 +20,7 @@ from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.config.load import load_config
 from torchtitan_rl.launch.attach import attach
 from torchtitan_rl.launch.backend import Stack
-from torchtitan_rl.launch.choice import hosts_for, launcher_for, settled_for
+from torchtitan_rl.launch.choice import ActorBackend
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.types import OptimParams, SamplingParams
@@ -82,9 +82,10 @@ class Sampling:
 
 
 async def drive(args: argparse.Namespace) -> None:
-    config = settled_for(config_of(args.layout, args.dim, args.layers, args.vocab_size, args.directory), "actors")
-    hosts = hosts_for(config, "actors", await attach(args.hosts.split(","), timeout_s=60), generators_only=False)
-    launcher = launcher_for(config, hosts, f"{args.directory}/logs")
+    actors = ActorBackend()
+    config = actors.settle(config_of(args.layout, args.dim, args.layers, args.vocab_size, args.directory))
+    hosts = actors.hosts_for(config, await attach(args.hosts.split(","), timeout_s=60), generators_only=False)
+    launcher = actors.launcher(config, hosts, f"{args.directory}/logs")
     try:
         model_dir = Path(args.directory) / "model"
         shape = resolve_shape(config.model)

@@ -25,7 +25,7 @@ _PUBLIC = {
     "Rollout": "types",
     "RolloutGroup": "types",
     "plot_curve": "record.plot",
-    "Progress": "record.progress",
+    "Progress": "record.console.progress",
     "Run": "health.run_reader",
     "tinted": "html",
 }

@@ -31,6 +31,7 @@ REINFORCEMENT = (
     "policy/clip_frac",
     "advantage/mean",
     "advantage/abs_max",
+    "policy/lag_mean",
     "policy/lag_max",
     "mismatch/kl",
     "mismatch/logprob_diff_max",
@@ -54,7 +55,6 @@ FEATURES = {
     "several replicas": ("generator/healthy_replicas",),
     "a reference": ("policy/reference_kl",),
     "a lag": (
-        "policy/lag_mean",
         "policy/ratio_lagA_mean",
         "policy/far_lagA_frac",
         "tokens/trained_lagA",
@@ -147,8 +147,8 @@ def entry(name: str) -> str | None:
 
     Example: `entry("policy/ratio_lag2_mean")` is `"policy/ratio_lagA_mean"`.
     """
-    every = [*REINFORCEMENT, *EVALUATION, *(known for names in FEATURES.values() for known in names)]
-    if name in every:
+    entries = [*REINFORCEMENT, *EVALUATION, *(metric for metrics in FEATURES.values() for metric in metrics)]
+    if name in entries:
         return name
-    patterns = {known: re.sub("[A-Z]+", lambda capitals: _STANDS_FOR[capitals[0]], known) for known in every}
-    return next((known for known, pattern in patterns.items() if re.fullmatch(pattern, name)), None)
+    patterns = {metric: re.sub("[A-Z]+", lambda capitals: _STANDS_FOR[capitals[0]], metric) for metric in entries}
+    return next((metric for metric, pattern in patterns.items() if re.fullmatch(pattern, name)), None)

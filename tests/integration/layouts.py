@@ -39,9 +39,9 @@ def trainer_config(dp: int = 1, tp: int = 1, replicate: int = 1, **changes) -> T
 
 
 def a_launcher():
-    from torchtitan_rl.launch.actors import Launcher
+    from torchtitan_rl.launch.actors import ActorLauncher
 
-    return Launcher(log_dir=None, start_timeout_s=240, call_timeout_s=400)  # compiling takes long
+    return ActorLauncher(log_dir=None, start_timeout_s=240, call_timeout_s=400)  # compiling takes long
 
 
 @asynccontextmanager

@@ -6,10 +6,8 @@ import pytest
 
 from tests.integration.test_batches import algorithm
 from torchtitan_rl.record.attempts import read_ledger, read_rollouts
-from torchtitan_rl.rollout.ahead import BatchesAhead
-from torchtitan_rl.rollout.batches import BatchPlayer
+from torchtitan_rl.rollout.batch_sources import lagged_batches
 from torchtitan_rl.rollout.finished import FinishedGroups
-from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
 from torchtitan_rl.train.overlap import Overlap
 from torchtitan_rl.train.overlapped_evaluations import OverlappedEvaluations
 
@@ -19,21 +17,19 @@ LAG, STEPS = 2, 6
 
 
 @contextlib.contextmanager
-def ahead(controller, lag, kind=BatchesAhead):
+def ahead(controller, lag, order="slots"):
     """The controller's loop with batches ahead."""
     before, config, publications = controller.batches, controller.config, controller.versions.publications
-    with algorithm(controller, max_policy_lag=lag):
+    with algorithm(controller, max_policy_lag=lag, batch_order=order):
         finished = controller.player.finished = FinishedGroups()
-        arguments, limit = (
-            (controller.player, controller.draws, controller._record_admitted),
-            config.sampling.max_tokens,
-        )
-        player = BatchPlayer(config.algorithm, *arguments, max_tokens=limit)
-        own = {}
-        if kind is FirstFinished:
-            own["slot_player"] = BatchPlayer(one_slot(config.algorithm), *arguments, max_tokens=limit)
-        batches = kind(
-            config, player, controller.draws, controller.state, publications=publications, finished=finished, **own
+        batches = lagged_batches(
+            config,
+            controller.player,
+            controller.draws,
+            controller.state,
+            controller._record_admitted,
+            publications=publications,
+            finished=finished,
         )
         controller.batches, controller.overlap = batches, Overlap(batches, controller.generator, publications)
         controller.overlapped_evaluations = OverlappedEvaluations(
@@ -85,7 +81,7 @@ def test_no_trained_token_is_older_than_the_bound_and_no_rollout_is_missing(loop
 
 def test_every_slot_trains_once_and_in_time_in_the_order_of_their_ends(loop, controller):
     first, slot = controller.state.step, controller.draws.next_slot
-    with ahead(controller, LAG, FirstFinished):
+    with ahead(controller, LAG, "finished"):
         controller.config.controller.num_steps = first + STEPS
         loop.run_until_complete(controller.reinforce())
     lines = [line for line in controller.run_dir.read_metrics() if line["phase"] == "reinforcement"][-STEPS:]

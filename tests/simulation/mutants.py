@@ -177,8 +177,8 @@ def _nothing(*args: Any, **named: Any) -> Any:
     return 0
 
 
-def _find_nothing(*args: Any) -> dict[str, float]:
-    return {}
+def _find_nothing(*args: Any) -> None:
+    pass
 
 
 _evaluate = Evaluations._evaluate

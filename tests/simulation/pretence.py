@@ -15,6 +15,7 @@ from tests.simulation.world import FakeLauncher, World
 from torchtitan_rl.config.resolve import resolved
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.launch.choice import ActorBackend
 from torchtitan_rl.launch.stack import start_stack
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.tables import Table
@@ -57,8 +58,8 @@ def pretended(world: World, config: RunConfig) -> Iterator[None]:
     plain, level = resolved(config), logging.root.manager.disable
     changes: list[Change] = [
         (controller, "validate", _nothing),
-        (controller, "hosts_for", _nothing),
-        (controller, "launcher_for", lambda *args: FakeLauncher(world)),
+        (ActorBackend, "hosts_for", _nothing),
+        (ActorBackend, "launcher", lambda *args: FakeLauncher(world)),
         (controller, "read_inputs", _inputs),
         (controller, "start", start),
         (player, "run_group", world.watched(player.run_group)),

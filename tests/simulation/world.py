@@ -14,7 +14,7 @@ from tests.simulation.trainers import FakeStore, FakeTrainer
 from tests.simulation.virtual_clock import VirtualLoop
 from torchtitan_rl.dispatch.role_mesh import ProcessDied
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.record.recorder import DrawEvents, Listener, Published, TrainedOn
 from torchtitan_rl.types import Request, RolloutGroup
 
@@ -232,7 +232,7 @@ class Watch(Listener):
                 self.log.misplaced.append(f"sequence of rollout {datum.rollout} in the batch before step {steps}")
 
 
-class FakeLauncher(Launcher):
+class FakeLauncher(ActorLauncher):
     """Starts pretended processes. `restart_generator` is what a repair calls."""
 
     one_host, attached = True, False  # type: ignore[assignment]  # properties of a launcher of real processes

@@ -19,7 +19,7 @@ from torchtitan_rl.types import Completion, ForwardBackwardOutput, OptimStepOutp
 def test_reinforcement_has_what_supervised_has_and_no_name_twice():
     assert metrics.REINFORCEMENT[:7] == metrics.SUPERVISED
     every = metrics.REINFORCEMENT + metrics.EVALUATION
-    assert len(set(every)) == len(every) == 27
+    assert len(set(every)) == len(every) == 28
 
 
 NAMES = [*metrics.REINFORCEMENT, *metrics.EVALUATION, *(name for names in metrics.FEATURES.values() for name in names)]
@@ -219,8 +219,8 @@ def test_parts_of_rewards_and_the_longest_wait_for_rewards_are_in_the_line_of_a_
         return RolloutGroup(id=str(i), rollouts=rollouts)
 
     groups = [group(0, 0.25, {"exact": 1.0}, {"exact": 0.0}), group(1, 0.5, {"exact": 0.5, "format": -2.0}, {})]
-    line = lines.of_batch(groups, 0, {})
+    line = lines.of_batch(groups, {})
     assert line["time/reward_s"] == 0.5
     assert (line["reward/part_exact_mean"], line["reward/part_format_mean"]) == (0.5, -2.0)  # of those that have it
-    line = lines.of_batch([group(2, 0.0, {})], 0, {})  # an environment's own reward: nobody waited for it
+    line = lines.of_batch([group(2, 0.0, {})], {})  # an environment's own reward: nobody waited for it
     assert line["time/reward_s"] == 0.0 and not [name for name in line if "part" in name]

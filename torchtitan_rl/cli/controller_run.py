@@ -12,33 +12,32 @@ from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli.exit_status import fail
 from torchtitan_rl.environment import let_garbage_wait
-from torchtitan_rl.record.console import is_json, say
+from torchtitan_rl.record.console.notices import is_json, say
 from torchtitan_rl.record.disk import disk_problem
 from torchtitan_rl.record.status import note_end
 from torchtitan_rl.record.user_code import error_text
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
+    from torchtitan_rl.launch.backend import Backend
     from torchtitan_rl.train.controller import Controller
 
-__all__ = ["check_backend", "run_controller"]
+__all__ = ["checked_backend", "run_controller"]
 
 _ATTACH_S = 60.0
 
 
-def check_backend(args: argparse.Namespace, config: RunConfig, *, generators_only: bool) -> None:
-    """Raises ValueError for a settled config that the backend cannot run."""
-    from torchtitan_rl.validation.remote import check_remote
-    from torchtitan_rl.validation.run import check_local
+def checked_backend(args: argparse.Namespace, config: RunConfig, *, generators_only: bool) -> Backend:
+    """The backend that the arguments name. Raises ValueError for a settled config that the backend cannot run."""
+    from torchtitan_rl.launch.choice import backend_of
 
-    if args.backend != "actors" and args.hosts:
+    backend = backend_of(args.backend)
+    if args.hosts and not backend.takes_hosts:
         raise ValueError(
             f"--hosts={','.join(args.hosts)}: --backend {args.backend} is this process alone; leave one of them out"
         )
-    if args.backend == "tinker":
-        check_remote(config, generators_only=generators_only)
-    if args.backend == "local":
-        check_local(config, generators_only=generators_only)
+    backend.check(config, generators_only=generators_only)
+    return backend
 
 
 async def run_controller(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli import exit_status
-from torchtitan_rl.cli.controller_run import check_backend, run_controller
+from torchtitan_rl.cli.controller_run import checked_backend, run_controller
 from torchtitan_rl.cli.verb_arguments import add_checkpoint, add_config, add_processes, configured
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
     config = configured(args)
     validate(config)
     config = settled(config)
-    check_backend(args, config, generators_only=True)
+    checked_backend(args, config, generators_only=True)
     return exit_status.end_with(evaluate(args, config))
 
 
 async def evaluate(args: argparse.Namespace, config: RunConfig) -> int:
     """Prints the accuracies of a checkpoint. Returns the exit status."""
-    from torchtitan_rl.record.progress import Progress
+    from torchtitan_rl.record.console.progress import Progress
     from torchtitan_rl.tasks.pass_rate_filter import write_pass_rates
     from torchtitan_rl.train.controller import Controller
     from torchtitan_rl.train.start import dated

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from torchtitan_rl.record.console import is_json, say
-from torchtitan_rl.record.json_filter import filter_stderr
+from torchtitan_rl.record.console.json_stderr import filter_stderr
+from torchtitan_rl.record.console.notices import is_json, say
 
 __all__ = ["end_with", "fail"]
 

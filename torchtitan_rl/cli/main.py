@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchtitan_rl.cli.exit_status import fail
 from torchtitan_rl.cli.verbs import VERBS
-from torchtitan_rl.record.console import use_json
+from torchtitan_rl.record.console.log_records import use_json
 from torchtitan_rl.record.user_code import error_text
 
 __all__ = ["main"]

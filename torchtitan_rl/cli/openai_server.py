@@ -14,7 +14,7 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.versions import OneVersion
 from torchtitan_rl.families import shape_of_directory
-from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.serve.gateway import Served
 from torchtitan_rl.serve.keys import read_key
@@ -46,7 +46,7 @@ async def serve(
         raise ValueError(f"--max-model-len={generator.max_model_len}: the model reads {longest} tokens; lower it")
     read_key(address.api_key_file, address.host)
     run_dir = RunDir.create(output_dir or dated(f"serve-{source.name}"))
-    launcher = Launcher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=_TIMEOUT_S)
+    launcher = ActorLauncher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=_TIMEOUT_S)
     try:
         mesh = await launcher.start_generator(generator, ModelConfig(assets=str(weights)), role="generator-0", seed=0)
         client = SamplingClient([mesh], OneVersion(), max_model_len=generator.max_model_len, timeout_s=_TIMEOUT_S)

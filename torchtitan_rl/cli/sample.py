@@ -79,7 +79,7 @@ async def sample(
     from torchtitan_rl.dispatch.sampling_client import SamplingClient
     from torchtitan_rl.dispatch.versions import OneVersion
     from torchtitan_rl.families import shape_of_directory
-    from torchtitan_rl.launch.actors import Launcher
+    from torchtitan_rl.launch.actors import ActorLauncher
     from torchtitan_rl.record.run_dir import RunDir
     from torchtitan_rl.train.start import dated
     from torchtitan_rl.weights.checkpoint import hf_weights, write_json
@@ -96,7 +96,7 @@ async def sample(
     run_dir = RunDir.create(output_dir or dated(f"sample-{source.name}"))
     if not quiet:  # on stderr: standard output is the completion alone
         print(f"{source.text or 'no known step'} of {source.name}; {run_dir.path}", file=sys.stderr)
-    launcher = Launcher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=600)
+    launcher = ActorLauncher(log_dir=str(run_dir.logs), start_timeout_s=300, call_timeout_s=600)
     try:
         mesh = await launcher.start_generator(config, ModelConfig(assets=str(weights)), role="generator-0", seed=0)
         client = SamplingClient([mesh], OneVersion(), max_model_len=config.max_model_len, timeout_s=600)

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Serves until SIGINT or SIGTERM; is started again, at most `--max-restarts` times, when it is killed or fails."""
     from torchtitan_rl.cli.tinker_server import TinkerOptions, adapted, serve_tinker
     from torchtitan_rl.config.derive import settled
-    from torchtitan_rl.launch.restarts import attempt, leave_outcome, run_with_restarts
+    from torchtitan_rl.launch.liveness.restarts import attempt, leave_outcome, run_with_restarts
     from torchtitan_rl.train.start import dated
     from torchtitan_rl.validation.run import validate
 

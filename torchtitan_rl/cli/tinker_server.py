@@ -16,9 +16,9 @@ from torchtitan_rl.config.meshes import LoRAConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.dispatch.role_mesh import WorkerLost
 from torchtitan_rl.environment import let_garbage_wait
-from torchtitan_rl.launch.backend import Backend, Stack
-from torchtitan_rl.launch.choice import hosts_for, launcher_for
-from torchtitan_rl.launch.watchdog import alive
+from torchtitan_rl.launch.backend import Launcher, Stack
+from torchtitan_rl.launch.choice import ActorBackend
+from torchtitan_rl.launch.liveness.watchdog import alive
 from torchtitan_rl.model.files import assets_dir, has_weights, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record.run_dir import RunDir
@@ -99,7 +99,7 @@ def keys_of(options: TinkerOptions) -> Keys:
     return OneKey(key)
 
 
-async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir, launcher: Backend) -> Server:
+async def open_server(config: RunConfig, options: TinkerOptions, run_dir: RunDir, launcher: Launcher) -> Server:
     """Starts the meshes, and the server over them. `config` is settled."""
     assets = assets_dir(config.model).absolute()
     tokenizer, shape = AutoTokenizer.from_pretrained(str(assets)), resolve_shape(config.model)
@@ -146,8 +146,8 @@ async def serve_tinker(config: RunConfig, options: TinkerOptions, *, quiet: bool
     if missing := missing_weights(config):
         raise ValueError(missing)
     run_dir = RunDir.create(config.output_dir or dated(f"tinker-{config.name}"))
-    hosts = hosts_for(config, "actors", None, generators_only=False)
-    launcher = launcher_for(config, hosts, str(run_dir.logs))
+    actors = ActorBackend()
+    launcher = actors.launcher(config, actors.hosts_for(config, None, generators_only=False), str(run_dir.logs))
     try:
         server = await open_server(config, options, run_dir, launcher)
         ended, lost = _ends(server)

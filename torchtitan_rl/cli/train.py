@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli import exit_status
-from torchtitan_rl.cli.controller_run import check_backend, run_controller
+from torchtitan_rl.cli.controller_run import checked_backend, run_controller
 from torchtitan_rl.cli.verb_arguments import (
     add_address,
     add_config,
@@ -19,10 +19,11 @@ from torchtitan_rl.cli.verb_arguments import (
     configured,
     without_restarts,
 )
-from torchtitan_rl.record.console import say
+from torchtitan_rl.record.console.notices import say
 
 if TYPE_CHECKING:
     from torchtitan_rl.config.run import RunConfig
+    from torchtitan_rl.launch.backend import Backend
 
 __all__ = ["add_arguments", "run"]
 
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from torchtitan_rl.config.derive import settled
     from torchtitan_rl.config.recording import steps_of
-    from torchtitan_rl.launch.restarts import attempt, leave_outcome
+    from torchtitan_rl.launch.liveness.restarts import attempt, leave_outcome
     from torchtitan_rl.validation.advice import advice
     from torchtitan_rl.validation.run import validate
 
@@ -66,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     for line in advice(config):
         say(f"warning: {line}", event="advice", level="warning")
     config = settled(config)
-    check_backend(args, config, generators_only=False)
+    backend = checked_backend(args, config, generators_only=False)
     if args.dry_run:
-        return _dry_run(args, config)
+        return _dry_run(args, config, backend)
     if args.max_restarts:
         return _train_with_restarts(args, config)
     if args.outcome is None:
@@ -76,13 +77,12 @@ def run(args: argparse.Namespace) -> int:
     return exit_status.end_with(_train(args, config), lambda code: leave_outcome(args.outcome, code, final=args.final))
 
 
-def _dry_run(args: argparse.Namespace, config: RunConfig) -> int:
+def _dry_run(args: argparse.Namespace, config: RunConfig, backend: Backend) -> int:
     """Says whether a valid config can run on this machine. Starts nothing."""
     from torchtitan_rl.launch.inventory import check_fits, local_host
     from torchtitan_rl.launch.preflight import busy_problem, host_problem, memory_problem
     from torchtitan_rl.train.evaluation import look_at_data
     from torchtitan_rl.validation.rewards import check_reward
-    from torchtitan_rl.validation.run import missing_weights
 
     # A dry run connects to no other host: it takes each host to be like this machine.
     hosts = [local_host(worker) for worker in args.hosts] or [local_host()]
@@ -94,15 +94,15 @@ def _dry_run(args: argparse.Namespace, config: RunConfig) -> int:
         asyncio.run(check_reward(config, family))
     say(f"{args.config}: valid; nothing was started", event="valid", to=sys.stdout)
     # Problems of this machine now, not of the config: a dry run only reports them.
-    for missing in (missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts), unread):
+    for missing in (backend.missing_weights(config), host_problem(hosts[0]), busy_problem(config, hosts), unread):
         if missing:
             say(f"still needed: {missing}", event="needed", level="warning", to=sys.stdout)
     return 0
 
 
 def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
-    """`train` under `launch.restarts`."""
-    from torchtitan_rl.launch.restarts import run_with_restarts
+    """`train` under `launch.liveness.restarts`."""
+    from torchtitan_rl.launch.liveness.restarts import run_with_restarts
     from torchtitan_rl.train.resume import place
     from torchtitan_rl.train.start import output_path
 
@@ -117,10 +117,10 @@ def _train_with_restarts(args: argparse.Namespace, config: RunConfig) -> int:
 
 async def _train(args: argparse.Namespace, config: RunConfig) -> int:
     from torchtitan_rl.cli.summary import summary_rows
-    from torchtitan_rl.launch.watchdog import alive
-    from torchtitan_rl.record.json_console import JsonProgress
+    from torchtitan_rl.launch.liveness.watchdog import alive
+    from torchtitan_rl.record.console.json_progress import JsonProgress
+    from torchtitan_rl.record.console.progress import Progress
     from torchtitan_rl.record.plot import plot_curve
-    from torchtitan_rl.record.progress import Progress
     from torchtitan_rl.serve.run_gateway import serving
     from torchtitan_rl.train.controller import Controller
 

@@ -29,23 +29,22 @@ from torchtitan_rl.launch.attach import Hosts, this_host
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.launch.bootstrap import claim_devices
 from torchtitan_rl.launch.inventory import Devices, MeshSize, Place, interface_of
+from torchtitan_rl.launch.liveness import JOIN_S
 from torchtitan_rl.launch.rendezvous import Rendezvous
 from torchtitan_rl.launch.spares import Spares
 from torchtitan_rl.launch.stack import start_generators, start_stack
 
-__all__ = ["Launcher"]
+__all__ = ["ActorLauncher"]
 
 logger = logging.getLogger(__name__)
 
 _END_WITHIN_S = 5.0
 _LOOPBACK = "127.0.0.1"
-_HOST_BACK_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
-"""Seconds for a host whose replica is lost to come back: as long as hosts have to join a run."""
 
 
 @dataclass
-class Launcher:
-    """Spawns the meshes of a run and remembers every mesh, so that `stop` leaves no process behind. A `MeshBackend`."""
+class ActorLauncher:
+    """Spawns the meshes of a run and remembers them, so that `stop` leaves no process behind. A `MeshLauncher`."""
 
     log_dir: str | None
     start_timeout_s: float
@@ -180,7 +179,7 @@ class Launcher:
             except Exception as error:  # a mesh that has failed cannot be stopped in order
                 logger.warning("%s: did not stop in order (%s: %s)", role, type(error).__name__, error)
             for index in self._places[role].hosts:
-                await self.hosts.await_back(index, _HOST_BACK_S)
+                await self.hosts.await_back(index, JOIN_S)
         mesh = await self._starts[role](f"{role}-restart{self._num_restarts}")
         if self._spares is not None:
             self._spares.fill()

@@ -19,7 +19,7 @@ from torchtitan_rl.launch.addresses import split, workers_problem
 from torchtitan_rl.launch.agreement import disagreement, facts
 from torchtitan_rl.launch.host_probe import HostProbe
 from torchtitan_rl.launch.inventory import Host, address_towards, local_host
-from torchtitan_rl.launch.lease import Lease, ask_to_attach
+from torchtitan_rl.launch.liveness.lease import ANSWERS_S, Lease, ask_to_attach
 
 __all__ = ["Hosts", "this_host", "attach"]
 
@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 adapters.configure_monarch()
 
-_CONNECT_S, _LEASE_S = 3.0, 8.0
+_CONNECT_S = 3.0
+"""Seconds in which a worker that is there takes a connection: less than Monarch's 8 s of silence, so that a failed call
+names the host that is gone."""
 
 
 @dataclass(kw_only=True)
@@ -56,12 +58,12 @@ class Hosts:
 
     def mesh_of(self, indices: list[int]) -> Any:
         """Monarch's mesh of adjacent hosts."""
-        first, *rest = indices
+        first, last = indices[0], indices[-1]
         if not self.attached:
             return self.mesh
-        if not rest and first in self._back:
+        if first == last and first in self._back:
             return self._back[first]
-        return self.mesh.slice(hosts=slice(first, rest[-1] + 1) if rest else first)
+        return self.mesh.slice(hosts=first if first == last else slice(first, last + 1))
 
     async def await_back(self, index: int, within_s: float) -> None:
         """Returns at once where a host's worker has been there all the time. Otherwise waits for another worker at the
@@ -72,11 +74,11 @@ class Hosts:
 
     async def _await_back(self, index: int, within_s: float) -> None:
         lease = self.leases.get(index)
-        if lease is None or await asyncio.to_thread(lease.answers, _LEASE_S):
+        if lease is None or await asyncio.to_thread(lease.answers, ANSWERS_S):
             return
         address = self.hosts[index].address
         await _listening(f"tcp://{address}", within_s)
-        if await asyncio.to_thread(lease.answers, _LEASE_S):
+        if await asyncio.to_thread(lease.answers, ANSWERS_S):
             return  # it was the network
         await asyncio.to_thread(lease.end)
         monarchs = await _monarchs([f"tcp://{address}"], within_s)

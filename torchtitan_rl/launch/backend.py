@@ -1,32 +1,64 @@
-"""What starts the trainers and generators of a run, wherever they are, and the clients that it makes."""
+"""Where the trainers and generators of a run are: a backend, asked before anything starts; the launcher that it gives,
+which starts and ends them; and the clients that the launcher makes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig
-from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.dispatch.placement import Placement
-from torchtitan_rl.dispatch.repair import Repair
-from torchtitan_rl.dispatch.sampling_client import SamplingClient
-from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.dispatch.versions import PolicyVersions
+if TYPE_CHECKING:  # a config is checked without Monarch and torch.distributed, which the clients import
+    from pathlib import Path
 
-if TYPE_CHECKING:
+    from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig
+    from torchtitan_rl.config.model import ModelConfig
+    from torchtitan_rl.config.run import RunConfig
     from torchtitan_rl.dispatch.local_mesh import LocalMesh
+    from torchtitan_rl.dispatch.placement import Placement
+    from torchtitan_rl.dispatch.repair import Repair
     from torchtitan_rl.dispatch.role_mesh import RoleMesh
+    from torchtitan_rl.dispatch.sampling_client import SamplingClient
+    from torchtitan_rl.dispatch.training_client import TrainingClient
+    from torchtitan_rl.dispatch.versions import PolicyVersions
+    from torchtitan_rl.launch.attach import Hosts
 
-__all__ = ["Backend", "MeshBackend", "Stack"]
+__all__ = ["Backend", "Launcher", "MeshLauncher", "Stack"]
+
+
+class Backend(Protocol):
+    """Where trainers and generators may be, as a run asks for it by name (`launch.choice.BACKENDS`). It says what it
+    cannot run, and makes the launcher of a run."""
+
+    @property
+    def takes_hosts(self) -> bool:
+        """Whether a run may have other hosts than this one."""
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether trainers, losses and rewards compute on the calling thread, where a debugger may stop them."""
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        """The config with nothing left open."""
+
+    def check(self, config: RunConfig, *, generators_only: bool) -> None:
+        """Raises ValueError for a settled config that this backend cannot run, whatever the machine."""
+
+    def hosts_for(self, config: RunConfig, hosts: Hosts | None, *, generators_only: bool) -> Hosts | None:
+        """The hosts of the run: those that are attached, or this one; None where a launcher needs none. Raises
+        ValueError for a config that `check` refuses or that does not fit there now, and for `hosts` without
+        `takes_hosts`."""
+
+    def missing_weights(self, config: RunConfig) -> str:
+        """Why a run that trains cannot start: files of weights are missing; "" when it can."""
+
+    def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
+        """What starts the run on the hosts that `hosts_for` returned. Processes log into `log_dir`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Stack:
-    """The clients that a controller drives, and the backend that ends their processes."""
+    """The clients that a controller drives, and the launcher that ends their processes."""
 
-    launcher: Backend
+    launcher: Launcher
     roles: dict[str, TrainingClient]
     """`policy`, and each of `reference`, `critic` and `teacher` that the config has; empty with generators alone."""
     generator: SamplingClient
@@ -36,11 +68,11 @@ class Stack:
     """None where no roles share devices."""
 
 
-class Backend(Protocol):
-    """Starts what a run trains and samples with, and ends it: actors on hosts (`actors.Launcher`), objects in this
+class Launcher(Protocol):
+    """Starts what a run trains and samples with, and ends it: actors on hosts (`actors.ActorLauncher`), objects in this
     process (`local.LocalLauncher`), or a session with a service (`tinker.RemoteLauncher`).
 
-    `MeshBackend` is its one subclass: it adds what `stack.start_stack` needs of the first two, which have meshes.
+    `MeshLauncher` is its one subclass: it adds what `stack.start_stack` needs of the first two, which have meshes.
     """
 
     store: Any
@@ -64,9 +96,9 @@ class Backend(Protocol):
         """Ends what an interrupted run has on this machine, at once."""
 
 
-class MeshBackend(Backend, Protocol):
-    """A backend whose trainers and generators are meshes of ranks, which `stack.start_stack` puts clients over: actors,
-    and this process."""
+class MeshLauncher(Launcher, Protocol):
+    """A launcher whose trainers and generators are meshes of ranks, over which `stack.start_stack` puts clients:
+    actors, and this process."""
 
     @property
     def one_host(self) -> bool:

@@ -1,63 +1,129 @@
-"""The backend that a run asks for by name: what it refuses, and the object that starts its meshes."""
+"""The backends that a run may ask for by name. Here a name is looked up; every other question is one to the backend.
+
+Launchers are imported when a run starts them: a config is checked without Monarch, vLLM and TorchStore.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from torchtitan_rl.config.derive import settled
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.dispatch.tinker.session import sdk
-from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.launch.attach import Hosts, this_host
-from torchtitan_rl.launch.backend import Backend
+from torchtitan_rl.launch.backend import Backend, Launcher
 from torchtitan_rl.launch.inventory import local_host
 from torchtitan_rl.launch.preflight import check_hosts
-from torchtitan_rl.launch.tinker import RemoteLauncher
 from torchtitan_rl.validation.remote import check_remote, without_export
-from torchtitan_rl.validation.run import check_local
+from torchtitan_rl.validation.run import check_local, missing_weights
 
-__all__ = ["settled_for", "hosts_for", "launcher_for"]
+if TYPE_CHECKING:
+    from torchtitan_rl.launch.attach import Hosts
+
+__all__ = ["BACKENDS", "ActorBackend", "LocalBackend", "RemoteBackend", "backend_of"]
 
 
-def hosts_for(config: RunConfig, backend: str, hosts: Hosts | None, *, generators_only: bool) -> Hosts | None:
-    """The hosts of the actors; None for the other backends. Raises ValueError for a config that does not fit, and for
-    hosts given with another backend."""
-    if backend == "actors":
+class ActorBackend:
+    """Trainers and generators are actors, in processes of their own on one host or several. A `Backend`."""
+
+    takes_hosts = True
+    in_this_process = False
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        return settled(config)
+
+    def check(self, config: RunConfig, *, generators_only: bool) -> None:
+        """Refuses nothing: what a run needs of its hosts is for `hosts_for`."""
+
+    def hosts_for(self, config: RunConfig, hosts: Hosts | None, *, generators_only: bool) -> Hosts:
+        from torchtitan_rl.launch.attach import this_host
+
         hosts = hosts or this_host()
         check_hosts(config, hosts.hosts, generators_only=generators_only)
         return hosts
-    if backend not in ("local", "tinker"):
-        raise ValueError(f"backend={backend!r}: is not known; use 'actors', 'local' or 'tinker'")
+
+    def missing_weights(self, config: RunConfig) -> str:
+        return missing_weights(config)
+
+    def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
+        from torchtitan_rl.launch.actors import ActorLauncher
+
+        start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
+        return ActorLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)
+
+
+class LocalBackend:
+    """Trainers and generators are objects in the controller's process, on one device, for a debugger. A `Backend`."""
+
+    takes_hosts = False
+    in_this_process = True
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        return settled(config)
+
+    def check(self, config: RunConfig, *, generators_only: bool) -> None:
+        check_local(config, generators_only=generators_only)
+
+    def hosts_for(self, config: RunConfig, hosts: Hosts | None, *, generators_only: bool) -> None:
+        _check_no_hosts("local", hosts)
+        self.check(config, generators_only=generators_only)
+        here = local_host()
+        first_gpu = dataclasses.replace(here, devices=here.devices[:1])
+        check_hosts(config, [first_gpu], generators_only=generators_only)
+
+    def missing_weights(self, config: RunConfig) -> str:
+        return missing_weights(config)
+
+    def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
+        from torchtitan_rl.launch.local import LocalLauncher
+
+        start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
+        return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s)
+
+
+class RemoteBackend:
+    """A service that speaks Tinker's protocol trains and samples. A `Backend`."""
+
+    takes_hosts = False
+    in_this_process = False
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        """Leaves out the export of the last checkpoint too, which is a default and no wish: a service keeps its
+        weights."""
+        config = settled(config)
+        return without_export(config) if config.controller.checkpoint_export == "last" else config
+
+    def check(self, config: RunConfig, *, generators_only: bool) -> None:
+        check_remote(config, generators_only=generators_only)
+
+    def hosts_for(self, config: RunConfig, hosts: Hosts | None, *, generators_only: bool) -> None:
+        from torchtitan_rl.dispatch.tinker.session import sdk
+
+        _check_no_hosts("tinker", hosts)
+        sdk()
+        self.check(config, generators_only=generators_only)
+
+    def missing_weights(self, config: RunConfig) -> str:
+        """None are missing: the service has the weights of the models that it offers."""
+        return ""
+
+    def launcher(self, config: RunConfig, hosts: Hosts | None, log_dir: str) -> Launcher:
+        from torchtitan_rl.launch.tinker import RemoteLauncher
+
+        return RemoteLauncher(start_timeout_s=config.controller.start_timeout_s)
+
+
+BACKENDS: dict[str, Backend] = {"actors": ActorBackend(), "local": LocalBackend(), "tinker": RemoteBackend()}
+
+
+def backend_of(name: str) -> Backend:
+    """The backend of a name. Raises ValueError for a name that none has."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r}: is not known; use 'actors', 'local' or 'tinker'")
+    return BACKENDS[name]
+
+
+def _check_no_hosts(name: str, hosts: Hosts | None) -> None:
     if hosts is not None:
         raise ValueError(
-            f"backend={backend!r}: is this process alone, and {len(hosts.hosts)} hosts are attached; leave one of them "
-            "out"
+            f"backend={name!r}: is this process alone, and {len(hosts.hosts)} hosts are attached; leave one of them out"
         )
-    if backend == "tinker":
-        sdk()
-        check_remote(config, generators_only=generators_only)
-        return None
-    check_local(config, generators_only=generators_only)
-    here = local_host()
-    first_gpu = dataclasses.replace(here, devices=here.devices[:1])
-    check_hosts(config, [first_gpu], generators_only=generators_only)
-    return None
-
-
-def settled_for(config: RunConfig, backend: str) -> RunConfig:
-    """The config with nothing left open; for a remote service, without the export that no run has to ask for."""
-    config = settled(config)
-    return without_export(config) if backend == "tinker" and config.controller.checkpoint_export == "last" else config
-
-
-def launcher_for(config: RunConfig, hosts: Hosts | None, log_dir: str, backend: str = "actors") -> Backend:
-    """What starts the meshes: as actors on `hosts`, or without hosts all in this process or at a
-    service."""
-    start_s, call_s = config.controller.start_timeout_s, config.controller.call_timeout_s
-    if hosts is not None:
-        return Launcher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s, hosts=hosts)
-    if backend == "tinker":
-        return RemoteLauncher(start_timeout_s=start_s)
-    from torchtitan_rl.launch.local import LocalLauncher
-
-    return LocalLauncher(log_dir=log_dir, start_timeout_s=start_s, call_timeout_s=call_s)

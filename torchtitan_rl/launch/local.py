@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LocalLauncher:
-    """A `MeshBackend` of one rank a role. `validation.run.check_local` has refused layouts of several ranks."""
+    """A `MeshLauncher` of one rank a role. `validation.run.check_local` has refused layouts of several ranks."""
 
     log_dir: str
     start_timeout_s: float

@@ -15,18 +15,18 @@ from torchtitan_rl.dispatch.repair import Repair
 from torchtitan_rl.dispatch.sampling_client import SamplingClient
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.dispatch.versions import OneVersion, PolicyVersions
-from torchtitan_rl.launch.backend import MeshBackend, Stack
+from torchtitan_rl.launch.backend import MeshLauncher, Stack
 from torchtitan_rl.launch.threads import side_by_side
 from torchtitan_rl.model.shape import resolve_shape
 
 __all__ = ["start_stack", "start_generators"]
 
 
-async def start_stack(config: RunConfig, backend: MeshBackend, model_dir: Path) -> Stack:
+async def start_stack(config: RunConfig, launcher: MeshLauncher, model_dir: Path) -> Stack:
     """Starts every mesh and the store. Roles that share devices start one after the other, everything else at once."""
-    if config.algorithm.max_policy_lag and backend.shares_cores and platform.device_type() == "cpu":
+    if config.algorithm.max_policy_lag and launcher.shares_cores and platform.device_type() == "cpu":
         config = side_by_side(config)
-    colocation, wanted = config.roles.colocation, config.trainers()
+    colocation, trainers = config.roles.colocation, config.trainers()
     placement = None if colocation == "none" else Placement(colocation)
     sharing = COLOCATION[colocation]
     meshes: dict[str, list] = {}
@@ -34,12 +34,12 @@ async def start_stack(config: RunConfig, backend: MeshBackend, model_dir: Path) 
     async def start(role: str) -> None:
         share = config.roles.share_with(role)
         if role == "store":
-            await backend.start_store()
+            await launcher.start_store()
         elif role == "generator":
-            meshes[role] = await asyncio.gather(*_generators(config, backend, model_dir, share))
+            meshes[role] = await asyncio.gather(*_generators(config, launcher, model_dir, share))
         else:
-            trainer, model = wanted[role]
-            meshes[role] = [await backend.start_trainer(trainer, model, role=role, seed=config.seed, share_with=share)]
+            trainer, model = trainers[role]
+            meshes[role] = [await launcher.start_trainer(trainer, model, role=role, seed=config.seed, share_with=share)]
         if role in sharing:
             placement.add(role, meshes[role])
             await placement.evict(role)
@@ -48,7 +48,7 @@ async def start_stack(config: RunConfig, backend: MeshBackend, model_dir: Path) 
         for role in roles:
             await start(role)
 
-    everything = [*wanted, "generator", "store"]
+    everything = [*trainers, "generator", "store"]
     shared = [role for role in everything if role in sharing]
     starts = [asyncio.ensure_future(in_turn(shared))]
     starts += [asyncio.ensure_future(start(role)) for role in everything if role not in sharing]
@@ -66,37 +66,39 @@ async def start_stack(config: RunConfig, backend: MeshBackend, model_dir: Path) 
             vocab_size=resolve_shape(model).vocab_size,
             placement=placement,
         )
-        for role, (trainer, model) in wanted.items()
+        for role, (trainer, model) in trainers.items()
     }
     versions = PolicyVersions(
         roles["policy"],
-        backend.store,
+        launcher.store,
         config.weight_sync,
         getattr(torch, config.generator.dtype),
-        one_host=backend.one_host,
+        one_host=launcher.one_host,
     )
     return Stack(
-        launcher=backend,
+        launcher=launcher,
         roles=roles,
         versions=versions,
         placement=placement,
         generator=_sampling_client(
-            config, meshes["generator"], versions, placement, None if placement else backend.repair(config.generator)
+            config, meshes["generator"], versions, placement, None if placement else launcher.repair(config.generator)
         ),
     )
 
 
-async def start_generators(config: RunConfig, backend: MeshBackend, model_dir: Path) -> Stack:
+async def start_generators(config: RunConfig, launcher: MeshLauncher, model_dir: Path) -> Stack:
     """Starts generators alone, which hold no weights yet."""
-    meshes = await asyncio.gather(*_generators(config, backend, model_dir, None))
+    meshes = await asyncio.gather(*_generators(config, launcher, model_dir, None))
     generator = _sampling_client(config, meshes, OneVersion(), None, None)
-    return Stack(launcher=backend, roles={}, generator=generator, versions=None, placement=None)
+    return Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
 
 
-def _generators(config: RunConfig, backend: MeshBackend, model_dir: Path, share_with: str | None) -> list:
+def _generators(config: RunConfig, launcher: MeshLauncher, model_dir: Path, share_with: str | None) -> list:
     model = ModelConfig(assets=str(model_dir), shape=resolve_shape(config.model))
     return [
-        backend.start_generator(config.generator, model, role=f"generator-{i}", seed=config.seed, share_with=share_with)
+        launcher.start_generator(
+            config.generator, model, role=f"generator-{i}", seed=config.seed, share_with=share_with
+        )
         for i in range(config.generator.num_replicas)
     ]
 

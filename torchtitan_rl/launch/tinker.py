@@ -37,7 +37,7 @@ _KILL_S = 3.0
 
 @dataclass
 class RemoteLauncher:
-    """Opens a session with the service at TINKER_BASE_URL, with the key in TINKER_API_KEY, and ends it. A `Backend`."""
+    """Opens a session with the service at TINKER_BASE_URL, by the key in TINKER_API_KEY, and ends it. A `Launcher`."""
 
     start_timeout_s: float
     store: Samplers = field(default_factory=Samplers)
@@ -50,13 +50,13 @@ class RemoteLauncher:
         train, or does not train as the config asks."""
         tinker = sdk()
         # Said again: the SDK keeps one RestClient in a process for whatever address it found there first.
-        where = {"base_url": environ.get("TINKER_BASE_URL") or None, "api_key": environ.get("TINKER_API_KEY") or None}
-        rest = await self._first(partial(tinker.RestClient, **where))
-        offered = await answered(rest.get_server_capabilities(), "get_server_capabilities", self.start_timeout_s)
+        address = {"base_url": environ.get("TINKER_BASE_URL") or None, "api_key": environ.get("TINKER_API_KEY") or None}
+        rest_client = await self._first(partial(tinker.RestClient, **address))
+        offered = await answered(rest_client.get_server_capabilities(), "get_server_capabilities", self.start_timeout_s)
         base_model = _base_model(config, [m.model_name for m in offered.supported_models if m.trainable is not False])
         client = await self._created(config, base_model)
         trainer = RemoteTrainingClient(
-            client, rest, self.store, config, vocab_size=resolve_shape(config.model).vocab_size
+            client, rest_client, self.store, config, vocab_size=resolve_shape(config.model).vocab_size
         )
         versions = PolicyVersions(trainer, self.store, config.weight_sync, torch.float32, one_host=False)  # type: ignore[arg-type]
         generator = RemoteSamplingClient(
@@ -125,9 +125,9 @@ def _beside(call: Callable[[], Any]) -> Future[Any]:
 def _base_model(config: RunConfig, offered: list[str]) -> str:
     """The service's name of the config's model. Raises ValueError where the service has none."""
     assets = config.model.assets
-    wanted = (assets, str(assets_dir(config.model).absolute()), Path(assets).name)
+    spellings = (assets, str(assets_dir(config.model).absolute()), Path(assets).name)
     for name in offered:
-        if {name, name.rstrip("/"), name.rstrip("/").split("/")[-1]} & set(wanted):
+        if {name, name.rstrip("/"), name.rstrip("/").split("/")[-1]} & set(spellings):
             return name
     raise ValueError(
         f"model.assets={assets!r}: the service does not train it; its models are {', '.join(offered) or 'none'}; give "

@@ -27,14 +27,13 @@ import torch.distributed as dist
 
 from torchtitan_rl.environment import HOST_ADDRESS, end_with_parent, without_torchrun
 from torchtitan_rl.launch.agreement import joined, joined_problem
-from torchtitan_rl.launch.heartbeats import BEAT_S, Watch
-from torchtitan_rl.launch.watchdog import SIGNS_OF_LIFE, end_if_overdue
+from torchtitan_rl.launch.liveness import JOIN_S
+from torchtitan_rl.launch.liveness.heartbeats import BEAT_S, Watch
+from torchtitan_rl.launch.liveness.watchdog import SIGNS_OF_LIFE, end_if_overdue
 from torchtitan_rl.types.ends import PREEMPTED_STATUS, SAME_REQUEST_S
 
 __all__ = ["main"]
 
-_JOIN_S = float(os.environ.get("TORCHTITAN_RL_JOIN_S", 300))
-"""Seconds for all hosts to join."""
 _LAST_WORDS_S = 10.0
 """Seconds for the controller to report an error, and for the other ranks to read that the run has ended."""
 
@@ -103,17 +102,17 @@ def _join() -> tuple[dist.Store, int, int]:
         )
     if "RANK" not in os.environ:
         raise ValueError("RANK: is not set; start this through torchrun, as scripts/train_torchrun.sh does")
-    return next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOIN_S)))
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
 
 
 def _gather(store: dist.Store, size: int) -> list[dict]:
     """The message of every host (`agreement.joined`), by rank. Raises RuntimeError naming the ranks that have not
     joined in time."""
-    end = time.monotonic() + _JOIN_S
+    end = time.monotonic() + JOIN_S
     while missing := [rank for rank in range(size) if not store.check([f"joined/{rank}"])]:
         if time.monotonic() > end:
             raise RuntimeError(
-                f"NNODES={size}: no host has come as rank {missing} within {_JOIN_S:g} s; start the "
+                f"NNODES={size}: no host has come as rank {missing} within {JOIN_S:g} s; start the "
                 "script there with the same MASTER_ADDR, MASTER_PORT and NNODES"
             )
         time.sleep(BEAT_S)

@@ -1,6 +1,6 @@
 """A host's Monarch worker: `python -m torchtitan_rl.launch.worker tcp://HOST:PORT` serves a controller until the
 process is ended. What it has started for a controller ends when nothing is heard of that controller for 30 s
-(`launch.lease`).
+(`launch.liveness.lease`).
 
 There is no authentication: anybody who can connect to the port can run code on the host. Bind the port to a private
 interface.
@@ -14,9 +14,9 @@ import sys
 
 from monarch.actor import run_worker_loop_forever
 
-from torchtitan_rl.launch import lease
 from torchtitan_rl.launch.addresses import split, worker_problem
 from torchtitan_rl.launch.inventory import use_interface_of
+from torchtitan_rl.launch.liveness import lease
 
 __all__ = ["main"]
 

@@ -9,27 +9,14 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from torchtitan_rl.record.recorder import (
-    DrawEvents,
-    Evaluated,
-    Event,
-    GeneratorStarted,
-    Listener,
-    Metrics,
-    Note,
-    Published,
-    RolloutsEnded,
-    Span,
-    TrainedOn,
-    Warned,
-)
+from torchtitan_rl.record.recorder import Event, EventListener, Listener, Span
 
 __all__ = ["BackgroundListener"]
 
 logger = logging.getLogger(__name__)
 
 
-class BackgroundListener(Listener):
+class BackgroundListener(EventListener):
     """A listener that receives events in a thread of its own, so that nothing it does can fail or delay the run.
 
     The loop puts events into a queue of at most `room`; a full queue drops the event. The first event that fails is
@@ -61,41 +48,23 @@ class BackgroundListener(Listener):
         self._thread = threading.Thread(target=self._receive, args=(listener,), name=f"listener-{name}", daemon=True)
         self._thread.start()
 
-    def metrics(self, event: Metrics) -> None:
-        self._put(event)
-
-    def trained(self, event: TrainedOn) -> None:
-        self._put(event)
-
-    def rollouts(self, event: RolloutsEnded) -> None:
-        self._put(event)
-
-    def evaluated(self, event: Evaluated) -> None:
-        self._put(event)
-
-    def draws(self, event: DrawEvents) -> None:
-        self._put(event)
-
-    def published(self, event: Published) -> None:
-        self._put(event)
-
-    def note(self, event: Note) -> None:
-        self._put(event)
-
-    def generator_started(self, event: GeneratorStarted) -> None:
-        self._put(event)
-
-    def warned(self, event: Warned) -> None:
-        self._put(event)
+    def event(self, event: Event) -> None:
+        if self._kinds is not None and not isinstance(event, self._kinds) or not self._thread.is_alive():
+            return
+        if self._events.qsize() >= self.room:
+            return self._report("late", f"is {self.room} events behind; the next ones are dropped")
+        if (since := self._since) is not None and time.monotonic() - since >= self.patience_s:
+            self._report("late", f"has been busy with one event for {self.patience_s:g} s; the run does not wait")
+        self._events.put(event)
 
     def begin(self, span: Span) -> None:
-        self._put(_Begun(span))
+        self.event(_Begun(span))
 
     def advance(self, span: Span, pieces: int, text: str) -> None:
-        self._put(_Advanced(span, pieces, text))
+        self.event(_Advanced(span, pieces, text))
 
     def end(self, span: Span, failed: bool) -> None:
-        self._put(_Ended(span, failed))
+        self.event(_Ended(span, failed))
 
     def close(self) -> None:
         """Returns at once; `wait` waits for the listener's own `close`."""
@@ -107,15 +76,6 @@ class BackgroundListener(Listener):
             if time.monotonic() - min(closed, self._since or closed) >= self.patience_s:
                 return self._report("late", "is still busy at the run's end; it is given up")
             self._thread.join(0.02)
-
-    def _put(self, event: Event) -> None:
-        if self._kinds is not None and not isinstance(event, self._kinds) or not self._thread.is_alive():
-            return
-        if self._events.qsize() >= self.room:
-            return self._report("late", f"is {self.room} events behind; the next ones are dropped")
-        if (since := self._since) is not None and time.monotonic() - since >= self.patience_s:
-            self._report("late", f"has been busy with one event for {self.patience_s:g} s; the run does not wait")
-        self._events.put(event)
 
     def _receive(self, listener: Listener | Callable[[], Listener]) -> None:
         self._since = time.monotonic()

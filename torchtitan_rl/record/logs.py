@@ -7,7 +7,8 @@ import os
 import socket
 from pathlib import Path
 
-from torchtitan_rl.record.console import Console, JsonFormatter, is_json, worth_the_console
+from torchtitan_rl.record.console.log_records import ConsoleHandler, JsonFormatter, worth_the_console
+from torchtitan_rl.record.console.notices import is_json
 
 __all__ = ["setup_rank_logging"]
 
@@ -43,11 +44,13 @@ def setup_rank_logging(
 
     file_handler = logging.FileHandler(_log_file, encoding="utf-8")
     file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    console = Console(logging.WARNING)
+    console = ConsoleHandler(logging.WARNING)
     plain = logging.Formatter(f"{role}-{rank} %(levelname)s %(name)s: %(message)s")
     console.setFormatter(JsonFormatter(f"{role}-{rank}") if is_json() else plain)
     root.setLevel(level)
-    has_console = any(isinstance(handler, Console) for handler in root.handlers)  # by the command, of a local run
+    has_console = any(
+        isinstance(handler, ConsoleHandler) for handler in root.handlers
+    )  # by the command, of a local run
     for handler in (file_handler,) if has_console else (file_handler, console):
         _handlers.append(handler)
         root.addHandler(handler)

@@ -23,6 +23,7 @@ __all__ = [
     "DrawEvents",
     "Evaluated",
     "Event",
+    "EventListener",
     "GeneratorStarted",
     "Listener",
     "Metrics",
@@ -103,6 +104,40 @@ class Listener:
 
     def wait(self) -> None:
         """Returns when `close` is done; only a listener that closes in the background waits."""
+
+
+class EventListener(Listener):
+    """A listener to which all events are alike: it overrides `event`."""
+
+    def event(self, event: Event) -> None:
+        """Something happened."""
+
+    def metrics(self, event: Metrics) -> None:
+        self.event(event)
+
+    def trained(self, event: TrainedOn) -> None:
+        self.event(event)
+
+    def rollouts(self, event: RolloutsEnded) -> None:
+        self.event(event)
+
+    def evaluated(self, event: Evaluated) -> None:
+        self.event(event)
+
+    def draws(self, event: DrawEvents) -> None:
+        self.event(event)
+
+    def published(self, event: Published) -> None:
+        self.event(event)
+
+    def note(self, event: Note) -> None:
+        self.event(event)
+
+    def generator_started(self, event: GeneratorStarted) -> None:
+        self.event(event)
+
+    def warned(self, event: Warned) -> None:
+        self.event(event)
 
 
 class Event(Protocol):

@@ -20,7 +20,8 @@ __all__ = ["BatchPlayer", "BatchSource", "SynchronousBatches"]
 
 class BatchSource(Protocol):
     """Where the loop takes its batches from. `SynchronousBatches` plays a batch when the loop asks for it;
-    `rollout.ahead.BatchesAhead` and `rollout.first_finished.FirstFinished` play batches while earlier ones train."""
+    `rollout.ahead.BatchesAhead` and `rollout.first_finished.FirstFinished` play batches while earlier ones train.
+    `rollout.batch_sources` makes the one that a config asks for."""
 
     async def next_batch(self) -> Batch:
         """The groups of the next batch, played and judged. Raises NothingToTrainOn."""

@@ -66,11 +66,10 @@ async def run_group(
     raises the failure. Raises RuntimeError for what `rollouts_of` refuses, and when two rollouts have one id.
     """
     attempts = await _played(workflow, task, policy, n, group_id, seed, tried)
-    if failed := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
-        raise failed
+    if failure := next((attempt for attempt in attempts if isinstance(attempt, BaseException)), None):
+        raise failure
     rollouts = [rollout for attempt in attempts if isinstance(attempt, list) for rollout in attempt]
-    _check_ids(rollouts, task)
-    if unjudged := [rollout for rollout in rollouts if _is_unjudged(rollout)]:
+    if unjudged := _unjudged(rollouts, task):
         await _judged(unjudged, task, reward, reward_timeout_s, tried)
     return RolloutGroup(id=group_id, rollouts=rollouts)
 
@@ -98,25 +97,11 @@ async def run_attempts(
         if isinstance(attempt, BaseException) and not isinstance(attempt, GroupFailed):
             raise attempt
         results.append(attempt[0] if isinstance(attempt, list) else attempt)
-    rollouts = [result for result in results if isinstance(result, Rollout)]
-    _check_ids(rollouts, task)
-    unjudged = [rollout for rollout in rollouts if _is_unjudged(rollout)]
-    if not unjudged:
-        return results
-    try:
-        await _judged(unjudged, task, reward, reward_timeout_s, tried)
-        return results
-    except GroupFailed as error:
-        failures: list[GroupFailed | None] = [error]
-    if len(unjudged) > 1:
-        failures = await asyncio.gather(
-            *(_judged_alone(rollout, task, reward, reward_timeout_s, tried) for rollout in unjudged)
-        )
-    failed: dict[str, GroupFailed] = {}
-    for rollout, failure in zip(unjudged, failures, strict=True):
-        if failure is not None:
-            failure.rollout, failed[rollout.id] = rollout, failure
-    return [failed.get(result.id, result) if isinstance(result, Rollout) else result for result in results]
+    unjudged = _unjudged([result for result in results if isinstance(result, Rollout)], task)
+    failures = await _failed_to_judge(
+        unjudged, partial(_judged, task=task, reward=reward, timeout_s=reward_timeout_s, tried=tried)
+    )
+    return [failures.get(result.id, result) if isinstance(result, Rollout) else result for result in results]
 
 
 async def _played(
@@ -138,9 +123,19 @@ async def _played(
     return await asyncio.gather(*calls, return_exceptions=patient)
 
 
-def _is_unjudged(rollout: Rollout) -> bool:
-    """Whether neither the workflow nor an environment has rewarded a rollout."""
-    return rollout.reward is None and bool(rollout.turns) and all(turn.reward is None for turn in rollout.turns)
+def _unjudged(rollouts: list[Rollout], task: Task) -> list[Rollout]:
+    """The rollouts that neither the workflow nor an environment has rewarded. Raises RuntimeError where two of all the
+    rollouts have one id."""
+    if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
+        raise RuntimeError(
+            f"algorithm.workflow: gave several rollouts of task {task.id!r} the id {twice[0]!r}; give each its "
+            "own, such as f'{rollout_id}.judge'"
+        )
+    return [
+        rollout
+        for rollout in rollouts
+        if rollout.reward is None and rollout.turns and all(turn.reward is None for turn in rollout.turns)
+    ]
 
 
 async def _judged(rollouts: list[Rollout], task: Task, reward, timeout_s: float, tried: Tried | None) -> None:
@@ -155,23 +150,22 @@ async def _judged(rollouts: list[Rollout], task: Task, reward, timeout_s: float,
         rollout.reward_parts |= {name: values[i] for name, values in parts.items()}
 
 
-async def _judged_alone(
-    rollout: Rollout, task: Task, reward, timeout_s: float, tried: Tried | None
-) -> GroupFailed | None:
-    """Sets the reward of one rollout. Returns why that failed; None: it did not."""
+async def _failed_to_judge(
+    rollouts: list[Rollout], judged: Callable[[list[Rollout]], Awaitable[None]]
+) -> dict[str, GroupFailed]:
+    """Sets the rewards of rollouts, in one call of `judged`; where that fails, in a call for each of several. Returns
+    why that failed, by the id of the rollout."""
+    if not rollouts:
+        return {}
     try:
-        await _judged([rollout], task, reward, timeout_s, tried)
+        await judged(rollouts)
+        return {}
     except GroupFailed as error:
-        return error
-    return None
-
-
-def _check_ids(rollouts: list[Rollout], task: Task) -> None:
-    if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
-        raise RuntimeError(
-            f"algorithm.workflow: gave several rollouts of task {task.id!r} the id {twice[0]!r}; give each its "
-            "own, such as f'{rollout_id}.judge'"
-        )
+        if len(rollouts) == 1:
+            error.rollout = rollouts[0]
+            return {rollouts[0].id: error}
+    failures = await asyncio.gather(*(_failed_to_judge([rollout], judged) for rollout in rollouts))
+    return {name: failure for of_one in failures for name, failure in of_one.items()}
 
 
 def _check_rewards(rollout: Rollout) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from statistics import mean
+from bisect import bisect_right
+from collections import Counter
 
 from torchtitan_rl.types import RolloutGroup
 
-__all__ = ["ages", "check_lag"]
+__all__ = ["ages", "check_lag", "lag_metrics"]
 
 
 def ages(publications: list[int]) -> dict[int, int]:
@@ -15,22 +16,36 @@ def ages(publications: list[int]) -> dict[int, int]:
     return {version: len(publications) - 1 - i for i, version in enumerate(publications)}
 
 
-def check_lag(groups: list[RolloutGroup], publications: list[int], max_lag: int) -> dict[str, float]:
-    """`policy/lag_mean` and `policy/lag_max` over the sampled tokens of a batch that is about to train.
+def lag_metrics(groups: list[RolloutGroup], publications: list[int]) -> dict[str, float]:
+    """`policy/lag_mean` and `policy/lag_max` over the sampled tokens of the groups that are about to train, at any lag.
 
     A token's lag is the number of publications since the last one of the version that sampled the token. `publications`
-    lists the published versions, oldest first; a version appears again when every step of a batch was skipped. Raises
-    RuntimeError for a token older than `max_lag`, which admission rules out: the rollout was not played by this run's
-    admission. A version that is not listed is infinitely old.
+    lists the published versions, oldest first; a version appears again when every step of a batch was skipped. Of a
+    version that is not listed, as one that a run has sampled from before it was resumed, the listed publications after
+    it count. Returns {} for groups without a token.
     """
-    age, lags = ages(publications), []
+    num_tokens = Counter[int]()
+    for turn in (turn for group in groups for rollout in group.rollouts for turn in rollout.turns):
+        num_tokens.update(turn.completion.policy_versions)
+    if not num_tokens:
+        return {}
+    lags = {version: len(publications) - bisect_right(publications, version) for version in num_tokens}
+    total, number = sum(lags[version] * num for version, num in num_tokens.items()), num_tokens.total()
+    return {
+        "policy/lag_mean": total / number if total % number else total // number,
+        "policy/lag_max": max(lags.values()),
+    }
+
+
+def check_lag(groups: list[RolloutGroup], publications: list[int], max_lag: int) -> None:
+    """Raises RuntimeError for a token older than `max_lag` publications, which admission rules out: the rollout was not
+    played by this run's admission. A version that is not listed is infinitely old."""
+    age = ages(publications)
     for rollout in (rollout for group in groups for rollout in group.rollouts):
-        versions = [version for turn in rollout.turns for version in turn.completion.policy_versions]
-        of_rollout = [age.get(version, math.inf) for version in versions]
-        if of_rollout and max(of_rollout) > max_lag:
+        versions = {version for turn in rollout.turns for version in turn.completion.policy_versions}
+        oldest = max((age.get(version, math.inf) for version in versions), default=0)
+        if oldest > max_lag:
             raise RuntimeError(
-                f"rollout={rollout.id!r}: has a token that is {max(of_rollout)} publications old, "
+                f"rollout={rollout.id!r}: has a token that is {oldest} publications old, "
                 f"algorithm.max_policy_lag={max_lag}; keep no rollouts back in a workflow or hook of your own"
             )
-        lags += of_rollout
-    return {"policy/lag_mean": mean(lags), "policy/lag_max": max(lags)} if lags else {}

@@ -46,13 +46,13 @@ class LaggedBatches(ABC):
 
     async def next_batch(self) -> Batch:
         """The next batch; admits the draws of later batches. Call when the publication after the batch before is
-        served. Raises NothingToTrainOn."""
+        served. Raises NothingToTrainOn, and RuntimeError for a token that is too old."""
         with span("wait for a batch"):
             batch = await running("admit draws", self._next())
         self._finished.forget({draw.slot for draw in batch.draws})
         self.groups = batch.groups
         with span("check the lag"):
-            batch.metrics |= check_lag(batch.groups, self._publications, self._algorithm.max_policy_lag)
+            check_lag(batch.groups, self._publications, self._algorithm.max_policy_lag)
         return batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import ipaddress
 import os
 from pathlib import Path
 
-from torchtitan_rl.record.console import say
+from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.serve.errors import Refused
 
 __all__ = ["API_KEY_VARIABLE", "read_key", "bearer", "check_key", "is_loopback"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.model.shape import resolve_shape
-from torchtitan_rl.record.console import say
+from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.rollout.ignored_parameters import check_ignored
 from torchtitan_rl.rollout.policy import Policy
 

@@ -19,13 +19,14 @@ from torchtitan_rl.algorithm.inputs import minibatches
 from torchtitan_rl.config.run import RunConfig, Split
 from torchtitan_rl.dispatch.policy_weights import PolicyWeights
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.families import shape_of_directory
 from torchtitan_rl.launch.attach import Hosts
 from torchtitan_rl.launch.backend import Stack
-from torchtitan_rl.launch.choice import hosts_for, launcher_for, settled_for
+from torchtitan_rl.launch.choice import backend_of
 from torchtitan_rl.mismatch.explainer import MismatchExplainer
+from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record import attempts
-from torchtitan_rl.record.progress import Progress
+from torchtitan_rl.record.console.progress import Progress
+from torchtitan_rl.record.console.step_numbers import step_line
 from torchtitan_rl.record.recorder import (
     DrawEvents,
     GeneratorStarted,
@@ -40,10 +41,10 @@ from torchtitan_rl.record.records import Trained
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.rollout import finished
-from torchtitan_rl.rollout.ahead import BatchesAhead
-from torchtitan_rl.rollout.batches import BatchPlayer, BatchSource, SynchronousBatches
+from torchtitan_rl.rollout.batch_sources import lagged_batches, synchronous_batches
+from torchtitan_rl.rollout.batches import BatchSource
 from torchtitan_rl.rollout.draws import Batch, Draw, Draws, NothingToTrainOn, admissions, ends
-from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
+from torchtitan_rl.rollout.lag import lag_metrics
 from torchtitan_rl.rollout.lagged_batches import LaggedBatches
 from torchtitan_rl.rollout.player import Rollouts
 from torchtitan_rl.serve.run_gateway import open_gateway
@@ -63,7 +64,7 @@ from torchtitan_rl.types import RolloutGroup
 from torchtitan_rl.types.ends import Ended, Preempted, StopRequest
 from torchtitan_rl.types.run_state import RunState
 from torchtitan_rl.validation.rewards import check_reward
-from torchtitan_rl.validation.run import missing_weights, validate
+from torchtitan_rl.validation.run import validate
 from torchtitan_rl.weights import checkpoint
 
 if TYPE_CHECKING:
@@ -125,29 +126,19 @@ class Controller(AbstractAsyncContextManager):
             score_early=self.explainer.score_early if self.explainer is not None and lag else None,
         )
         self.evaluations = Evaluations(config, self.family, inputs.eval_families, self.player, recorder)
-        max_tokens = config.sampling.max_tokens
-        player = BatchPlayer(config.algorithm, self.player, self.draws, self._record_admitted, max_tokens=max_tokens)
-        self.batches: BatchSource = SynchronousBatches(player, self.draws, self.state)
+        arguments = config, self.player, self.draws, self.state, self._record_admitted
         self.lagged: LaggedBatches | None = None
         """`batches`, where they are played while earlier ones train."""
         self.overlapped_evaluations: OverlappedEvaluations | None = None
         self.overlap: Overlap | None = None
         if lagging:
-            shared = config, player, self.draws, self.state
             publications = self.versions.publications
-            if config.algorithm.batch_order == "finished":
-                slot = one_slot(config.algorithm)
-                slot_player = BatchPlayer(slot, self.player, self.draws, self._record_admitted, max_tokens=max_tokens)
-                self.lagged = FirstFinished(
-                    *shared, slot_player=slot_player, publications=publications, finished=finished_groups
-                )
-            else:
-                self.lagged = BatchesAhead(*shared, publications=publications, finished=finished_groups)
-            self.batches = self.lagged
+            self.lagged = lagged_batches(*arguments, publications=publications, finished=finished_groups)
             self.overlap = Overlap(self.lagged, self.generator, publications)
             self.overlapped_evaluations = OverlappedEvaluations(
                 config.controller, self.evaluations, self.versions, self.state, recorder
             )
+        self.batches: BatchSource = synchronous_batches(*arguments) if self.lagged is None else self.lagged
         self.checkpoints = Checkpoints(
             config, run_dir, self.roles, self.weights, self.tokenizer, self.batches.state_dict, self.state, recorder
         )
@@ -172,14 +163,15 @@ class Controller(AbstractAsyncContextManager):
         process: the whole run is in this process, on one device, for a debugger. `backend="tinker"` trains and samples
         at the service at TINKER_BASE_URL. `resume_from` goes on with a run: `latest`, `auto`, a run directory or a
         checkpoint, as `resume.find` says. Raises ValueError, before anything starts, for a config that `validate`,
-        `check_hosts`, `check_local`, `check_remote` or `resume.find` refuses.
+        `Backend.hosts_for` or `resume.find` refuses.
         """
         validate(config)
-        config = settled_for(config, backend)
-        hosts = hosts_for(config, backend, hosts, generators_only=hf_weights is not None)
+        run_backend = backend_of(backend)
+        config = run_backend.settle(config)
+        hosts = run_backend.hosts_for(config, hosts, generators_only=hf_weights is not None)
         if hf_weights is not None:
-            shape_of_directory(hf_weights)  # refuses weights of another kind of model
-        if hf_weights is None and backend != "tinker" and (missing := missing_weights(config)):
+            resolve_shape(config.model).from_hf(hf_weights / "config.json")  # refuses weights of another family
+        if hf_weights is None and (missing := run_backend.missing_weights(config)):
             raise ValueError(missing)
         inputs = read_inputs(config)
         if hf_weights is None:
@@ -187,11 +179,11 @@ class Controller(AbstractAsyncContextManager):
         absolute = hosts is not None and hosts.attached
         run_dir, resumption = resume.open_run(config, resume_from, absolute=absolute)
         recorder = listeners.recorder_of(
-            config, run_dir, inputs.tokenizer.decode, progress, debugger=backend == "local"
+            config, run_dir, inputs.tokenizer.decode, progress, debugger=run_backend.in_this_process
         )
         for note in resumption.notes if resumption is not None else ():
             recorder.record(Note(text=note))
-        launcher = launcher_for(config, hosts, str(run_dir.path / "logs"), backend)
+        launcher = run_backend.launcher(config, hosts, str(run_dir.path / "logs"))
         with recorder.span("starting trainer, generators and store", expected_s=15, shown=True):
             async with stopped_on_failure(launcher, run_dir, recorder):
                 stack = await start(config, inputs, launcher, run_dir.path / "model", hf_weights)
@@ -341,11 +333,12 @@ class Controller(AbstractAsyncContextManager):
                         await self.publish()
                     if config.roles.refresh_reference_every or config.algorithm.refresh_teacher_every:
                         await self._refresh(first)
-                line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds)
-                if self.overlap is not None and "policy/lag_mean" in line:
+                overlap = self.overlap is not None
+                line |= lines.of_times(line, step.seconds, generate.seconds, sync.seconds, overlap=overlap)
+                if self.overlap is not None:
                     training_s, waited_s = sync.began - generate.ended, self.overlapped_evaluations.waited_s
                     line |= self.overlap.metrics(line, training_s=training_s, evaluation_wait_s=waited_s)
-                recorder.record(Metrics(line=line, text=lines.summary(line, num_steps)))
+                recorder.record(Metrics(line=line, text=step_line(line, num_steps)))
                 if self.collapse is not None:
                     self.collapse.count(line)
                 self._record_batch(batch)
@@ -358,8 +351,8 @@ class Controller(AbstractAsyncContextManager):
     async def train_on(self, groups: list[RolloutGroup], sampled: list[RolloutGroup] | None = None) -> dict:
         """All optimizer steps of one batch: `num_epochs` passes over its minibatches. Returns the batch's metrics.
 
-        Metrics of rewards count `sampled`, which `groups` were chosen from. Does not publish. `mismatch/*` are computed
-        on the first minibatch, before its step.
+        Metrics of rewards count `sampled`, which `groups` were chosen from; `policy/lag_*` count `groups`. Does not
+        publish. `mismatch/*` are computed on the first minibatch, before its step.
         """
         scoring = None if self.explainer is None else await self.explainer.begin(groups)
         try:
@@ -378,7 +371,8 @@ class Controller(AbstractAsyncContextManager):
             data = await training_data(groups, self.roles, algorithm)
         line.mean("time/score_s", score.seconds)
         with span("count metrics"):
-            of_batch = lines.of_batch(sampled, self.generator.policy_version, self.generator.health())
+            of_batch = lines.of_batch(sampled, self.generator.health())
+            of_batch |= lag_metrics(groups, self.versions.publications)
         trained: list[Trained] = []
         for epoch in range(algorithm.num_epochs):
             for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:

@@ -1,4 +1,4 @@
-"""Lines of metrics: the optimizer steps of a batch in one line, statistics of a batch's rollouts, a line in words."""
+"""Lines of metrics: the optimizer steps of a batch in one line, statistics of a batch's rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchtitan_rl.algorithm.advantages import all_equal
 from torchtitan_rl.tasks.reward_parts import part_means
 from torchtitan_rl.types import Rollout, RolloutGroup
 
-__all__ = ["StepMetrics", "of_batch", "of_times", "summary", "mean_std"]
+__all__ = ["StepMetrics", "of_batch", "of_times", "mean_std"]
 
 
 class StepMetrics:
@@ -54,18 +54,16 @@ class StepMetrics:
         return line | {"optim/num_steps": self._steps}
 
 
-def of_batch(groups: list[RolloutGroup], policy_version: int, health: dict[str, str]) -> dict[str, float | str]:
-    """Statistics of a batch's rollouts. `policy_version` is the version that training starts from."""
+def of_batch(groups: list[RolloutGroup], health: dict[str, str]) -> dict[str, float | str]:
+    """Statistics of a batch's rollouts. `health` is that of the generator's replicas."""
     rewards = [reward for group in groups for reward in group.rewards]
     completions = [turn.completion for group in groups for rollout in group.rollouts for turn in rollout.turns]
-    oldest = min(version for completion in completions for version in completion.policy_versions)
     reward_mean, reward_std = mean_std(rewards)
     line: dict[str, float | str] = {
         "phase": "reinforcement",
         "reward/mean": reward_mean,
         "reward/std": reward_std,
         "reward/zero_std_frac": mean(all_equal(group.rewards) for group in groups),
-        "policy/lag_max": policy_version - oldest,
         "completion/length_mean": mean(len(c.tokens) for c in completions),
         "completion/truncated_frac": mean(c.truncated for c in completions),
         "tokens/generated": sum(len(c.tokens) for c in completions),
@@ -95,25 +93,16 @@ def _of_features(rollouts: list[Rollout]) -> dict[str, float]:
     return line
 
 
-def of_times(line: dict, step_s: float, generate_s: float, sync_s: float) -> dict[str, float]:
-    """Seconds of a step and of its parts, and tokens per second: of the step, or of the generation if it is apart."""
+def of_times(line: dict, step_s: float, generate_s: float, sync_s: float, *, overlap: bool) -> dict[str, float]:
+    """Seconds of a step and of its parts, and tokens per second. Tokens are generated during the whole step with
+    `overlap`, else during `generate_s`."""
     return {
         "time/step_s": step_s,
         "time/generate_s": generate_s,
         "time/sync_s": sync_s,
         "tokens/trained_per_s": line["tokens/trained"] / step_s,
-        "tokens/generated_per_s": line["tokens/generated"] / (step_s if "policy/lag_mean" in line else generate_s),
+        "tokens/generated_per_s": line["tokens/generated"] / (step_s if overlap else generate_s),
     }
-
-
-def summary(line: dict, num_steps: int) -> str:
-    """A line of metrics as text for the console."""
-    return (
-        f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
-        f"no signal {line['reward/zero_std_frac']:.0%}  "
-        f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
-        f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
-    )
 
 
 def mean_std(values: Iterable[float]) -> tuple[float, float]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.health.watch import Watch
 from torchtitan_rl.record.background import BackgroundListener
-from torchtitan_rl.record.display import Display
-from torchtitan_rl.record.progress import Progress
+from torchtitan_rl.record.console.display import Display
+from torchtitan_rl.record.console.progress import Progress
 from torchtitan_rl.record.recorder import Listener, Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_dir_writer import RunDirWriter

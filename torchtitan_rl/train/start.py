@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.config.run import RunConfig
-from torchtitan_rl.launch.backend import Backend, Stack
+from torchtitan_rl.launch.backend import Launcher, Stack
 from torchtitan_rl.model.files import assets_dir, pad_token_id, write_model_dir
 from torchtitan_rl.model.shape import resolve_shape
 from torchtitan_rl.record import attempts
@@ -76,7 +76,7 @@ def dated(name: str) -> str:
 
 
 async def start(
-    config: RunConfig, inputs: Inputs, launcher: Backend, model_dir: Path, hf_weights: Path | None
+    config: RunConfig, inputs: Inputs, launcher: Launcher, model_dir: Path, hf_weights: Path | None
 ) -> Stack:
     """Starts the meshes, or a session with a service. The generators hold no weights yet, except with `hf_weights`, a
     Hugging Face directory: then only generators start and load that directory."""
@@ -99,7 +99,7 @@ async def start(
 
 
 @asynccontextmanager
-async def stopped_on_failure(launcher: Backend, run_dir: RunDir, recorder: Recorder) -> AsyncIterator[None]:
+async def stopped_on_failure(launcher: Launcher, run_dir: RunDir, recorder: Recorder) -> AsyncIterator[None]:
     """Stops the meshes that have started, tells the recorder that the run has ended, and unlocks the run's directory,
     when the block fails or is interrupted."""
     try:

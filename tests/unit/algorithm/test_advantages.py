@@ -73,7 +73,7 @@ def test_rewards_that_differ_by_rounding_are_equal_to_estimators_filter_and_metr
     group = RolloutGroup(id="0/0", rollouts=made.attempts(0, NOISE))
     kept, left_out = filtered([group], AlgorithmConfig(filters=FilterConfig(zero_variance=True)), max_tokens=8)
     assert kept == [] and [each.left_out for each in left_out] == ["zero_variance"]
-    assert lines.of_batch([group], 0, {})["reward/zero_std_frac"] == 1.0
+    assert lines.of_batch([group], {})["reward/zero_std_frac"] == 1.0
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, -1e9])

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from torchtitan_rl.launch import lease as lease_module
-from torchtitan_rl.launch.lease import Lease, _Controller, ask_to_attach
+from torchtitan_rl.launch.liveness import lease as lease_module
+from torchtitan_rl.launch.liveness.lease import Lease, _Controller, ask_to_attach
 
 WORKER = """
 import os, subprocess, sys, time
@@ -19,7 +19,7 @@ if os.environ.get("STARTED"):
     time.sleep(60)
 os.environ["STARTED"] = "1"
 from torchtitan_rl.environment import end_with_parent
-from torchtitan_rl.launch import lease
+from torchtitan_rl.launch.liveness import lease
 end_with_parent(9)
 import socket
 with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -67,7 +67,7 @@ def test_silence_ends_the_children_and_begins_the_worker_anew(worker):
         [
             sys.executable,
             "-c",
-            f"from torchtitan_rl.launch.lease import Lease\nLease('127.0.0.1', {port}, 'tcp://127.0.0.1:7').join()",
+            f"from torchtitan_rl.launch.liveness.lease import Lease\nLease('127.0.0.1', {port}, 'tcp://127.0.0.1:7').join()",
         ],
         env=os.environ | {"TORCHTITAN_RL_LEASE_S": "1"},
     )
@@ -81,7 +81,7 @@ def test_silence_ends_the_children_and_begins_the_worker_anew(worker):
 
 @pytest.mark.slow
 def test_a_worker_without_a_controller_waits_and_a_goodbye_makes_it_one(worker, monkeypatch):
-    monkeypatch.setattr(lease_module, "_EVERY_S", 0.25)
+    monkeypatch.setattr(lease_module, "EVERY_S", 0.25)
     process, port, child = worker
     time.sleep(2)
     other = Lease("127.0.0.1", port, "tcp://127.0.0.1:8")
@@ -95,7 +95,9 @@ def test_a_worker_without_a_controller_waits_and_a_goodbye_makes_it_one(worker, 
     assert child.is_running() and process.poll() is None
 
 
-CONTROLLER = "from torchtitan_rl.launch.lease import Lease\nLease('127.0.0.1', {port}, 'tcp://127.0.0.1:7').join()"
+CONTROLLER = (
+    "from torchtitan_rl.launch.liveness.lease import Lease\nLease('127.0.0.1', {port}, 'tcp://127.0.0.1:7').join()"
+)
 
 
 def controller_of(port: int) -> subprocess.Popen:
@@ -144,8 +146,8 @@ def test_a_dead_controller_is_known_by_its_process_its_connection_or_its_silence
     assert not _Controller(**own, closed=time.monotonic()).is_dead()  # this process lives, and connects again
     assert _Controller(**own | {"began": 1.0}, closed=time.monotonic()).is_dead()  # another process has the number
     assert not _Controller(**elsewhere | {"began": 1.0}, closed=time.monotonic()).is_dead()
-    assert _Controller(**elsewhere, closed=time.monotonic() - lease_module._GONE_S - 1).is_dead()
-    assert _Controller(**elsewhere, last_word=time.monotonic() - lease_module._QUIET_S - 1).is_dead()
+    assert _Controller(**elsewhere, closed=time.monotonic() - lease_module.GONE_S - 1).is_dead()
+    assert _Controller(**elsewhere, last_word=time.monotonic() - lease_module.QUIET_S - 1).is_dead()
     assert not _Controller(**elsewhere).is_dead()
 
 

@@ -28,7 +28,7 @@ def supervised(tmp_path: Path, body: str, *, max_restarts: int, output_dir: str 
     config = tmp_path / "config.py"
     config.write_text(CONFIG.format(begun=str(tmp_path / "begun"), body=body))
     program = (
-        "import sys; from torchtitan_rl.launch.restarts import run_with_restarts; "
+        "import sys; from torchtitan_rl.launch.liveness.restarts import run_with_restarts; "
         f"sys.exit(run_with_restarts('train', [{str(config)!r}], {max_restarts}, {output_dir or str(tmp_path)!r}))"
     )
     return psutil.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)

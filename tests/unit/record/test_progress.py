@@ -10,10 +10,10 @@ from datetime import datetime
 import pytest
 from rich.console import Console
 
-from torchtitan_rl.record.display import Display
-from torchtitan_rl.record.json_console import JsonProgress
-from torchtitan_rl.record.live_table import LiveTable
-from torchtitan_rl.record.progress import Bar, Progress, _times
+from torchtitan_rl.record.console.display import Display
+from torchtitan_rl.record.console.json_progress import JsonProgress
+from torchtitan_rl.record.console.progress import Bar, Progress, _times
+from torchtitan_rl.record.console.step_numbers import LiveTable
 from torchtitan_rl.record.recorder import Metrics, Note, Recorder
 
 
@@ -242,7 +242,8 @@ def test_a_json_console_has_an_object_per_line():
 
 def test_warnings_and_errors_are_json_where_that_is_wanted(capfd, tmp_path):
     code = (
-        "import logging, sys, warnings; from torchtitan_rl.record.console import say, use_json; use_json(True);"
+        "import logging, sys, warnings; from torchtitan_rl.record.console.notices import say;"
+        "from torchtitan_rl.record.console.log_records import use_json; use_json(True);"
         "from torchtitan_rl.record.logs import setup_rank_logging;"
         f"setup_rank_logging({str(tmp_path)!r}, 'policy', 0, 1, device='cpu');"
         "logging.getLogger('torchtitan_rl.x').warning('careful %d', 1); logging.getLogger('vllm').warning('noise');"

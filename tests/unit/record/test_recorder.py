@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from torchtitan_rl.record.display import Display
-from torchtitan_rl.record.progress import Progress
+from torchtitan_rl.record.console.display import Display
+from torchtitan_rl.record.console.progress import Progress
 from torchtitan_rl.record.recorder import Listener, Metrics, Recorder
 from torchtitan_rl.record.run_dir import RunDir
 from torchtitan_rl.record.run_dir_writer import RunDirWriter

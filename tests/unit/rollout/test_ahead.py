@@ -14,11 +14,11 @@ from torchtitan_rl.config.algorithm import AlgorithmConfig, FilterConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.ahead import BatchesAhead
-from torchtitan_rl.rollout.batches import BatchPlayer, SynchronousBatches
+from torchtitan_rl.rollout.batch_sources import lagged_batches, synchronous_batches
 from torchtitan_rl.rollout.draws import Draws
 from torchtitan_rl.rollout.finished import FinishedGroups
-from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
-from torchtitan_rl.rollout.lag import check_lag
+from torchtitan_rl.rollout.first_finished import FirstFinished
+from torchtitan_rl.rollout.lag import check_lag, lag_metrics
 from torchtitan_rl.types import Completion, Rollout, RolloutGroup, Task, Turn
 from torchtitan_rl.types.run_state import RunState
 
@@ -55,22 +55,21 @@ class Run:
         algorithm = AlgorithmConfig(max_policy_lag=lag, tasks_per_step=PER_BATCH, group_size=2, filters=filters)
         self.config = RunConfig(name="unit", task=None, model=ModelConfig(assets="chars"), algorithm=algorithm)
         self.config.controller.num_steps = NUM_BATCHES
+        self.config.sampling.max_tokens = 64
+        algorithm.batch_order = "finished" if kind is FirstFinished else "slots"
         self.state, self.publications, self.draws = RunState(seed=0), [0], Draws(Source())
         if start is not None:
             self.state.step, draws = start
             self.draws.load_state_dict(draws)
         self.finished, self.played = FinishedGroups(), []
-        player, slot_player = (
-            BatchPlayer(of, SimpleNamespace(play=self.play), self.draws, self.admitted, max_tokens=64)
-            for of in (algorithm, one_slot(algorithm))
-        )
-        own = {"slot_player": slot_player} if kind is FirstFinished else {}
-        lagged = dict(publications=self.publications, finished=self.finished, **own)
-        self.batches = (
-            kind(self.config, player, self.draws, self.state, **lagged)
-            if lag
-            else SynchronousBatches(player, self.draws, self.state)
-        )
+        self.lags = []
+        """`policy/lag_max` of each batch as it began to train."""
+        arguments = self.config, SimpleNamespace(play=self.play), self.draws, self.state, self.admitted
+        if lag:
+            self.batches = lagged_batches(*arguments, publications=self.publications, finished=self.finished)
+            assert type(self.batches) is kind
+        else:
+            self.batches = synchronous_batches(*arguments)
 
     def admitted(self, draws, step):
         self.events.append(("admitted", step, self.publications[-1], [draw.id for draw in draws]))
@@ -105,6 +104,7 @@ class Run:
     async def batch(self):
         """One round of the loop. Returns the batch."""
         batch = await self.batches.next_batch()
+        self.lags.append(lag_metrics(batch.groups, self.publications)["policy/lag_max"])
         self.events.append(("trained", self.state.step, self.publications[-1], [group.id for group in batch.groups]))
         await asyncio.sleep(self.random.choice([0, 1e-3]))
         self.state.step += 1
@@ -136,8 +136,7 @@ async def test_no_token_is_older_than_the_bound_and_nothing_is_thrown_away_for_i
     run = Run(lag, seed)
     batches = await run.all()
     assert [len(batch.groups) for batch in batches] == [PER_BATCH] * NUM_BATCHES
-    if lag:
-        assert max(batch.metrics["policy/lag_max"] for batch in batches) <= lag
+    assert max(run.lags) <= lag
     for b, (_, step, _, ids) in enumerate(run.of("admitted")):  # batch b: after the publication of batch b - k - 1
         before = run.events[: run.events.index(run.of("admitted")[b])]
         assert step == b and ids == [f"{slot}/0" for slot in range(3 * b, 3 * b + 3)]
@@ -171,8 +170,8 @@ async def test_a_resumed_run_trains_on_what_had_finished_and_plays_the_rest(lag,
     state, publications = json.loads(json.dumps(state)), list(run.publications)
     await run.batches.cancel()
     assert state["next_slot"] == stop_after * PER_BATCH == run.draws.next_slot  # `cancel` has given the draws back
-    again, batches = await resumed(publications, state, lines)
-    assert all(batch.metrics["policy/lag_max"] <= lag for batch in batches)
+    again, _ = await resumed(publications, state, lines)
+    assert max(run.lags + again.lags) <= lag
     trained = [sorted(event[3]) for event in run.of("trained") + again.of("trained")]
     slots = [[f"{slot}/0" for slot in range(3 * b, 3 * b + 3)] for b in range(NUM_BATCHES)]
     slots[0][1], slots[1][2] = "1/1", "5/2"
@@ -223,11 +222,18 @@ async def test_age_is_counted_in_publications_and_an_older_token_is_refused():
     group = await Run(lag=0).group(task, "0/0")
     for rollout in group.rollouts:
         rollout.turns[0].completion.policy_versions = [4, 6]
-    assert check_lag([group], [0, 4, 6], 1) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}
-    assert check_lag([group], [4, 6, 6, 6], 3)["policy/lag_max"] == 3
-    assert check_lag([group], [4, 4, 6], 1)["policy/lag_max"] == 1  # version 4 was published again: the same weights
+    check_lag([group], [0, 4, 6], 1)
+    # Two optimizer steps, one publication.
+    assert lag_metrics([group], [0, 4, 6]) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}
+    check_lag([group], [4, 6, 6, 6], 3)
+    assert lag_metrics([group], [4, 6, 6, 6]) == {"policy/lag_mean": 1.5, "policy/lag_max": 3}
+    check_lag([group], [4, 4, 6], 1)  # version 4 was published again: the same weights
+    assert lag_metrics([group], [4, 4, 6]) == {"policy/lag_mean": 0.5, "policy/lag_max": 1}
     message = r"rollout='0/0/0': has a token that is 2 publications old, algorithm.max_policy_lag=1"
     with pytest.raises(RuntimeError, match=message):
         check_lag([group], [4, 5, 6], 1)
     with pytest.raises(RuntimeError, match="a token that is inf publications old"):
         check_lag([group], [5, 6], 3)  # version 4 is not known
+    assert lag_metrics([group], [5, 6])["policy/lag_max"] == 2  # without a bound: the publications since that are known
+    assert lag_metrics([group], [6])["policy/lag_max"] == 1
+    assert lag_metrics([], [6]) == {}

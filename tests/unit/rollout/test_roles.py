@@ -50,7 +50,7 @@ async def test_each_role_is_compared_with_its_own_kind_and_has_its_estimator(exa
     data = to_datums(groups, example)
     assert [group.advantages for group in groups] == [[1.0, -1.0], [1.0, -1.0]]
     assert len(data) == 4 and {datum.group for datum in data} == {0, 1}
-    line = lines.of_batch(groups, 3, {"generator-0": "healthy"})
+    line = lines.of_batch(groups, {"generator-0": "healthy"})
     assert (line["reward/solver_mean"], line["reward/judge_mean"]) == (0.5, 0.5)
 
 

@@ -9,7 +9,7 @@ from tests.unit.config.test_load import run_config
 from torchtitan_rl import Run
 from torchtitan_rl.cli import evaluate, main
 from torchtitan_rl.config.run import EvalSetConfig
-from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.launch.backend import Stack
 from torchtitan_rl.record.recorder import Recorder
 from torchtitan_rl.record.run_dir import RunDir
@@ -43,7 +43,7 @@ def controller_of(config, path):
     inputs, run_dir = read_inputs(config), RunDir.create(path)
     generator = ShortWords(inputs.tokenizer)
     # Which started nothing.
-    launcher = Launcher(log_dir=None, start_timeout_s=1.0, call_timeout_s=1.0)
+    launcher = ActorLauncher(log_dir=None, start_timeout_s=1.0, call_timeout_s=1.0)
     stack = Stack(launcher=launcher, roles={}, generator=generator, versions=None, placement=None)
     return Controller(config, inputs, run_dir, Recorder([RunDirWriter(run_dir)]), stack)
 

@@ -69,7 +69,7 @@ async def test_shares_of_idle_time_count_what_was_seen_since_the_last_line():
         for waited_s in (0.05, 0.0):
             overlap.begin_step()
             await asyncio.sleep(0.2)
-            line = {"policy/lag_mean": 1.0, "time/step_s": 0.4, "time/sync_s": 0.07}
+            line = {"time/step_s": 0.4, "time/sync_s": 0.07}
             lines.append(line | overlap.metrics(line, training_s=0.1, evaluation_wait_s=waited_s))
             expected.append((0.75, waited_s, 0.07 - waited_s))
         overlap.stop()

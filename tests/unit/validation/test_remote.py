@@ -7,7 +7,7 @@ import pytest
 import torchtitan_rl.config as rl
 from tests.integration.conftest import ROOT
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.launch.choice import hosts_for, settled_for
+from torchtitan_rl.launch.choice import BACKENDS, backend_of
 from torchtitan_rl.validation.remote import adapted_parts, check_remote
 
 
@@ -19,8 +19,8 @@ def config():
 def test_the_quickstart_is_offered_and_exports_nothing(config):
     check_remote(config)
     assert config.controller.checkpoint_export == "last"
-    assert settled_for(config, "tinker").controller.checkpoint_export == "none"
-    assert settled_for(config, "actors").controller.checkpoint_export == "last"
+    assert BACKENDS["tinker"].settle(config).controller.checkpoint_export == "none"
+    assert BACKENDS["actors"].settle(config).controller.checkpoint_export == "last"
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_what_a_service_cannot_give_is_refused_with_its_field(config, path, valu
         target = getattr(target, name)
     setattr(target, last, value)
     with pytest.raises(ValueError, match=message + r".* or use backend='actors'"):
-        hosts_for(config, "tinker", None, generators_only=False)
+        BACKENDS["tinker"].hosts_for(config, None, generators_only=False)
 
 
 def test_generators_alone_and_hosts_are_refused(config):
     with pytest.raises(ValueError, match="backend='tinker': a remote service loads no directory of weights"):
-        hosts_for(config, "tinker", None, generators_only=True)
+        BACKENDS["tinker"].hosts_for(config, None, generators_only=True)
     with pytest.raises(ValueError, match="backend='nowhere': is not known; use 'actors', 'local' or 'tinker'"):
-        hosts_for(config, "nowhere", None, generators_only=False)
+        backend_of("nowhere")
 
 
 def test_adapters_are_on_attention_or_mlp_as_a_whole():
@@ -65,4 +65,4 @@ def test_adapters_are_on_attention_or_mlp_as_a_whole():
 def test_a_missing_sdk_is_named_with_what_to_install(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "tinker", None)
     with pytest.raises(ValueError, match=r"backend='tinker': the service's SDK is missing .*torchtitan-rl\[tinker\]"):
-        hosts_for(config, "tinker", None, generators_only=False)
+        BACKENDS["tinker"].hosts_for(config, None, generators_only=False)

@@ -187,7 +187,7 @@ async def test_an_environments_rewards_are_its_own():
 
 def test_a_closed_pipe_is_no_error():
     program = (
-        "import sys, time; from torchtitan_rl.record.progress import Progress; p = Progress();"
+        "import sys, time; from torchtitan_rl.record.console.progress import Progress; p = Progress();"
         "[(p.line('line ' * 500), time.sleep(0.001)) for _ in range(200)]; p.final_table([('a', 'b')]);"
         "sys.stderr.write('the end')"
     )

@@ -47,10 +47,9 @@ def lag(facts: Facts, threshold: float) -> Problem | None:
         late = [reading for reading in facts.series("policy/lag_max") if float(reading.value) > 0]
         if not late:
             return None
-        sentence = (
-            f"{len(late)} batches hold tokens of older weights, up to {max(r.value for r in late):g} versions, in a run"
-        )
-        return Problem(f"{sentence} without a lag: new weights did not reach a generator in time", late[:10])
+        oldest = max(reading.value for reading in late)
+        sentence = f"{len(late)} batches hold tokens of older weights, up to {oldest:g} publications"
+        return Problem(f"{sentence}, in a run without a lag: new weights did not reach a generator in time", late[:10])
     far = worst(_far(facts))
     if not far or middle(far) <= threshold:
         return None

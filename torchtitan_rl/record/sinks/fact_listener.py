@@ -7,25 +7,25 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan_rl.record.recorder import (
-    DrawEvents,
-    Evaluated,
-    Event,
-    GeneratorStarted,
-    Listener,
-    Metrics,
-    Note,
-    Published,
-    RolloutsEnded,
-    Span,
-    TrainedOn,
-    Warned,
-)
+from torchtitan_rl.record.recorder import Event, EventListener, Span
 
 __all__ = ["FactListener"]
 
+_KINDS = {
+    "Metrics": "metrics",
+    "TrainedOn": "trained",
+    "RolloutsEnded": "rollouts",
+    "Evaluated": "evaluated",
+    "DrawEvents": "draws",
+    "Published": "version",
+    "Note": "note",
+    "GeneratorStarted": "generator",
+    "Warned": "event",
+}
+"""Class of an event -> its former name."""
 
-class FactListener(Listener):
+
+class FactListener(EventListener):
     """Calls `fact(kind, fields)` of a listener for each event, with the kind's former name."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -37,36 +37,9 @@ class FactListener(Listener):
             stacklevel=2,
         )
 
-    def _pass_on(self, kind: str, event: Event) -> None:
+    def event(self, event: Event) -> None:
         fields = dataclasses.fields(event)  # type: ignore[arg-type]  # every event is a dataclass
-        self._listener.fact(kind, {field.name: getattr(event, field.name) for field in fields})
-
-    def metrics(self, event: Metrics) -> None:
-        self._pass_on("metrics", event)
-
-    def trained(self, event: TrainedOn) -> None:
-        self._pass_on("trained", event)
-
-    def rollouts(self, event: RolloutsEnded) -> None:
-        self._pass_on("rollouts", event)
-
-    def evaluated(self, event: Evaluated) -> None:
-        self._pass_on("evaluated", event)
-
-    def draws(self, event: DrawEvents) -> None:
-        self._pass_on("draws", event)
-
-    def published(self, event: Published) -> None:
-        self._pass_on("version", event)
-
-    def note(self, event: Note) -> None:
-        self._pass_on("note", event)
-
-    def generator_started(self, event: GeneratorStarted) -> None:
-        self._pass_on("generator", event)
-
-    def warned(self, event: Warned) -> None:
-        self._pass_on("event", event)
+        self._listener.fact(_KINDS[type(event).__name__], {field.name: getattr(event, field.name) for field in fields})
 
     def begin(self, span: Span) -> None:
         self._listener.begin(span)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan_rl.record.console import say
+from torchtitan_rl.record.console.notices import say
 
 __all__ = [
     "EVERYBODY",

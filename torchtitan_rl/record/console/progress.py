@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from torchtitan_rl.record.live_table import LiveTable
+from torchtitan_rl.record.console.step_numbers import LiveTable
 
 __all__ = ["Progress", "Bar"]
 

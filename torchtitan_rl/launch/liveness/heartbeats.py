@@ -8,12 +8,13 @@ import time
 
 import torch.distributed as dist
 
-__all__ = ["Watch", "BEAT_S"]
+__all__ = ["BEAT_S", "SILENT_S", "Watch"]
 
 BEAT_S = 0.5
-"""Seconds between two heartbeats."""
-_SILENT_S = 10.0
-"""Seconds without a heartbeat after which a host is lost."""
+"""Seconds between two heartbeats. One is a few small messages to the store, and announces the end of a run too."""
+SILENT_S = 10.0
+"""Seconds without a heartbeat after which a host is lost: twenty heartbeats, so that neither a busy host nor a network
+that parts for 5 s ends a run."""
 
 
 class Watch(threading.Thread):
@@ -76,6 +77,6 @@ class Watch(threading.Thread):
         for peer, failure in self.failures.items():
             return f"host {self.address(peer)}: {failure}"
         for peer, (_, at) in self._heard.items():
-            if peer not in self.gone and time.monotonic() - at > _SILENT_S:
-                return f"host {self.address(peer)}: has not been heard of for {_SILENT_S:g} s"
+            if peer not in self.gone and time.monotonic() - at > SILENT_S:
+                return f"host {self.address(peer)}: has not been heard of for {SILENT_S:g} s"
         return None

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from torchtitan_rl.record.console import as_object
+from torchtitan_rl.record.console.notices import as_object
 
 __all__ = ["filter_stderr"]
 
@@ -18,7 +18,7 @@ __all__ = ["filter_stderr"]
 def filter_stderr() -> None:
     """From now on stderr of this process, and of processes that it starts, has JSON only: a line that is not an object
     becomes the `message` of an `output` event."""
-    command = [sys.executable, "-m", "torchtitan_rl.record.json_filter"]
+    command = [sys.executable, "-m", "torchtitan_rl.record.console.json_stderr"]
     # In a session of its own: Ctrl-C is for the run, whose last words are still to come.
     copier = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
     assert copier.stdin is not None

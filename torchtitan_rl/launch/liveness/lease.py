@@ -27,18 +27,25 @@ import psutil
 
 from torchtitan_rl.environment import end_with_parent, signal_of_parents_end
 
-__all__ = ["SILENT_S", "serve", "monarch_at", "ask_to_attach", "Lease"]
+__all__ = ["ANSWERS_S", "SILENT_S", "serve", "monarch_at", "ask_to_attach", "Lease"]
 
 SILENT_S = float(os.environ.get("TORCHTITAN_RL_LEASE_S", 30))
-"""Seconds without a word from its controller after which a worker ends what it started for it."""
-_EVERY_S, _ANSWER_S = min(2.0, SILENT_S / 4), 5.0
-_GONE_S = 2 * _EVERY_S
-"""Seconds after the end of its connection within which a controller that lives has connected again."""
-_QUIET_S = min(10.0, SILENT_S)
+"""Seconds without a word from its controller after which a worker ends what it started for it. A network that parts for
+a few seconds ends nothing, and the devices of a controller that is gone are free within a minute."""
+EVERY_S = min(2.0, SILENT_S / 4)
+"""Seconds between two words of a controller: several may be lost within every patience below."""
+GONE_S = 2 * EVERY_S
+"""Seconds after the end of its connection within which a controller that lives has connected again: it tries every
+`EVERY_S`."""
+QUIET_S = min(10.0, SILENT_S)
 """Seconds without a word after which a controller is dead to another one that attaches. Monarch takes its processes for
-dead after 8."""
+dead after 8, so its run has failed already."""
+ANSWERS_S = 8.0
+"""Seconds in which a worker that is there echoes two words, the connection made again between them."""
+_ANSWER_S = 5.0
+"""Seconds for one message to a worker that is there, and for a connection to it."""
 _END_S = 10.0
-"""Seconds for killed processes to end."""
+"""Seconds for killed processes to end: those with a GPU take some."""
 _BEAT, _BYE, _READY = b".", b"!", b"+"
 _ATTACHES, _KEEPS = "attach", "keep"
 
@@ -60,9 +67,9 @@ class _Controller:
 
     def is_dead(self) -> bool:
         now = time.monotonic()
-        if self.closed is not None and (now - self.closed > _GONE_S or self._process_is_gone()):
+        if self.closed is not None and (now - self.closed > GONE_S or self._process_is_gone()):
             return True
-        return now - self.last_word > _QUIET_S
+        return now - self.last_word > QUIET_S
 
     def _process_is_gone(self) -> bool:
         if self.machine != _machine():
@@ -134,7 +141,7 @@ class _Worker:
 
     def _left_by_the_dead(self, newcomer: str) -> bool:
         """Whether there are controllers before the newcomer and all are dead. Returns False once one of them sends a
-        message; waits `_QUIET_S` at most."""
+        message; waits `QUIET_S` at most."""
         began = time.monotonic()
         with self._lock:
             before = [controller for name, controller in self._controllers.items() if name != newcomer]
@@ -146,7 +153,7 @@ class _Worker:
 
     def watch(self) -> None:
         while True:
-            time.sleep(_EVERY_S)
+            time.sleep(EVERY_S)
             with self._lock:
                 words = [controller.last_word for controller in self._controllers.values()]
             if words and time.monotonic() - max(words) > SILENT_S:
@@ -193,12 +200,12 @@ def monarch_at(connection: socket.socket) -> str:
 
 def ask_to_attach(host: str, port: int) -> str:
     """Where the Monarch of the worker at `host` and `port` listens, where nothing is left of a controller that is dead;
-    "" where the worker has just ended that and begins anew. Blocks for some `_QUIET_S`. Raises OSError where no worker
+    "" where the worker has just ended that and begins anew. Blocks for some `QUIET_S`. Raises OSError where no worker
     is."""
     with socket.create_connection((host, port), timeout=_ANSWER_S) as connection:
         monarch = monarch_at(connection)
         connection.sendall(f"{_ATTACHES} {_identity(os.getpid())}\n".encode())
-        connection.settimeout(_QUIET_S + _END_S + _ANSWER_S)
+        connection.settimeout(QUIET_S + _END_S + _ANSWER_S)
         try:
             return monarch if connection.recv(1) == _READY else ""
         except ConnectionResetError:
@@ -226,7 +233,7 @@ class Lease(threading.Thread):
                     connection.sendall(f"{_KEEPS} {_identity(os.getpid())}\n".encode())
                     self._keep(connection)
             except OSError:
-                self._over.wait(_EVERY_S)
+                self._over.wait(EVERY_S)
 
     def _keep(self, connection: socket.socket) -> None:
         while True:
@@ -239,15 +246,15 @@ class Lease(threading.Thread):
                 self._answered.notify_all()
             if over:
                 return
-            self._over.wait(_EVERY_S)
+            self._over.wait(EVERY_S)
 
     def answers(self, within_s: float) -> bool:
         """Whether the same worker, still running, answers a message that is sent from now on. Blocks for `within_s`
         seconds at most."""
         with self._answered:
-            wanted = self._num_answers + 2  # the next answer may be to a word before
-            self._answered.wait_for(lambda: self._replaced or self._num_answers >= wanted, within_s)
-            return self._num_answers >= wanted
+            enough = self._num_answers + 2  # the next answer may be to a word before
+            self._answered.wait_for(lambda: self._replaced or self._num_answers >= enough, within_s)
+            return self._num_answers >= enough
 
     def end(self) -> None:
         """Tells the worker that the run is over: it keeps what it started, which the run has stopped itself."""

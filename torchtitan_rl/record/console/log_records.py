@@ -1,19 +1,14 @@
-"""What reaches the console, and as what: texts, or with `--json-logs` objects with time, level, event and fields."""
+"""Records of `logging` on the console: which ones reach it, and as what."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
-from datetime import datetime
-from typing import Any, TextIO
 
-from torchtitan_rl.record.json_lines import encode
+from torchtitan_rl.record.console.notices import JSON_LOGS, as_object
 
-__all__ = ["Console", "JsonFormatter", "as_object", "is_json", "say", "use_json", "worth_the_console"]
-
-_VARIABLE = "TORCHTITAN_RL_JSON_LOGS"
+__all__ = ["ConsoleHandler", "JsonFormatter", "use_json", "worth_the_console"]
 
 # torchtitan logs to "root".
 _NOISY = (
@@ -36,7 +31,7 @@ _NOISY = (
 )
 
 
-class Console(logging.StreamHandler):
+class ConsoleHandler(logging.StreamHandler):
     """Writes to the current `sys.stderr`: while a progress bar is shown, the bar replaces `sys.stderr` and prints lines
     above itself."""
 
@@ -63,24 +58,14 @@ def use_json(on: bool) -> None:
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, JsonFormatter)]:
         root.removeHandler(handler)
-    os.environ.pop(_VARIABLE, None)
+    os.environ.pop(JSON_LOGS, None)
     if on:
-        os.environ[_VARIABLE] = "1"
-        console = Console(logging.WARNING)
+        os.environ[JSON_LOGS] = "1"
+        console = ConsoleHandler(logging.WARNING)
         console.setFormatter(JsonFormatter("controller"))
         console.addFilter(worth_the_console)
         root.addHandler(console)
         logging.captureWarnings(True)
-
-
-def is_json() -> bool:
-    """Whether the console of this process is JSON."""
-    return os.environ.get(_VARIABLE) == "1"
-
-
-def say(text: str, *, event: str, level: str = "info", to: TextIO | None = None) -> None:
-    """Prints to stderr, or to another stream: a text, or where JSON is wanted an object with the text as `message`."""
-    print(as_object(event, level, {"message": text}) if is_json() else text, file=to or sys.stderr, flush=True)
 
 
 class JsonFormatter(logging.Formatter):
@@ -95,10 +80,3 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return as_object("log", record.levelname.lower(), fields)
-
-
-def as_object(event: str, level: str, fields: dict[str, Any]) -> str:
-    """A line of the console as JSON."""
-    time = datetime.now().astimezone().isoformat(timespec="milliseconds")
-    line = {"time": time, "level": level, "event": event, "fields": encode(fields)}
-    return json.dumps(line, ensure_ascii=True, default=str)

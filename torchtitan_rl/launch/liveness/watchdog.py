@@ -16,15 +16,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_rl.record.console import say
+from torchtitan_rl.record.console.notices import say
 
-__all__ = ["SIGNS_OF_LIFE", "START_S", "sign_of_life", "alive", "end_if_overdue", "watch"]
+__all__ = [
+    "LOOK_EVERY_S",
+    "SIGNS_OF_LIFE",
+    "SIGN_EVERY_S",
+    "START_S",
+    "sign_of_life",
+    "alive",
+    "end_if_overdue",
+    "watch",
+]
 
 SIGNS_OF_LIFE = "TORCHTITAN_RL_SIGNS_OF_LIFE"
 """The environment variable with the file of the signs of life; the supervisor sets it for the controller."""
 START_S = 300.0
-"""Seconds from the start of the process to the first sign of life of its event loop."""
-_LOOK_EVERY_S = 1.0
+"""Seconds from the start of the process to the first sign of life of its event loop: imports, and a config's code."""
+SIGN_EVERY_S = 5.0
+"""Seconds between two signs, or a quarter of what is promised: a sign is a small file."""
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the file: little beside any promise."""
 
 
 def sign_of_life(within_s: float) -> None:
@@ -46,7 +58,7 @@ def alive(hang_timeout_s: float) -> Iterator[None]:
     async def beat() -> None:
         while True:
             sign_of_life(hang_timeout_s)
-            await asyncio.sleep(min(5.0, hang_timeout_s / 4))
+            await asyncio.sleep(min(SIGN_EVERY_S, hang_timeout_s / 4))
 
     beating = asyncio.ensure_future(beat()) if SIGNS_OF_LIFE in os.environ else None
     try:
@@ -83,7 +95,7 @@ def watch(file: Path) -> Iterator[None]:
     done = threading.Event()
 
     def look() -> None:
-        while not done.wait(_LOOK_EVERY_S):
+        while not done.wait(LOOK_EVERY_S):
             end_if_overdue(file)
 
     os.environ[SIGNS_OF_LIFE] = str(file)

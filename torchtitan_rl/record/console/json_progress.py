@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from torchtitan_rl.record.console import as_object, say
-from torchtitan_rl.record.progress import Bar, Progress
+from torchtitan_rl.record.console.notices import as_object, say
+from torchtitan_rl.record.console.progress import Bar, Progress
 
 __all__ = ["JsonProgress"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from torchtitan_rl.record.progress import Bar, Progress
+from torchtitan_rl.record.console.progress import Bar, Progress
 from torchtitan_rl.record.recorder import Listener, Metrics, Note, Span
 
 __all__ = ["Display"]

@@ -1,7 +1,7 @@
 """Starting a run again when it was killed or failed: a loop around one process, which runs a verb of the command.
 
 The supervisor opens no socket and reads nothing but a status that its own child writes into a pipe. It passes signals
-on, `launch.watchdog` kills a command that gives no sign of life, and the command ends with its supervisor.
+on, `launch.liveness.watchdog` kills a command that gives no sign of life, and the command ends with its supervisor.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_rl.environment import end_with_parent
-from torchtitan_rl.launch import watchdog
-from torchtitan_rl.record.console import say
+from torchtitan_rl.launch.liveness import watchdog
+from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.record.disk import full_disk
 
 __all__ = ["run_with_restarts", "attempt", "leave_outcome"]

@@ -1,4 +1,4 @@
-"""The latest numbers of a run as a small table, which a terminal shows under the bars."""
+"""The numbers of a step on the console: as a line, and on a terminal as a small table under the bars."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-__all__ = ["LiveTable"]
+__all__ = ["LiveTable", "step_line"]
 
 _RECENT = 10
 _COLUMNS = (
@@ -23,6 +23,16 @@ _COLUMNS = (
     ("kl", "mismatch/kl", ".1e"),
     ("s/step", "time/step_s", ".2f"),
 )
+
+
+def step_line(line: dict[str, Any], num_steps: int) -> str:
+    """The metrics of a batch as one line of text."""
+    return (
+        f"step {line['step']:>4}/{num_steps}  reward {line['reward/mean']:.3f}  "
+        f"no signal {line['reward/zero_std_frac']:.0%}  "
+        f"entropy {line['policy/entropy']:.3f}  length {line['completion/length_mean']:.1f}  "
+        f"grad {line['optim/grad_norm']:.2f}  kl {line['mismatch/kl']:.1e}  {line['time/step_s']:.2f} s"
+    )
 
 
 class LiveTable:

@@ -1,0 +1,24 @@
+"""The picture of who watches whom says the numbers of the code."""
+
+import importlib
+import re
+
+from torchtitan_rl.launch import liveness
+
+PERIOD = re.compile(r"(\d[\d.]*) s\s+\(`(?:(\w+)\.)?([A-Z_]+)`\)")
+"""A number of seconds with the constant that has it."""
+
+
+def test_the_picture_has_the_periods_of_the_code():
+    periods = PERIOD.findall(liveness.__doc__)
+    assert len(periods) == 11
+    for seconds, module, name in periods:
+        owner = importlib.import_module(f"{liveness.__name__}.{module}") if module else liveness
+        assert getattr(owner, name) == float(seconds), name
+
+
+def test_the_picture_names_every_period():
+    for module in ("lease", "heartbeats", "watchdog"):
+        constants = vars(importlib.import_module(f"{liveness.__name__}.{module}"))
+        periods = {name for name in constants if name.endswith("_S") and not name.startswith("_")}
+        assert periods == {name for _, owner, name in PERIOD.findall(liveness.__doc__) if owner == module}
