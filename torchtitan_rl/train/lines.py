@@ -1,4 +1,7 @@
-"""Lines of metrics: the optimizer steps of a batch in one line, statistics of a batch's rollouts."""
+"""Lines of metrics: the optimizer steps of a batch in one line, statistics of a batch's rollouts.
+
+A new name also needs an entry in `torchtitan_rl/metrics.py` and a row in docs/metrics.md.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def directory(tmp_path):
 
 
 def another_model(directory):
-    (directory / "config.json").write_text(json.dumps(SHAPE.to_hf(1, 0) | {"model_type": "llama"}))
+    (directory / "config.json").write_text(json.dumps(SHAPE.to_hf(1, 0) | {"model_type": "gpt2"}))
 
 
 def no_length(directory):
@@ -42,7 +42,7 @@ FAULTS = {
     "is not there": (shutil.rmtree, "is not there; give a run's checkpoints/step-N, or a Hugging Face directory"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), r"without \*.safetensors"),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer that can be read"),
-    "another model": (another_model, "model_type='llama'; only Qwen3"),
+    "another model": (another_model, "model_type='gpt2', which is of no family"),
     "no length": (no_length, "has no max_position_embeddings"),
 }
 
