@@ -97,7 +97,7 @@ def test_a_quote_is_the_whole_function_and_one_that_is_gone_is_named():
 def test_the_readmes_loop_is_the_controllers():
     loop = re.search(r"^## The loop\n(.*?)^## ", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
     blocks = re.findall(r"```python\n(.*?)```", loop, re.DOTALL)
-    for block, name in zip(blocks, ["Controller._reinforce", "Controller._train_on"], strict=True):
+    for block, name in zip(blocks, ["Controller._reinforce", "Controller.train_on"], strict=True):
         of_code = iter([line.strip() for line in excerpts.function_source(CONTROLLER, name).splitlines()])
         shown = [line.split("  #")[0].strip() for line in block.splitlines() if not line.startswith("#")]
         assert [line for line in shown if line not in of_code] == []  # each line, in the order of the code

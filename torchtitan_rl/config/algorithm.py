@@ -190,6 +190,10 @@ class AlgorithmConfig:
     """`async (task, policy, *, rollout_id, seed) -> Rollout`, or a list with one rollout for each role: plays a task
     once, in training and in evaluations. None: play the family's environment, or one turn where the family has no
     environment. See workflows/."""
+    batch_source: Callable | None = None
+    """`(player, draws, state) -> BatchSource` makes what the loop takes its batches from, see rollout/batches.py and
+    docs/extending.md; only without a lag. None: batches of the next slots, or with `max_policy_lag` batches that are
+    played ahead."""
     after_rewards: Callable | None = None
     """`async (group, policy) -> None`: called with the judged rollouts of each task before the rollouts are grouped for
     training; may set advantages or soft targets of turns. None: no call. See rollout/self_distill.py."""

@@ -9,7 +9,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -30,7 +31,7 @@ from torchtitan_rl.record.tracing import running, span
 from torchtitan_rl.types import Rollout, RolloutGroup
 from torchtitan_rl.types.run_state import RunState
 
-__all__ = ["MismatchExplainer", "Scoring"]
+__all__ = ["MismatchExplainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +42,13 @@ _LOOKED_AT_PARAMETERS = 100_000_000
 
 
 @dataclass(slots=True)
-class Scoring:
+class _Scoring:
     """Rollouts of a batch that the generators score while the batch trains."""
 
     chosen: dict[int, list[Sample]]
     """Place of a rollout among all rollouts of the batch -> its samples."""
     task: asyncio.Task[bool]
     """Ends with whether the samples were scored."""
-
-    def cancel(self) -> None:
-        self.task.cancel()
 
 
 class MismatchExplainer:
@@ -93,9 +91,28 @@ class MismatchExplainer:
             for rollout in group.rollouts[:share]:
                 self._early[rollout.id] = asyncio.ensure_future(self._scored_early(rollout))
 
-    async def begin(self, groups: list[RolloutGroup]) -> Scoring | None:
+    @asynccontextmanager
+    async def explain(self, groups: list[RolloutGroup]) -> AsyncIterator[dict[str, float]]:
+        """While the batch of `groups` trains in this context, the generators score a few of its rollouts. When the
+        context ends, the yielded dictionary has the parts of the gap, for the batch's line of metrics; it stays empty
+        where no explanation is due."""
+        metrics: dict[str, float] = {}
+        if (scoring := await self._begin(groups)) is None:
+            yield metrics
+            return
+        try:
+            yield metrics
+        except BaseException:
+            scoring.task.cancel()
+            raise
+        began = time.perf_counter()
+        if await scoring.task:
+            metrics |= await running("explain the mismatch", self._explained(scoring.chosen))
+        metrics["time/mismatch_s"] = time.perf_counter() - began
+
+    async def _begin(self, groups: list[RolloutGroup]) -> _Scoring | None:
         """Chooses rollouts of a batch that is about to train and has the generators score them meanwhile; None where no
-        explanation is due. Pass the result to `finish`."""
+        explanation is due."""
         parts = parts_of(tasks_of(groups), self._algorithm)
         if not self._due(self._state.step, self._algorithm.num_epochs * len(parts)):
             return None
@@ -103,7 +120,7 @@ class MismatchExplainer:
             return None
         samples = [sample for of_rollout in chosen.values() for sample in of_rollout]
         scoring = running("explain the mismatch", self._score(samples, newest=True))
-        return Scoring(chosen, asyncio.ensure_future(scoring))
+        return _Scoring(chosen, asyncio.ensure_future(scoring))
 
     def note_trained(self, sequences: Sequence[Trained]) -> None:
         """Keeps the trainer's log-probabilities of the batch that trains."""
@@ -113,14 +130,6 @@ class MismatchExplainer:
         if remembered is not None:
             self._first = self._first or remembered
             self._memory.append(remembered)
-
-    async def finish(self, scoring: Scoring) -> dict[str, float]:
-        """After the batch has trained: the parts of the gap, for its line of metrics."""
-        began = time.perf_counter()
-        parts: dict[str, float] = {}
-        if await scoring.task:
-            parts = await running("explain the mismatch", self._explained(scoring.chosen))
-        return parts | {"time/mismatch_s": time.perf_counter() - began}
 
     # Choosing rollouts, and scoring them.
 

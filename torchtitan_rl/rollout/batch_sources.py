@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.rollout.ahead import BatchesAhead
-from torchtitan_rl.rollout.batches import BatchPlayer, SynchronousBatches
+from torchtitan_rl.rollout.batches import BatchPlayer, BatchSource, SynchronousBatches
 from torchtitan_rl.rollout.draws import Draw, Draws
 from torchtitan_rl.rollout.finished import FinishedGroups
 from torchtitan_rl.rollout.first_finished import FirstFinished, one_slot
@@ -19,10 +19,11 @@ __all__ = ["lagged_batches", "synchronous_batches"]
 
 def synchronous_batches(
     config: RunConfig, rollouts: Rollouts, draws: Draws, state: RunState, admitted: Callable[[list[Draw], int], None]
-) -> SynchronousBatches:
-    """Batches that are played when the loop asks for them. `admitted` is that of `BatchPlayer`."""
+) -> BatchSource:
+    """Batches that are played when the loop asks for them, by `algorithm.batch_source` or in the order of the slots.
+    `admitted` is that of `BatchPlayer`."""
     player = BatchPlayer(config.algorithm, rollouts, draws, admitted, max_tokens=config.sampling.max_tokens)
-    return SynchronousBatches(player, draws, state)
+    return (config.algorithm.batch_source or SynchronousBatches)(player, draws, state)
 
 
 def lagged_batches(

@@ -83,12 +83,11 @@ class SynchronousBatches:
     on the seed and on the filters' decisions, not on the step that trains on the batch."""
 
     def __init__(self, player: BatchPlayer, draws: Draws, state: RunState) -> None:
-        self.player, self._draws, self._state = player, draws, state
-        """`player` plays draws for another source too, see docs/extending.md."""
+        self._player, self._draws, self._state = player, draws, state
 
     async def next_batch(self) -> Batch:
         """Plays the next slots. Raises NothingToTrainOn."""
-        return await self.player.play(self._draws.next(self.player.config.tasks_per_step), self._state.step)
+        return await self._player.play(self._draws.next(self._player.config.tasks_per_step), self._state.step)
 
     def state_dict(self) -> dict[str, Any]:
         return self._draws.state_dict()

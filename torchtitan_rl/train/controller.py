@@ -354,41 +354,33 @@ class Controller(AbstractAsyncContextManager):
         Metrics of rewards count `sampled`, which `groups` were chosen from; `policy/lag_*` count `groups`. Does not
         publish. `mismatch/*` are computed on the first minibatch, before its step.
         """
-        scoring = None if self.explainer is None else await self.explainer.begin(groups)
-        try:
-            line = await self._train_on(groups, sampled or groups)
-        except BaseException:
-            if scoring is not None:
-                scoring.cancel()
-            raise
-        if scoring is not None:
-            line |= await self.explainer.finish(scoring)
-        return line
-
-    async def _train_on(self, groups: list[RolloutGroup], sampled: list[RolloutGroup]) -> dict:
         algorithm, line = self.config.algorithm, StepMetrics()
-        with self.recorder.span("score") as score:
-            data = await training_data(groups, self.roles, algorithm)
-        line.mean("time/score_s", score.seconds)
-        with span("count metrics"):
-            of_batch = lines.of_batch(sampled, self.generator.health())
-            of_batch |= lag_metrics(groups, self.versions.publications)
         trained: list[Trained] = []
-        for epoch in range(algorithm.num_epochs):
-            for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
-                output = await take_step(minibatch, self.roles, self.config, self.state.step, line)
-                self.state.step = self.state.phase_step = self.state.step + 1
-                if bad := count_bad(self.state, output.steps):
-                    limit = self.config.controller.max_skipped_steps
-                    note_bad_step(self.run_dir, self.state, bad, output.steps, minibatch, max_skipped=limit)
-                if epoch == 0:
-                    trained += zip(minibatch, output.policy_logprobs, strict=True)
+        explaining: AbstractAsyncContextManager[dict[str, float]] = nullcontext({})
         if self.explainer is not None:
-            self.explainer.note_trained(trained)
-        if self.overlap is not None:
-            self.overlap.note_trained(trained)
-        self.recorder.record(TrainedOn(sequences=trained))
-        return {**of_batch, "step": self.state.step, **line.line()}
+            explaining = self.explainer.explain(groups)
+        async with explaining as mismatch:
+            with self.recorder.span("score") as score:
+                data = await training_data(groups, self.roles, algorithm)
+            line.mean("time/score_s", score.seconds)
+            with span("count metrics"):
+                of_batch = lines.of_batch(sampled or groups, self.generator.health())
+                of_batch |= lag_metrics(groups, self.versions.publications)
+            for epoch in range(algorithm.num_epochs):
+                for minibatch in minibatches(data, algorithm, groups) if algorithm.tasks_per_minibatch else [data]:
+                    output = await take_step(minibatch, self.roles, self.config, self.state.step, line)
+                    self.state.step = self.state.phase_step = self.state.step + 1
+                    if bad := count_bad(self.state, output.steps):
+                        limit = self.config.controller.max_skipped_steps
+                        note_bad_step(self.run_dir, self.state, bad, output.steps, minibatch, max_skipped=limit)
+                    if epoch == 0:
+                        trained += zip(minibatch, output.policy_logprobs, strict=True)
+            if self.explainer is not None:
+                self.explainer.note_trained(trained)
+            if self.overlap is not None:
+                self.overlap.note_trained(trained)
+            self.recorder.record(TrainedOn(sequences=trained))
+        return {**of_batch, "step": self.state.step, **line.line(), **mismatch}
 
     async def publish(self) -> int:
         """Sends the trainer's weights to every generator, after evaluations of the weights before. Returns the policy

@@ -19,6 +19,25 @@ def check_batches(config: RunConfig) -> None:
     _check_filters(config)
     _check_grouping(config.algorithm)
     _check_group_of_one(config)
+    _check_source(config.algorithm)
+
+
+def _check_source(algorithm: AlgorithmConfig) -> None:
+    source = algorithm.batch_source
+    if source is None:
+        return
+    if algorithm.max_policy_lag:
+        raise ValueError(
+            f"algorithm.batch_source={function_name(source)}: makes batches one at a time, and "
+            f"algorithm.max_policy_lag={algorithm.max_policy_lag} plays them ahead; use max_policy_lag=0"
+        )
+    try:
+        inspect.signature(source).bind(None, None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"algorithm.batch_source={function_name(source)}: cannot be called with (player, draws, state): {error}; "
+            "give it these three parameters"
+        ) from None
 
 
 def _check_group_of_one(config: RunConfig) -> None:
