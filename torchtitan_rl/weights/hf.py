@@ -26,19 +26,24 @@ def load_hf_weights(model, adapter, directory: Path, shape: DecoderShape, *, hea
     """
     if (directory / "config.json").exists():
         shape.from_hf(directory / "config.json")
+    reader = HuggingFaceStorageReader(str(directory))
+    _check_fits(adapter, reader, directory, head=head)
     state_dict = model.state_dict()
     state = adapter.to_hf(lora.base_state(state_dict))
     if not head:
         state.pop("lm_head.weight", None)
-    reader = HuggingFaceStorageReader(str(directory))
-    _check_fits(state, reader, adapter, directory)
     dcp.load(state, storage_reader=reader)
     model.load_state_dict(state_dict | adapter.from_hf(state))
 
 
-def _check_fits(state: dict[str, torch.Tensor], reader: HuggingFaceStorageReader, adapter, directory: Path) -> None:
-    """Raises ValueError unless the files have the tensors of `state`, in their sizes, and no others. A head that is
-    tied or not read and tables of the rotary embedding may be there."""
+def _check_fits(adapter, reader: HuggingFaceStorageReader, directory: Path, *, head: bool) -> None:
+    """Raises ValueError unless the files have the tensors of the adapter's model, in their sizes, and no others. A head
+    that is tied or not read and tables of the rotary embedding may be there."""
+    with torch.device("meta"):  # the whole model: a rank's own state has its own experts alone
+        whole = adapter.model_config.build()
+    state = adapter.to_hf(lora.base_state(whole.state_dict()))
+    if not head:
+        state.pop("lm_head.weight", None)
     entries = reader.read_metadata().state_dict_metadata
     sizes: dict[str, tuple[int, ...]] = {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
     computed = [re.escape(name).replace(r"\{\}", r"\d+") for name, ours in adapter.from_hf_map.items() if ours is None]
@@ -49,9 +54,8 @@ def _check_fits(state: dict[str, torch.Tensor], reader: HuggingFaceStorageReader
         for name, tensor in state.items()
         if name in sizes and sizes[name] != tuple(tensor.shape)
     ]
-    wrong += [
-        f"{name} is of no part of the model" for name in sizes if name not in state and not unread.fullmatch(name)
-    ]
+    extra = [name for name in sizes if name not in state and not unread.fullmatch(name)]
+    wrong += [f"{name} is of no part of the model" for name in extra]
     if wrong:
         shown = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise ValueError(
