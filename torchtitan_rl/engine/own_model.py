@@ -15,8 +15,8 @@ __all__ = ["greedy_tokens"]
 
 
 def greedy_tokens(directory: Path, prompts: list[list[int]], max_tokens: int, *, max_model_len: int) -> list[list[int]]:
-    """The greedy completions of the prompts in float32, of `max_tokens` tokens each. The engine is gone afterwards, and so is
-    this process's process group."""
+    """The greedy completions of the prompts in float32, of `max_tokens` tokens each. The engine is gone afterwards, and
+    so is this process's process group."""
     args = EngineArgs(
         model=str(directory),
         dtype="float32",

@@ -34,8 +34,8 @@ def plain_model(shape: DecoderShape) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def broken_part(subject: Subject, tokens: list[int]) -> str:
-    """The innermost part whose input is that of its counterpart in transformers and whose output is not, by torchtitan's
-    name, such as `layers.0.attention.rope`."""
+    """The innermost part whose input is that of its counterpart in transformers and whose output is not, by
+    torchtitan's name, such as `layers.0.attention.rope`."""
     model, adapter = plain_model(subject.shape)
     model.load_state_dict(adapter.from_hf(tensors_of(subject.directory)), strict=False)
     reference = subject.reference.model
@@ -88,8 +88,8 @@ class _Calls:
 
 
 def _pairs(model: Any, adapter: Any, reference: Any) -> dict[str, str]:
-    """Modules that hold the same weights: torchtitan's name -> transformers'. Also the parts of a layer that hold them, such
-    as its attention."""
+    """Modules that hold the same weights: torchtitan's name -> transformers'. Also the parts of a layer that hold them,
+    such as its attention."""
     ours, theirs = dict(model.named_modules()), dict(reference.named_modules())
     pairs: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
@@ -128,11 +128,15 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _rotated_alike(here: _Calls, there: _Calls, rope: str, attention: str) -> bool:
-    """Whether rotated queries and keys have the products that transformers' have. Products do not depend on the order in
-    which a head's dimensions are stored. True also where they differ before they are rotated."""
+    """Whether rotated queries and keys have the products that transformers' have. Products do not depend on the order
+    in which a head's dimensions are stored. True also where they differ before they are rotated."""
     queries, keys = here.outputs[rope][:2]
     plain = [
-        next(there.outputs[name][0] for name in (f"{attention}.{part}_norm", f"{attention}.{part}_proj") if name in there.outputs)
+        next(
+            there.outputs[name][0]
+            for name in (f"{attention}.{part}_norm", f"{attention}.{part}_proj")
+            if name in there.outputs
+        )
         for part in ("q", "k")
     ]
     plain = [rows.view(*x.shape) for rows, x in zip(plain, (queries, keys))]

@@ -6,13 +6,11 @@ import hashlib
 import importlib.metadata
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FILE", "Certificate", "Check", "config_hash", "missing_certificate", "versions"]
+__all__ = ["FILE", "Certificate", "Check", "missing_certificate", "text_hash", "versions"]
 
 FILE = "certificate.json"
 _PACKAGES = ("torch", "torchtitan", "transformers", "vllm")
@@ -20,7 +18,7 @@ _PACKAGES = ("torch", "torchtitan", "transformers", "vllm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One line. Example: `Check(name="gradients", difference=3e-6, tolerance=1e-4, part="layers.0.attention.wo.weight")`.
+    """One line. Example: `Check(name="gradients", difference=3e-6, tolerance=1e-4, part="norm.weight")`.
 
     `difference` None: the check was not run, and `note` says why.
     """
@@ -52,10 +50,11 @@ class Certificate:
     model: str
     """What was certified: a directory's name, or the family's."""
     config_sha256: str
-    """`config_hash` of the config.json."""
+    """`text_hash` of the config.json."""
     checks: tuple[Check, ...]
     seconds: float
-    made: str = ""
+    made: str
+    """When: an ISO date and time."""
     versions: dict[str, str]
 
     @property
@@ -65,8 +64,10 @@ class Certificate:
 
     def as_data(self) -> dict[str, Any]:
         """As `certificate.json` has it."""
-        data = asdict(self) | {"ok": self.broken is None, "made": self.made or datetime.now().isoformat("T", "seconds")}
-        data["checks"] = [asdict(check) | {"ok": _ok(check)} for check in self.checks]
+        data = asdict(self) | {"ok": self.broken is None}
+        data["checks"] = [
+            asdict(check) | {"ok": None if check.difference is None else not check.broken} for check in self.checks
+        ]
         for check in data["checks"]:
             if check["difference"] is not None and not math.isfinite(check["difference"]):
                 check["difference"] = str(check["difference"])
@@ -82,20 +83,20 @@ class Certificate:
         """The lines for a person."""
         rows = [("check", "largest difference", "tolerance", "ok", "where, or why not")]
         for check in self.checks:
-            difference = "-" if check.difference is None else f"{check.difference:.1e}"
-            ok = {True: "yes", False: "NO", None: "-"}[_ok(check)]
-            words = check.note if check.difference is None else ": ".join(filter(None, (check.part, check.note)))
-            rows.append((check.name, difference, "-" if check.difference is None else f"{check.tolerance:g}", ok, words))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
-            f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:<{widths[3]}}  {row[4]}".rstrip()
-            for row in rows
-        )
+            if check.difference is None:
+                rows.append((check.name, "-", "-", "-", check.note))
+                continue
+            words = ": ".join(filter(None, (check.part, check.note)))
+            ok = "NO" if check.broken else "yes"
+            rows.append((check.name, f"{check.difference:.1e}", f"{check.tolerance:g}", ok, words))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        forms = [f"{{:{align}{width}}}" for align, width in zip("<>><", widths)]
+        return "\n".join("  ".join([*forms, "{}"]).format(*row).rstrip() for row in rows)
 
 
-def config_hash(directory: Path) -> str:
-    """SHA-256 of the bytes of a directory's config.json."""
-    return hashlib.sha256((directory / "config.json").read_bytes()).hexdigest()
+def text_hash(text: str) -> str:
+    """SHA-256 of the text of a config.json."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -103,28 +104,22 @@ def versions() -> dict[str, str]:
     return {package: _version(package) for package in _PACKAGES}
 
 
-def missing_certificate(directories: Iterable[Path]) -> str:
-    """Why the models of these directories are not certified, in one line; empty: they are, or have no config.json."""
-    for directory in directories:
-        if not (directory / "config.json").exists():
-            continue
-        command = f"torchtitan-rl certify {directory}"
-        try:
-            certificate = json.loads((directory / FILE).read_text())
-            same, ok = certificate["config_sha256"] == config_hash(directory), certificate["ok"]
-        except FileNotFoundError:
-            return f"{directory}: has no {FILE}; `{command}` compares such a model with transformers in two minutes"
-        except (OSError, ValueError, KeyError, TypeError):
-            return f"{directory}: its {FILE} cannot be read; make it again with `{command}`"
-        if not same:
-            return f"{directory}: its {FILE} is of another config.json; make it again with `{command}`"
-        if not ok:
-            return f"{directory}: its {FILE} has a broken line; look at it with `{command}`"
-    return ""
-
-
-def _ok(check: Check) -> bool | None:
-    return None if check.difference is None else not check.broken
+def missing_certificate(directory: Path) -> str:
+    """Why the model of a directory is not certified, in one line; empty: it is, or there is no config.json."""
+    if not (directory / "config.json").exists():
+        return ""
+    command = f"torchtitan-rl certify {directory}"
+    try:
+        certificate = json.loads((directory / FILE).read_text())
+        same = certificate["config_sha256"] == text_hash((directory / "config.json").read_text())
+        ok = certificate["ok"]
+    except FileNotFoundError:
+        return f"{directory}: has no {FILE}; `{command}` compares such a model with transformers, in two minutes"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{directory}: its {FILE} cannot be read; make it again with `{command}`"
+    if not same:
+        return f"{directory}: its {FILE} is of another config.json; make it again with `{command}`"
+    return "" if ok else f"{directory}: its {FILE} has a broken line; look at it with `{command}`"
 
 
 def _version(package: str) -> str:

@@ -28,21 +28,25 @@ from torchtitan_rl.tools.certify.subject import CALL_S, Subject
 from torchtitan_rl.tools.certify.token_checks import GreedyTokens
 from torchtitan_rl.weights.versioned import MemoryStore
 
-__all__ = ["LAYOUTS", "certify"]
+__all__ = ["LAYOUTS", "Certification", "certify"]
 
 LAYOUTS = ((2, 1), (1, 2))
 """(FSDP ranks, TP ranks) of the trainer meshes that are always compared with one rank."""
 
 
 @dataclass(kw_only=True)
-class _Certification:
+class Certification:
+    """The stages of one certification. Each yields its checks, and starts and stops all that they need."""
+
     subject: Subject
     scratch: Path
-    layouts: tuple[tuple[int, int], ...]
-    store: type[MemoryStore]
+    layouts: tuple[tuple[int, int], ...] = LAYOUTS
+    store: Callable[[], MemoryStore] = MemoryStore
+    """Makes the store that weights travel through."""
     greedy: GreedyTokens | None = None
+    """What transformers says; the stage `engine` fills it in."""
     one_rank: dict[str, Any] = field(default_factory=dict)
-    """Gradients of one rank."""
+    """Gradients of one rank; the stage `trainer` fills them in."""
 
     @asynccontextmanager
     async def launcher(self) -> AsyncIterator[LocalLauncher]:
@@ -71,39 +75,46 @@ class _Certification:
     def export(self) -> Path:
         return self.scratch / "export"
 
-    async def trainer_and_engine(self) -> AsyncIterator[Check]:
+    async def trainer(self) -> AsyncIterator[Check]:
+        """A trainer of one rank beside transformers."""
         subject = self.subject
         yield (names := forward_checks.check_names(subject))
-        if names.broken:
+        if names.broken:  # there may be no such model to start
             return
-        async with self.stack() as stack:
-            trainer = stack.roles["policy"]
+        async with self.launcher() as launcher:
+            mesh = await launcher.start_trainer(subject.trainer(), subject.model, role="policy", seed=0)
+            trainer = gradient_checks.client(subject, mesh)
             yield await forward_checks.check_weights(subject, trainer)
-            broken = False
             async for check in forward_checks.check_trainer(subject, trainer):
                 yield check
-                broken |= check.broken
-            if broken:
-                return
             yield await forward_checks.check_documents_apart(subject, trainer)
             yield await gradient_checks.check_gradients(subject, trainer)
             yield await gradient_checks.check_packing(subject, trainer)
             self.one_rank = await gradient_checks.gradients(subject, trainer)
+
+    async def engine(self) -> AsyncIterator[Check]:
+        """The trainer's model inside vLLM: before and after a step, and an export."""
+        subject, title = self.subject, "engine (torchtitan)"
+        async with self.stack() as stack:
             await stack.generator.pull_newest()
-            async for check in forward_checks.check_engine(subject, stack.generator, "engine (torchtitan)"):
+            async for check in forward_checks.check_engine(subject, stack.generator, title):
                 yield check
             self.greedy = GreedyTokens.of(subject)
-            yield await self.greedy.of_engine(stack.generator, "engine (torchtitan)")
-            async for check in token_checks.check_export(subject, trainer, self.greedy, self.export):
+            yield await self.greedy.of_engine(stack.generator, title)
+            async for check in token_checks.check_export(subject, stack.roles["policy"], self.greedy, self.export):
                 yield check
             async for check in sync_checks.check_sync(subject, stack):
                 yield check
-            yield await sync_checks.check_logprobs_after_step(subject, stack, "engine (torchtitan)")
+            yield await sync_checks.check_logprobs_after_step(subject, stack, title)
             yield await sync_checks.check_cache(subject, stack, "prefix cache: an old one is not read after a sync")
 
     async def vllm(self) -> AsyncIterator[Check]:
+        """vLLM's own model: of the export, and with the trainer's weights sent to it."""
         assert self.greedy is not None
         yield token_checks.check_vllm_alone(self.subject, self.greedy, self.export)
+        if refusal := run_checks.refusal(self.subject, self.scratch / "run", model_impl="vllm"):
+            yield Check(name="engine (vllm)", difference=None, note=refusal)
+            return
         async with self.stack(model_impl="vllm") as stack:
             await stack.generator.pull_newest()
             async for check in forward_checks.check_engine(self.subject, stack.generator, "engine (vllm)"):
@@ -114,6 +125,7 @@ class _Certification:
             yield await sync_checks.check_logprobs_after_step(self.subject, stack, "engine (vllm)")
 
     async def adapters(self) -> AsyncIterator[Check]:
+        """LoRA, on a device that trainer and engine share."""
         async with self.stack(lora=lora_checks.adapters_of(self.subject.shape), colocation="all") as stack:
             async for check in lora_checks.check_adapters(self.subject, stack, self.scratch / "merged"):
                 yield check
@@ -122,6 +134,7 @@ class _Certification:
             )
 
     async def run(self) -> AsyncIterator[Check]:
+        """What a run adds."""
         async with self.launcher() as launcher:
             mesh = await launcher.start_trainer(self.subject.trainer(), self.subject.model, role="critic", seed=0)
             yield await run_checks.check_critic(self.subject, gradient_checks.client(self.subject, mesh))
@@ -129,6 +142,7 @@ class _Certification:
             yield check
 
     async def meshes(self) -> AsyncIterator[Check]:
+        """Trainers of several ranks, each a process."""
         async for check in gradient_checks.check_layouts(
             self.subject, self.layouts, str(self.scratch / "logs"), self.one_rank
         ):
@@ -144,17 +158,18 @@ async def certify(
     hf: dict[str, Any],
     *,
     layouts: tuple[tuple[int, int], ...] = LAYOUTS,
-    store: type[MemoryStore] = MemoryStore,
+    store: Callable[[], MemoryStore] = MemoryStore,
     note: Callable[[str], None] = lambda title: None,
 ) -> tuple[Check, ...]:
-    """The checks of the small model that `hf` describes, which trainer and engine build as `shape`. `note` is called with
-    the name of each stage."""
+    """The checks of the small model that `hf` describes, which trainer and engine build as `shape`. `note` is called
+    with the name of each stage."""
     checks: list[Check] = []
     with tempfile.TemporaryDirectory(prefix="torchtitan-rl-", ignore_cleanup_errors=True) as scratch:
         subject = Subject.of(shape, hf, Path(scratch))
-        certification = _Certification(subject=subject, scratch=Path(scratch), layouts=layouts, store=store)
+        certification = Certification(subject=subject, scratch=Path(scratch), layouts=layouts, store=store)
         stages: dict[str, Callable[[], AsyncIterator[Check]]] = {
-            "trainer and engine": certification.trainer_and_engine,
+            "trainer": certification.trainer,
+            "engine": certification.engine,
             "vLLM's own model": certification.vllm,
             "LoRA": certification.adapters,
             "critic and GRPO": certification.run,

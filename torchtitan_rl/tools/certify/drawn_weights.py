@@ -1,8 +1,8 @@
 """Random weights with which every parameter and every constant of a model matters.
 
-Weights as a model is initialised hide mistakes: norms at 1, biases at 0, logits near 0. Here normed activations and logits
-are of order one, norms and biases are off their initial values, and what enters a norm is small, so that also the number
-that the norm adds to the mean square shows.
+Weights as a model is initialised hide mistakes: norms at 1, biases at 0, logits near 0. Here normed activations and
+logits are of order one, norms and biases are off their initial values, and what enters a norm is small, so that also
+the number that the norm adds to the mean square shows.
 """
 
 from __future__ import annotations

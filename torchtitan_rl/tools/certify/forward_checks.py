@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import AsyncIterator
 
@@ -27,10 +28,12 @@ __all__ = [
     "trainer_logprobs",
 ]
 
+_PACKING = "layers.*.attention.inner_attention (documents packed together see each other)"
+
 
 def check_names(subject: Subject) -> Check:
-    """The tensors that the family's model has are those that transformers wrote: nothing is left over, nothing is missing.
-    Shapes too."""
+    """The tensors that the family's model has are those that transformers wrote: nothing is left over, nothing is
+    missing. Shapes too."""
     name = "weights: names and shapes of transformers' safetensors"
     written, (model, adapter) = tensors_of(subject.directory), plain_model(subject.shape)
     state = adapter.to_hf(model.state_dict())
@@ -55,17 +58,19 @@ async def check_weights(subject: Subject, trainer: TrainingClient) -> Check:
 async def check_trainer(subject: Subject, trainer: TrainingClient) -> AsyncIterator[Check]:
     """Log-probabilities of the trainer, at short and at long positions."""
     for words, documents in _documents(subject).items():
-        rows = await trainer_logprobs(trainer, subject, documents)
-        check = of_pairs(f"{words}: trainer = transformers", named(subject.reference, documents, rows), LOGPROBS)
+        name = f"{words}: trainer = transformers"
+        check = await _trainer_check(name, subject, trainer, documents)
         if check.broken:
-            longest = max(documents, key=len)
-            check = Check(
-                name=check.name,
-                difference=check.difference,
-                tolerance=check.tolerance,
-                part=broken_part(subject, longest),
-            )
+            alone = [await _trainer_check(name, subject, trainer, [document]) for document in documents]
+            packed = not any(one.broken for one in alone)
+            part = _PACKING if packed else broken_part(subject, max(documents, key=len))
+            check = dataclasses.replace(check, part=part)
         yield check
+
+
+async def _trainer_check(name: str, subject: Subject, trainer: TrainingClient, documents: list[list[int]]) -> Check:
+    rows = await trainer_logprobs(trainer, subject, documents)
+    return of_pairs(name, named(subject.reference, documents, rows), LOGPROBS)
 
 
 async def check_engine(subject: Subject, generator: SamplingClient, title: str) -> AsyncIterator[Check]:
@@ -86,19 +91,7 @@ async def check_documents_apart(subject: Subject, trainer: TrainingClient) -> Ch
         after = await trainer_logprobs(trainer, subject, around)
         pairs.append((f"document {index} of {len(document)} tokens", after[index], before[index]))
     check = of_pairs("packed documents do not see each other: trainer", pairs, 1e-6)
-    return _of_attention(check)
-
-
-def _of_attention(check: Check) -> Check:
-    if not check.broken:
-        return check
-    return Check(
-        name=check.name,
-        difference=check.difference,
-        tolerance=check.tolerance,
-        part="layers.*.attention.inner_attention",
-        note=f"{check.part} changes with the documents packed beside it",
-    )
+    return dataclasses.replace(check, part=f"{_PACKING}: {check.part}") if check.broken else check
 
 
 def _documents(subject: Subject) -> dict[str, list[list[int]]]:
@@ -115,9 +108,7 @@ def named(
     return [(f"{len(d)} tokens", row, reference.logprobs(d)) for d, row in zip(documents, rows, strict=True)]
 
 
-async def trainer_logprobs(
-    trainer: TrainingClient, subject: Subject, documents: list[list[int]]
-) -> list[torch.Tensor]:
+async def trainer_logprobs(trainer: TrainingClient, subject: Subject, documents: list[list[int]]) -> list[torch.Tensor]:
     return (await trainer.forward(subject.data(documents))).policy_logprobs
 
 

@@ -1,16 +1,15 @@
-"""Gradients, parameter by parameter: against transformers' autograd, over layouts, and over how documents are packed."""
+"""Gradients, parameter by parameter: against transformers' autograd, over layouts, and over how documents are
+packed."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import torch
 
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.dispatch.training_client import TrainingClient
 from torchtitan_rl.launch.actors import Launcher
-from torchtitan_rl.model.shape import resolve_shape
-from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.tools.certify.broken_part import plain_model
 from torchtitan_rl.tools.certify.certificate import Check
 from torchtitan_rl.tools.certify.largest_difference import of_states
@@ -23,8 +22,8 @@ _AUTOGRAD, _LAYOUTS = 1e-4, 1e-5
 
 
 async def gradients(subject: Subject, trainer: TrainingClient, *, apart: bool = False) -> dict[str, torch.Tensor]:
-    """The gradient of minus the weighted sum of the documents' log-probabilities, by the names of the model's state; what has
-    accumulated is dropped again. `apart`: every document in a microbatch of its own."""
+    """The gradient of minus the weighted sum of the documents' log-probabilities, by the names of the model's state;
+    what has accumulated is dropped again. `apart`: every document in a microbatch of its own."""
     data = subject.data(subject.documents)
     for datums in [[datum] for datum in data] if apart else [data]:
         await trainer.forward_backward(datums, cross_entropy)
@@ -35,8 +34,8 @@ async def gradients(subject: Subject, trainer: TrainingClient, *, apart: bool = 
 
 
 def _by_state(subject: Subject, by_parameter: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Gradients under the names of a state dict, which shows the parts of fused weights. A parameter without a gradient has
-    zeros."""
+    """Gradients under the names of a state dict, which shows the parts of fused weights. A parameter without a gradient
+    has zeros."""
     model, _ = plain_model(subject.shape)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -50,7 +49,7 @@ async def check_gradients(subject: Subject, trainer: TrainingClient) -> Check:
     _, adapter = plain_model(subject.shape)
     expected = adapter.from_hf(subject.reference.gradients(subject.documents, subject.weights(subject.documents)))
     state = await gradients(subject, trainer)
-    for tied in state.keys() - expected.keys() & {"lm_head.weight"}:
+    for tied in (state.keys() - expected.keys()) & {"lm_head.weight"}:
         del state[tied]
     return of_states("gradients: trainer = transformers", state, expected, _AUTOGRAD, relative=True)
 
@@ -60,16 +59,24 @@ async def check_packing(subject: Subject, trainer: TrainingClient) -> Check:
     return of_states("gradients: documents packed = one by one", together, apart, _LAYOUTS, relative=True)
 
 
-async def check_layouts(subject: Subject, layouts: list[tuple[int, int]], log_dir: str, expected: dict[str, torch.Tensor]) -> AsyncIterator[Check]:
+async def check_layouts(
+    subject: Subject, layouts: Sequence[tuple[int, int]], log_dir: str, expected: dict[str, torch.Tensor]
+) -> AsyncIterator[Check]:
     """Gradients of meshes of (FSDP, TP) ranks, each rank a process, beside those of one rank."""
     for shard, tensor in layouts:
         name = f"gradients: FSDP {shard}, TP {tensor} = one rank"
         if subject.shape.n_kv_heads % tensor:
-            yield Check(name=name, difference=None, note=f"TP {tensor} does not divide {subject.shape.n_kv_heads} key and value heads")
+            yield Check(
+                name=name,
+                difference=None,
+                note=f"TP {tensor} does not divide {subject.shape.n_kv_heads} key and value heads",
+            )
             continue
         launcher = Launcher(log_dir=log_dir, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
         try:
-            mesh = await launcher.start_trainer(subject.trainer(shard=shard, tensor=tensor), subject.model, role="policy", seed=0)
+            mesh = await launcher.start_trainer(
+                subject.trainer(shard=shard, tensor=tensor), subject.model, role="policy", seed=0
+            )
             trainer = client(subject, mesh)
             yield of_states(name, await gradients(subject, trainer), expected, _LAYOUTS, relative=True)
         finally:

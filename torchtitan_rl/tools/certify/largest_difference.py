@@ -23,8 +23,8 @@ def of_pairs(
     relative: bool = False,
     note: str = "",
 ) -> Check:
-    """The pairs are (part, tensor, expected tensor). `relative`: to the largest number of the expected tensor. A part whose
-    difference is not a number, or whose shapes differ, has an infinite difference."""
+    """The pairs are (part, tensor, expected tensor). `relative`: to the largest number of the expected tensor. A part
+    whose difference is not a number, or whose shapes differ, has an infinite difference."""
     largest, where = 0.0, ""
     for part, tensor, expected in pairs:
         difference = math.inf
@@ -38,7 +38,7 @@ def of_pairs(
             largest, where = difference, part
     if not where:
         return Check(name=name, difference=math.inf, tolerance=tolerance, note="there was nothing to compare")
-    return Check(name=name, difference=largest, tolerance=tolerance, part=where, note=note)
+    return Check(name=name, difference=largest, tolerance=tolerance, part=where if largest else "", note=note)
 
 
 def of_states(

@@ -34,7 +34,9 @@ async def check_adapters(subject: Subject, stack: Stack, directory: Path) -> Asy
     rows = await trainer_logprobs(trainer, subject, documents)
     base = of_pairs("", named(subject.reference, documents, rows), LOGPROBS)
     if not (base.difference or 0.0) > _MOVED:
-        yield Check(name="LoRA: adapters change the model", difference=1.0, part="adapters", note="training did nothing")
+        yield Check(
+            name="LoRA: adapters change the model", difference=1.0, part="adapters", note="training did nothing"
+        )
         return
     merged = await engine_logprobs(stack.generator, documents)
     pairs = [(f"{len(d)} tokens", one, other) for d, one, other in zip(documents, merged, rows, strict=True)]

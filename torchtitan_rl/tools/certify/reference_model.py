@@ -55,7 +55,8 @@ class ReferenceModel:
             return self._logprobs(tokens)
 
     def gradients(self, documents: list[list[int]], weights: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By the names of the safetensors, the gradient of minus the weighted sum of the documents' log-probabilities."""
+        """By the names of the safetensors, the gradient of minus the weighted sum of the documents'
+        log-probabilities."""
         self.model.zero_grad()
         for tokens, weights_T in zip(documents, weights, strict=True):
             (-self._logprobs(tokens) * weights_T).sum().backward()
@@ -94,7 +95,9 @@ class ReferenceModel:
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a directory's safetensors."""
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
 
 
 def _save(model: Any, directory: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,12 +19,12 @@ from torchtitan_rl.tools.certify.largest_difference import LOGPROBS, of_pairs
 from torchtitan_rl.tools.certify.subject import Subject
 from torchtitan_rl.types import Datum, OptimParams, Task
 
-__all__ = ["check_critic", "check_grpo"]
+__all__ = ["check_critic", "check_grpo", "refusal"]
 
 
 async def check_critic(subject: Subject, critic: TrainingClient) -> Check:
-    """A critic's values after one step. Its head begins at zero, so the step moves the head alone, and its values are the
-    product of that head and transformers' hidden states."""
+    """A critic's values after one step. Its head begins at zero, so the step moves the head alone, and its values are
+    the product of that head and transformers' hidden states."""
     data = [_with_returns(datum) for datum in subject.data(subject.documents)]
     await critic.forward_backward(data, value_loss)
     await critic.optim_step(OptimParams(lr=1e-1, max_grad_norm=math.inf))
@@ -51,8 +51,8 @@ def _reward(task: Task, completions: list[str]) -> list[float]:
     return [float(len(set(text))) for text in completions]
 
 
-def grpo_config(subject: Subject, output_dir: Path) -> RunConfig:
-    config = subject.run_config()
+def _grpo(subject: Subject, output_dir: Path, model_impl: Literal["torchtitan", "vllm"] = "torchtitan") -> RunConfig:
+    config = subject.run_config(model_impl=model_impl)
     config.task = LetterSort.Config(reward=_reward)
     config.algorithm = presets.grpo(tasks_per_step=4, group_size=4)
     config.supervised = SupervisedConfig(num_steps=0)
@@ -62,11 +62,22 @@ def grpo_config(subject: Subject, output_dir: Path) -> RunConfig:
     return config
 
 
+def refusal(subject: Subject, output_dir: Path, *, model_impl: Literal["torchtitan", "vllm"]) -> str:
+    """Why no run of this model may sample with an engine of this kind; empty: it may."""
+    from torchtitan_rl.validation.run import validate
+
+    try:
+        validate(_grpo(subject, output_dir, model_impl))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 async def check_grpo(subject: Subject, output_dir: Path) -> list[Check]:
     """One step by the controller: sampled, judged, trained on, published."""
     from torchtitan_rl.train.controller import Controller
 
-    async with await Controller.launch(grpo_config(subject, output_dir), backend="local") as controller:
+    async with await Controller.launch(_grpo(subject, output_dir), backend="local") as controller:
         batch = await controller.batches.next_batch()
         line = await controller.train_on(batch.groups, batch.sampled)
         await asyncio.wait_for(controller.publish(), subject.run_config().controller.call_timeout_s)

@@ -1,7 +1,8 @@
 """The content of a `config.json` made small: the same kind of model at sizes that two cores check in seconds.
 
-What decides how the model computes stays: query heads for each key and value head, ties, biases, the kind of experts, the
-form and the scaling of the rotary embedding, the pattern of layers. What only decides how much the model computes is cut.
+What decides how the model computes stays: query heads for each key and value head, ties, biases, the kind of experts,
+the form and the scaling of the rotary embedding, the pattern of layers. What only decides how much the model computes
+is cut.
 """
 
 from __future__ import annotations

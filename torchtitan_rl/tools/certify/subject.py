@@ -6,7 +6,7 @@ import dataclasses
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,7 +40,8 @@ class Subject:
     documents: list[list[int]]
     """Sequences of token ids, of several lengths."""
     long_documents: list[list[int]]
-    """Sequences that end at and beyond the original context of a scaled rotary embedding, and near the context's end."""
+    """Sequences that end at and beyond the original context of a scaled rotary embedding, and near the context's
+    end."""
 
     @classmethod
     def of(cls, shape: DecoderShape, hf: dict[str, Any], scratch: Path) -> Subject:
@@ -76,7 +77,9 @@ class Subject:
         config.parallelism.tensor_parallel_degree = tensor
         return config
 
-    def run_config(self, *, model_impl: str = "torchtitan", lora: LoRAConfig | None = None) -> RunConfig:
+    def run_config(
+        self, *, model_impl: Literal["torchtitan", "vllm"] = "torchtitan", lora: LoRAConfig | None = None
+    ) -> RunConfig:
         """A run with one trainer and one engine, in float32."""
         generator = GeneratorConfig(dtype="float32", max_model_len=self.shape.max_seq_len, max_num_seqs=64)
         return RunConfig(

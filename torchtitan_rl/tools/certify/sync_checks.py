@@ -27,7 +27,8 @@ async def take_step(subject: Subject, stack: Stack) -> None:
 
 
 async def check_sync(subject: Subject, stack: Stack) -> AsyncIterator[Check]:
-    """A step, a publication, a pull: every parameter of the engine is the trainer's, bit for bit, and none is the old one."""
+    """A step, a publication, a pull: every parameter of the engine is the trainer's, bit for bit, and none is the old
+    one."""
     before = await stack.generator.weights()
     await take_step(subject, stack)
     await stack.generator.pull_newest()
@@ -50,13 +51,15 @@ async def check_logprobs_after_step(subject: Subject, stack: Stack, title: str) 
 
 
 async def check_cache(subject: Subject, stack: Stack, title: str) -> Check:
-    """A prefix that the engine computed with the old weights is not read after a pull; before it, the cache is read. The
-    difference is a number of tokens."""
+    """A prefix that the engine computed with the old weights is not read after a pull; before it, the cache is read.
+    The difference is a number of tokens."""
     document = subject.long_documents[-1]
     for _ in range(2):
         before = await stack.generator.score(document, cached=True)
     if not _num_cached(before):
-        return Check(name=title, difference=math.inf, note="the engine never reads its prefix cache: nothing is checked")
+        return Check(
+            name=title, difference=math.inf, note="the engine never reads its prefix cache: nothing is checked"
+        )
     await take_step(subject, stack)
     await stack.generator.pull_newest()
     after = await stack.generator.score(document, cached=True)

@@ -41,10 +41,12 @@ class GreedyTokens:
         return cls(prompts=prompts, completions=completions, margins=margins)
 
     def compared(self, title: str, completions: list[list[int]]) -> Check:
-        """The difference is the number of completions with another token. Two tokens whose logits differ by no more than
-        rounding are equally likely: a completion is compared up to there."""
+        """The difference is the number of completions with another token. Two tokens whose logits differ by no more
+        than rounding are equally likely: a completion is compared up to there."""
         wrong = []
-        for index, (tokens, expected, margins) in enumerate(zip(completions, self.completions, self.margins, strict=True)):
+        for index, (tokens, expected, margins) in enumerate(
+            zip(completions, self.completions, self.margins, strict=True)
+        ):
             tie = next((place for place, margin in enumerate(margins) if margin <= 2 * LOGPROBS), len(expected))
             if tokens[:tie] != expected[:tie]:
                 wrong.append(index)
@@ -58,7 +60,9 @@ class GreedyTokens:
         return self.compared(title, [completion.tokens for completion in completions])
 
 
-async def check_export(subject: Subject, trainer: TrainingClient, greedy: GreedyTokens, directory: Path) -> AsyncIterator[Check]:
+async def check_export(
+    subject: Subject, trainer: TrainingClient, greedy: GreedyTokens, directory: Path
+) -> AsyncIterator[Check]:
     """The trainer's export has the tensors that transformers wrote, and transformers says the same tokens with it."""
     await trainer.save_hf_model(directory, eos=EOS, pad=PAD)
     yield of_states("export = transformers' safetensors", tensors_of(directory), tensors_of(subject.directory), 0.0)
