@@ -38,6 +38,25 @@ def layers(change):
 # The rotary embedding.
 
 
+class PairRotation(CosSinRoPE):
+    """Pairs dimension 2i with 2i + 1, where the family's embedding pairs i with i + dim / 2."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def forward(self, xq, xk, positions=None):
+        pairs = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (xq, xk))
+        rotated = super().forward(*pairs, positions)
+        return tuple(x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in rotated)
+
+
+def pair_rotation(layer, shape):
+    layer.attention.rope = PairRotation.Config(
+        dim=shape.head_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta
+    )
+
+
 def half_rotation(layer, shape):
     layer.attention.rope = CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta)
 
@@ -190,13 +209,13 @@ class StaleStore(MemoryStore):
 
 ROPE = "layers.0.attention.rope"
 OF_TRAINER = {
-    "rotary form swapped": ("llama3", altered(Llama3Shape, layers(half_rotation)), ROPE),
+    "rotary form swapped": ("qwen2", altered(Qwen2Shape, layers(pair_rotation)), ROPE),
     "scaling ignored": ("llama3", altered(Llama3Shape, layers(unscaled)), ROPE),
     "q and k permutation forgotten": ("llama3", altered(Llama3Shape, ordered_as_hugging_face), ROPE),
     "norm scale ignored": ("llama3", altered(Llama3Shape, no_norm_scale), "norm"),
     "yarn's amplitude ignored": ("qwen2-yarn", altered(Qwen2Shape, layers(same_amplitude)), ROPE),
     "bias dropped": ("qwen2", altered(Qwen2Shape, layers(no_bias)), "model.layers.0.self_attn.k_proj.bias"),
-    "bias does not learn": ("qwen2", altered(Qwen2Shape, layers(frozen_bias)), "attention.qkv_linear.wv.bias"),
+    "bias does not learn": ("qwen2", altered(Qwen2Shape, layers(frozen_bias)), "layers.0.attention.qkv_linear.wk.bias"),
     "epsilon 1e-5 for 1e-6": ("qwen2", altered(Qwen2Shape, layers(wrong_eps)), "layers.0.attention_norm"),
     "packing leaks": ("qwen2", altered(Qwen2Shape, with_hook(one_document)), "layers.*.attention.inner_attention"),
     "tied head untied": ("qwen3", altered(Qwen3Shape, untied), "lm_head.weight"),
@@ -210,5 +229,7 @@ OF_TRAINER = {
     "no renormalisation": ("qwen3-moe", altered(Qwen3Shape, layers(no_renormalisation)), "layers.0.moe"),
 }
 """Name -> (model, family with the fault, what the broken line names). The trainer of one rank shows them."""
+HalfRotation = altered(Llama3Shape, layers(half_rotation))
+"""A fault that torchtitan's adapter refuses itself."""
 SwappedHeads = altered(Qwen2Shape, with_hook(swapped_heads))
 """A fault that two tensor-parallel ranks show."""

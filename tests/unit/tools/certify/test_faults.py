@@ -90,6 +90,13 @@ def test_key_and_value_heads_of_the_wrong_queries_break_the_line_of_the_layout(t
 
 
 @pytest.mark.whole
+def test_what_a_model_raises_is_a_broken_line():
+    hf = config_of("llama3")
+    broken = first_broken(asyncio.run(certify(faults.HalfRotation.from_hf_config(hf, "m"), hf)))
+    assert broken.name == "trainer" and "HF checkpoint conversion assumes ComplexRoPE.Config" in broken.line
+
+
+@pytest.mark.whole
 def test_after_a_broken_line_the_other_stages_are_not_run():
     hf = config_of("qwen2")
     _, family, part = faults.OF_TRAINER["bias dropped"]
