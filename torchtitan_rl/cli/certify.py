@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl.cli import exit_status
-from torchtitan_rl.record.console import say
+from torchtitan_rl.record.console.notices import say
 from torchtitan_rl.record.user_code import error_text
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from torchtitan_rl.algorithm.losses import cross_entropy
 from torchtitan_rl.dispatch.training_client import TrainingClient
-from torchtitan_rl.launch.actors import Launcher
+from torchtitan_rl.launch.actors import ActorLauncher
 from torchtitan_rl.tools.certify.broken_part import plain_model
 from torchtitan_rl.tools.certify.certificate import Check
 from torchtitan_rl.tools.certify.largest_difference import of_states
@@ -72,7 +72,7 @@ async def check_layouts(
                 note=f"TP {tensor} does not divide {subject.shape.n_kv_heads} key and value heads",
             )
             continue
-        launcher = Launcher(log_dir=log_dir, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
+        launcher = ActorLauncher(log_dir=log_dir, start_timeout_s=CALL_S, call_timeout_s=CALL_S)
         try:
             mesh = await launcher.start_trainer(
                 subject.trainer(shard=shard, tensor=tensor), subject.model, role="policy", seed=0
