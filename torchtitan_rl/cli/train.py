@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_rl.cli import exit_status
@@ -66,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     config.controller.check_reward &= not args.no_reward_check
     for line in advice(config):
         say(f"warning: {line}", event="advice", level="warning")
+    for line in _uncertified(config):
+        say(f"info: {line}", event="certificate")
     config = settled(config)
     backend = checked_backend(args, config, generators_only=False)
     if args.dry_run:
@@ -75,6 +78,18 @@ def run(args: argparse.Namespace) -> int:
     if args.outcome is None:
         return exit_status.end_with(_train(args, config))
     return exit_status.end_with(_train(args, config), lambda code: leave_outcome(args.outcome, code, final=args.final))
+
+
+def _uncertified(config: RunConfig) -> list[str]:
+    """What to say of the model directories that the config names: nothing is certified of a model whose sizes are not
+    those of its directory."""
+    from torchtitan_rl.model.files import BUILTIN_ASSETS
+    from torchtitan_rl.tools.certify.certificate import missing_certificate
+
+    models = [model for _, model in config.trainers().values()]
+    own = [model for model in models if model.assets not in BUILTIN_ASSETS and model.shape is None and not model.flavor]
+    lines = [missing_certificate(Path(model.assets).expanduser()) for model in own]
+    return sorted(set(filter(None, lines)))
 
 
 def _dry_run(args: argparse.Namespace, config: RunConfig, backend: Backend) -> int:

@@ -76,6 +76,12 @@ def _show() -> ModuleType:
     return show
 
 
+def _certify() -> ModuleType:
+    from torchtitan_rl.cli import certify
+
+    return certify
+
+
 def _doctor() -> ModuleType:
     from torchtitan_rl.cli import doctor
 
@@ -185,6 +191,12 @@ VERBS = {
         _show,
         "torchtitan-rl show configs/quickstart.py --algorithm.group-size 16",
         overrides=True,
+        quiet=True,
+    ),
+    "certify": Verb(
+        "compare trainer, engine and layouts of a model with transformers, number by number",
+        _certify,
+        "torchtitan-rl certify models/Qwen3-0.6B",
         quiet=True,
     ),
     "doctor": Verb("print versions, devices and what is missing", _doctor, "torchtitan-rl doctor", quiet=True),
