@@ -55,6 +55,7 @@ def config_of(directory, output_dir, *, dp=1, generator_tp=1):
     config = small_config(output_dir, generator__tensor_parallel_degree=generator_tp)
     config.model = ModelConfig(assets=str(directory), pretrained=True)
     config.trainer.parallelism.data_parallel_shard_degree = dp
+    config.trainer.activation_checkpoint = "none" if dp == 1 else "selective"
     return config
 
 
@@ -78,7 +79,7 @@ async def _score(controller):
     output = await controller.trainer.forward(DATA)
     scored = await asyncio.gather(*(controller.generator.score(tokens_of(datum)) for datum in DATA))
     sampled = await asyncio.gather(
-        *(controller.generator.sample(prompt, SamplingParams(max_tokens=12, seed=i)) for i, prompt in enumerate(PROMPTS))
+        *(controller.generator.sample(prompt, SamplingParams(max_tokens=12, seed=len(prompt))) for prompt in PROMPTS)
     )
     return {
         "trained": torch.cat(output.policy_logprobs),
@@ -143,6 +144,7 @@ def test_two_shards_and_two_engine_ranks_give_the_numbers_of_one(loop, directory
 
 def test_tensor_parallelism_gives_the_gradients_of_one_rank(loop, directory, one_rank, tmp_path):
     config = config_of(directory, tmp_path / "run")
+    config.trainer.activation_checkpoint = "full"
     config.trainer.parallelism.tensor_parallel_degree, config.trainer.num_threads = 2, 1
 
     async def run():

@@ -53,8 +53,8 @@ class PagedAttention(Module):
         assert (out_transform is None) == (self.sinks is None), "vLLM's kernel applies sinks, and nothing else"
         if self.sinks is not None and self.attention.impl.sinks is not self.sinks:
             raise RuntimeError(
-                f"generator: vLLM's {type(self.attention.impl).__name__} copied the sinks of attention, and new weights "
-                "would not reach the copy; choose another with VLLM_ATTENTION_BACKEND"
+                f"generator: vLLM's {type(self.attention.impl).__name__} copied the sinks of attention, and new "
+                "weights would not reach the copy; choose another attention backend of vLLM"
             )
         out = self.attention(q_BLNH[0].flatten(1), k_BLNH[0].flatten(1), v_BLNH[0].flatten(1))
         return out.view(q_BLNH.shape)

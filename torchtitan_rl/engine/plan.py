@@ -78,11 +78,7 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
             if isinstance(inner, BiasedExperts.Config):
                 inner.num_parts = tp
             layer.moe = dataclasses.replace(
-                moe,
-                routed_experts=SlicedExperts.Config(
-                    inner_experts=inner,
-                    token_dispatcher=routed.token_dispatcher,
-                ),
+                moe, routed_experts=SlicedExperts.Config(inner_experts=inner, token_dispatcher=routed.token_dispatcher)
             )
     return dataclasses.replace(spec, model=model)
 

@@ -89,9 +89,10 @@ class GptOssShape(DecoderShape):
             method = hf["quantization_config"].get("quant_method")
             raise ValueError(
                 f"{where}: its config.json says quantization_config.quant_method={method!r}, and weights here are "
-                "bfloat16 or float32; write them once as bfloat16 with transformers: AutoModelForCausalLM."
+                "bfloat16 or float32; write them once as bfloat16, with transformers: AutoModelForCausalLM."
                 "from_pretrained(DIR, quantization_config=Mxfp4Config(dequantize=True), dtype='bfloat16')"
-                ".save_pretrained(NEW_DIR), and copy the tokenizer's files"
+                # In the original format save_pretrained of transformers 5.19 leaves the experts out.
+                ".save_pretrained(NEW_DIR, save_original_format=False), and copy the tokenizer's files"
             )
         check_keys(hf, _KEYS, where)
         number = "num_local_experts" if "num_local_experts" in hf else "num_experts"
@@ -157,7 +158,9 @@ def _adapter(model_config: Any, hf_assets_path: str | None) -> Any:
     class Adapter(GptOssStateDictAdapter):
         def __init__(self) -> None:
             super().__init__(model_config, hf_assets_path)
-            self.from_hf_map = {k: v for k, v in self.from_hf_map.items() if ".experts." not in k} | of_experts
+            for name in [name for name in self.from_hf_map if ".experts." in name]:
+                del self.from_hf_map[name]
+            self.from_hf_map.update(of_experts)
 
         def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
             state = super().to_hf(state_dict)
@@ -175,7 +178,8 @@ def _adapter(model_config: Any, hf_assets_path: str | None) -> Any:
 
 
 def _inputs_and_outputs_exchanged(state: dict[str, Any]) -> dict[str, Any]:
-    """Experts' weights under Hugging Face's names, (E, inputs, outputs) there and (E, outputs, inputs) in torchtitan."""
+    """The tensors, with experts' weights (E, inputs, outputs), as Hugging Face has them, as (E, outputs, inputs) of
+    torchtitan, and the other way round."""
     return {
         name: tensor.transpose(-2, -1) if name.endswith((".gate_up_proj", ".down_proj")) else tensor
         for name, tensor in state.items()

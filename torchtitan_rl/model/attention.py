@@ -170,7 +170,8 @@ def attend(
 def _attend_block(q, k, v, scale: float, window: int | None):
     """Queries that are the last of the keys' positions."""
     num, num_keys = q.shape[2], k.shape[2]
-    distance = torch.arange(num_keys - num, num_keys, device=q.device)[:, None] - torch.arange(num_keys, device=q.device)
+    positions = torch.arange(num_keys, device=q.device)
+    distance = positions[num_keys - num :, None] - positions
     unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
     scores = (scale * q.float() @ k.float().transpose(-2, -1)).masked_fill(unseen, -torch.inf)
     return (scores.softmax(-1) @ v.float()).to(v.dtype), scores.logsumexp(-1)

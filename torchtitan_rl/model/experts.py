@@ -57,9 +57,9 @@ class BiasedExperts(GptOssGroupedExperts):
         self.num_parts = config.num_parts
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        num_parts = self.num_parts
-        if isinstance(self.mlp1_weight_EGD, DTensor) and "tp" in (self.mlp1_weight_EGD.device_mesh.mesh_dim_names or ()):
-            num_parts *= self.mlp1_weight_EGD.device_mesh["tp"].size()
+        num_parts, weight = self.num_parts, self.mlp1_weight_EGD
+        if isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ()):
+            num_parts *= weight.device_mesh["tp"].size()
         w1_EGD, b1_EG, w2_EDF, b2_ED = (
             # A DTensor cannot express row counts that differ between ranks.
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(x_RD.dtype)
