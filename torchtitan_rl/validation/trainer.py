@@ -40,6 +40,12 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
             "the backend that runs on gloo as well as on NCCL"
         )
     _check_experts(where, trainer, model, shape)
+    for target in trainer.lora.target_modules if trainer.lora is not None else ():
+        if target not in shape.lora_targets:
+            raise ValueError(
+                f"{where}.lora.target_modules={target!r}: is no layer of a {shape.name} that can have adapters here; "
+                + (f"use some of {', '.join(shape.lora_targets)}" if shape.lora_targets else "train the whole model")
+            )
     if shape.has_sinks:
         _check_sinks(where, trainer, shape)
     check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
