@@ -73,6 +73,8 @@ def cut_model(
         spec = critic_spec(spec)
     if config.attention != "auto":
         attention = config.attention
+    elif shape.has_sinks:
+        attention = "sdpa"
     spec = training_spec(
         spec,
         SimpleNamespace(parallelism=config.parallelism),

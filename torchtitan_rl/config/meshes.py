@@ -102,7 +102,8 @@ class TrainerConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """`varlen` is variable-length FlashAttention (CUDA and bfloat16 only), `sdpa` torch's scaled-dot-product attention,
-    one document at a time. `auto` takes `varlen` on CUDA in bfloat16, `sdpa` elsewhere."""
+    one document at a time. `auto` takes `varlen` on CUDA in bfloat16, `sdpa` elsewhere and for models with sinks, whose
+    attention `sdpa` computes by definition, in float32."""
     logprob_chunk_mib: int = 0
     """Size of one chunk's float32 logits, in MiB per rank; log-probabilities are computed a chunk at a time. 0: 128 on
     a CPU, 512 on CUDA. 512 is not measured: every chunk adds into the head's gradient (622 MB at a vocabulary of

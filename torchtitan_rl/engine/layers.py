@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torchtitan.protocols.module import Module
 from vllm.model_executor.layers.attention import Attention
 
 from torchtitan_rl import adapters
+from torchtitan_rl.families.biased_blocks import SinkAttention
 from torchtitan_rl.model.generator_cut import RankPart, cut_dim
 
-__all__ = ["PagedAttention", "shard_for_rank"]
+__all__ = ["PagedAttention", "PagedSinkAttention", "shard_for_rank"]
 
 adapters.adapt_torchtitan()
 
@@ -25,12 +27,16 @@ class PagedAttention(Module):
         n_heads: int
         n_kv_heads: int
         head_dim: int
+        window: int | None = None
+        """Positions that a query attends to, its own included; None: all before it."""
+        has_sinks: bool = False
 
     def __init__(self, config: Config):
         super().__init__()
         from vllm.config import get_current_vllm_config
 
         vllm_config = get_current_vllm_config()
+        self.sinks = nn.Parameter(torch.empty(config.n_heads), requires_grad=False) if config.has_sinks else None
         self.attention = Attention(
             config.n_heads,
             config.head_dim,
@@ -39,11 +45,31 @@ class PagedAttention(Module):
             cache_config=vllm_config.cache_config,
             quant_config=None,
             prefix=f"layers.{config.layer}.attention",
+            per_layer_sliding_window=config.window,
+            **({} if self.sinks is None else {"sinks": self.sinks}),  # some backends have no such argument
         )
 
-    def forward(self, q_BLNH, k_BLNH, v_BLNH, **kwargs):
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, out_transform=None, **kwargs):
+        assert (out_transform is None) == (self.sinks is None), "vLLM's kernel applies sinks, and nothing else"
+        if self.sinks is not None and self.attention.impl.sinks is not self.sinks:
+            raise RuntimeError(
+                f"generator: vLLM's {type(self.attention.impl).__name__} copied the sinks of attention, and new "
+                "weights would not reach the copy; choose another attention backend of vLLM"
+            )
         out = self.attention(q_BLNH[0].flatten(1), k_BLNH[0].flatten(1), v_BLNH[0].flatten(1))
         return out.view(q_BLNH.shape)
+
+
+class PagedSinkAttention(SinkAttention):
+    """Attention with sinks that vLLM's kernel applies."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SinkAttention.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.sinks = self.inner_attention.sinks
 
 
 def shard_for_rank(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:

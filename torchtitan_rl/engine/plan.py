@@ -14,9 +14,12 @@ import dataclasses
 import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
 
-from torchtitan_rl.engine.layers import PagedAttention
+from torchtitan_rl.engine.layers import PagedAttention, PagedSinkAttention
 from torchtitan_rl.engine.slices import RowParallelLinear, SlicedExperts
+from torchtitan_rl.families.biased_blocks import SinkAttention
+from torchtitan_rl.model.experts import BiasedExperts
 
 __all__ = ["generator_spec", "whole_parameters"]
 
@@ -39,9 +42,11 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
             if size % tp:
                 raise ValueError(f"generator.tensor_parallel_degree={tp}: must divide the model's {name}={size}")
         n_heads, n_kv_heads = attention.n_heads // tp, attention.n_kv_heads // tp
-        qkv = attention.qkv_linear
-        layer.attention = dataclasses.replace(
+        qkv, (before, _) = attention.qkv_linear, attention.inner_attention.window_size
+        has_sinks = isinstance(attention, SinkAttention.Config)
+        layer.attention = _changed(
             attention,
+            PagedSinkAttention.Config if has_sinks else type(attention),
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             qkv_linear=dataclasses.replace(
@@ -52,7 +57,12 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
             ),
             wo=_row_parallel(attention.wo, tp),
             inner_attention=PagedAttention.Config(
-                layer=index, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=attention.head_dim
+                layer=index,
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                head_dim=attention.head_dim,
+                window=None if before == -1 else before + 1,
+                has_sinks=has_sinks,
             ),
         )
         if moe is None:
@@ -64,14 +74,18 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
             )
         elif tp > 1:
             routed = moe.routed_experts
+            inner = dataclasses.replace(routed.inner_experts, hidden_dim=hidden // tp)
+            if isinstance(inner, BiasedExperts.Config):
+                inner.num_parts = tp
             layer.moe = dataclasses.replace(
-                moe,
-                routed_experts=SlicedExperts.Config(
-                    inner_experts=dataclasses.replace(routed.inner_experts, hidden_dim=hidden // tp),
-                    token_dispatcher=routed.token_dispatcher,
-                ),
+                moe, routed_experts=SlicedExperts.Config(inner_experts=inner, token_dispatcher=routed.token_dispatcher)
             )
     return dataclasses.replace(spec, model=model)
+
+
+def _changed(config: Module.Config, config_class: type[Module.Config], **changes) -> Module.Config:
+    """A copy of a config, of its class or of a subclass without fields of its own."""
+    return config_class(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)} | changes)
 
 
 def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:

@@ -1,4 +1,4 @@
-"""Families of models, one file each: what the package knows about Qwen3, Llama 3, Qwen2.5.
+"""Families of models, one file each: what the package knows about Qwen3, Llama 3, Qwen2.5, gpt-oss, DeepSeek-V3.
 
 Outside of this folder a model is a `DecoderShape`.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl.families.decoder import DecoderShape, ExpertsShape, read_config_json
+from torchtitan_rl.families.deepseek_v3 import DeepseekV3Shape
+from torchtitan_rl.families.gpt_oss import GptOssShape
 from torchtitan_rl.families.llama3 import Llama3Shape
 from torchtitan_rl.families.qwen2 import Qwen2Shape
 from torchtitan_rl.families.qwen3 import Qwen3Shape
@@ -16,7 +18,9 @@ from torchtitan_rl.families.qwen3 import Qwen3Shape
 __all__ = [
     "BUILT_IN",
     "DecoderShape",
+    "DeepseekV3Shape",
     "ExpertsShape",
+    "GptOssShape",
     "Llama3Shape",
     "Qwen2Shape",
     "Qwen3Shape",
@@ -24,7 +28,7 @@ __all__ = [
     "shape_of_hf",
 ]
 
-BUILT_IN: tuple[type[DecoderShape], ...] = (Qwen3Shape, Llama3Shape, Qwen2Shape)
+BUILT_IN: tuple[type[DecoderShape], ...] = (Qwen3Shape, Llama3Shape, Qwen2Shape, GptOssShape, DeepseekV3Shape)
 
 
 def shape_of_hf(hf: dict[str, Any], where: str, family: type[DecoderShape] | None = None) -> DecoderShape:

@@ -66,6 +66,10 @@ class DecoderShape(ABC):
     """The family's name in messages and tables, such as `"qwen3"`."""
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in a `config.json` that are this family."""
+    lora_targets: ClassVar[tuple[str, ...]] = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Layers that can have low-rank adapters, by the names of `LoRAConfig.target_modules`."""
+    has_sinks: ClassVar[bool] = False
+    """Whether attention has sinks: learned scores, one a head, that take weight from a query's positions."""
 
     # The model.
 

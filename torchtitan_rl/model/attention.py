@@ -1,8 +1,10 @@
-"""Training attention over packed documents that runs anywhere: one scaled-dot-product call per length bucket.
+"""Training attention over packed documents that runs anywhere: dense batches of documents of similar lengths.
 
 torchtitan's decoder hands its argument `attention_masks` to each layer's inner attention. `PackedSDPA` takes a
 `PackedDocuments` there, the layout of packed tokens in a few dense, right-padded batches. Under a causal mask right
-padding is invisible to real tokens, so no mask is needed.
+padding is invisible to real tokens, so no mask is needed. Plain causal attention is one scaled-dot-product call per
+batch. Torch has no such call for sliding windows without a mask of all pairs, and none that gives the log-sum-exp with
+its gradient, which sinks need: `attend` computes both by definition, a block of queries at a time.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common.attention import VarlenAttention
 
 from torchtitan_rl import adapters
 
-__all__ = ["PackedDocuments", "PackedSDPA", "needs_whole_heads"]
+__all__ = ["PackedDocuments", "PackedSDPA", "attend", "needs_whole_heads"]
 
 adapters.adapt_torchtitan()
 
 _MAX_PADDING = 1.25  # a bucket's longest document may be this much longer than its shortest, plus 8 tokens
+_QUERIES_AT_ONCE = 512  # `attend` holds the scores of so many queries of every document
 
 
 class PackedDocuments(NamedTuple):
@@ -88,7 +92,7 @@ def _without_gqa(x_BLNH: torch.Tensor, n_heads: int) -> torch.Tensor:
 
 
 class PackedSDPA(VarlenAttention):
-    """Causal attention within each packed document, through `scaled_dot_product_attention`.
+    """Causal attention within each packed document, with an optional window.
 
     A subclass of torchtitan's variable-length attention so that its sharding contract (the parameter
     names below) applies unchanged. B must be 1: documents are packed along L.
@@ -100,24 +104,77 @@ class PackedSDPA(VarlenAttention):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        assert config.window_size == (-1, 0), "sliding windows are not implemented here"
+        before, after = config.window_size
+        assert after == 0, "only causal attention is implemented here"
+        self.window = None if before == -1 else before + 1
 
     def forward(
-        self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: PackedDocuments, scale=None, enable_gqa=False, **kwargs
+        self,
+        q_BLNH,
+        k_BLNH,
+        v_BLNH,
+        *,
+        attention_masks: PackedDocuments,
+        scale=None,
+        enable_gqa=False,
+        out_transform=None,
+        **kwargs,
     ):
+        """`out_transform`, such as a layer's sinks, gets attention's output (T, N, H) and the log-sum-exp of each
+        query's scores (T, N)."""
         layout = attention_masks
-        if enable_gqa and needs_whole_heads(q_BLNH):
+        explicit = self.window is not None or out_transform is not None
+        if enable_gqa and (explicit or needs_whole_heads(q_BLNH)):
             k_BLNH, v_BLNH = (_without_gqa(x, q_BLNH.shape[2]) for x in (k_BLNH, v_BLNH))
             enable_gqa = False
         q, k, v = (_ToDense.apply(x[0], layout.to_dense_P, layout.to_packed_T) for x in (q_BLNH, k_BLNH, v_BLNH))
-        dense, slot = [], 0
+        dense, sums, slot = [], [], 0
         for num, padded in layout.buckets:
             rows = slice(slot, slot + num * padded)
             slot += num * padded
             qb, kb, vb = (x[rows].unflatten(0, (num, padded)).transpose(1, 2) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+            if explicit:
+                out, log_sum_exp = attend(qb, kb, vb, scale, self.window)
+                sums.append(log_sum_exp.transpose(1, 2).flatten(0, 1))
+            else:
+                out = F.scaled_dot_product_attention(qb, kb, vb, is_causal=True, scale=scale, enable_gqa=enable_gqa)
             dense.append(out.transpose(1, 2).flatten(0, 1))
-        return _ToPacked.apply(torch.cat(dense), layout.to_packed_T)[None]
+        packed = _ToPacked.apply(torch.cat(dense), layout.to_packed_T)
+        if out_transform is not None:
+            packed = out_transform(packed, _ToPacked.apply(torch.cat(sums), layout.to_packed_T))
+        return packed[None]
+
+
+def attend(
+    q_BNLH: torch.Tensor, k_BNLH: torch.Tensor, v_BNLH: torch.Tensor, scale: float | None, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention (B, N, L, H) in the dtype of the values, and the log-sum-exp of each query's scores (B, N, L) in
+    float32. With a window a query attends to `window` positions, its own and those before it.
+
+    The backward pass computes a block's scores again: only one block's are held.
+    """
+    scale = q_BNLH.shape[-1] ** -0.5 if scale is None else scale
+    outs, sums, length = [], [], q_BNLH.shape[2]
+    for first in range(0, length, _QUERIES_AT_ONCE):
+        end = min(first + _QUERIES_AT_ONCE, length)
+        start = 0 if window is None else max(0, first - window + 1)
+        q, k, v = q_BNLH[:, :, first:end], k_BNLH[:, :, start:end], v_BNLH[:, :, start:end]
+        out, log_sum_exp = checkpoint(
+            _attend_block, q, k, v, scale, window, use_reentrant=False, preserve_rng_state=False
+        )
+        outs.append(out)
+        sums.append(log_sum_exp)
+    return torch.cat(outs, 2), torch.cat(sums, 2)
+
+
+def _attend_block(q, k, v, scale: float, window: int | None):
+    """Queries that are the last of the keys' positions."""
+    num, num_keys = q.shape[2], k.shape[2]
+    positions = torch.arange(num_keys, device=q.device)
+    distance = positions[num_keys - num :, None] - positions
+    unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    scores = (scale * q.float() @ k.float().transpose(-2, -1)).masked_fill(unseen, -torch.inf)
+    return (scores.softmax(-1) @ v.float()).to(v.dtype), scores.logsumexp(-1)
 
 
 def needs_whole_heads(query: torch.Tensor) -> bool:

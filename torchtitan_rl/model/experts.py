@@ -2,7 +2,7 @@
 
 torchtitan's experts multiply in bf16 whatever the model's dtype, and torchtitan's router asks autocast for fp32, which
 a CPU does not give. `Experts` multiplies in the dtype of the input, and `Gate` chooses experts in fp32 in trainer and
-generator. Shape letters: R rows routed to this rank's experts, D model size, F inner size, E experts.
+generator. Shape letters: R rows routed to this rank's experts, D model size, F inner size, G = 2 F, E experts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 
 from torchtitan_rl import adapters
 
-__all__ = ["Experts", "Gate", "ExpertLayer"]
+__all__ = ["Experts", "BiasedExperts", "Gate", "ExpertLayer"]
 
 adapters.adapt_torchtitan()
 
@@ -41,6 +42,41 @@ class Experts(GroupedExperts):
         return multiply(h_RF, self.w2_EDF)
 
 
+class BiasedExperts(GptOssGroupedExperts):
+    """This rank's experts with biases and a clamped activation, in the dtype of the input. Columns of gate and up take
+    turns in `mlp1`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        num_parts: int = 1
+        """Ranks that hold a part of each expert's inner features and add up their outputs, outside of torchtitan's own
+        tensor parallelism."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.num_parts = config.num_parts
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        num_parts, weight = self.num_parts, self.mlp1_weight_EGD
+        if isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ()):
+            num_parts *= weight.device_mesh["tp"].size()
+        w1_EGD, b1_EG, w2_EDF, b2_ED = (
+            # A DTensor cannot express row counts that differ between ranks.
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(x_RD.dtype)
+            for parameter in (self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED)
+        )
+        offsets_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        expert_R = torch.bucketize(torch.arange(len(x_RD), device=x_RD.device), offsets_E, right=True)
+        # Dispatch may leave rows after the last expert's. No product writes them or their gradient: another row, which
+        # is no expert's, takes it.
+        b1_EG, b2_ED = (torch.cat([bias, bias.new_zeros(1, bias.shape[1])]) for bias in (b1_EG, b2_ED))
+        h_RG = self._grouped_mm(A=x_RD, B_t=w1_EGD.transpose(-2, -1), offs=offsets_E) + b1_EG[expert_R]
+        h_RF = swiglu(h_RG, limit=self.swiglu_limit)
+        # Each of the ranks adds its share of the bias. The gradient of every rank's copy is the whole bias's.
+        shares_RD = ScaleBiasForward.apply(b2_ED[expert_R], num_parts, x_RD.dtype)
+        return self._grouped_mm(A=h_RF, B_t=w2_EDF.transpose(-2, -1), offs=offsets_E) + shares_RD
+
+
 class Gate(Linear):
     """The router's scores before softmax, in fp32: in bf16 near-ties would choose other experts on other devices."""
 
@@ -49,7 +85,7 @@ class Gate(Linear):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input.float(), self.weight.float())
+        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 class ExpertLayer(MoE):

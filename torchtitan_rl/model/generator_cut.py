@@ -19,13 +19,13 @@ def cut_dim(name: str) -> int | None:
     """The dimension along which tensor-parallel generator ranks cut a parameter (`...wq.weight`, `...w2_EDF`); None
     for a parameter that every rank holds whole."""
     layer, last = ("", *name.split("."))[-2:]
-    if last in ("w1_EFD", "w3_EFD"):
+    if last in ("w1_EFD", "w3_EFD", "mlp1_weight_EGD", "mlp1_bias_EG"):
         return 1
-    if last == "w2_EDF":
+    if last in ("w2_EDF", "mlp2_weight_EDF"):
         return 2
-    if layer in ("wq", "wk", "wv", "w1", "w3"):
+    if layer in ("wq", "wk", "wv", "w1", "w3") or last == "sinks":
         return 0
-    if layer in ("wo", "w2"):
+    if layer in ("wo", "w2") and last == "weight":
         return 1
     return None
 

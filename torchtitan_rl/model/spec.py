@@ -18,6 +18,7 @@ adapters.adapt_torchtitan()
 
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 from torchtitan.models.common.decoder_sharding import dense_param_placement  # noqa: E402
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
 from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
 from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
 
@@ -25,7 +26,7 @@ from torchtitan_rl.config.model import ModelConfig  # noqa: E402
 from torchtitan_rl.families.blocks import NORMAL  # noqa: E402
 from torchtitan_rl.families.qwen3 import flavor_spec  # noqa: E402
 from torchtitan_rl.model.attention import PackedSDPA  # noqa: E402
-from torchtitan_rl.model.experts import ExpertLayer, Experts, Gate  # noqa: E402
+from torchtitan_rl.model.experts import BiasedExperts, ExpertLayer, Experts, Gate  # noqa: E402
 from torchtitan_rl.model.files import read_shape  # noqa: E402
 from torchtitan_rl.model.logprob_head import LogprobHead  # noqa: E402
 from torchtitan_rl.model.value_head import ValueHead  # noqa: E402
@@ -41,7 +42,9 @@ def build_spec(config: ModelConfig) -> ModelSpec:
         if layer.moe is not None:
             moe = layer.moe = _recast(layer.moe, ExpertLayer.Config)
             moe.router.gate = _recast(moe.router.gate, Gate.Config)
-            moe.routed_experts.inner_experts = _recast(moe.routed_experts.inner_experts, Experts.Config)
+            experts = moe.routed_experts.inner_experts
+            biased = isinstance(experts, GptOssGroupedExperts.Config)
+            moe.routed_experts.inner_experts = _recast(experts, BiasedExperts.Config if biased else Experts.Config)
     return spec
 
 

@@ -40,11 +40,33 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
             "the backend that runs on gloo as well as on NCCL"
         )
     _check_experts(where, trainer, model, shape)
+    for target in trainer.lora.target_modules if trainer.lora is not None else ():
+        if target not in shape.lora_targets:
+            raise ValueError(
+                f"{where}.lora.target_modules={target!r}: is no layer of a {shape.name} that can have adapters here; "
+                + (f"use some of {', '.join(shape.lora_targets)}" if shape.lora_targets else "train the whole model")
+            )
+    if shape.has_sinks:
+        _check_sinks(where, trainer, shape)
     check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
     check_positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
     if trainer.logprob_chunk_mib < 0:
         raise ValueError(
             f"{where}.logprob_chunk_mib={trainer.logprob_chunk_mib}: must not be negative; 0 is the device's own"
+        )
+
+
+def _check_sinks(where: str, trainer: TrainerConfig, shape: DecoderShape) -> None:
+    if trainer.attention == "varlen":
+        raise ValueError(
+            f"{where}.attention='varlen': torch's kernel leaves out the log-sum-exp's gradient, by which the sinks of "
+            f"a {shape.name} act on queries and keys; use 'auto' or 'sdpa'"
+        )
+    tp = trainer.parallelism.tensor_parallel_degree
+    if tp > 1 and trainer.lora is not None and "o_proj" in trainer.lora.target_modules:
+        raise ValueError(
+            f"{where}.lora.target_modules='o_proj': torchtitan's layer of that name in a {shape.name} takes no adapter "
+            f"over {tp} tensor-parallel ranks; use qkv_proj alone, or {where}.parallelism.tensor_parallel_degree=1"
         )
 
 
