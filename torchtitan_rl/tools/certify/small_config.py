@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan_rl import platform
-from torchtitan_rl.families import BUILT_IN, Llama3Shape
+from torchtitan_rl.families import BUILT_IN, Llama3Shape, Qwen2Shape
 from torchtitan_rl.families.rope import Llama3Scaling
 
 __all__ = ["CONTEXT", "debug_config", "small_config"]
@@ -37,6 +37,8 @@ def debug_config(name: str) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(
         vocab_size=_VOCABULARY, dim=96, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=_head_dim(), hidden_dim=160
     )
+    if family is Qwen2Shape:  # vLLM's own Qwen2 reads no head_dim
+        sizes["dim"] = sizes["n_heads"] * sizes["head_dim"]
     if family is Llama3Shape:  # as every Llama from 3.1 on
         sizes["rope_scaling"] = Llama3Scaling(factor=8.0, original_max_seq_len=_ORIGINAL_CONTEXT)
     return small_config(family(**sizes, max_seq_len=CONTEXT).to_hf(1, 0))

@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -185,7 +186,13 @@ def one_document(inner_attention, parallel_dims):
 def swapped_heads(inner_attention, parallel_dims):
     """Each rank has the right key and value heads, and hands them to the wrong queries."""
     if parallel_dims.tp_enabled:
-        inner_attention.register_forward_pre_hook(lambda module, args: (args[0], args[1].flip(2), args[2].flip(2)))
+        inner_attention.register_forward_pre_hook(lambda module, args: (args[0], *map(_flipped, args[1:])))
+
+
+def _flipped(x_BLNH):
+    if isinstance(x_BLNH, DTensor):
+        return DTensor.from_local(x_BLNH.to_local().flip(2), x_BLNH.device_mesh, x_BLNH.placements)
+    return x_BLNH.flip(2)
 
 
 class StaleStore(MemoryStore):
