@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Sets up with the test extra and runs pytest.
-#   scripts/test.sh               the tests of every day, with real actors, engine and store: 7.5 minutes
+#   scripts/test.sh               the tests of every day, with real actors, engine and store: 6 minutes
 #   scripts/test.sh --all         every test but the slow and gpu ones: what has to pass before a change is merged
 #   scripts/test.sh ARGUMENT ...  one pytest with these arguments; without -m, slow and gpu tests are left out
-# The first two run the unit tests in two processes, then the others, which start processes themselves, one at a time.
+# The first two run the unit tests in two processes, then the others, a file at a time in each of two processes: they
+# wait for processes that they start.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh test
@@ -12,7 +13,7 @@ if (($# == 0)) || [[ $* == --all ]]; then
   (($#)) || marks+=" and not whole"
   status=0
   .venv/bin/python -m pytest -m "$marks" -n 2 tests/unit || status=$?
-  .venv/bin/python -m pytest -m "$marks" --ignore tests/unit || status=$?
+  .venv/bin/python -m pytest -m "$marks" -n 2 --dist loadfile --ignore tests/unit || status=$?
   exit $status
 fi
 select=(-m "not slow and not gpu")

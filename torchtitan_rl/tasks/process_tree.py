@@ -9,8 +9,8 @@ left below it.
 In namespaces of its own a command sees the processes that it starts and no others, and of the directory in which
 commands of this machine have their files, its own alone::
 
-    supervisor            new user, mount and PID namespaces for its children
-      first process       process 1 of the PID namespace: the kernel kills the namespace when it ends
+    supervisor            a new user namespace, and a new PID namespace for its children; it sees all processes still
+      first process       process 1 of the PID namespace: the kernel kills the namespace when it ends; mounts of its own
         command
 
 The file runs with the standard library alone: a supervisor starts in a fraction of the time of the package.
@@ -215,8 +215,8 @@ def _limit(kind: int, limit: int) -> None:
 
 
 def _own_namespaces() -> None:
-    """Puts this process into a user and a mount namespace, and its children into a PID namespace. Users keep their
-    numbers, so files belong to whom they belonged to."""
+    """Puts this process into a user namespace, and its children into a PID namespace. Users keep their numbers, so
+    files belong to whom they belonged to."""
     process, (gate, opened) = os.getpid(), os.pipe()
     if (helper := os.fork()) == 0:  # the maps are written from outside the new namespace
         try:
@@ -229,7 +229,7 @@ def _own_namespaces() -> None:
         finally:
             os._exit(FAILED)
     try:
-        _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID)
+        _call("unshare", _CLONE_NEWUSER | _CLONE_NEWPID)
     except OSError as error:
         print(f"namespaces: the kernel refuses them ({error})", file=sys.stderr, flush=True)
         os._exit(FAILED)
@@ -264,8 +264,9 @@ def _write(file: str, text: str) -> None:
 
 
 def _own_view(directory: str) -> None:
-    """In process 1 of a PID namespace: a /proc of that namespace, and an empty parent of `directory` with `directory`
-    alone in it. Raises OSError."""
+    """In process 1 of a PID namespace: mounts of its own, a /proc of the namespace, and an empty parent of `directory`
+    with `directory` alone in it. Raises OSError."""
+    _call("unshare", _CLONE_NEWNS)  # not the supervisor's mounts: it finds what to kill in the machine's /proc
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     own = os.open(directory, os.O_PATH)

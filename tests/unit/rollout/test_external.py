@@ -258,9 +258,10 @@ time.sleep(60)
     ],
 )
 async def test_a_command_over_a_limit_is_killed_and_nothing_is_left(tail, limits, message):
-    own = uuid.uuid4().hex  # another process of the tests may have commands too
+    own, began = uuid.uuid4().hex, time.monotonic()  # another process of the tests may have commands too
     with pytest.raises(AgentFailed, match=message):
         await play(command(f"own = '{own}'\n{tail}"), command=limits, timeout_s=20)
+    assert time.monotonic() - began < 20  # a supervisor that finds nobody to kill gives up after 30 s
     assert not [p for p in psutil.process_iter(["cmdline"]) if own in str(p.info)]
 
 
