@@ -77,6 +77,12 @@ class DecoderShape(ABC):
     def model_spec(self) -> ModelSpec:
         """torchtitan's spec of the model: its config, its canonical parallel plan and its state-dict adapter."""
 
+    @classmethod
+    def debug(cls, **sizes: Any) -> Self:
+        """A model of the family with what makes it special, which two cores check in seconds. `sizes` are those that
+        every family has; a family adds its own."""
+        return cls(**sizes)
+
     # What a model of these sizes has and needs.
 
     @property

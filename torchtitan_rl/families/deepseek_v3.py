@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torchtitan_rl.families.decoder import DecoderShape, ExpertsShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, required
@@ -83,8 +83,16 @@ class DeepseekV3Shape(DecoderShape):
                 )
         if not 0 <= self.n_dense_layers < self.n_layers:
             raise ValueError(
-                f"model.shape.n_dense_layers={self.n_dense_layers}: must be from 0 to n_layers - 1 = {self.n_layers - 1}"
+                f"model.shape.n_dense_layers={self.n_dense_layers}: must be from 0 to n_layers - 1 = "
+                f"{self.n_layers - 1}"
             )
+
+    @classmethod
+    def debug(cls, **sizes: Any) -> Self:
+        half = sizes["head_dim"] // 2
+        latents = dict(kv_lora_rank=48, rotated_dim=half, value_dim=sizes["head_dim"], dense_hidden_dim=192)
+        experts = ExpertsShape(num_experts=8, top_k=2)
+        return cls(**sizes | {"n_kv_heads": sizes["n_heads"]}, **latents, experts=experts, num_shared_experts=2)
 
     @property
     def layer_extras(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torchtitan_rl.families.decoder import DecoderShape, ExpertsShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, required, rope_of
@@ -54,6 +54,11 @@ class GptOssShape(DecoderShape):
     def layer_extras(self) -> int:
         attention = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) + self.dim + self.n_heads  # biases and sinks
         return attention + self.experts.num_experts * (2 * self.hidden_dim + self.dim + 1)  # biases, and the router's
+
+    @classmethod
+    def debug(cls, **sizes: Any) -> Self:
+        scaling = YarnScaling(factor=4.0, original_max_seq_len=32, truncate=False)
+        return cls(**sizes, experts=ExpertsShape(num_experts=4, top_k=2), sliding_window=16, rope_scaling=scaling)
 
     def model_spec(self) -> ModelSpec:
         from torchtitan.components.optimizer import register_moe_load_balancing_hook

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torchtitan_rl.families.decoder import DecoderShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, rope_of
@@ -37,6 +37,10 @@ class Llama3Shape(DecoderShape):
 
     name: ClassVar[str] = "llama3"
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral")
+
+    @classmethod
+    def debug(cls, **sizes: Any) -> Self:
+        return cls(**sizes, rope_scaling=Llama3Scaling(factor=8.0, original_max_seq_len=32))  # as all from 3.1 on
 
     def model_spec(self) -> ModelSpec:
         from torchtitan.models.common import ComplexRoPE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torchtitan_rl.families.decoder import DecoderShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, rope_of
@@ -39,6 +39,10 @@ class Qwen2Shape(DecoderShape):
     @property
     def layer_extras(self) -> int:
         return self.head_dim * (self.n_heads + 2 * self.n_kv_heads)  # the biases
+
+    @classmethod
+    def debug(cls, **sizes: Any) -> Self:
+        return cls(**sizes | {"dim": sizes["n_heads"] * sizes["head_dim"]})  # vLLM's own Qwen2 reads no head_dim
 
     def model_spec(self) -> ModelSpec:
         """The layers are torchtitan's Qwen3 without head norms and with biases: torchtitan has no Qwen2."""

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan_rl import platform
-from torchtitan_rl.families import BUILT_IN, Llama3Shape, Qwen2Shape
-from torchtitan_rl.families.rope import Llama3Scaling
+from torchtitan_rl.families import BUILT_IN
 
 __all__ = ["CONTEXT", "debug_config", "small_config"]
 
@@ -37,11 +36,7 @@ def debug_config(name: str) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(
         vocab_size=_VOCABULARY, dim=96, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=_head_dim(), hidden_dim=160
     )
-    if family is Qwen2Shape:  # vLLM's own Qwen2 reads no head_dim
-        sizes["dim"] = sizes["n_heads"] * sizes["head_dim"]
-    if family is Llama3Shape:  # as every Llama from 3.1 on
-        sizes["rope_scaling"] = Llama3Scaling(factor=8.0, original_max_seq_len=_ORIGINAL_CONTEXT)
-    return small_config(family(**sizes, max_seq_len=CONTEXT).to_hf(1, 0))
+    return small_config(family.debug(**sizes, max_seq_len=CONTEXT).to_hf(1, 0))
 
 
 def small_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +51,9 @@ def small_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         small["hidden_size"] = width
     else:
         small["hidden_size"] = 96 if width != 96 else 64
-    if hf.get("head_dim"):
+    if hf.get("kv_lora_rank"):
+        small |= _small_latents(hf, head_dim)
+    elif hf.get("head_dim"):
         small["head_dim"] = head_dim
     for name in ("intermediate_size", "moe_intermediate_size"):
         if hf.get(name):
@@ -81,6 +78,14 @@ def small_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     small["pad_token_id"] = None  # transformers gives the embedding of a padding token no gradient
     small.pop("torch_dtype", None)
     return small | {"dtype": "float32"}
+
+
+def _small_latents(hf: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Sizes of latent attention: half of a head is rotated, and values are as large as keys."""
+    small: dict[str, Any] = dict(qk_nope_head_dim=head_dim // 2, qk_rope_head_dim=head_dim // 2, v_head_dim=head_dim)
+    small |= {"head_dim": head_dim // 2, "kv_lora_rank": min(hf["kv_lora_rank"], 48)}  # transformers': the rotated half
+    small["first_k_dense_replace"] = min(hf["first_k_dense_replace"], 1)
+    return small | {"q_lora_rank": hf["q_lora_rank"] and min(hf["q_lora_rank"], 40)}
 
 
 def _head_dim() -> int:
