@@ -22,7 +22,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a directory with a config.json, or a family: qwen3, llama3, qwen2")
+    parser.add_argument("model", help="a directory with a config.json, or a family, such as qwen3")
     parser.add_argument(
         "--layouts",
         type=_layouts,
