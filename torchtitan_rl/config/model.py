@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan_rl.families import DecoderShape, DeepseekV3Shape, ExpertsShape, GptOssShape, Llama3Shape, Qwen2Shape, Qwen3Shape
+from torchtitan_rl.families import (
+    DecoderShape,
+    DeepseekV3Shape,
+    ExpertsShape,
+    GptOssShape,
+    Llama3Shape,
+    Qwen2Shape,
+    Qwen3Shape,
+)
 
 __all__ = ["ModelConfig", "DeepseekV3Shape", "ExpertsShape", "GptOssShape", "Llama3Shape", "Qwen2Shape", "Qwen3Shape"]
 
