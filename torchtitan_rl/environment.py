@@ -37,6 +37,7 @@ _DEFAULTS = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_MLA_DISABLE": "1",  # torchtitan's latent attention gives keys and values of heads to vLLM's usual cache
     "TOKENIZERS_PARALLELISM": "false",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torchtitan.protocols.module import Module
 from vllm.model_executor.layers.attention import Attention
@@ -50,14 +51,18 @@ class PagedAttention(Module):
         )
 
     def forward(self, q_BLNH, k_BLNH, v_BLNH, *, out_transform=None, **kwargs):
+        """Values may have fewer dimensions than keys: the cache holds both at the size of keys."""
         assert (out_transform is None) == (self.sinks is None), "vLLM's kernel applies sinks, and nothing else"
         if self.sinks is not None and self.attention.impl.sinks is not self.sinks:
             raise RuntimeError(
                 f"generator: vLLM's {type(self.attention.impl).__name__} copied the sinks of attention, and new "
                 "weights would not reach the copy; choose another attention backend of vLLM"
             )
-        out = self.attention(q_BLNH[0].flatten(1), k_BLNH[0].flatten(1), v_BLNH[0].flatten(1))
-        return out.view(q_BLNH.shape)
+        missing = k_BLNH.shape[-1] - v_BLNH.shape[-1]
+        if missing:
+            v_BLNH = F.pad(v_BLNH, (0, missing))
+        out = self.attention(q_BLNH[0].flatten(1), k_BLNH[0].flatten(1), v_BLNH[0].flatten(1)).view(q_BLNH.shape)
+        return out[..., :-missing] if missing else out
 
 
 class PagedSinkAttention(SinkAttention):

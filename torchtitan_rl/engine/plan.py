@@ -12,7 +12,11 @@ import copy
 import dataclasses
 
 import torch
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
@@ -32,60 +36,96 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
     tp = tensor_parallel_degree
     model = copy.deepcopy(spec.model)
     for index, layer in enumerate(model.layers):
-        attention, ffn, moe = layer.attention, layer.feed_forward, layer.moe
-        hidden = ffn.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim
-        for name, size in (
-            ("n_heads", attention.n_heads),
-            ("n_kv_heads", attention.n_kv_heads),
-            ("hidden_dim", hidden),
-        ):
-            if size % tp:
-                raise ValueError(f"generator.tensor_parallel_degree={tp}: must divide the model's {name}={size}")
-        n_heads, n_kv_heads = attention.n_heads // tp, attention.n_kv_heads // tp
-        qkv, (before, _) = attention.qkv_linear, attention.inner_attention.window_size
-        has_sinks = isinstance(attention, SinkAttention.Config)
-        layer.attention = _changed(
-            attention,
-            PagedSinkAttention.Config if has_sinks else type(attention),
+        latent = isinstance(layer.attention, LatentAttention.Config)
+        layer.attention = (_latent_attention if latent else _grouped_attention)(layer.attention, index, tp)
+        if layer.moe is None:
+            layer.feed_forward = _feed_forward(layer.feed_forward, tp)
+        elif tp > 1:
+            layer.moe = _mixture(layer.moe, tp)
+    return dataclasses.replace(spec, model=model)
+
+
+def _share(name: str, size: int, tp: int) -> int:
+    """One rank's part of a size of the model."""
+    if size % tp:
+        raise ValueError(f"generator.tensor_parallel_degree={tp}: must divide the model's {name}={size}")
+    return size // tp
+
+
+def _grouped_attention(attention: GQAttention.Config, layer: int, tp: int) -> GQAttention.Config:
+    n_heads, n_kv_heads = _share("n_heads", attention.n_heads, tp), _share("n_kv_heads", attention.n_kv_heads, tp)
+    qkv, (before, _) = attention.qkv_linear, attention.inner_attention.window_size
+    has_sinks = isinstance(attention, SinkAttention.Config)
+    return _changed(
+        attention,
+        PagedSinkAttention.Config if has_sinks else type(attention),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        qkv_linear=dataclasses.replace(
+            qkv, n_heads=n_heads, n_kv_heads=n_kv_heads, wqkv=_column_parallel(qkv.wqkv, tp)
+        ),
+        wo=_row_parallel(attention.wo, tp),
+        inner_attention=PagedAttention.Config(
+            layer=layer,
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
-            qkv_linear=dataclasses.replace(
-                qkv,
-                n_heads=n_heads,
-                n_kv_heads=n_kv_heads,
-                wqkv=dataclasses.replace(qkv.wqkv, out_features=qkv.wqkv.out_features // tp),
-            ),
-            wo=_row_parallel(attention.wo, tp),
-            inner_attention=PagedAttention.Config(
-                layer=index,
-                n_heads=n_heads,
-                n_kv_heads=n_kv_heads,
-                head_dim=attention.head_dim,
-                window=None if before == -1 else before + 1,
-                has_sinks=has_sinks,
-            ),
-        )
-        if moe is None:
-            layer.feed_forward = dataclasses.replace(
-                ffn,
-                w1=dataclasses.replace(ffn.w1, out_features=hidden // tp),
-                w3=dataclasses.replace(ffn.w3, out_features=hidden // tp),
-                w2=_row_parallel(ffn.w2, tp),
-            )
-        elif tp > 1:
-            routed = moe.routed_experts
-            inner = dataclasses.replace(routed.inner_experts, hidden_dim=hidden // tp)
-            if isinstance(inner, BiasedExperts.Config):
-                inner.num_parts = tp
-            layer.moe = dataclasses.replace(
-                moe, routed_experts=SlicedExperts.Config(inner_experts=inner, token_dispatcher=routed.token_dispatcher)
-            )
-    return dataclasses.replace(spec, model=model)
+            head_dim=attention.head_dim,
+            window=None if before == -1 else before + 1,
+            has_sinks=has_sinks,
+        ),
+    )
+
+
+def _latent_attention(attention: LatentAttention.Config, layer: int, tp: int) -> LatentAttention.Config:
+    """The cache holds the keys and values of heads, as training computes them, and no latents."""
+    n_heads = _share("n_heads", attention.n_heads, tp)
+    whole_queries = attention.q_lora_rank == 0
+    return dataclasses.replace(
+        attention,
+        n_heads=n_heads,
+        wq=_column_parallel(attention.wq, tp) if whole_queries else None,
+        wq_b=None if whole_queries else _column_parallel(attention.wq_b, tp),
+        wkv_b=_column_parallel(attention.wkv_b, tp),
+        wo=_row_parallel(attention.wo, tp),
+        inner_attention=PagedAttention.Config(
+            layer=layer,
+            n_heads=n_heads,
+            n_kv_heads=n_heads,
+            head_dim=attention.qk_nope_head_dim + attention.qk_rope_head_dim,
+        ),
+    )
+
+
+def _feed_forward(feed_forward: FeedForward.Config, tp: int) -> FeedForward.Config:
+    _share("hidden_dim", feed_forward.w1.out_features, tp)
+    return dataclasses.replace(
+        feed_forward,
+        w1=_column_parallel(feed_forward.w1, tp),
+        w3=_column_parallel(feed_forward.w3, tp),
+        w2=_row_parallel(feed_forward.w2, tp),
+    )
+
+
+def _mixture(moe: MoE.Config, tp: int) -> MoE.Config:
+    routed, shared = moe.routed_experts, moe.shared_experts
+    hidden = _share("hidden_dim", routed.inner_experts.hidden_dim, tp)
+    inner = dataclasses.replace(routed.inner_experts, hidden_dim=hidden)
+    if isinstance(inner, BiasedExperts.Config):
+        inner.num_parts = tp
+    return dataclasses.replace(
+        moe,
+        routed_experts=SlicedExperts.Config(inner_experts=inner, token_dispatcher=routed.token_dispatcher),
+        shared_experts=None if shared is None else _feed_forward(shared, tp),
+    )
 
 
 def _changed(config: Module.Config, config_class: type[Module.Config], **changes) -> Module.Config:
     """A copy of a config, of its class or of a subclass without fields of its own."""
     return config_class(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)} | changes)
+
+
+def _column_parallel(config: Linear.Config, tp: int) -> Linear.Config:
+    return dataclasses.replace(config, out_features=config.out_features // tp)
 
 
 def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:

@@ -83,8 +83,8 @@ class DeepseekV3Shape(DecoderShape):
                 )
         if not 0 <= self.n_dense_layers < self.n_layers:
             raise ValueError(
-                f"model.shape.n_dense_layers={self.n_dense_layers}: must be from 0 to n_layers - 1 = "
-                f"{self.n_layers - 1}"
+                f"model.shape.n_dense_layers={self.n_dense_layers}: must be at least 0 and less than "
+                f"n_layers={self.n_layers}"
             )
 
     @classmethod

@@ -23,7 +23,7 @@ def cut_dim(name: str) -> int | None:
         return 1
     if last in ("w2_EDF", "mlp2_weight_EDF"):
         return 2
-    if layer in ("wq", "wk", "wv", "w1", "w3") or last == "sinks":
+    if layer in ("wq", "wk", "wv", "wq_b", "wkv_b", "w1", "w3") or last == "sinks":
         return 0
     if layer in ("wo", "w2") and last == "weight":
         return 1

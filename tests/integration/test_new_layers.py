@@ -1,4 +1,4 @@
-"""gpt-oss through the whole stack: windows, sinks and biases in trainer layouts, in engines, in exports."""
+"""gpt-oss and DeepSeek-V3 through the whole stack: their own parts in trainer layouts, engines and exports."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.integration.helpers import random_datums, relative_l2
 from tests.integration.layouts import client, trainer_mesh
 from tests.unit.families.test_families import View, perturbed, reference_logprobs
 from torchtitan_rl.algorithm.losses import importance_sampling
-from torchtitan_rl.config.model import ExpertsShape, GptOssShape, ModelConfig
+from torchtitan_rl.config.model import DeepseekV3Shape, ExpertsShape, GptOssShape, ModelConfig
 from torchtitan_rl.families.rope import YarnScaling
 from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.model.spec import build_spec, training_spec
@@ -20,33 +20,38 @@ from torchtitan_rl.weights.hf import write_hf_dir
 
 pytestmark = pytest.mark.whole
 
-SHAPE = GptOssShape(
-    vocab_size=64,
-    dim=64,
-    n_layers=3,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=32,
-    hidden_dim=48,
-    max_seq_len=64,
-    experts=ExpertsShape(num_experts=4, top_k=2),
-    sliding_window=5,
-    swiglu_limit=0.5,
-    rope_scaling=YarnScaling(factor=4.0, original_max_seq_len=8, truncate=False),
-)
+SIZES = dict(vocab_size=64, dim=64, n_layers=3, n_heads=4, head_dim=32, hidden_dim=48, max_seq_len=64)
+SIZES |= dict(experts=ExpertsShape(num_experts=4, top_k=2))
+SHAPES = {
+    "gpt-oss": GptOssShape(
+        **SIZES,
+        n_kv_heads=2,
+        sliding_window=5,
+        swiglu_limit=0.5,
+        rope_scaling=YarnScaling(factor=4.0, original_max_seq_len=8, truncate=False),
+    ),
+    "deepseek-v3": DeepseekV3Shape(
+        **SIZES, n_kv_heads=4, rotated_dim=8, value_dim=24, kv_lora_rank=20, dense_hidden_dim=80, route_scale=2.5
+    ),
+}
 DATA = random_datums(7, max_len=40)
 PROMPTS = [[20, 31, 27], [22, 40, 21, 14, 3, 9, 11], [25] * 12]
 
 
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request):
+    return SHAPES[request.param]
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(shape, tmp_path_factory):
     """A model whose every parameter matters: no bias and no sink is 0."""
-    path, config = tmp_path_factory.mktemp("gpt_oss") / "model", ModelConfig(assets="chars", shape=SHAPE)
+    path, config = tmp_path_factory.mktemp("start") / "model", ModelConfig(assets="chars", shape=shape)
     spec = training_spec(build_spec(config), View, attention="sdpa", chunk_bytes=2**20)
     model = spec.model.build()
     torch.manual_seed(0)
     model.init_weights()
-    write_model_dir(path, SHAPE, assets_dir(config), eos=1, pad=0)
+    write_model_dir(path, shape, assets_dir(config), eos=1, pad=0)
     write_hf_dir(perturbed(model).state_dict(), spec.state_dict_adapter(spec.model, None), path)
     return path
 
@@ -142,13 +147,13 @@ def test_two_shards_and_two_engine_ranks_give_the_numbers_of_one(loop, directory
     _same_gradients(result["gradients"], one_rank["gradients"])
 
 
-def test_tensor_parallelism_gives_the_gradients_of_one_rank(loop, directory, one_rank, tmp_path):
+def test_tensor_parallelism_gives_the_gradients_of_one_rank(loop, shape, directory, one_rank, tmp_path):
     config = config_of(directory, tmp_path / "run")
     config.trainer.activation_checkpoint = "full"
     config.trainer.parallelism.tensor_parallel_degree, config.trainer.num_threads = 2, 1
 
     async def run():
-        model = ModelConfig(assets=str(directory), shape=SHAPE)
+        model = ModelConfig(assets=str(directory), shape=shape)
         async with trainer_mesh(config.trainer, model) as mesh:
             trainer = client(mesh, model=model)
             await trainer.init_model(directory)
