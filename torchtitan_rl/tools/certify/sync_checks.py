@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 import torch
 
 from torchtitan_rl.algorithm.losses import cross_entropy
+from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.launch.backend import Stack
+from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.tools.certify.certificate import Check
 from torchtitan_rl.tools.certify.forward_checks import engine_logprobs, trainer_logprobs
 from torchtitan_rl.tools.certify.largest_difference import LOGPROBS, of_pairs, of_states
@@ -36,8 +38,10 @@ async def check_sync(subject: Subject, stack: Stack) -> AsyncIterator[Check]:
     name = "weight sync: engine = trainer, bit for bit"
     numbers = of_states(name, after, published, 0.0)
     yield numbers if numbers.broken else of_states(name, _bits(after), _bits(published), 0.0)
+    with torch.device("meta"):
+        buffers = {name for name, _ in build_spec(ModelConfig(shape=subject.shape)).model.build().named_buffers()}
     for name, tensor in after.items():
-        if torch.equal(tensor, before[name]) and tensor.is_floating_point():
+        if name not in buffers and torch.equal(tensor, before[name]):
             yield Check(name="weight sync: every parameter has moved", difference=math.inf, part=name)
             return
     yield Check(name="weight sync: every parameter has moved", difference=0.0)
