@@ -13,7 +13,7 @@ from torchtitan_rl.config.algorithm import (
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.meshes import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
-from torchtitan_rl.config.recording import RecordConfig, WandbConfig
+from torchtitan_rl.config.record import RecordConfig, WandbConfig
 from torchtitan_rl.config.resolve import flat, function_name, resolved
 from torchtitan_rl.config.run import (
     COLOCATION,
