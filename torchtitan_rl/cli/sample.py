@@ -14,6 +14,7 @@ from torchtitan_rl.cli.verb_arguments import add_checkpoint
 from torchtitan_rl.record.user_code import error_text
 
 if TYPE_CHECKING:
+    from torchtitan_rl.config.sampling import AlteredSampling
     from torchtitan_rl.types import SamplingParams
 
 __all__ = ["add_arguments", "run", "sample"]
@@ -45,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
 async def _sample(args: argparse.Namespace) -> int:
     from torchtitan_rl.config.sampling import AlteredSampling
     from torchtitan_rl.types import SamplingParams
-    from torchtitan_rl.validation.sampling import check_altered, check_greedy
+    from torchtitan_rl.validation.sampling import check_greedy
 
     try:
         altered = AlteredSampling(**{f.name: getattr(args, f.name) for f in dataclasses.fields(AlteredSampling)})
-        check_altered("--", altered)
+        _check_flags(altered)
         if not args.temperature:
             check_greedy("--", altered, "add --temperature 1")
         params = SamplingParams(
@@ -62,6 +63,16 @@ async def _sample(args: argparse.Namespace) -> int:
         if args.debug:
             traceback.print_exc()
         return exit_status.fail(error_text(error))
+
+
+def _check_flags(altered: AlteredSampling) -> None:
+    """Raises ValueError for a value out of range, under the name of its flag."""
+    from torchtitan_rl.config.constraints import complaint
+    from torchtitan_rl.config.values import field_types
+
+    for name, kind in field_types(type(altered), constraints=True).items():
+        if problem := complaint(value := getattr(altered, name), kind):
+            raise ValueError(f"--{name.replace('_', '-')}={value}: {problem}")
 
 
 async def sample(

@@ -53,10 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from torchtitan_rl.config.derive import settled
-    from torchtitan_rl.config.recording import steps_of
+    from torchtitan_rl.config.record import steps_of
     from torchtitan_rl.launch.liveness.restarts import attempt, leave_outcome
-    from torchtitan_rl.validation.advice import advice
-    from torchtitan_rl.validation.run import validate
+    from torchtitan_rl.validation.run import advice, validate
 
     if args.outcome is not None and attempt(args.outcome):
         args.resume = "auto"

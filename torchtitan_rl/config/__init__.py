@@ -21,7 +21,7 @@ from torchtitan_rl.config.model import (
     Qwen2Shape,
     Qwen3Shape,
 )
-from torchtitan_rl.config.recording import RecordConfig, WandbConfig
+from torchtitan_rl.config.record import RecordConfig, WandbConfig
 from torchtitan_rl.config.resolve import flat, function_name, resolved
 from torchtitan_rl.config.run import (
     COLOCATION,

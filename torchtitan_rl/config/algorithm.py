@@ -6,7 +6,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Interval
+
+from torchtitan_rl.config.constraints import Hint
 
 __all__ = ["AlgorithmConfig", "DistillConfig", "FilterConfig", "ScheduleConfig", "SupervisedConfig"]
 
@@ -61,15 +65,17 @@ class FilterConfig:
     `sampling.max_rollout_tokens` for the whole rollout (`end_reason="tokens"`). `keep` trains on the rollout. `drop`
     leaves the rollout out of its group. `mask` counts the rollout's reward in the group, but no token of the rollout
     trains. `penalty` lowers the reward of a rollout whose longest completion comes close to `sampling.max_tokens`."""
-    overlong_buffer: int = 0
+    overlong_buffer: Annotated[int, Ge(0), Hint("use 0 for a penalty at the limit alone")] = 0
     """Tokens before `sampling.max_tokens` over which the penalty grows linearly to `overlong_penalty`; 0: only a
     rollout at the limit loses reward, and all of `overlong_penalty` at once."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: Annotated[float, Gt(0), Hint("use what a completion at the limit loses, or overlong='keep'")] = (
+        1.0
+    )
     """Reward that a rollout at the limit loses."""
-    max_resamples: int = 0
+    max_resamples: Annotated[int, Ge(0)] = 0
     """Further rounds of rollouts that replace left-out groups by groups of other tasks, at most, until the batch is
     full; 0: train on the groups that are left."""
-    max_stalled_rounds: int = 10
+    max_stalled_rounds: Annotated[int, Ge(1)] = 10
     """Rounds of rollouts for one batch after which the run ends if filters left every group out (`max_resamples` + 1
     rounds where that is more)."""
 
@@ -85,12 +91,12 @@ class ScheduleConfig:
 
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; `linear` and `cosine` reach `final_factor` on the last step."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Ge(0), Hint("use 0 for no warm-up")] = 0
     """Optimizer steps of linear warm-up, of which the first already has a learning rate above 0; 0: see
     `warmup_ratio`."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: Annotated[float, Interval(ge=0, le=1), Hint("use a part of all steps, such as 0.1")] = 0.0
     """Warm-up as a fraction of the phase's steps, rounded up, where `warmup_steps` is 0; 0: no warm-up."""
-    final_factor: float = 0.0
+    final_factor: Annotated[float, Ge(0), Hint("use 0 to end at 0")] = 0.0
     """Learning rate at the end of a linear or cosine decay, as a fraction of the peak."""
 
 
@@ -102,11 +108,11 @@ class DistillConfig:
     """How policy and teacher are compared at each position. `tokens`: the log-ratio of the sampled token is an
     advantage. `top_k`: the teacher's likeliest tokens are targets of a cross-entropy. `full`: the reverse KL over the
     whole vocabulary is a term of the loss."""
-    coef: float = 1.0
+    coef: Annotated[float, Gt(0), Hint("use 1, as 0 would learn nothing")] = 1.0
     """Factor of the advantage (`tokens`) or of the divergence in the loss (`top_k`, `full`)."""
-    top_k: int = 16
+    top_k: Annotated[int, Ge(1)] = 16
     """Tokens per position that the teacher gives with `divergence="top_k"`."""
-    discount: float = 0.0
+    discount: Annotated[float, Interval(ge=0, le=1), Hint("use 0 for none")] = 0.0
     """With `divergence="tokens"`, the discount per token at which a token's advantage counts the log-ratios of later
     tokens; 0: a token's advantage is its own log-ratio."""
     rewards: bool = False
@@ -117,16 +123,16 @@ class DistillConfig:
 class AlgorithmConfig:
     """One policy-gradient algorithm. A field for a function takes any function with the signature that it states."""
 
-    group_size: int = 8
+    group_size: Annotated[int, Ge(1)] = 8
     """Rollouts of each task, whose rewards are compared with each other."""
-    tasks_per_step: int = 16
+    tasks_per_step: Annotated[int, Ge(1)] = 16
     """Tasks in a batch. A task has one group, or one for each role that plays it."""
-    tasks_per_minibatch: int = 0
+    tasks_per_minibatch: Annotated[int, Ge(0), Hint("use 0 for the whole batch")] = 0
     """Tasks in a minibatch, which is one optimizer step, with all groups of each task; the last minibatch may be
     smaller. 0: the whole batch."""
-    num_epochs: int = 1
+    num_epochs: Annotated[int, Ge(1)] = 1
     """Passes over a batch before its weights are published."""
-    max_policy_lag: int = 0
+    max_policy_lag: Annotated[int, Ge(0), Hint("use 0 for none, 1 to overlap generation and training")] = 0
     """How many publications of weights the oldest token of a batch may be behind when the batch starts to train: as
     many batches are generated while one trains. 0: generation and training take turns. See docs/asynchrony.md."""
     batch_order: Literal["slots", "finished"] = "slots"
@@ -139,7 +145,7 @@ class AlgorithmConfig:
     recompute_logprobs_per_minibatch: bool = False
     """True: the old policy of a ratio is the trainer's policy just before each optimizer step, so every ratio is
     exactly 1 and nothing is clipped."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Gt(0), Hint("use 1, training samples are not greedy")] = 1.0
     """Temperature of sampled rollouts. The trainer divides its logits by the same number, so that log-probabilities
     agree."""
     advantage_fn: Callable | dict[str, Callable] = field(default_factory=_default_advantage_fn)
@@ -162,13 +168,13 @@ class AlgorithmConfig:
     """Keyword arguments of `loss_fn`, such as `clip_low`."""
     reduction: Callable = field(default_factory=_default_reduction)
     """`(masks, groups) -> token weights`: over what the loss is a mean; see algorithm/reductions.py."""
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Factor of the KL to the reference role; 0: no KL term."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL per token, see algorithm/kl.py. `kl_in="reward"` takes k1 only, `kl_in="loss"` k2 or k3."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: the KL is a term of the loss. `reward`: the KL is subtracted from each token's advantage."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Factor of the entropy bonus; 0: no bonus."""
     correction_fn: Callable | None = None
     """`(LossInputs, **correction_config) -> (factor_T, metric sums)`: a factor of each token's weight, for a generator
@@ -182,7 +188,7 @@ class AlgorithmConfig:
     distill: DistillConfig | None = None
     """How the policy learns from `roles.teacher`. None: the teacher's log-probabilities are only a loss input
     (`teacher_logprobs`) that a loss of your own may use."""
-    refresh_teacher_every: int = 0
+    refresh_teacher_every: Annotated[int, Ge(0), Hint("use 0 for never")] = 0
     """Optimizer steps after which the newest policy version becomes the snapshot that scores for self-distillation; 0:
     the snapshot stays the version at which reinforcement starts. Acts only with the workflows and hooks of
     rollout/self_distill.py."""
@@ -202,16 +208,16 @@ class AlgorithmConfig:
     rollout is played again, in a fresh environment, and after `rollout_retries` its group is dropped whole.
     `drop_group`: its group is dropped at once. `filters.max_resamples` rounds replace dropped groups. In an evaluation
     an attempt that fails to the last counts as wrong, and its siblings count as they are."""
-    rollout_retries: int = 2
+    rollout_retries: Annotated[int, Ge(0)] = 2
     """Further attempts at a failed rollout. Acts only with `on_rollout_failure="retry"`."""
-    max_failed_frac: float = 0.2
+    max_failed_frac: Annotated[float, Interval(gt=0, le=1), Hint("use 1 for no limit")] = 0.2
     """Share of rollouts and rewards that may fail before the run ends. Acts from the 32nd on, and not with
     `on_rollout_failure="fail"`."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over the reinforcement phase, relative to the peak `trainer.optimizer.lr`."""
-    gae_gamma: float = 1.0
+    gae_gamma: Annotated[float, Interval(ge=0, le=1), Hint("use 1 for no discount")] = 1.0
     """Discount per token of GAE. Acts only with `roles.critic`; 1: no discount."""
-    gae_lambda: float = 1.0
+    gae_lambda: Annotated[float, Interval(ge=0, le=1), Hint("use 1 for no discount")] = 1.0
     """Lambda of GAE. Acts only with `roles.critic`. 1: the advantage is the return minus the critic's value; less gives
     a lower variance and more of the critic's bias."""
     critic_loss_fn: Callable = field(default_factory=_default_critic_loss_fn)
@@ -261,13 +267,13 @@ class AlgorithmConfig:
 class SupervisedConfig:
     """The supervised phase: a warm start on a task family's demonstrations, before the first rollout."""
 
-    num_steps: int = 0
+    num_steps: Annotated[int, Ge(0), Hint("use 0 for no warm start")] = 0
     """Optimizer steps of the supervised phase; 0: no warm start."""
     task: Any = None
     """Config of the task family whose demonstrations the policy imitates; None: `RunConfig.task`."""
-    batch_size: int = 128
+    batch_size: Annotated[int, Ge(1)] = 128
     """Tasks whose demonstrations make one optimizer step."""
-    lr: float = 3e-3
+    lr: Annotated[float, Ge(0)] = 3e-3
     """Peak learning rate."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(decay="cosine"))
     """Learning rate over the supervised phase, relative to the peak `lr`."""

@@ -4,66 +4,90 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 
-__all__ = ["AdamWConfig", "LoRAConfig", "TrainerConfig", "GeneratorConfig", "WeightSyncConfig"]
+from torchtitan_rl.config.constraints import Check, Hint
+
+__all__ = [
+    "LORA_TARGETS",
+    "TORCHTITAN_FIELDS",
+    "AdamWConfig",
+    "LoRAConfig",
+    "TrainerConfig",
+    "GeneratorConfig",
+    "WeightSyncConfig",
+]
 
 
 @dataclass(kw_only=True, slots=True)
 class AdamWConfig:
     """AdamW over all trainable parameters, through torchtitan's optimizer container."""
 
-    lr: float = 1e-5
+    lr: Annotated[float, Ge(0)] = 1e-5
     """Peak learning rate; `algorithm.schedule` scales it."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the running means of the gradient and of its square."""
-    eps: float = 1e-8
+    eps: Annotated[float, Ge(0)] = 1e-8
     """Added to the denominator of every update."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Ge(0), Hint("use 0 for none")] = 0.0
     """Decoupled weight decay, times the learning rate per step; 0: none."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Which of torch's AdamW implementations runs."""
 
 
-_LORA_TARGETS = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(kw_only=True, slots=True)
 class LoRAConfig:
     """Low-rank adapters: only adapters train and are checkpointed. Example: `LoRAConfig(rank=16, alpha=32.0)`."""
 
-    rank: int = 8
+    rank: Annotated[int, Ge(1)] = 8
     """Inner size of an adapter."""
-    alpha: float = 16.0
+    alpha: Annotated[float, Gt(0), Hint("use the rank, or twice the rank")] = 16.0
     """The adapter's output is scaled by alpha / rank."""
-    target_modules: list[str] = field(default_factory=lambda: list(_LORA_TARGETS))
+    target_modules: Annotated[
+        list[str], Check(bool, "nothing would train; name some of " + ", ".join(LORA_TARGETS))
+    ] = field(default_factory=lambda: list(LORA_TARGETS))
     """Layers with an adapter: qkv_proj (query, key and value are one layer), o_proj, gate_proj, up_proj, down_proj."""
 
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"trainer.lora.rank={self.rank}: must be at least 1")
-        if not 0 < self.alpha < float("inf"):
-            raise ValueError(f"trainer.lora.alpha={self.alpha}: must be positive; use the rank, or twice the rank")
-        if not self.target_modules:
-            raise ValueError(
-                f"trainer.lora.target_modules=[]: nothing would train; name some of {', '.join(_LORA_TARGETS)}"
-            )
-        for target in self.target_modules:
-            if target in ("q_proj", "k_proj", "v_proj"):
-                raise ValueError(
-                    f"trainer.lora.target_modules={target!r}: query, key and value are one layer; use 'qkv_proj'"
-                )
-            if target not in _LORA_TARGETS:
-                near = difflib.get_close_matches(target, _LORA_TARGETS, 1)
-                raise ValueError(
-                    f"trainer.lora.target_modules={target!r}: is not a layer that can have an adapter; "
-                    + (f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(_LORA_TARGETS)}")
-                )
+
+def _is_one(degree: int) -> bool:
+    return degree == 1
+
+
+def _leaves_gradients(max_norm: float) -> bool:
+    return max_norm > 0
+
+
+def _runs_everywhere(spmd_backend: str) -> bool:
+    return spmd_backend == "partial_dtensor"
+
+
+TORCHTITAN_FIELDS: dict[type, dict[str, Any]] = {
+    TrainingConfig: {
+        "max_norm": Annotated[
+            float | None, Check(_leaves_gradients, "would scale every gradient to 0; use None for no clip")
+        ]
+    },
+    ParallelismConfig: {
+        "data_parallel_replicate_degree": Annotated[int, Ge(1)],
+        "data_parallel_shard_degree": Annotated[int, Ge(1)],
+        "tensor_parallel_degree": Annotated[int, Ge(1)],
+        "pipeline_parallel_degree": Annotated[int, Check(_is_one, "is not supported; use 1")],
+        "context_parallel_degree": Annotated[int, Check(_is_one, "is not supported; use 1")],
+        "expert_parallel_degree": Annotated[int, Ge(1)],
+        "spmd_backend": Annotated[
+            str, Check(_runs_everywhere, "use 'partial_dtensor', the backend that runs on gloo as well as on NCCL")
+        ],
+    },
+}
+"""Class of torchtitan -> the types and constraints of fields, where a run here takes other values than torchtitan."""
 
 
 def _training() -> TrainingConfig:
@@ -85,7 +109,7 @@ class TrainerConfig:
     """Settings of AdamW; `supervised.lr` and `supervised.betas` apply during the warm start."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the whole model; None trains every parameter."""
-    max_tokens_per_microbatch: int = 8192
+    max_tokens_per_microbatch: Annotated[int, Ge(1)] = 8192
     """Tokens packed into one forward at most; a longer datum gets a microbatch of its own."""
     training: TrainingConfig = field(default_factory=_training)
     """`seq_len` is the longest datum in tokens (0: as long as the sampling limits allow), `max_norm` the gradient clip
@@ -93,7 +117,7 @@ class TrainerConfig:
     memory-efficient kernel on repeated key and value heads."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     """The product of the degrees is the number of ranks; `data_parallel_shard_degree` must be given."""
-    num_hosts: int = 1
+    num_hosts: Annotated[int, Ge(1)] = 1
     """Hosts that the mesh spans, each with an equal number of ranks."""
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     """Which activations the backward recomputes instead of keeping: none, those of selected operators, or all."""
@@ -104,11 +128,11 @@ class TrainerConfig:
     """`varlen` is variable-length FlashAttention (CUDA and bfloat16 only), `sdpa` torch's scaled-dot-product attention,
     one document at a time. `auto` takes `varlen` on CUDA in bfloat16, `sdpa` elsewhere and for models with sinks, whose
     attention `sdpa` computes by definition, in float32."""
-    logprob_chunk_mib: int = 0
+    logprob_chunk_mib: Annotated[int, Ge(0), Hint("use 0 for the device's own size")] = 0
     """Size of one chunk's float32 logits, in MiB per rank; log-probabilities are computed a chunk at a time. 0: 128 on
     a CPU, 512 on CUDA. 512 is not measured: every chunk adds into the head's gradient (622 MB at a vocabulary of
     151,936 and a hidden size of 1,024), so small chunks move that memory often."""
-    num_threads: int = 0
+    num_threads: Annotated[int, Ge(0), Hint("use 0 to share the cores among the ranks")] = 0
     """CPU threads per rank; 0: a host's cores, divided by the trainer's ranks on that host."""
     converters: list = field(default_factory=list)
     """torchtitan's model-config converters, such as float8's, applied in order before the model is built. For LoRA set
@@ -133,13 +157,13 @@ class GeneratorConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the generator's parameters, and so of every weight that a trainer sends. In float32 on CUDA, vLLM's
     attention runs Triton kernels that multiply in TF32 (10 bits of mantissa), which is less exact than float32."""
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks of one replica, by tensor parallelism; 1: the model is not cut."""
-    num_replicas: int = 1
+    num_replicas: Annotated[int, Ge(1)] = 1
     """Generators with the same weights, each on a mesh of its own."""
-    max_model_len: int = 0
+    max_model_len: Annotated[int, Ge(0), Hint("use 0 for what the sampling limits allow")] = 0
     """Longest sequence in tokens, prompt and completion together; 0: what the sampling limits allow."""
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, Ge(1)] = 256
     """Sequences that one replica decodes at once."""
     max_num_batched_tokens: int = 16384
     """Tokens that one engine iteration computes at most, prompts and decoding together; at least `max_model_len`. What
@@ -153,7 +177,7 @@ class GeneratorConfig:
     prompts stay eager, and nothing is compiled. The default is True because no GPU has run the graphs yet."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
     """Which of vLLM's two model runners serves. `auto` is vLLM's choice: v2 on a GPU, v1 on a CPU."""
-    num_threads: int = 0
+    num_threads: Annotated[int, Ge(0), Hint("use 0 to share the cores among the ranks")] = 0
     """CPU threads per rank; 0: the cores divided by the ranks of a replica."""
     verify_loaded: bool = True
     """After every load, each rank compares the weights that its model holds with the weights that were sent, bit for
@@ -162,18 +186,18 @@ class GeneratorConfig:
     """What new weights do to requests that are in the engine. `keep`: they go on with the attention cache of the old
     weights. `recompute`: their cache is computed again by the new weights, at the cost of a prefill each. `wait`: they
     end first, while later requests wait for the new weights; `controller.call_timeout_s` bounds the wait."""
-    max_replica_restarts: int = 3
+    max_replica_restarts: Annotated[int, Ge(0), Hint("use 0 for no replacement")] = 3
     """Lost replicas that are replaced on their devices, within `restart_window_s`, before the run ends; 0: a lost
     replica stays lost, and the run ends with the last one. Not with `roles.colocation="all"`."""
-    restart_window_s: float = 3600.0
+    restart_window_s: Annotated[float, Gt(0), Hint("use seconds")] = 3600.0
     """Seconds over which `max_replica_restarts` counts."""
-    num_spares: int | None = None
+    num_spares: Annotated[int | None, Ge(0)] = None
     """Processes per run that have imported what a replica needs and wait to replace a lost one: a replacement then
     starts in a third of the time. They start once the generators have answered. Each takes some 0.6 GiB of host memory
     per rank of a replica. None: 1 where several replicas run on one machine and are replaced, else 0."""
-    probe_every_s: float = 2.0
+    probe_every_s: Annotated[float, Gt(0), Hint("use seconds")] = 2.0
     """Seconds between two signs of life of a replica's engine."""
-    hang_timeout_s: float = 120.0
+    hang_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 120.0
     """Seconds without a sign of life after which a replica is lost. Longer than an engine's longest iteration."""
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig, SupervisedConfig
+from torchtitan_rl.config.constraints import Check, Hint
 from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.config.recording import RecordConfig
+from torchtitan_rl.config.record import RecordConfig
 from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.config.stopping import StopConfig
 
@@ -38,20 +42,22 @@ class SamplingConfig(AlteredSampling):
     """How rollouts and evaluations are generated. What alters the distribution is refused here, with the reason, since
     it would hold for rollouts that train; `controller.eval_sampling` is for evaluations."""
 
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Annotated[int, Ge(1)] = 512
     """Longest first prompt of a rollout, in tokens; a longer prompt is an error."""
-    max_tokens: int = 512
+    max_tokens: Annotated[int, Ge(1)] = 512
     """Longest completion, in tokens."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a completion, besides the tokenizer's end-of-sequence token."""
-    stop: list[str] = field(default_factory=list)
+    stop: Annotated[list[str], Check(all, "an empty text ends every completion at once; leave it out")] = field(
+        default_factory=list
+    )
     """Texts that end a completion; the text stays part of the completion."""
-    max_turns: int = 8
+    max_turns: Annotated[int, Ge(1)] = 8
     """Most completions of a rollout in an environment."""
-    max_rollout_tokens: int = 0
+    max_rollout_tokens: Annotated[int, Ge(0), Hint("use 0 for max_prompt_tokens + max_tokens")] = 0
     """Longest rollout in an environment, in tokens: first prompt, completions and observations. 0: max_prompt_tokens +
     max_tokens."""
-    rollout_timeout_s: float = 600.0
+    rollout_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 600.0
     """Seconds after which a rollout in an environment ends with the turns played so far."""
 
 
@@ -63,34 +69,38 @@ class EvalSetConfig:
     """Config of the task family; None: `RunConfig.task`."""
     split: Split = "validation"
     """Split that the tasks come from."""
-    num_tasks: int = 256
+    num_tasks: Annotated[int, Ge(1)] = 256
     """Number of tasks, the first of the split; a smaller split is used whole."""
-    num_samples: int = 0
+    num_samples: Annotated[int, Ge(0), Hint("use 0 for the greedy completion only")] = 0
     """Samples per task for avg@n, besides the greedy completion; 0: the greedy completion only."""
-    pass_at_k: int = 0
+    pass_at_k: Annotated[int, Ge(0), Hint("use 0 for no pass@k")] = 0
     """k of pass@k, the chance that at least one of k samples is correct, estimated from `num_samples` samples; 0: no
     pass@k."""
     temperature: float = 1.0
     """Temperature of the `num_samples` samples."""
-    correct_reward: float | None = None
+    correct_reward: Annotated[float | None, Check(math.isfinite, "is not finite; give a number, or None")] = None
     """Smallest reward of a completion that counts as correct; None: `controller.correct_reward`."""
     sampling: AlteredSampling | None = None
     """Top-p, top-k, min-p and penalties of this evaluation; None: `controller.eval_sampling`."""
+
+
+def _keeps_one(keep_last: int) -> bool:
+    return keep_last == -1 or keep_last >= 1
 
 
 @dataclass(kw_only=True, slots=True)
 class ControllerConfig:
     """The loop: number of steps, evaluations, and deadlines."""
 
-    num_steps: int = 100
+    num_steps: Annotated[int, Ge(0), Hint("use 0 for no reinforcement")] = 100
     """Optimizer steps of the reinforcement phase; 0: no reinforcement."""
-    eval_every: int = 20
+    eval_every: Annotated[int, Ge(0), Hint("use 0 to evaluate only before and after reinforcement")] = 20
     """Optimizer steps between evaluations on validation tasks; 0: evaluate only before and after reinforcement."""
-    eval_tasks: int = 256
+    eval_tasks: Annotated[int, Ge(1)] = 256
     """Validation tasks per evaluation, each with a greedy completion."""
-    test_tasks: int = 512
+    test_tasks: Annotated[int, Ge(1)] = 512
     """Test tasks of the one evaluation at the end of the run, each with a greedy completion."""
-    pass_at_k: int = 8
+    pass_at_k: Annotated[int, Ge(0), Hint("use 0 for no pass@k")] = 8
     """Samples per validation task for the pass@k that is reported after the warm start; 0: no pass@k."""
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     """Further evaluations by name, each made whenever the run evaluates on validation tasks."""
@@ -98,15 +108,17 @@ class ControllerConfig:
     """Top-p, top-k, min-p and penalties of evaluations; rollouts that train have none."""
     stop: StopConfig = field(default_factory=StopConfig)
     """Rules that end the run before `num_steps`; all are off by default."""
-    correct_reward: float = 1.0
+    correct_reward: Annotated[float, Check(math.isfinite, "is not finite; give a number")] = 1.0
     """Smallest reward of a completion that counts as correct in accuracies."""
-    max_skipped_steps: int = 3
+    max_skipped_steps: Annotated[int, Ge(1), Hint("use 1 to stop at the first one")] = 3
     """Consecutive optimizer steps with a gradient or a loss that is not finite at which the run stops with an error."""
-    checkpoint_every: int = 0
+    checkpoint_every: Annotated[int, Ge(0), Hint("use 0 for one checkpoint, at the end")] = 0
     """Optimizer steps between checkpoints, in the supervised phase too; 0: one checkpoint, at the end."""
-    keep_last: int = 3
+    keep_last: Annotated[
+        int, Check(_keeps_one, "would delete the checkpoint to resume from; use 1 or more, or -1 to keep all")
+    ] = 3
     """Newest checkpoints that are kept; -1: all."""
-    keep_every: int = 0
+    keep_every: Annotated[int, Ge(0), Hint("use 0 to switch it off")] = 0
     """Checkpoints after a multiple of this many steps of the reinforcement phase are kept too; 0: none."""
     keep_best: str = ""
     """Name of an evaluation (`validation`, or one of `eval_sets`) whose best checkpoint is kept too; empty: none."""
@@ -115,20 +127,20 @@ class ControllerConfig:
     record_tokens: bool = True
     """Whether rollout records hold turns, tokens and both sides' log-probabilities: some 100 bytes a token until the
     next checkpoint turns the records into Parquet. False keeps texts, rewards and counts."""
-    max_hours: float = 0.0
+    max_hours: Annotated[float, Ge(0), Hint("use 0 for no limit")] = 0.0
     """Hours after which the run writes a checkpoint and ends with exit status 75, to be resumed; 0: no limit."""
-    hang_timeout_s: float = 300.0
+    hang_timeout_s: Annotated[float, Ge(1)] = 300.0
     """Seconds without a sign of life of the controller after which `--max-restarts` kills the controller and
     begins another attempt."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 300.0
     """Seconds that actors may take to load their model."""
-    call_timeout_s: float = 600.0
+    call_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 600.0
     """Seconds that one training call may take."""
-    sample_timeout_s: float = 600.0
+    sample_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 600.0
     """Seconds that one batch of completions may take."""
     check_reward: bool = True
     """Whether the reward judges two made-up completions before a run starts; `--no-reward-check` sets False."""
-    reward_timeout_s: float = 30.0
+    reward_timeout_s: Annotated[float, Gt(0), Hint("use seconds")] = 30.0
     """Seconds that the rewards of one group, or one answer of an environment, may take."""
 
 
@@ -153,7 +165,7 @@ class RolesConfig:
     """A model with a value head; its values give per-token advantages by GAE."""
     teacher: RoleConfig | None = None
     """Another model (`model` must be set) to learn from, with the policy's vocabulary; see `algorithm.distill`."""
-    refresh_reference_every: int = 0
+    refresh_reference_every: Annotated[int, Ge(0), Hint("use 0 for never")] = 0
     """Optimizer steps after which the reference takes over the policy's weights; 0: never."""
     colocation: Literal["none", "policy_reference", "all"] = "none"
     """Which roles share the policy's devices and take turns on them. `none`: no role. `policy_reference`: the
@@ -189,7 +201,7 @@ class RunConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
-    seed: int = 0
+    seed: Annotated[int, Ge(0)] = 0
     """Seed of the initial weights, of the order of tasks and of every sampling stream."""
     output_dir: str = ""
     """The run directory; empty: runs/NAME-DATE-TIME."""

@@ -16,18 +16,25 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from torchtitan.config import TrainingConfig
-
+from torchtitan_rl.config.meshes import TORCHTITAN_FIELDS
 from torchtitan_rl.config.python_file import load_module
 from torchtitan_rl.config.resolve import function_name
 
 __all__ = ["field_types", "parsed", "shell_text", "words_of"]
 
 
-def field_types(config_class: type) -> dict[str, Any]:
-    """Type of every field of a config class. torchtitan's `max_norm` may be None here: no clip."""
-    hints = get_type_hints(config_class)
-    return hints | ({"max_norm": float | None} if config_class is TrainingConfig else {})
+def field_types(config_class: type, *, constraints: bool = False) -> dict[str, Any]:
+    """Type of every field of a config class; on request as `Annotated`, where the field has constraints."""
+    of_torchtitan = TORCHTITAN_FIELDS.get(config_class, {})
+    if not constraints:
+        of_torchtitan = {name: get_args(kind)[0] for name, kind in of_torchtitan.items()}
+    return _hints(config_class, constraints) | of_torchtitan
+
+
+@functools.cache
+def _hints(config_class: Any, constraints: bool) -> dict[str, Any]:
+    """The annotations of a class, evaluated once."""
+    return get_type_hints(config_class, include_extras=constraints)
 
 
 def words_of(value: Any) -> list[str]:

@@ -22,12 +22,12 @@ from torchtitan_rl.rollout.failures import Failures
 from torchtitan_rl.rollout.group import GroupFailed, run_attempts
 from torchtitan_rl.rollout.policy import Policy, single_turn
 from torchtitan_rl.tasks.family import TaskFamily, source_of
+from torchtitan_rl.tasks.offline import unread_data, without_download
 from torchtitan_rl.tasks.pass_rate_filter import PassRate, prompt_hash
 from torchtitan_rl.tasks.reward_parts import part_means
 from torchtitan_rl.train.intervals import pass_at_k as chance_of_one
 from torchtitan_rl.train.intervals import score_interval
 from torchtitan_rl.types import Rollout, RolloutGroup, Task
-from torchtitan_rl.validation.data import unread_data, without_download
 
 if TYPE_CHECKING:  # it imports Monarch, which a dry run does without
     from torchtitan_rl.rollout.player import Rollouts

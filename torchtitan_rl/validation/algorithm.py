@@ -1,17 +1,16 @@
-"""Checks of a run's algorithm before a process starts: unknown names, contradictions, terms without effect, functions
-that break the contract of their field."""
+"""Checks of a run's algorithm before a process starts: contradictions, terms without effect, functions that break the
+contract of their field."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from torchtitan_rl.algorithm import advantages, corrections, losses, reductions
 from torchtitan_rl.config.algorithm import AlgorithmConfig, ScheduleConfig
@@ -19,7 +18,7 @@ from torchtitan_rl.config.resolve import function_name, named
 from torchtitan_rl.config.run import RolesConfig, RunConfig
 from torchtitan_rl.validation.functions import probe_advantages, probe_correction, probe_loss, probe_reduction, reads
 
-__all__ = ["check_algorithm"]
+__all__ = ["check_algorithm", "check_minibatches", "check_workflow"]
 
 
 def check_algorithm(config: RunConfig) -> None:
@@ -27,8 +26,6 @@ def check_algorithm(config: RunConfig) -> None:
     algorithm, roles = config.algorithm, config.roles
     _check_schedule("algorithm.schedule", algorithm.schedule)
     _check_schedule("supervised.schedule", config.supervised.schedule)
-    for name in ("kl_estimator", "kl_in", "correction_denominator"):
-        _one_of(f"algorithm.{name}", getattr(algorithm, name), _choices(AlgorithmConfig, name))
     estimators = algorithm.advantage_fn if isinstance(algorithm.advantage_fn, dict) else {"": algorithm.advantage_fn}
     for role, estimator in estimators.items():
         _check_function(f"algorithm.advantage_fn{role and '.' + role}", estimator, advantages)
@@ -40,6 +37,35 @@ def check_algorithm(config: RunConfig) -> None:
     _check_terms(algorithm, roles)
     with _no_breakpoints():
         _probe(algorithm, roles)
+
+
+def check_minibatches(algorithm: AlgorithmConfig, num_steps: int) -> None:
+    """Raises ValueError for minibatches larger than a batch, and for a number of steps that ends within a batch."""
+    if algorithm.tasks_per_minibatch > algorithm.tasks_per_step:
+        raise ValueError(
+            f"algorithm.tasks_per_minibatch={algorithm.tasks_per_minibatch}: must be between 0 (the whole batch) "
+            f"and algorithm.tasks_per_step={algorithm.tasks_per_step}"
+        )
+    per_batch = algorithm.steps_per_batch
+    if num_steps % per_batch:
+        below = num_steps - num_steps % per_batch
+        raise ValueError(
+            f"controller.num_steps={num_steps}: a batch is {per_batch} optimizer steps (algorithm.num_epochs x its "
+            f"minibatches); use a multiple, such as {below or per_batch} or {below + per_batch}"
+        )
+
+
+def check_workflow(workflow: Callable | None) -> None:
+    """Raises ValueError for a workflow that cannot be called as workflows are."""
+    if workflow is None:
+        return
+    try:
+        inspect.signature(workflow).bind(None, None, rollout_id="", seed=0)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"algorithm.workflow={named(workflow)}: cannot be called as (task, policy, rollout_id=, seed=) "
+            f"({error}); give it that signature"
+        ) from error
 
 
 @contextmanager
@@ -54,12 +80,7 @@ def _no_breakpoints():
 
 
 def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
-    """Checks coefficients, and refuses terms that are configured but without effect."""
-    for name in ("kl_coef", "entropy_coef"):
-        if not 0 <= getattr(algorithm, name) < math.inf:
-            raise ValueError(
-                f"algorithm.{name}={getattr(algorithm, name)}: must be finite and not negative; use 0 for none"
-            )
+    """Refuses terms that are configured but without effect."""
     if algorithm.kl_coef:
         if roles.reference is None:
             raise ValueError(
@@ -85,11 +106,10 @@ def _check_terms(algorithm: AlgorithmConfig, roles: RolesConfig) -> None:
                     f"algorithm.{name}={getattr(algorithm, name)}: is for a critic and this run has none; "
                     f"set roles.critic or use {default}"
                 )
-    for name in ("gae_gamma", "gae_lambda"):
-        if not 0 <= getattr(algorithm, name) <= 1:
-            raise ValueError(
-                f"algorithm.{name}={getattr(algorithm, name)}: must be between 0 and 1; use 1 for no discount"
-            )
+    if algorithm.on_rollout_failure == "retry" and not algorithm.rollout_retries:
+        raise ValueError(
+            "algorithm.rollout_retries=0: retries nothing; use 1 or more, or on_rollout_failure='drop_group'"
+        )
 
 
 def _check_correction(algorithm: AlgorithmConfig) -> None:
@@ -214,19 +234,10 @@ def _check_arguments(name: str, function: Callable, arguments: dict[str, float])
 
 
 def _check_schedule(where: str, schedule: ScheduleConfig) -> None:
-    _one_of(f"{where}.decay", schedule.decay, _choices(ScheduleConfig, "decay"))
-    if schedule.warmup_steps < 0:
-        raise ValueError(f"{where}.warmup_steps={schedule.warmup_steps}: must not be negative; use 0 for no warm-up")
-    if not 0 <= schedule.warmup_ratio <= 1:
-        raise ValueError(f"{where}.warmup_ratio={schedule.warmup_ratio}: is a part of all steps; use 0 to 1")
     if schedule.warmup_steps and schedule.warmup_ratio:
         raise ValueError(
             f"{where}.warmup_ratio={schedule.warmup_ratio}: warmup_steps={schedule.warmup_steps} says how "
             "long the warm-up is already; set one of them to 0"
-        )
-    if not 0 <= schedule.final_factor < math.inf:
-        raise ValueError(
-            f"{where}.final_factor={schedule.final_factor}: must be finite and not negative; use 0 to end at 0"
         )
 
 
@@ -236,14 +247,3 @@ def _check_function(where: str, function: Any, module: ModuleType) -> None:
     near = difflib.get_close_matches(str(function), module.__all__, 1)
     hint = f"did you mean the function {module.__name__}.{near[0]}?" if near else f"see {module.__name__} for some"
     raise ValueError(f"{where}={function!r}: is not a function; give the function itself, not its name; {hint}")
-
-
-def _one_of(where: str, choice: Any, choices: Iterable[str]) -> None:
-    if choice not in choices:
-        near = difflib.get_close_matches(str(choice), choices, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, choices))}"
-        raise ValueError(f"{where}={choice!r}: there is no such choice; {hint}")
-
-
-def _choices(config: type, name: str) -> tuple[str, ...]:
-    return get_args(get_type_hints(config)[name])

@@ -60,10 +60,6 @@ def _check_group_of_one(config: RunConfig) -> None:
 def _check_filters(config: RunConfig) -> None:
     """Refuses a filter that no group can pass, and a setting that no filter reads."""
     algorithm, filters, where = config.algorithm, config.algorithm.filters, "algorithm.filters"
-    if filters.max_stalled_rounds < 1:
-        raise ValueError(f"{where}.max_stalled_rounds={filters.max_stalled_rounds}: must be at least 1")
-    if filters.max_resamples < 0:
-        raise ValueError(f"{where}.max_resamples={filters.max_resamples}: must not be negative; use 0 or more")
     if filters.max_resamples and not filters.drops:
         raise ValueError(
             f"{where}.max_resamples={filters.max_resamples}: has no effect, as no filter leaves groups "
@@ -82,15 +78,10 @@ def _check_filters(config: RunConfig) -> None:
                 f"overlong={filters.overlong!r}; use overlong='penalty' or 0"
             )
         return
-    if not 0 <= filters.overlong_buffer <= config.sampling.max_tokens:
+    if filters.overlong_buffer > config.sampling.max_tokens:
         raise ValueError(
             f"{where}.overlong_buffer={filters.overlong_buffer}: must be between 0 and "
             f"sampling.max_tokens={config.sampling.max_tokens}"
-        )
-    if not 0 < filters.overlong_penalty < float("inf"):
-        raise ValueError(
-            f"{where}.overlong_penalty={filters.overlong_penalty}: is what a completion loses; use a "
-            "positive number, or overlong='keep'"
         )
 
 

@@ -15,11 +15,9 @@ _ADVICE = "presets.asynchronous, or a lag of 0"
 
 
 def check_lag_settings(config: RunConfig) -> None:
-    """Raises ValueError for a negative lag, and for a lag above 0 that devices or the objective do not allow."""
+    """Raises ValueError for a lag that devices or the objective do not allow."""
     algorithm, lag = config.algorithm, config.algorithm.max_policy_lag
     where = f"algorithm.max_policy_lag={lag}"
-    if lag < 0:
-        raise ValueError(f"{where}: is a number of publications; use 0 for none, 1 to overlap generation and training")
     if algorithm.batch_order == "finished":
         _check_order(config)
     if not lag:

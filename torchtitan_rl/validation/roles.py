@@ -44,10 +44,6 @@ def check_roles(config: RunConfig, shape: DecoderShape) -> None:
             )
     if roles.teacher is not None and roles.teacher.model is None:
         raise ValueError("roles.teacher.model=None: a teacher is another model than the policy; name it")
-    if roles.refresh_reference_every < 0:
-        raise ValueError(
-            f"roles.refresh_reference_every={roles.refresh_reference_every}: must not be negative; use 0 or more"
-        )
     if roles.refresh_reference_every and roles.reference is None:
         raise ValueError(
             f"roles.refresh_reference_every={roles.refresh_reference_every}: there is no reference to refresh; "

@@ -1,18 +1,40 @@
-"""Checks of top-p, top-k, min-p and penalties: in range, with an effect, and never for rollouts that train."""
+"""Checks of a run's `sampling` section and of evaluations' sampling: limits of rollouts; top-p, top-k, min-p and
+penalties with an effect, and never for rollouts that train."""
 
 from __future__ import annotations
 
 from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.config.sampling import AlteredSampling, changes
 
-__all__ = ["check_sampling", "check_altered", "check_greedy"]
+__all__ = ["check_greedy", "check_limits", "check_sampling"]
 
 _SAMPLES_ONLY = ("top_p", "top_k", "min_p")
 
 
+def check_limits(config: RunConfig) -> None:
+    """Raises ValueError for a `sampling.max_rollout_tokens` that leaves no room after a prompt, or that a trainer or a
+    generator has no room for."""
+    sampling, limit = config.sampling, config.sampling.max_rollout_tokens
+    if limit and limit <= sampling.max_prompt_tokens:
+        raise ValueError(
+            f"sampling.max_rollout_tokens={limit}: leaves nothing after a prompt of sampling.max_prompt_tokens="
+            f"{sampling.max_prompt_tokens}; raise it, or use 0 for max_prompt_tokens + max_tokens"
+        )
+    contexts = {"generator.max_model_len": config.generator.max_model_len}
+    for role, (trainer, _) in config.trainers().items():
+        contexts[f"{'trainer' if role == 'policy' else f'roles.{role}.trainer'}.training.seq_len"] = (
+            trainer.training.seq_len
+        )
+    for where, context in contexts.items():
+        if limit > context:
+            raise ValueError(
+                f"sampling.max_rollout_tokens={limit}: exceeds {where}={context}; lower it or raise that one"
+            )
+
+
 def check_sampling(config: RunConfig) -> None:
-    """Raises ValueError for settings that would alter the distribution of training rollouts, that are out of range, or
-    that have no effect because an evaluation draws no samples."""
+    """Raises ValueError for settings that would alter the distribution of training rollouts, or that have no effect
+    because an evaluation draws no samples."""
     for name, value in changes(config.sampling).items():
         raise ValueError(
             f"sampling.{name}={value}: rollouts that train are drawn from the policy's own distribution, or the "
@@ -21,33 +43,18 @@ def check_sampling(config: RunConfig) -> None:
         )
     controller = config.controller
     own, samples = controller.eval_sampling, [s for s in controller.eval_sets.values() if s.num_samples]
-    check_altered("controller.eval_sampling.", own)
     if not controller.pass_at_k and all(eval_set.sampling is not None for eval_set in samples):
         check_greedy("controller.eval_sampling.", own, "set controller.pass_at_k, or num_samples of an evaluation set")
     for name, eval_set in controller.eval_sets.items():
         if eval_set.sampling is not None:
             where = f"controller.eval_sets.{name}.sampling."
-            check_altered(where, eval_set.sampling)
             if not eval_set.num_samples:
                 check_greedy(where, eval_set.sampling, f"set controller.eval_sets.{name}.num_samples")
 
 
-def check_altered(prefix: str, altered: AlteredSampling) -> None:
-    """Raises ValueError for a value out of range; `prefix` and the setting's name are how the user wrote it."""
-    for name, good, must in (
-        ("top_p", 0 < altered.top_p <= 1, "must be above 0 and at most 1; use 1 to keep every token"),
-        ("top_k", altered.top_k >= 0, "must not be negative; use 0 to keep every token"),
-        ("min_p", 0 <= altered.min_p <= 1, "must be between 0 and 1; use 0 to keep every token"),
-        ("repetition_penalty", 0 < altered.repetition_penalty < float("inf"), "must be positive; use 1 for no penalty"),
-        ("presence_penalty", -2 <= altered.presence_penalty <= 2, "must be between -2 and 2; use 0 for no penalty"),
-        ("frequency_penalty", -2 <= altered.frequency_penalty <= 2, "must be between -2 and 2; use 0 for no penalty"),
-    ):
-        if not good:
-            raise ValueError(f"{_shown(prefix, name)}={getattr(altered, name)}: {must}")
-
-
 def check_greedy(prefix: str, altered: AlteredSampling, mend: str) -> None:
-    """Raises ValueError for a setting without effect on greedy completions; `prefix` as in `check_altered`."""
+    """Raises ValueError for a setting without effect on greedy completions. `prefix` and the setting's name
+    are how the user wrote it."""
     for name in _SAMPLES_ONLY:
         if name in changes(altered):
             raise ValueError(

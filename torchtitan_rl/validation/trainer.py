@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+
 from torchtitan_rl import platform
-from torchtitan_rl.config.meshes import TrainerConfig
+from torchtitan_rl.config.meshes import LORA_TARGETS, LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.converters import check_converters
 from torchtitan_rl.model.files import has_weights
 from torchtitan_rl.model.shape import resolve_shape
 
-__all__ = ["check_trainer", "check_degree", "check_context", "check_experts_kernel", "check_positive"]
+__all__ = ["check_trainer", "check_degree", "check_context", "check_experts_kernel"]
 
 
 def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longest: int) -> None:
     """Raises ValueError for a layout that does not fit the model or `longest`, the run's longest sequence in tokens."""
     check_converters(trainer.converters, f"{where}.converters")
-    if not 0 <= trainer.optimizer.lr < float("inf"):
-        raise ValueError(f"{where}.optimizer.lr={trainer.optimizer.lr}: must not be negative; use 0 or more")
-    if (norm := trainer.training.max_norm) is not None and not norm > 0:
-        raise ValueError(f"{where}.training.max_norm={norm}: would scale every gradient to 0; use None for no clip")
+    if trainer.lora is not None:
+        _check_adapters(where, trainer.lora)
     parallel, shape = trainer.parallelism, resolve_shape(model)
     check_degree(f"{where}.parallelism.tensor_parallel_degree", parallel.tensor_parallel_degree, shape)
     tp = parallel.tensor_parallel_degree
@@ -28,16 +28,6 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
         raise ValueError(
             f"{where}.parallelism.tensor_parallel_degree={tp}: vocab_size={shape.vocab_size} in parts of {rows} "
             "leaves a rank without vocabulary; lower it"
-        )
-    for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
-        check_positive(f"{where}.parallelism.{name}", getattr(parallel, name))
-    for name in ("pipeline_parallel_degree", "context_parallel_degree"):
-        if getattr(parallel, name) != 1:
-            raise ValueError(f"{where}.parallelism.{name}={getattr(parallel, name)}: is not supported; use 1")
-    if parallel.spmd_backend != "partial_dtensor":
-        raise ValueError(
-            f"{where}.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
-            "the backend that runs on gloo as well as on NCCL"
         )
     _check_experts(where, trainer, model, shape)
     for target in trainer.lora.target_modules if trainer.lora is not None else ():
@@ -49,11 +39,20 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
     if shape.has_sinks:
         _check_sinks(where, trainer, shape)
     check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
-    check_positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
-    if trainer.logprob_chunk_mib < 0:
-        raise ValueError(
-            f"{where}.logprob_chunk_mib={trainer.logprob_chunk_mib}: must not be negative; 0 is the device's own"
-        )
+
+
+def _check_adapters(where: str, lora: LoRAConfig) -> None:
+    for target in lora.target_modules:
+        if target in ("q_proj", "k_proj", "v_proj"):
+            raise ValueError(
+                f"{where}.lora.target_modules={target!r}: query, key and value are one layer; use 'qkv_proj'"
+            )
+        if target not in LORA_TARGETS:
+            near = difflib.get_close_matches(target, LORA_TARGETS, 1)
+            raise ValueError(
+                f"{where}.lora.target_modules={target!r}: is not a layer that can have an adapter; "
+                + (f"did you mean {near[0]!r}?" if near else f"use some of {', '.join(LORA_TARGETS)}")
+            )
 
 
 def _check_sinks(where: str, trainer: TrainerConfig, shape: DecoderShape) -> None:
@@ -71,7 +70,6 @@ def _check_sinks(where: str, trainer: TrainerConfig, shape: DecoderShape) -> Non
 
 
 def check_degree(where: str, degree: int, shape) -> None:
-    check_positive(where, degree)
     for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
         if size % degree:
             divisors = [
@@ -102,7 +100,6 @@ def _check_experts(where: str, trainer: TrainerConfig, model: ModelConfig, shape
     kernels."""
     parallel, experts = trainer.parallelism, shape.experts
     degree, field = parallel.expert_parallel_degree, f"{where}.parallelism.expert_parallel_degree"
-    check_positive(field, degree)
     if experts is None:
         if degree != 1:
             raise ValueError(f"{field}={degree}: the model has no experts; use 1")
@@ -147,8 +144,3 @@ def check_experts_kernel(field: str, dtype: str, cuts: int, shape: DecoderShape)
             )
     if missing := platform.missing_grouped_mm(dtype):
         raise ValueError(f"{field}={dtype!r}: {missing}; use a dense model or another device")
-
-
-def check_positive(where: str, value: float) -> None:
-    if value < 1:
-        raise ValueError(f"{where}={value}: must be at least 1")

@@ -94,11 +94,11 @@ def test_a_filter_that_nothing_can_pass_is_refused():
         ),
         (
             {"filters__overlong": "penalty", "filters__overlong_penalty": 0.0},
-            "algorithm.filters.overlong_penalty=0.0: is what",
+            "algorithm.filters.overlong_penalty=0.0: must be positive; use what a completion at the limit loses",
         ),
         (
             {"filters__overlong": "penalty", "filters__overlong_penalty": math.nan},
-            "algorithm.filters.overlong_penalty=nan: is",
+            "algorithm.filters.overlong_penalty=nan: must be finite and positive",
         ),
         (
             {"precomputed_advantages": "yes"},

@@ -474,9 +474,13 @@ def test_limits_of_rollouts():
         f"sampling.max_rollout_tokens=10000: exceeds generator.max_model_len={config.generator.max_model_len}; lower it"
     )
     assert invalid("sampling", "max_turns", value=0) == "sampling.max_turns=0: must be at least 1"
-    for value in (0.0, float("inf"), float("nan")):
+    for value, must in (
+        (0.0, "positive"),
+        (float("inf"), "finite and positive"),
+        (float("nan"), "finite and positive"),
+    ):
         assert invalid("sampling", "rollout_timeout_s", value=value) == (
-            f"sampling.rollout_timeout_s={value}: must be positive; use seconds"
+            f"sampling.rollout_timeout_s={value}: must be {must}; use seconds"
         )
     assert invalid("sampling", "stop", value=["a", ""]).startswith("sampling.stop=['a', '']: an empty text")
 
@@ -511,13 +515,13 @@ def test_counts_are_positive(where):
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_training_samples_are_not_greedy(temperature):
     assert invalid("algorithm", "temperature", value=temperature) == (
-        f"algorithm.temperature={temperature}: training samples need a positive one"
+        f"algorithm.temperature={temperature}: must be positive; use 1, training samples are not greedy"
     )
 
 
 def test_a_chunk_of_negative_size():
     assert invalid("trainer", "logprob_chunk_mib", value=-1) == (
-        "trainer.logprob_chunk_mib=-1: must not be negative; 0 is the device's own"
+        "trainer.logprob_chunk_mib=-1: must not be negative; use 0 for the device's own size"
     )
 
 

@@ -56,7 +56,10 @@ def test_the_first_field_switches_it_on():
     [
         ({"rank": 0}, "trainer.lora.rank=0: must be at least 1"),
         ({"alpha": 0.0}, "trainer.lora.alpha=0.0: must be positive; use the rank, or twice the rank"),
-        ({"alpha": float("nan")}, "trainer.lora.alpha=nan: must be positive; use the rank, or twice the rank"),
+        (
+            {"alpha": float("nan")},
+            "trainer.lora.alpha=nan: must be finite and positive; use the rank, or twice the rank",
+        ),
         ({"target_modules": []}, f"trainer.lora.target_modules=[]: nothing would train; name some of {TARGETS}"),
         (
             {"target_modules": ["o_prj"]},
@@ -73,7 +76,7 @@ def test_the_first_field_switches_it_on():
     ],
 )
 def test_values_that_make_no_sense_are_refused(changes, message):
-    assert refusal(LoRAConfig, **changes) == message
+    assert refusal(validate, run_config(lora=LoRAConfig(**changes))) == message
 
 
 def test_values_set_later_are_checked_before_a_start():

@@ -13,6 +13,7 @@ from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.run import RoleConfig, RolesConfig, RunConfig
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.validation.algorithm import check_algorithm
+from torchtitan_rl.validation.fields import check_fields
 from torchtitan_rl.validation.functions import probe_loss
 
 
@@ -27,9 +28,14 @@ def run(*, roles=(), schedule=None, **algorithm):
     )
 
 
+def check(config):
+    check_fields(config)
+    check_algorithm(config)
+
+
 def refusal(**config):
     with pytest.raises(ValueError) as caught:
-        check_algorithm(run(**config))
+        check(run(**config))
     return str(caught.value)
 
 
@@ -66,7 +72,7 @@ def refusal(**config):
     ],
 )
 def test_what_is_in_the_library_passes(config):
-    check_algorithm(run(**config))
+    check(run(**config))
 
 
 def corrects_by_the_policy(inputs):
@@ -272,8 +278,8 @@ def test_a_reduction_that_is_not_one(reduction, message):
             {"kl_coef": 0.1},
             "algorithm.kl_coef=0.1: there is no reference to measure the KL to; set roles.reference or use 0",
         ),
-        ({"kl_coef": -0.1}, "algorithm.kl_coef=-0.1: must be finite and not negative"),
-        ({"entropy_coef": math.nan}, "algorithm.entropy_coef=nan: must be finite and not negative"),
+        ({"kl_coef": -0.1}, "algorithm.kl_coef=-0.1: must not be negative; use 0 for none"),
+        ({"entropy_coef": math.nan}, "algorithm.entropy_coef=nan: must be finite and not negative; use 0 for none"),
         ({"kl_estimator": "k33"}, "algorithm.kl_estimator='k33': there is no such choice; did you mean 'k3'?"),
         ({"kl_in": "rewards"}, "algorithm.kl_in='rewards': there is no such choice; did you mean 'reward'?"),
         (
@@ -371,12 +377,31 @@ def test_a_reduction_that_is_not_one(reduction, message):
             "algorithm.schedule.decay='cosin': there is no such choice; did you mean 'cosine'",
         ),
         ({"schedule": ScheduleConfig(warmup_steps=-1)}, "algorithm.schedule.warmup_steps=-1: must not be negative"),
-        ({"schedule": ScheduleConfig(warmup_ratio=1.5)}, "algorithm.schedule.warmup_ratio=1.5: is a part of all steps"),
+        (
+            {"schedule": ScheduleConfig(warmup_ratio=1.5)},
+            "algorithm.schedule.warmup_ratio=1.5: must be between 0 and 1; use a part of all steps",
+        ),
         (
             {"schedule": ScheduleConfig(warmup_ratio=0.5, warmup_steps=3)},
             "warmup_steps=3 says how long the warm-up is already",
         ),
-        ({"schedule": ScheduleConfig(final_factor=-1.0)}, "algorithm.schedule.final_factor=-1.0: must be finite"),
+        (
+            {"schedule": ScheduleConfig(final_factor=-1.0)},
+            "algorithm.schedule.final_factor=-1.0: must not be negative; use 0 to end at 0",
+        ),
+        (
+            {"schedule": ScheduleConfig(final_factor=math.inf)},
+            "algorithm.schedule.final_factor=inf: must be finite and not negative; use 0 to end at 0",
+        ),
+        (
+            {"on_rollout_failure": "ignore"},
+            "algorithm.on_rollout_failure='ignore': there is no such choice; use one of 'fail', 'retry', 'drop_group'",
+        ),
+        (
+            {"on_rollout_failure": "retry", "rollout_retries": 0},
+            "algorithm.rollout_retries=0: retries nothing; use 1 or more, or on_rollout_failure='drop_group'",
+        ),
+        ({"max_failed_frac": 0.0}, "algorithm.max_failed_frac=0.0: must be above 0 and at most 1; use 1 for no limit"),
     ],
 )
 def test_contradictions_and_terms_without_effect(config, message):

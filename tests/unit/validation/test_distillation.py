@@ -17,11 +17,13 @@ from torchtitan_rl.rollout.self_distill import distill_group, postprocess_opsd, 
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.validation.algorithm import check_algorithm
 from torchtitan_rl.validation.distillation import check_distill
+from torchtitan_rl.validation.fields import check_fields
 
 
 def check(*roles, distill=None, **algorithm):
     made = RolesConfig(**{role: RoleConfig(model=ModelConfig()) for role in roles})
     config = AlgorithmConfig(distill=DistillConfig(**distill) if distill is not None else None, **algorithm)
+    check_fields(config, "algorithm.")
     check_distill(config, made, vocab_size=64)
     check_algorithm(
         RunConfig(
@@ -77,9 +79,17 @@ def test_what_makes_sense_passes(roles, config):
     ("roles", "config", "words"),
     [
         ([], {"distill": {}}, ["algorithm.distill:", "no teacher", "roles.teacher"]),
-        (["teacher"], {"distill": {"divergence": "topk"}}, ["divergence='topk'", "'top_k'"]),
-        (["teacher"], {"distill": {"coef": 0.0}}, ["coef=0.0", "positive"]),
-        (["teacher"], {"distill": {"discount": 1.5}}, ["discount=1.5", "between 0 and 1"]),
+        (
+            ["teacher"],
+            {"distill": {"divergence": "topk"}},
+            ["algorithm.distill.divergence='topk'", "did you mean 'top_k'"],
+        ),
+        (["teacher"], {"distill": {"coef": 0.0}}, ["algorithm.distill.coef=0.0", "must be positive; use 1"]),
+        (
+            ["teacher"],
+            {"distill": {"discount": 1.5}},
+            ["algorithm.distill.discount=1.5", "must be between 0 and 1; use 0 for none"],
+        ),
         (["teacher"], {"distill": {"discount": 0.5, "divergence": "full"}}, ["discount=0.5", "no effect"]),
         (["teacher"], {"distill": {"divergence": "top_k", "top_k": 65}}, ["top_k=65", "64 tokens"]),
         (["teacher"], {"distill": {}, **OWN}, ["one teacher"]),
@@ -105,7 +115,7 @@ def test_what_makes_sense_passes(roles, config):
             {"distill": {"divergence": "full", "rewards": True}, "loss_fn": losses.cross_entropy},
             ["does not read advantages", "rewards=True"],
         ),
-        (["teacher"], {"distill": {"coef": "1"}}, ["coef='1'", "not a number"]),
+        (["teacher"], {"distill": {"coef": "1"}}, ["algorithm.distill.coef='1'", "write coef=1.0, without quotes"]),
         (["teacher"], {"distill": {}, "precomputed_advantages": "require"}, ["'require'"]),
         (["teacher"], {"distill": {}, "filters": FilterConfig(overlong="penalty")}, ["penalty"]),
         (["teacher"], {"distill": {"divergence": "full"}, "loss_config": {"clip_low": 0.1}}, ["loss_config"]),

@@ -52,7 +52,6 @@ def test_distillation_over_more_than_the_sampled_token_needs_no_ratio():
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "lag", "complaint"),
     [
-        (None, (), -1, "algorithm.max_policy_lag=-1: is a number of publications; use 0"),
         (None, ("--roles.colocation", "all"), 1, "roles.colocation='all' gives generators and trainers the devices"),
         (presets.grpo(loss_fn=reinforce), (), 1, "reinforce does not read sampling_logprobs"),
         (presets.grpo(recompute_logprobs_per_batch=True), (), 2, "with recompute_logprobs_per_batch=True a ratio is"),

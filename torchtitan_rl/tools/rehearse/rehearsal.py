@@ -22,9 +22,8 @@ from torchtitan_rl.tools.rehearse.sync import SYNC, sync_links
 from torchtitan_rl.tools.rehearse.trace_file import Collective, trace_microbatch
 from torchtitan_rl.tools.rehearse.work import BatchWork, RoleWork, batch_work
 from torchtitan_rl.train.evaluation import look_at_data
-from torchtitan_rl.validation.advice import advice
 from torchtitan_rl.validation.rewards import check_reward
-from torchtitan_rl.validation.run import missing_weights, validate
+from torchtitan_rl.validation.run import advice, missing_weights, validate
 
 __all__ = ["Load", "Rehearsal", "rehearse", "TRAINS"]
 

@@ -1,13 +1,16 @@
-"""Checks for settings that vLLM would refuse only after its start or at its first sample."""
+"""Checks of a run's `generator` section against its model: settings that vLLM would refuse only after its start or at
+its first sample."""
 
 from __future__ import annotations
 
 from torchtitan_rl import platform
 from torchtitan_rl.config.meshes import GeneratorConfig
+from torchtitan_rl.config.run import RunConfig
 from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import kv_bytes_per_token
+from torchtitan_rl.validation.trainer import check_experts_kernel
 
-__all__ = ["check_engine"]
+__all__ = ["check_engine", "check_generator_of_experts"]
 
 
 def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
@@ -32,3 +35,21 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
             f"less than one sequence of generator.max_model_len={generator.max_model_len}; use at least "
             f"{per_token * generator.max_model_len / 2**30:.3g}, or lower max_model_len"
         )
+
+
+def check_generator_of_experts(config: RunConfig, shape: DecoderShape) -> None:
+    """Raises ValueError for generators or adapters that do not work with a mixture of experts."""
+    if config.generator.model_impl == "vllm":
+        raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
+    check_experts_kernel("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree, shape)
+    if not config.generator.enforce_eager and platform.experts_ask_the_host(config.generator.dtype):
+        raise ValueError(
+            f"generator.enforce_eager=False: experts in {config.generator.dtype} are multiplied on this GPU with "
+            "the host's help, which a CUDA graph cannot capture; use True"
+        )
+    for target in config.trainer.lora.target_modules if config.trainer.lora is not None else ():
+        if target in ("gate_proj", "up_proj", "down_proj"):
+            raise ValueError(
+                f"trainer.lora.target_modules={target!r}: experts of a mixture have no adapters; use "
+                "qkv_proj and o_proj"
+            )

@@ -15,9 +15,8 @@ from torchtitan_rl.config.run import RoleConfig
 from torchtitan_rl.tasks.calculator import Calculator
 from torchtitan_rl.tasks.letter_sort import LetterSort
 from torchtitan_rl.tasks.mixture import Mixture
-from torchtitan_rl.validation.advice import advice
 from torchtitan_rl.validation.rewards import check_reward
-from torchtitan_rl.validation.run import validate
+from torchtitan_rl.validation.run import advice, validate
 
 
 def with_value(path: str, value: Any):
@@ -157,7 +156,7 @@ async def test_a_reward_that_fails_names_its_line_and_the_way_out():
             await asked(config)
         line = reward.__code__.co_firstlineno + 1
         assert "raised ZeroDivisionError: float division by zero" in str(caught.value)
-        assert f"(test_types.py:{line})\ncalled on two made-up completions; --no-reward-check" in str(caught.value)
+        assert f"(test_fields.py:{line})\ncalled on two made-up completions; --no-reward-check" in str(caught.value)
         await asked(config, check_reward=False)
 
 

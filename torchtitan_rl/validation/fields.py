@@ -1,4 +1,4 @@
-"""Checks of a config's values against the types of their fields, field by field."""
+"""Checks of each field of a config by itself: its name, its type, and the constraints beside it."""
 
 from __future__ import annotations
 
@@ -7,45 +7,51 @@ import dataclasses
 import difflib
 import numbers
 import types
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from torchtitan_rl.config.run import RunConfig
+from torchtitan_rl.config.constraints import complaint
 from torchtitan_rl.config.values import field_types
 
-__all__ = ["check_types"]
+__all__ = ["check_fields"]
 
 
-def check_types(config: RunConfig) -> None:
-    """Raises ValueError for the first value that its field does not take, or a name that is no field."""
-    for where, value, kind in _fields(config, ""):
-        if not _fits(value, kind):
-            raise ValueError(_complaint(where, value, kind))
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Raises ValueError for the first field, in the order of definition, whose value is of another type or is refused
+    by the field's constraints, and for a name that is no field. `prefix` is the path of `config`, such as `trainer.`.
 
-
-def _fields(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted path, value, type) of every field of a config object and of the objects in it."""
+    Sections in the config, in a dictionary of it too, are checked field by field.
+    """
     try:
-        hints = field_types(type(config))
+        hints = field_types(type(config), constraints=True)
     except Exception:  # a user's class may name a type that exists for a type checker only
         hints = {}
-    known = [field.name for field in dataclasses.fields(config)]
-    for name in getattr(config, "__dict__", {}):
-        if name not in known and (near := difflib.get_close_matches(name, known, 3)):
-            raise ValueError(
-                f"{prefix}{name}: {type(config).__qualname__} has no such field; did you mean {' or '.join(near)}?"
-            )
+    _check_names(config, prefix)
     for field in dataclasses.fields(config):
         value, where = getattr(config, field.name), f"{prefix}{field.name}"
         if field.name.startswith("_"):
             continue
         if field.name == "task" or prefix.endswith("tasks."):
             _check_task(where, value)
+        kind = hints.get(field.name, Any)
         if value is not field.default:
-            yield where, value, hints.get(field.name, Any)
+            _check_type(where, value, kind)
+        if problem := complaint(value, kind):
+            shown = value if isinstance(value, numbers.Number) else repr(value)
+            raise ValueError(f"{where}={shown}: {problem}")
         for path, part in [(where, value), *_entries(where, value)]:
             if dataclasses.is_dataclass(part) and not isinstance(part, type):
-                yield from _fields(part, f"{path}.")
+                check_fields(part, f"{path}.")
+
+
+def _check_names(config: Any, prefix: str) -> None:
+    """Raises ValueError for an attribute that was set under a name like a field's."""
+    known = [field.name for field in dataclasses.fields(config)]
+    for name in getattr(config, "__dict__", {}):
+        if name not in known and (near := difflib.get_close_matches(name, known, 3)):
+            raise ValueError(
+                f"{prefix}{name}: {type(config).__qualname__} has no such field; did you mean {' or '.join(near)}?"
+            )
 
 
 def _entries(where: str, value: Any) -> list[tuple[str, Any]]:
@@ -64,9 +70,17 @@ def _check_task(where: str, task: Any) -> None:
         raise ValueError(f"{where}: is a {name}, which has no build(){hint}")
 
 
+def _check_type(where: str, value: Any, kind: Any) -> None:
+    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if not _fits(value, plain):
+        raise ValueError(_of_another_type(where, value, plain))
+
+
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a field of type `kind` takes a value; a type that is not known here takes every value."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _fits(value, arguments[0])
     if origin in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in arguments)
     if origin is Literal:
@@ -92,7 +106,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return True  # functions have checks of their own
 
 
-def _complaint(where: str, value: Any, kind: Any) -> str:
+def _of_another_type(where: str, value: Any, kind: Any) -> str:
     shown = repr(value) if not dataclasses.is_dataclass(value) else f"{type(value).__name__}(...)"
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     origin, last = get_origin(kind), where.split(".")[-1]

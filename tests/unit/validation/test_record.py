@@ -3,15 +3,15 @@
 import pytest
 
 from torchtitan_rl.config.load import load_config
-from torchtitan_rl.config.recording import steps_of
-from torchtitan_rl.validation.recording import check_recording
+from torchtitan_rl.config.record import steps_of
+from torchtitan_rl.validation.record import check_profile
 
 
 def refusal(steps, ranks=("policy-0",)):
     config = load_config("configs/quickstart.py")
     config.record.profile.steps, config.record.profile.ranks = steps, list(ranks)
     with pytest.raises(ValueError) as caught:
-        check_recording(config)
+        check_profile(config)
     return str(caught.value)
 
 

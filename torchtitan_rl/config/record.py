@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+
+from torchtitan_rl.config.constraints import Check, Hint
 
 __all__ = ["ProfileConfig", "RecordConfig", "WandbConfig", "steps_of"]
+
+
+def _is_project(name: str) -> bool:
+    """Whether Weights & Biases takes a name for a project."""
+    return bool(name) and not set(name) & set("/\\#?%:")
 
 
 @dataclass(kw_only=True, slots=True)
 class WandbConfig:
     """A run of Weights & Biases, with its files in the run's directory."""
 
-    project: str = "torchtitan-rl"
+    project: Annotated[str, Check(_is_project, "is no name; use letters, digits, - and _")] = "torchtitan-rl"
     """Project that the run belongs to."""
     entity: str = ""
     """Team or user that the project belongs to; empty: the default one of the key."""
@@ -54,12 +63,12 @@ class RecordConfig:
     without arguments. Each is called in a thread of its own; a sink that fails or hangs is reported once."""
     timeline: bool = False
     """Whether every process records what it does when, for `torchtitan-rl timeline RUN`."""
-    eval_completions: int = 64
+    eval_completions: Annotated[int, Ge(0), Hint("use 0 for none")] = 64
     """Tasks of each evaluation, the first ones, whose completions the table `evaluations` keeps, greedy ones and
     samples; 0: none."""
-    explain_mismatch_every: int = 0
+    explain_mismatch_every: Annotated[int, Ge(0), Hint("use 0 for none")] = 0
     """Optimizer steps between explanations of the gap between trainer and generators (docs/mismatch.md); 0: none."""
-    explain_mismatch_rollouts: int = 8
+    explain_mismatch_rollouts: Annotated[int, Ge(1)] = 8
     """Rollouts that are scored again for each explanation."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
