@@ -12,7 +12,7 @@ from torchtitan_rl.config.algorithm import (
 )
 from torchtitan_rl.config.load import apply_overrides, load_config
 from torchtitan_rl.config.meshes import AdamWConfig, GeneratorConfig, LoRAConfig, TrainerConfig, WeightSyncConfig
-from torchtitan_rl.config.model import ExpertsShape, Llama3Shape, ModelConfig, Qwen2Shape, Qwen3Shape
+from torchtitan_rl.config.model import ExpertsShape, Llama3Shape, ModelConfig, Qwen2Shape, Qwen3Shape, Qwen35Shape
 from torchtitan_rl.config.recording import RecordConfig, WandbConfig
 from torchtitan_rl.config.resolve import flat, function_name, resolved
 from torchtitan_rl.config.run import (
@@ -42,6 +42,7 @@ __all__ = [
     "LoRAConfig",
     "ModelConfig",
     "Qwen2Shape",
+    "Qwen35Shape",
     "Qwen3Shape",
     "RecordConfig",
     "RoleConfig",

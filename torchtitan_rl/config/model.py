@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan_rl.families import DecoderShape, ExpertsShape, Llama3Shape, Qwen2Shape, Qwen3Shape
+from torchtitan_rl.families import DecoderShape, ExpertsShape, Llama3Shape, Qwen2Shape, Qwen3Shape, Qwen35Shape
 
-__all__ = ["ModelConfig", "ExpertsShape", "Llama3Shape", "Qwen2Shape", "Qwen3Shape"]
+__all__ = ["ModelConfig", "ExpertsShape", "Llama3Shape", "Qwen2Shape", "Qwen3Shape", "Qwen35Shape"]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -80,6 +80,16 @@ class DecoderShape(ABC):
         return None
 
     @property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values in the engine's cache."""
+        return self.n_layers
+
+    @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the tensors that a layer without attention keeps of a sequence, whatever its length."""
+        return ()
+
+    @property
     def layer_extras(self) -> int:
         """Parameters of a layer besides its matrices and the two norms of `dim`: biases, norms of heads."""
         return 0

@@ -1,11 +1,12 @@
 """Small shapes of every built-in family, with and without what makes it special."""
 
-from torchtitan_rl.families import ExpertsShape, Llama3Shape, Qwen2Shape, Qwen3Shape
+from torchtitan_rl.families import ExpertsShape, Llama3Shape, Qwen2Shape, Qwen3Shape, Qwen35Shape
 from torchtitan_rl.families.rope import Llama3Scaling, YarnScaling
 
 SIZES = dict(vocab_size=61, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, max_seq_len=128)
 YARN = YarnScaling(factor=4.0, original_max_seq_len=32)
 LLAMA = Llama3Scaling(factor=8.0, original_max_seq_len=16)
+DELTA = dict(n_key_heads=2, n_value_heads=4, key_head_dim=16, value_head_dim=32)
 
 SHAPES = {
     "qwen3": Qwen3Shape(**SIZES),
@@ -16,4 +17,11 @@ SHAPES = {
     "llama3-scaled": Llama3Shape(**SIZES | {"tie_embeddings": False}, rope_scaling=LLAMA),
     "qwen2": Qwen2Shape(**SIZES | {"tie_embeddings": False}),
     "qwen2-yarn": Qwen2Shape(**SIZES | {"head_dim": 16}, rope_scaling=YARN),
+    "qwen3_5": Qwen35Shape(**SIZES | {"n_layers": 4}, **DELTA),
+    "qwen3_5-untied": Qwen35Shape(
+        **SIZES | {"n_layers": 3, "tie_embeddings": False},
+        **DELTA | {"n_value_heads": 2, "key_head_dim": 32},
+        full_attention_interval=2,
+        rotary_factor=0.5,
+    ),
 }
