@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ __all__ = [
     "nameless_semaphores",
     "prepare_vllm",
     "private_shared_memory",
+    "without_fla",
     "zeroed_blocks",
 ]
 
@@ -176,6 +178,40 @@ def _can_import(module: str) -> bool:
 @functools.cache
 def _log_once(message: str) -> None:
     logger.info("%s", message)
+
+
+_FLA_NAMES = {
+    "fla.modules.conv.triton.ops": ("CausalConv1dFunction",),
+    "fla.ops.gated_delta_rule": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    "fla.ops.gated_delta_rule.chunk": ("ChunkGatedDeltaRuleFunction",),
+    "fla.ops.gated_delta_rule.fused_recurrent": ("FusedRecurrentFunction",),
+}
+"""Modules of the package `fla` (flash-linear-attention) that torchtitan's Qwen3.5 imports, and the names it takes."""
+
+
+@contextmanager
+def without_fla() -> Iterator[None]:
+    """Lets torchtitan's Qwen3.5 be imported in this context where `fla` is not installed: `fla` is Triton kernels, and
+    `families.delta_net` has kernels of its own in their place.
+
+    The stand-ins leave `sys.modules` with the context, so that other packages still see that `fla` is missing."""
+    if _can_import("fla"):
+        yield
+        return
+    modules: dict[str, Any] = {}
+    for name, members in _FLA_NAMES.items():
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):
+            parent = ".".join(parts[:length])
+            modules.setdefault(parent, types.ModuleType(parent))
+        for member in members:  # torchtitan only registers and keeps them
+            setattr(modules[name], member, type(member, (torch.autograd.Function,), {}))
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
 
 
 def configure_monarch() -> None:

@@ -20,6 +20,7 @@ from torchtitan_rl.config.model import (
     ModelConfig,
     Qwen2Shape,
     Qwen3Shape,
+    Qwen35Shape,
 )
 from torchtitan_rl.config.record import RecordConfig, WandbConfig
 from torchtitan_rl.config.resolve import flat, function_name, resolved
@@ -52,6 +53,7 @@ __all__ = [
     "LoRAConfig",
     "ModelConfig",
     "Qwen2Shape",
+    "Qwen35Shape",
     "Qwen3Shape",
     "RecordConfig",
     "RoleConfig",

@@ -12,9 +12,19 @@ from torchtitan_rl.families import (
     Llama3Shape,
     Qwen2Shape,
     Qwen3Shape,
+    Qwen35Shape,
 )
 
-__all__ = ["ModelConfig", "DeepseekV3Shape", "ExpertsShape", "GptOssShape", "Llama3Shape", "Qwen2Shape", "Qwen3Shape"]
+__all__ = [
+    "ModelConfig",
+    "DeepseekV3Shape",
+    "ExpertsShape",
+    "GptOssShape",
+    "Llama3Shape",
+    "Qwen2Shape",
+    "Qwen3Shape",
+    "Qwen35Shape",
+]
 
 
 @dataclass(kw_only=True, slots=True)

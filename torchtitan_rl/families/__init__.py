@@ -1,4 +1,4 @@
-"""Families of models, one file each: what the package knows about Qwen3, Llama 3, Qwen2.5, gpt-oss, DeepSeek-V3.
+"""Families of models, one file each: what the package knows about Qwen3, Llama 3, Qwen2.5, Qwen3.5, gpt-oss and others.
 
 Outside of this folder a model is a `DecoderShape`.
 """
@@ -14,6 +14,7 @@ from torchtitan_rl.families.gpt_oss import GptOssShape
 from torchtitan_rl.families.llama3 import Llama3Shape
 from torchtitan_rl.families.qwen2 import Qwen2Shape
 from torchtitan_rl.families.qwen3 import Qwen3Shape
+from torchtitan_rl.families.qwen3_5 import Qwen35Shape
 
 __all__ = [
     "BUILT_IN",
@@ -24,11 +25,19 @@ __all__ = [
     "Llama3Shape",
     "Qwen2Shape",
     "Qwen3Shape",
+    "Qwen35Shape",
     "shape_of_directory",
     "shape_of_hf",
 ]
 
-BUILT_IN: tuple[type[DecoderShape], ...] = (Qwen3Shape, Llama3Shape, Qwen2Shape, GptOssShape, DeepseekV3Shape)
+BUILT_IN: tuple[type[DecoderShape], ...] = (
+    Qwen3Shape,
+    Llama3Shape,
+    Qwen2Shape,
+    Qwen35Shape,
+    GptOssShape,
+    DeepseekV3Shape,
+)
 
 
 def shape_of_hf(hf: dict[str, Any], where: str, family: type[DecoderShape] | None = None) -> DecoderShape:

@@ -64,6 +64,8 @@ class DecoderShape(ABC):
 
     name: ClassVar[str]
     """The family's name in messages and tables, such as `"qwen3"`."""
+    unsampled: ClassVar[str] = ""
+    """Why generators cannot run the family, in words that follow the model's name; "" where they can."""
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in a `config.json` that are this family."""
     lora_targets: ClassVar[tuple[str, ...]] = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -89,6 +91,16 @@ class DecoderShape(ABC):
     def experts(self) -> ExpertsShape | None:
         """Sizes of a mixture of experts. None here: a family that has mixtures makes this a field."""
         return None
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values in the engine's cache."""
+        return self.n_layers
+
+    @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the tensors that a layer without attention keeps of a sequence, whatever its length."""
+        return ()
 
     @property
     def layer_extras(self) -> int:

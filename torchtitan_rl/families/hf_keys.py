@@ -81,7 +81,7 @@ class HfKeys:
     changes_nothing: Collection[str] = ()
     """Keys that do not change what this family computes."""
     rope: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Scaled kind of rotary embedding that the family has -> the names in the key's value that are read."""
+    """Kind of rotary embedding that the family has -> the names in the key's value that are read."""
 
 
 def check_keys(hf: Mapping[str, Any], keys: HfKeys, where: str) -> None:
@@ -163,7 +163,7 @@ def _check_rope(key: str, value: Mapping[str, Any], keys: HfKeys, where: str) ->
     unread = [name for name, number in value.items() if number is not None and name not in known]
     neutral = [name for name in unread if name == "partial_rotary_factor" and value[name] == 1]
     if kind != "default" and kind not in keys.rope or len(unread) > len(neutral):
-        kinds = " or ".join(f"{name!r}" for name in ("default", *keys.rope))
+        kinds = " or ".join(f"{name!r}" for name in dict.fromkeys(("default", *keys.rope)))
         reads = "".join(f"; of {name!r} it reads {', '.join(parts)}" for name, parts in keys.rope.items())
         raise ValueError(
             f"{where}: its config.json says {key}={dict(value)!r}; only {keys.title} whose rotary embedding has "

@@ -37,6 +37,8 @@ class PackedDocuments(NamedTuple):
     """For every packed token, its slot."""
     buckets: tuple[tuple[int, int], ...]
     """(documents, padded length) of each bucket; the products add up to P."""
+    lengths: tuple[int, ...]
+    """Tokens of each document, in packed order."""
 
     @classmethod
     def build(cls, lengths: list[int], device: torch.device | str = "cpu") -> PackedDocuments:
@@ -53,7 +55,7 @@ class PackedDocuments(NamedTuple):
             for document in members:
                 to_packed[document] = torch.arange(slot, slot + len(document))
                 slot += len(members[-1])
-        return cls(torch.cat(to_dense).to(device), to_packed.to(device), tuple(buckets))
+        return cls(torch.cat(to_dense).to(device), to_packed.to(device), tuple(buckets), tuple(lengths))
 
 
 class _ToDense(torch.autograd.Function):

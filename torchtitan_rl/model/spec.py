@@ -57,6 +57,8 @@ def training_spec(spec: ModelSpec, trainer_view, *, attention: str, chunk_bytes:
     model.update_from_config(config=trainer_view)
     if attention == "sdpa":
         for layer in model.layers:
+            if layer.attention is None:
+                continue
             layer.attention.inner_attention = _recast(layer.attention.inner_attention, PackedSDPA.Config)
     if isinstance(model.lm_head, ValueHead.Config):
         model.lm_head.sharding_config = ShardingConfig(

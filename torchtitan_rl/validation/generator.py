@@ -15,6 +15,8 @@ __all__ = ["check_engine", "check_generator_of_experts"]
 
 def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
     """Raises ValueError for a head, a batch or a cache that the generator's engine cannot work with."""
+    if shape.unsampled:
+        raise ValueError(f"model.shape={shape.name}: {shape.unsampled}; use a model of another family")
     if (dims := platform.head_dims()) and shape.head_dim not in dims:
         raise ValueError(
             f"model.shape.head_dim={shape.head_dim}: the generator's attention on a CPU has no kernel for it; use one "

@@ -113,7 +113,8 @@ def test_another_kind_of_model_is_refused(model_type, tmp_path):
     assert refusal(resolve_shape, ModelConfig(assets=str(tmp_path))) == (
         f"model.assets={str(tmp_path)!r}: its config.json says model_type={model_type!r}, which is of no "
         "family of this package: qwen3 (qwen3 and qwen3_moe), llama3 (llama and mistral), qwen2 (qwen2), "
-        "gpt-oss (gpt_oss), deepseek-v3 (deepseek_v3); docs/families.md shows how to add one as model.family"
+        "qwen3_5 (qwen3_5_text and qwen3_5), gpt-oss (gpt_oss), deepseek-v3 (deepseek_v3); "
+        "docs/families.md shows how to add one as model.family"
     )
 
 

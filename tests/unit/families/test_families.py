@@ -8,6 +8,8 @@ from typing import ClassVar
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from tests.unit.families.shapes import SHAPES, SIZES
 from torchtitan_rl.config.model import ModelConfig
@@ -46,6 +48,7 @@ def both(request, tmp_path_factory):
     shape = SHAPES[request.param]
     spec = build_spec(ModelConfig(shape=shape))
     spec = training_spec(spec, View, attention="sdpa", chunk_bytes=2**20)
+    torch.manual_seed(0)
     ours = spec.model.build()
     ours.init_weights()
     perturbed(ours)
@@ -75,8 +78,10 @@ def reference_logprobs(model, tokens):
     return model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
 
 
-def test_log_probabilities_and_gradients_are_those_of_transformers(both):
+def test_log_probabilities_and_gradients_are_those_of_transformers(both, monkeypatch):
     shape, ours, adapter, theirs = both
+    # In chunks, transformers sums decays in float32: its gradients of fast heads are 3e-4 from those in float64.
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", torch_recurrent_gated_delta_rule)
     tokens = torch.randint(0, shape.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     for model in (ours, theirs):
         model.zero_grad()

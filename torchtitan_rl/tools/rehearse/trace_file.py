@@ -81,7 +81,7 @@ def _forward(model: Any, num_tokens: int) -> torch.Tensor:
     positions_T = torch.arange(num_tokens, device=platform.device_type())
     tokens_T = torch.zeros_like(positions_T)
     model.lm_head.target(tokens_T, 1.0)
-    masks = PackedDocuments(positions_T, positions_T, ((1, num_tokens),))
+    masks = PackedDocuments(positions_T, positions_T, ((1, num_tokens),), (num_tokens,))
     output = model(tokens_T[None], positions=positions_T[None], attention_masks=masks)
     return next(iter(output.values()))
 

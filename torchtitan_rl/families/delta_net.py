@@ -1,0 +1,255 @@
+"""The gated delta rule (Yang et al. 2024, arXiv 2412.06464) and its convolution for packed documents, in torch alone;
+and torchtitan's Qwen3.5 layers with both in the place of `fla`'s Triton kernels.
+
+A head's state S (K x V) begins at 0 in every document. A token with query q, key k, value v, log-decay g <= 0 and rate
+beta in (0, 1) replaces S by exp(g) S + beta k (v - exp(g) S^T k)^T; its output is the new S^T q. A chunk of C tokens is
+one triangular system, and only the state between chunks is sequential (`gated_delta_rule`).
+
+Shape letters: T packed tokens, H value heads, K key size, V value size, D channels, N chunks of C tokens, R requests or
+documents.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from torchtitan_rl import adapters
+
+adapters.adapt_torchtitan()
+
+from torchtitan.models.common.attention import VarlenMetadata  # noqa: E402
+from torchtitan.models.common.decoder import Decoder  # noqa: E402
+from torchtitan.models.common.decoder_sharding import dense_sequence_parallel_placement, set_decoder_sharding_config  # noqa: E402
+from torchtitan.protocols.sharding import ShardingConfig  # noqa: E402
+
+with adapters.without_fla():
+    from torchtitan.models.qwen3_5.model import GatedDeltaKernel, GatedDeltaNet, Qwen35TransformerBlock
+    from torchtitan.models.qwen3_5.sharding import _set_qwen35_layer_sharding
+
+__all__ = ["Chunks", "DeltaNet", "DeltaKernel", "TextBlock", "TextModel", "causal_conv", "gated_delta_rule"]
+
+_LARGEST_CHUNK = 64
+_NORM_EPS = 1e-6  # of `fla` and transformers, in the L2 norm of queries and keys
+
+
+class Chunks(NamedTuple):
+    """Where the tokens of packed documents lie in chunks of one size, and in a convolution's input."""
+
+    size: int
+    """C: a power of two."""
+    slots_T: torch.Tensor
+    """For every token its place in the chunks, flat. Step after step: the first chunks of all documents, longest
+    document first, then the second chunks, and so on."""
+    steps: tuple[int, ...]
+    """Documents that have a chunk, by step; never growing. They add up to N."""
+    order_R: torch.Tensor
+    """Documents by falling number of chunks."""
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def build(cls, lengths: tuple[int, ...], device: torch.device) -> Chunks:
+        """`lengths`: tokens of each document, in packed order. The same lengths give the same object."""
+        return _chunks(lengths, str(device))
+
+    def rows_after(self, history: int) -> torch.Tensor:
+        """For every token its row where each document has `history` rows in front."""
+        return _rows_after(self.lengths, history, str(self.slots_T.device))
+
+
+@functools.lru_cache(maxsize=64)
+def _chunks(lengths: tuple[int, ...], device: str) -> Chunks:
+    size = min(_LARGEST_CHUNK, 1 << (max(lengths) - 1).bit_length()) if lengths else 1
+    counts = torch.tensor([-(-length // size) for length in lengths])
+    order = torch.argsort(counts, descending=True, stable=True)
+    steps = tuple(int((counts > step).sum()) for step in range(int(counts.max())))
+    first = torch.tensor([0, *steps]).cumsum(0)  # the first chunk of every step
+    rank = torch.argsort(order)
+    slots = []
+    for index, length in enumerate(lengths):
+        position = torch.arange(length)
+        slots.append((first[position // size] + rank[index]) * size + position % size)
+    return Chunks(size, torch.cat(slots).to(device), steps, order.to(device), lengths)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_after(lengths: tuple[int, ...], history: int, device: str) -> torch.Tensor:
+    document = torch.repeat_interleave(torch.tensor(lengths))
+    return (torch.arange(len(document)) + (document + 1) * history).to(device)
+
+
+def causal_conv(
+    x_TD: torch.Tensor, weight_DW: torch.Tensor, chunks: Chunks, history_RWD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """SiLU of the convolution of each channel with W taps, in float32 and returned in the dtype of `x_TD`. A document
+    begins after `history_RWD`, its last W - 1 inputs before this call; None: zeros."""
+    taps = weight_DW.shape[1]
+    rows_T = chunks.rows_after(taps - 1)
+    stream = x_TD.new_zeros((len(rows_T) + len(chunks.lengths) * (taps - 1), x_TD.shape[1]))
+    stream = _precise(stream)
+    if history_RWD is not None:
+        before = torch.ones(len(stream), dtype=torch.bool, device=stream.device)
+        before[rows_T] = False
+        stream[before] = history_RWD.flatten(0, 1).to(stream.dtype)
+    stream = stream.index_copy(0, rows_T, _precise(x_TD))
+    weight = _precise(weight_DW)
+    stream = F.pad(stream, (0, 0, taps - 1, 0))
+    length = len(stream) - taps + 1
+    out = torch.zeros_like(stream[:length])
+    for tap in range(taps):
+        out = out + stream[tap : tap + length] * weight[:, tap]
+    return F.silu(out.index_select(0, rows_T)).to(x_TD.dtype)
+
+
+def gated_delta_rule(
+    q_THK: torch.Tensor,
+    k_THK: torch.Tensor,
+    v_THV: torch.Tensor,
+    g_TH: torch.Tensor,
+    beta_TH: torch.Tensor,
+    chunks: Chunks,
+    state_RHKV: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs (T, H, V) in the dtype of the queries, each document's last state (R, H, K, V) in float32). A document
+    begins with `state_RHKV`; None: zeros. Queries and keys are normalised here, and queries divided by sqrt(K).
+
+    Within a chunk let G be the running sum of g. The values that the state takes in, u, solve the unit lower triangular
+    system u_i + sum over j < i of beta_i exp(G_i - G_j) (k_i . k_j) u_j = beta_i (v_i - exp(G_i) S^T k_i) with S the
+    state before the chunk; so u = U - W S for two solutions that do not know S.
+    """
+    dtype, size = q_THK.dtype, chunks.size
+    q, k = _normalised(q_THK) * q_THK.shape[-1] ** -0.5, _normalised(k_THK)
+    q, k, v, g, beta = (_to_chunks(_precise(x), chunks) for x in (q, k, v_THV, g_TH, beta_TH))
+    # In float64: a fast head's sums reach a thousand, and what counts is the small difference of two of them.
+    decay_NHC = g.double().cumsum(-1)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    between = decay_NHC[..., :, None] - decay_NHC[..., None, :]
+    between = between.masked_fill(later, float("-inf")).to(g.dtype).exp()
+    since_last = (decay_NHC[..., -1:] - decay_NHC).to(g.dtype).exp()
+    since_first = decay_NHC.to(g.dtype).exp()
+    k_beta = k * beta[..., None]
+    system = (k_beta @ k.transpose(-1, -2)) * between
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([v * beta[..., None], k_beta * since_first[..., None]], -1), upper=False, unitriangular=True
+    )
+    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
+    scores = (q @ k.transpose(-1, -2)) * between
+    q, k = q * since_first[..., None], k * since_last[..., None]
+    last = since_first[..., -1, None, None]
+    num = chunks.steps[0]
+    if state_RHKV is None:
+        state = v.new_zeros((num, v.shape[1], k.shape[-1], v.shape[-1]))
+    else:
+        state = _precise(state_RHKV).index_select(0, chunks.order_R)
+    outputs, ended, start = [], [], 0
+    for num in chunks.steps:
+        at = slice(start, start + num)
+        start += num
+        ended.append(state[num:])
+        state = state[:num]
+        new = u[at] - w[at] @ state
+        outputs.append(q[at] @ state + scores[at] @ new)
+        state = state * last[at] + k[at].transpose(-1, -2) @ new
+    ended.append(state)
+    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, chunks.slots_T)
+    return out.to(dtype), torch.cat(ended[::-1]).index_select(0, torch.argsort(chunks.order_R))
+
+
+def _precise(x: torch.Tensor) -> torch.Tensor:
+    """In float32, or in float64 as it came."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _normalised(x: torch.Tensor) -> torch.Tensor:
+    x = _precise(x)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS)
+
+
+def _to_chunks(x: torch.Tensor, chunks: Chunks) -> torch.Tensor:
+    """(T, H, ...) in chunks (N, H, C, ...); what no token fills is 0 and changes no state."""
+    empty = x.new_zeros((sum(chunks.steps) * chunks.size, *x.shape[1:]))
+    return empty.index_copy(0, chunks.slots_T, x).unflatten(0, (-1, chunks.size)).transpose(1, 2)
+
+
+class DeltaKernel(GatedDeltaKernel):
+    """The gated delta rule within each packed document, behind the interface of torchtitan's kernel."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GatedDeltaKernel.Config):
+        pass
+
+    def forward(self, xq_BLNK, xk_BLNK, xv_BLNV, g_BLN, beta_BLN, *, cu_seqlens=None, cu_seqlens_cpu=None):
+        chunks = _chunks_of(cu_seqlens_cpu, xq_BLNK.device)
+        heads = xv_BLNV.shape[2] // xq_BLNK.shape[2]
+        q, k = (x[0].repeat_interleave(heads, 1) for x in (xq_BLNK, xk_BLNK))
+        return gated_delta_rule(q, k, xv_BLNV[0], g_BLN[0], beta_BLN[0], chunks)[0][None]
+
+
+class DeltaNet(GatedDeltaNet):
+    """torchtitan's gated delta net with a convolution in torch. `attention_masks` is what attention takes: the layout
+    of packed documents (`model.attention.PackedDocuments`) or torchtitan's metadata of variable lengths."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GatedDeltaNet.Config):
+        pass
+
+    def forward(self, x_BLD: torch.Tensor, attention_masks) -> torch.Tensor:
+        if not isinstance(attention_masks, VarlenMetadata):
+            ends = tuple(torch.tensor((0, *attention_masks.lengths)).cumsum(0).tolist())
+            offsets = torch.tensor(ends, dtype=torch.int32, device=attention_masks.to_packed_T.device)
+            longest = max(attention_masks.lengths)
+            attention_masks = VarlenMetadata(offsets, offsets, longest, longest, ends)
+        return super().forward(x_BLD, attention_masks)
+
+    def _causal_conv(self, x_BLD, conv, cu_seqlens=None, cu_seqlens_cpu=None):
+        def local(x_local_BLD: torch.Tensor, weight_local: torch.Tensor) -> torch.Tensor:
+            chunks = _chunks_of(cu_seqlens_cpu, x_local_BLD.device)
+            return causal_conv(x_local_BLD[0], weight_local[:, 0], chunks)[None]
+
+        if isinstance(x_BLD, DTensor):
+            return self._local_map_conv(x_BLD, conv, local)
+        return local(x_BLD, conv.weight)
+
+
+def _chunks_of(ends: torch.Tensor, device: torch.device) -> Chunks:
+    return Chunks.build(tuple(ends.diff().tolist()), device)
+
+
+class TextBlock(Qwen35TransformerBlock):
+    """A layer with attention or a delta net, which get the same layout of packed documents."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen35TransformerBlock.Config):
+        pass
+
+    def forward(self, x_BLD: torch.Tensor, attention_masks, positions: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x_BLD, {self.attn_mask_key: attention_masks}, positions)
+
+
+class TextModel(Decoder):
+    """The text part of Qwen3.5: torchtitan's layers without the vision encoder."""
+
+    vision_encoder = None  # torchtitan's `parallelize_qwen3_5` asks
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        def update_from_config(self, *, config, **kwargs) -> None:
+            """torchtitan's parallel plan of the layers, with sequence parallelism from the embedding on."""
+            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            set_decoder_sharding_config(self, enable_sp=True)
+            layout = dense_sequence_parallel_placement()
+            for layer in self.layers:
+                layer.sharding_config = ShardingConfig(
+                    in_src_shardings={"x_BLD": layout}, in_dst_shardings={"x_BLD": layout}, out_src_shardings=layout
+                )
+                _set_qwen35_layer_sharding(layer, attention_input_layout=layout, enable_ep=False)
+
+    def forward(self, tokens, positions=None, attention_masks=None):
+        if isinstance(attention_masks, VarlenMetadata):  # once for all layers: a copy from the device waits for it
+            attention_masks = attention_masks._replace(cu_seq_q_host=tuple(attention_masks.cu_seq_q.tolist()))
+        return super().forward(tokens, positions, attention_masks)
