@@ -16,14 +16,17 @@ __all__ = ["engine_args"]
 _CAPTURE_DECODING = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
-def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: bool = False) -> EngineArgs:
-    """vLLM's arguments for one rank. `sleeps`: the engine shares devices with trainers."""
+def engine_args(
+    config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: bool = False, has_states: bool = False
+) -> EngineArgs:
+    """vLLM's arguments for one rank. `sleeps`: the engine shares devices with trainers. `has_states`: the model has
+    layers with a state of each sequence (`DecoderShape.state_sizes`)."""
     return EngineArgs(
         model=model_dir,
         dtype=config.dtype,
         load_format="dummy",
         seed=seed,
-        hf_overrides={"architectures": [vllm_model.ARCHITECTURE]}
+        hf_overrides={"architectures": [vllm_model.architecture(has_states)]}
         if config.model_impl == "torchtitan"
         else {"tie_word_embeddings": False},  # a reload does not refresh a tied head
         tensor_parallel_size=config.tensor_parallel_degree,
@@ -40,7 +43,9 @@ def engine_args(config: GeneratorConfig, model_dir: str, seed: int, *, sleeps: b
         enforce_eager=config.enforce_eager,
         compilation_config=_CAPTURE_DECODING if config.model_impl == "torchtitan" and not config.enforce_eager else {},
         enable_sleep_mode=sleeps and platform.can_sleep(),
-        enable_prefix_caching=True,
+        # A state is of all tokens before it: vLLM could share states at the ends of blocks alone, and only where it may
+        # cut prompts there.
+        enable_prefix_caching=not has_states,
         # One for all requests: vLLM keeps the backend of the first, and `auto` would check later ones against another.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         disable_log_stats=True,

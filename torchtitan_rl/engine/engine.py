@@ -22,7 +22,6 @@ import torch
 from vllm import LLMEngine
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.model_executor.models.registry import ModelRegistry
 
 from torchtitan_rl import adapters, platform
 from torchtitan_rl.config.meshes import GeneratorConfig
@@ -31,6 +30,7 @@ from torchtitan_rl.engine import noise, vllm_internals, vllm_model
 from torchtitan_rl.engine.arguments import engine_args
 from torchtitan_rl.engine.engine_requests import completion, engine_params, has_nan, scores
 from torchtitan_rl.engine.plan import whole_parameters
+from torchtitan_rl.model.files import read_shape
 from torchtitan_rl.model.spec import build_spec
 from torchtitan_rl.record.tracing import span
 from torchtitan_rl.types import Request
@@ -204,8 +204,9 @@ class Engine:
             self._fail_waiting()
 
     def _build(self) -> LLMEngine:
-        ModelRegistry.register_model(vllm_model.ARCHITECTURE, vllm_model.TorchtitanForCausalLM)
-        args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps)
+        vllm_model.register()
+        has_states = bool(read_shape(ModelConfig(assets=self._model_dir)).state_sizes)
+        args = engine_args(self._config, self._model_dir, self._seed, sleeps=self._sleeps, has_states=has_states)
         with (
             adapters.private_shared_memory(),
             adapters.nameless_semaphores(),

@@ -15,7 +15,7 @@ import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model_spec import ModelSpec
 
-from torchtitan_rl.engine.layers import PagedAttention
+from torchtitan_rl.engine.layers import PagedAttention, StateCache
 from torchtitan_rl.engine.slices import RowParallelLinear, SlicedExperts
 
 __all__ = ["generator_spec", "whole_parameters"]
@@ -29,32 +29,13 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
     tp = tensor_parallel_degree
     model = copy.deepcopy(spec.model)
     for index, layer in enumerate(model.layers):
-        attention, ffn, moe = layer.attention, layer.feed_forward, layer.moe
+        ffn, moe = layer.feed_forward, layer.moe
+        if layer.attention is not None:
+            layer.attention = _attention(layer.attention, index, tp)
+        if getattr(layer, "delta_net", None) is not None:
+            layer.delta_net = _delta_net(layer.delta_net, index, tp)
         hidden = ffn.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim
-        for name, size in (
-            ("n_heads", attention.n_heads),
-            ("n_kv_heads", attention.n_kv_heads),
-            ("hidden_dim", hidden),
-        ):
-            if size % tp:
-                raise ValueError(f"generator.tensor_parallel_degree={tp}: must divide the model's {name}={size}")
-        n_heads, n_kv_heads = attention.n_heads // tp, attention.n_kv_heads // tp
-        qkv = attention.qkv_linear
-        layer.attention = dataclasses.replace(
-            attention,
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            qkv_linear=dataclasses.replace(
-                qkv,
-                n_heads=n_heads,
-                n_kv_heads=n_kv_heads,
-                wqkv=dataclasses.replace(qkv.wqkv, out_features=qkv.wqkv.out_features // tp),
-            ),
-            wo=_row_parallel(attention.wo, tp),
-            inner_attention=PagedAttention.Config(
-                layer=index, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=attention.head_dim
-            ),
-        )
+        _check_divides(tp, hidden_dim=hidden)
         if moe is None:
             layer.feed_forward = dataclasses.replace(
                 ffn,
@@ -72,6 +53,67 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
                 ),
             )
     return dataclasses.replace(spec, model=model)
+
+
+def _attention(attention, index: int, tp: int):
+    """One rank's heads, over vLLM's cache of keys and values."""
+    _check_divides(tp, n_heads=attention.n_heads, n_kv_heads=attention.n_kv_heads)
+    n_heads, n_kv_heads = attention.n_heads // tp, attention.n_kv_heads // tp
+    if hasattr(attention, "qkv_linear"):
+        qkv = attention.qkv_linear
+        linears = {
+            "qkv_linear": dataclasses.replace(
+                qkv, n_heads=n_heads, n_kv_heads=n_kv_heads, wqkv=_column_parallel(qkv.wqkv, tp)
+            )
+        }
+    else:
+        linears = {name: _column_parallel(getattr(attention, name), tp) for name in ("wq", "wk", "wv")}
+    return dataclasses.replace(
+        attention,
+        **linears,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        wo=_row_parallel(attention.wo, tp),
+        inner_attention=PagedAttention.Config(
+            layer=index, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=attention.head_dim
+        ),
+    )
+
+
+def _delta_net(delta_net, index: int, tp: int):
+    """One rank's heads, over vLLM's cache of states."""
+    keys, values = delta_net.in_proj_k.out_features, delta_net.in_proj_v.out_features
+    n_value_heads = values // delta_net.value_head_dim
+    _check_divides(tp, n_key_heads=keys // delta_net.key_head_dim, n_value_heads=n_value_heads)
+    linears = {f"in_proj_{part}": _column_parallel(getattr(delta_net, f"in_proj_{part}"), tp) for part in "qkvzab"}
+    convolutions = {}
+    for name in ("conv_q", "conv_k", "conv_v"):
+        conv = getattr(delta_net, name)
+        channels = conv.out_channels // tp
+        convolutions[name] = dataclasses.replace(conv, in_channels=channels, out_channels=channels, groups=channels)
+    return dataclasses.replace(
+        delta_net,
+        **linears,
+        **convolutions,
+        out_proj=_row_parallel(delta_net.out_proj, tp),
+        states=StateCache.Config(
+            layer=index,
+            sizes=(
+                (delta_net.conv_kernel_size - 1, (2 * keys + values) // tp),
+                (n_value_heads // tp, delta_net.key_head_dim, delta_net.value_head_dim),
+            ),
+        ),
+    )
+
+
+def _check_divides(tp: int, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size % tp:
+            raise ValueError(f"generator.tensor_parallel_degree={tp}: must divide the model's {name}={size}")
+
+
+def _column_parallel(config: Linear.Config, tp: int) -> Linear.Config:
+    return dataclasses.replace(config, out_features=config.out_features // tp)
 
 
 def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:

@@ -9,26 +9,25 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.models.registry import ModelRegistry
 
 from torchtitan_rl.config.model import ModelConfig
-from torchtitan_rl.engine.layers import shard_for_rank
+from torchtitan_rl.engine.layers import shard_for_rank, state_dtypes
 from torchtitan_rl.engine.plan import generator_spec
-from torchtitan_rl.families import shape_of_hf
+from torchtitan_rl.families import DecoderShape, shape_of_hf
 from torchtitan_rl.model.module_state import places
 from torchtitan_rl.model.spec import build_spec
 
-__all__ = ["TorchtitanForCausalLM", "ARCHITECTURE"]
-
-ARCHITECTURE = "TorchtitanForCausalLM"
+__all__ = ["TorchtitanForCausalLM", "TorchtitanWithStates", "register", "architecture"]
 
 
 class TorchtitanForCausalLM(nn.Module):
-    """vLLM's model interface over torchtitan's decoder, built from the generator's spec."""
+    """vLLM's model interface over torchtitan's decoder, built from the generator's spec. vLLM asks the class whether a
+    model's layers keep states: with those it is the subclass `TorchtitanWithStates`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        hf = vllm_config.model_config.hf_config
-        shape = shape_of_hf(hf.to_dict(), f"model={vllm_config.model_config.model!r}")
+        shape = _shape_of(vllm_config)
         self.tp_rank, self.tp_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         spec = generator_spec(build_spec(ModelConfig(shape=shape)), self.tp_size)
         self.decoder = spec.model.build()
@@ -90,6 +89,47 @@ class TorchtitanForCausalLM(nn.Module):
         module = self.decoder.get_submodule(".".join(path))
         module, key = (getattr(module, owner), last) if hasattr(module, owner) else (module, f"{owner}.{last}")
         return module.state_dict()[key]
+
+
+class TorchtitanWithStates(TorchtitanForCausalLM):
+    """A model with layers that keep a state of each sequence instead of keys and values."""
+
+    is_hybrid = True
+    has_inner_state = True
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        """What one such layer keeps on a rank: channels of the convolution, and value heads, are shared by ranks."""
+        (taps, channels), (heads, *state) = _shape_of(vllm_config).state_sizes
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        return (taps, channels // ranks), (heads // ranks, *state)
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        return state_dtypes(_shape_of(vllm_config).state_sizes, vllm_config.model_config.dtype)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls):
+        raise RuntimeError("states are copied for prefix caching alone, which `engine_args` leaves off")
+
+
+def _shape_of(vllm_config: VllmConfig) -> DecoderShape:
+    model = vllm_config.model_config
+    return shape_of_hf(model.hf_config.to_dict(), f"model={model.model!r}")
+
+
+_CLASSES = {kind.__name__: kind for kind in (TorchtitanForCausalLM, TorchtitanWithStates)}
+
+
+def register() -> None:
+    """Makes the classes known to vLLM by their names."""
+    for name, kind in _CLASSES.items():
+        ModelRegistry.register_model(name, kind)
+
+
+def architecture(has_states: bool) -> str:
+    """The name of the class that runs a model, with or without layers that keep states."""
+    return (TorchtitanWithStates if has_states else TorchtitanForCausalLM).__name__
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,8 @@ class DecoderShape(ABC):
     norm_eps: float = 1e-6
     """Added to the mean square in every RMS norm."""
 
+    lora_targets: ClassVar[tuple[str, ...]] = ("qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Layers that low-rank adapters may be for (`trainer.lora.target_modules`)."""
     name: ClassVar[str]
     """The family's name in messages and tables, such as `"qwen3"`."""
     model_types: ClassVar[tuple[str, ...]]
@@ -88,6 +90,11 @@ class DecoderShape(ABC):
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the tensors that a layer without attention keeps of a sequence, whatever its length."""
         return ()
+
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        """Sizes that a tensor-parallel degree must divide, by name."""
+        return {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads, "hidden_dim": self.hidden_dim}
 
     @property
     def layer_extras(self) -> int:

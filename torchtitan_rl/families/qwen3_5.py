@@ -65,6 +65,8 @@ class Qwen35Shape(DecoderShape):
     conv_size: int = 4
     """Taps of the convolution before a gated delta net."""
 
+    # Adapters of gated delta nets would need five layers more, and PEFT's names for three of them are one.
+    lora_targets: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
     name: ClassVar[str] = "qwen3_5"
     model_types: ClassVar[tuple[str, ...]] = (_TEXT, _WHOLE)
 
@@ -75,6 +77,16 @@ class Qwen35Shape(DecoderShape):
     @property
     def num_attention_layers(self) -> int:
         return self.n_layers // self.full_attention_interval
+
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        return {
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "hidden_dim": self.hidden_dim,
+            "n_key_heads": self.n_key_heads,
+            "n_value_heads": self.n_value_heads,
+        }
 
     @property
     def state_sizes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:

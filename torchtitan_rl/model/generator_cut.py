@@ -9,6 +9,10 @@ import torch
 __all__ = ["RankPart", "cut_dim", "num_cuts"]
 
 
+_OF_VALUE_HEADS = ("A_log", "dt_bias")
+"""Parameters of a gated delta net with one number for each of its value heads."""
+
+
 class RankPart(torch.Tensor):
     """A tensor that is one rank's part already. Operators on a part give plain tensors."""
 
@@ -23,9 +27,9 @@ def cut_dim(name: str) -> int | None:
         return 1
     if last == "w2_EDF":
         return 2
-    if layer in ("wq", "wk", "wv", "w1", "w3"):
+    if layer in ("wq", "wk", "wv", "w1", "w3") or layer.startswith(("in_proj_", "conv_")) or last in _OF_VALUE_HEADS:
         return 0
-    if layer in ("wo", "w2"):
+    if layer in ("wo", "w2", "out_proj"):
         return 1
     return None
 

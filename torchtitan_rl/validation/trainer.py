@@ -39,6 +39,12 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
             f"{where}.parallelism.spmd_backend={parallel.spmd_backend!r}: use 'partial_dtensor', "
             "the backend that runs on gloo as well as on NCCL"
         )
+    for target in trainer.lora.target_modules if trainer.lora is not None else ():
+        if target not in shape.lora_targets:
+            raise ValueError(
+                f"{where}.lora.target_modules={target!r}: a {shape.name} has adapters of other layers alone; use "
+                f"{', '.join(shape.lora_targets)}"
+            )
     _check_experts(where, trainer, model, shape)
     check_context(f"{where}.training.seq_len", trainer.training.seq_len, shape, longest)
     check_positive(f"{where}.max_tokens_per_microbatch", trainer.max_tokens_per_microbatch)
@@ -50,13 +56,10 @@ def check_trainer(where: str, trainer: TrainerConfig, model: ModelConfig, longes
 
 def check_degree(where: str, degree: int, shape) -> None:
     check_positive(where, degree)
-    for name, size in (("n_heads", shape.n_heads), ("n_kv_heads", shape.n_kv_heads), ("hidden_dim", shape.hidden_dim)):
+    for name, size in shape.cut_sizes.items():
         if size % degree:
-            divisors = [
-                d
-                for d in range(1, shape.n_kv_heads + 1)
-                if shape.n_kv_heads % d == shape.n_heads % d == shape.hidden_dim % d == 0
-            ]
+            sizes = shape.cut_sizes.values()
+            divisors = [d for d in range(1, shape.n_kv_heads + 1) if all(size % d == 0 for size in sizes)]
             raise ValueError(f"{where}={degree}: must divide the model's {name}={size}; use one of {divisors}")
 
 

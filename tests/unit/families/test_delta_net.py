@@ -81,12 +81,13 @@ def test_a_state_goes_on_where_a_document_was_cut():
 def test_the_convolution_begins_anew_in_every_document_after_its_history():
     x, weight = drawn()[0][0].flatten(1), torch.randn(12, 4, dtype=torch.float64)
     history = torch.randn(len(LENGTHS), 3, 12, dtype=torch.float64)
-    expected = []
+    expected, last = [], []
     for document, before in zip(x.split(LENGTHS), history, strict=True):
-        stream = torch.cat([before, document]).T[None]
-        expected.append(F.silu(F.conv1d(stream, weight[:, None], groups=12))[0].T)
+        stream = torch.cat([before, document])
+        expected.append(F.silu(F.conv1d(stream.T[None], weight[:, None], groups=12))[0].T)
+        last.append(stream[-3:])
     chunks = Chunks.build(LENGTHS, CPU)
-    torch.testing.assert_close(causal_conv(x, weight, chunks, history), torch.cat(expected))
+    torch.testing.assert_close(causal_conv(x, weight, chunks, history), (torch.cat(expected), torch.stack(last)))
     zeros = torch.zeros_like(history)
     torch.testing.assert_close(causal_conv(x, weight, chunks), causal_conv(x, weight, chunks, zeros))
 
