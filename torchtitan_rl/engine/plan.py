@@ -3,7 +3,7 @@
 No DTensor and no sequence parallelism, so any number of scheduled tokens works, odd numbers included. Column
 weights are cut along dim 0; row weights are cut along dim 1 and followed by vLLM's all-reduce. Embedding, head and
 norms are whole on every rank. Every rank has a share of every expert's inner features. The router is whole, so all
-ranks send a token to the same experts.
+ranks send a token to the same experts. vLLM's kernels then take the place of several operators (`kernels`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.model import Attention as LatentAttention
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.module import Module
 
+from torchtitan_rl.engine.kernels import PackedLinear, changed, with_kernels
 from torchtitan_rl.engine.layers import PagedAttention, PagedSinkAttention
 from torchtitan_rl.engine.slices import RowParallelLinear, SlicedExperts
 from torchtitan_rl.families.biased_blocks import SinkAttention
@@ -42,7 +42,7 @@ def generator_spec(spec: ModelSpec, tensor_parallel_degree: int) -> ModelSpec:
             layer.feed_forward = _feed_forward(layer.feed_forward, tp)
         elif tp > 1:
             layer.moe = _mixture(layer.moe, tp)
-    return dataclasses.replace(spec, model=model)
+    return dataclasses.replace(spec, model=with_kernels(model))
 
 
 def _share(name: str, size: int, tp: int) -> int:
@@ -56,7 +56,7 @@ def _grouped_attention(attention: GQAttention.Config, layer: int, tp: int) -> GQ
     n_heads, n_kv_heads = _share("n_heads", attention.n_heads, tp), _share("n_kv_heads", attention.n_kv_heads, tp)
     qkv, (before, _) = attention.qkv_linear, attention.inner_attention.window_size
     has_sinks = isinstance(attention, SinkAttention.Config)
-    return _changed(
+    return changed(
         attention,
         PagedSinkAttention.Config if has_sinks else type(attention),
         n_heads=n_heads,
@@ -119,19 +119,14 @@ def _mixture(moe: MoE.Config, tp: int) -> MoE.Config:
     )
 
 
-def _changed(config: Module.Config, config_class: type[Module.Config], **changes) -> Module.Config:
-    """A copy of a config, of its class or of a subclass without fields of its own."""
-    return config_class(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)} | changes)
-
-
 def _column_parallel(config: Linear.Config, tp: int) -> Linear.Config:
     return dataclasses.replace(config, out_features=config.out_features // tp)
 
 
 def _row_parallel(config: Linear.Config, tp: int) -> Linear.Config:
-    if tp == 1:
-        return config
-    return RowParallelLinear.Config(
+    # Training ranks may add a share of the bias each; here the bias is whole.
+    linear = PackedLinear if tp == 1 else RowParallelLinear
+    return linear.Config(
         in_features=config.in_features // tp,
         out_features=config.out_features,
         bias=config.bias,

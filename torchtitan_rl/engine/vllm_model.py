@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from torchtitan_rl.config.model import ModelConfig
+from torchtitan_rl.engine.kernels import pack_matrices
 from torchtitan_rl.engine.layers import shard_for_rank
 from torchtitan_rl.engine.plan import generator_spec
 from torchtitan_rl.families import DecoderShape
@@ -77,6 +78,7 @@ class TorchtitanForCausalLM(nn.Module):
         for name in {id(place): name for name, place in self.places.items()}.values():
             part = shard_for_rank(name, tensors[name], self.tp_rank, self.tp_size)
             self.places[name].copy_(part.reshape(self.places[name].shape))
+        pack_matrices(self.decoder)
         return {name for name, _ in self.named_parameters()}
 
     @torch.inference_mode()

@@ -1,0 +1,114 @@
+"""vLLM's kernels in torchtitan's modules: the same numbers, alone and in a batch."""
+
+import pytest
+import torch
+
+from torchtitan_rl import adapters, platform
+from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
+from torchtitan_rl.families import DeepseekV3Shape, GptOssShape, Llama3Shape, Qwen2Shape
+
+adapters.prepare_vllm(eager=True)
+
+from torchtitan.models.common.attention import FusedQKVLinear  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
+
+from torchtitan_rl.engine import kernels  # noqa: E402
+from torchtitan_rl.families.rotations import AmplifiedCosSinRoPE  # noqa: E402
+from torchtitan_rl.model.module_state import places  # noqa: E402
+from torchtitan_rl.model.spec import build_spec  # noqa: E402
+
+pytestmark = pytest.mark.skipif(platform.device_type() != "cpu", reason="the operators are called on CPU tensors")
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ROTATIONS = [
+    CosSinRoPE.Config(dim=16, max_seq_len=64),
+    AmplifiedCosSinRoPE.Config(dim=16, max_seq_len=64, amplitude=1.2),
+    ComplexRoPE.Config(dim=16, max_seq_len=64, theta=500.0),
+]
+
+
+def built(config, dtype):
+    """torchtitan's module and the kernels' module, with the same random weights."""
+    torch.manual_seed(0)
+    plain, fast = config.build(), kernels.with_kernels(config).build()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + 0.1)
+    fast.load_state_dict(plain.state_dict())
+    return plain.to(dtype), fast.to(dtype)
+
+
+def assert_equal_up_to_rounding(actual, expected):
+    tolerance = 1e-6 if expected.dtype == torch.float32 else 2**-7  # the last bit of bfloat16
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@DTYPES
+def test_a_norm_is_torchtitans_for_rows_of_any_strides(dtype):
+    plain, fast = built(RMSNorm.Config(normalized_shape=16, eps=1e-5), dtype)
+    rows = torch.randn(7, 64, dtype=dtype)
+    heads = rows[:, 16:48].unflatten(-1, (2, 16))  # a view: a kernel that took it for contiguous would read other rows
+    with torch.no_grad():
+        assert_equal_up_to_rounding(fast(heads), plain(heads))
+
+
+@DTYPES
+@pytest.mark.parametrize("config", ROTATIONS, ids=["half", "amplified", "pair"])
+def test_a_rotation_is_torchtitans(config, dtype):
+    plain, fast = config.build(), kernels.with_kernels(config).build()
+    query, key = torch.randn(1, 9, 4, 16, dtype=dtype), torch.randn(1, 9, 2, 16, dtype=dtype)
+    positions = torch.randint(64, (1, 9))
+    for actual, expected in zip(fast(query.clone(), key.clone(), positions), plain(query, key, positions)):
+        assert_equal_up_to_rounding(actual, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_product_is_the_plain_one_and_a_row_does_not_depend_on_its_batch(dtype, bias):
+    plain, fast = built(Linear.Config(in_features=96, out_features=160, bias=bias), dtype)
+    rows = torch.randn(128, 96, dtype=dtype)
+    with torch.inference_mode():
+        before = fast(rows)
+        assert torch.equal(before, plain(rows)), "before it is packed, it is torchtitan's"
+        kernels.pack_matrices(fast)
+        batch = fast(rows)
+        assert_equal_up_to_rounding(batch, plain(rows))
+        for size in (1, 2, 3, 17, 64):
+            assert torch.equal(fast(rows[:size]), batch[:size]), size
+
+
+def test_a_packed_matrix_is_packed_again_after_a_change():
+    plain, fast = built(Linear.Config(in_features=32, out_features=32), torch.float32)
+    with torch.inference_mode():
+        kernels.pack_matrices(fast)
+        for module in (plain, fast):
+            module.weight.mul_(-3)
+        kernels.pack_matrices(fast)
+        assert_equal_up_to_rounding(fast(torch.ones(2, 32)), plain(torch.ones(2, 32)))
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+def test_query_key_and_value_of_a_packed_matrix_are_those_of_the_fused_one(dtype, bias):
+    wqkv = Linear.Config(in_features=48, out_features=8 * 16, bias=bias)
+    plain, fast = built(FusedQKVLinear.Config(head_dim=16, n_heads=4, n_kv_heads=2, wqkv=wqkv), dtype)
+    rows = torch.randn(1, 5, 48, dtype=dtype)
+    with torch.inference_mode():
+        for packed in (False, True):
+            if packed:
+                kernels.pack_matrices(fast)
+            for actual, expected in zip(fast(rows), plain(rows)):
+                assert actual.shape == expected.shape
+                assert_equal_up_to_rounding(actual, expected)
+
+
+@pytest.mark.parametrize("family", [Qwen3Shape, Llama3Shape, Qwen2Shape, GptOssShape, DeepseekV3Shape])
+def test_a_generators_model_keeps_the_names_and_shapes_of_its_parameters(family):
+    sizes = dict(vocab_size=64, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=64, max_seq_len=64)
+    config = build_spec(ModelConfig(shape=family.debug(**sizes))).model
+    with torch.device("meta"):
+        models = config.build(), kernels.with_kernels(config).build()
+    plain, fast = ({name: tuple(place.shape) for name, place in places(model).items()} for model in models)
+    assert fast == plain

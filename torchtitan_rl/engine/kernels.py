@@ -1,0 +1,232 @@
+"""vLLM's kernels as the forward of torchtitan's modules in a generator.
+
+The modules keep torchtitan's parameters and names. Their forwards call the operators of vLLM's own models, which take
+a fraction of the time that several operators of torch take for the few rows of a decode step. No gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torchtitan.models.common.attention import FusedQKVLinear, GQAttention
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+from torchtitan.protocols.module import Module
+from vllm import _custom_ops as ops
+
+from torchtitan_rl import adapters, platform
+from torchtitan_rl.families.rotations import AmplifiedCosSinRoPE
+
+__all__ = [
+    "KernelNorm",
+    "KernelHalfRotation",
+    "KernelPairRotation",
+    "KernelAttention",
+    "PackedLinear",
+    "SplitQKVLinear",
+    "changed",
+    "pack_matrices",
+    "with_kernels",
+]
+
+adapters.adapt_torchtitan()
+
+
+class KernelNorm(RMSNorm):
+    """An RMS norm in one operator, computed in float32 and rounded once, as torch's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        pass
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()  # the kernel reads rows one after the other, whatever the strides
+        out = torch.empty_like(x)
+        ops.rms_norm(out, x, self.weight, self.eps)
+        return out
+
+
+class KernelHalfRotation(AmplifiedCosSinRoPE):
+    """The rotary embedding that pairs dimension i with i + dim / 2, in one operator. `cache` is vLLM's table: cosines,
+    then sines, one of each for a pair."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AmplifiedCosSinRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> torch.Tensor:
+        cosines, sines = super()._precompute_cache().chunk(2, dim=-1)  # torchtitan's table has every number twice
+        pairs = self.config.dim // 2
+        return torch.cat([cosines[:, :pairs], sines[:, :pairs]], dim=-1)
+
+    def forward(self, query, key, positions):
+        return _rotated_heads(self, query, key, positions)
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, head_dim: int):
+        """Rotates the heads of (tokens, heads x head_dim), see `_rotated`."""
+        return _rotated(query, key, positions, head_dim, self.cache, halves=True)
+
+
+class KernelPairRotation(ComplexRoPE):
+    """The rotary embedding that pairs dimension 2i with 2i + 1, in one operator. `cache` is vLLM's table, as that of
+    `KernelHalfRotation`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> torch.Tensor:
+        turns = super()._precompute_cache()
+        return torch.cat([turns.real, turns.imag], dim=-1)
+
+    def forward(self, query, key, positions):
+        return _rotated_heads(self, query, key, positions)
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, head_dim: int):
+        """Rotates the heads of (tokens, heads x head_dim), see `_rotated`."""
+        return _rotated(query, key, positions, head_dim, self.cache, halves=False)
+
+
+def _rotated_heads(rotation: KernelHalfRotation | KernelPairRotation, query, key, positions):
+    """torchtitan's interface: query and key (1, tokens, heads, head_dim), positions (1, tokens)."""
+    flat = rotation.rotate(query[0].flatten(1), key[0].flatten(1), positions[0], query.shape[-1])
+    return flat[0].view(query.shape), flat[1].view(key.shape)
+
+
+def _rotated(query, key, positions, head_dim, table, *, halves):
+    """Query and key, rotated in float32 as torchtitan rotates: float32 in place, other dtypes in a copy."""
+    rotated_query, rotated_key = query.float(), key.float()
+    ops.rotary_embedding(positions, rotated_query, rotated_key, head_dim, table, halves)
+    return rotated_query.to(query.dtype), rotated_key.to(key.dtype)
+
+
+class PackedLinear(Linear):
+    """A linear layer that multiplies by a second copy of its matrix, packed for the CPU's matrix product. Where
+    `platform.packs_matrices` says no, and before the first `pack`, it is torchtitan's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._packed: Any = None
+
+    def pack(self) -> None:
+        """Packs the matrix as it is now; call after every change of it."""
+        self._packed = ops.create_onednn_mm(self.weight.t(), _NUM_SHAPES)
+
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        """The matrix times the input, without the bias."""
+        return F.linear(input, self.weight) if self._packed is None else ops.onednn_mm(self._packed, input, None)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self._packed is None:
+            return F.linear(input, self.weight, self.bias)
+        return ops.onednn_mm(self._packed, input, self.bias)
+
+
+class SplitQKVLinear(FusedQKVLinear):
+    """The fused matrix of query, key and value. torchtitan's has the heads of a group of query heads together, so that
+    its products have to be copied apart; the packed copy has all query rows before key and value rows."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FusedQKVLinear.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._packed: Any = None
+        self._packed_bias: torch.Tensor | None = None
+        self._sizes = [config.n_heads * config.head_dim, *[config.n_kv_heads * config.head_dim] * 2]
+
+    def pack(self) -> None:
+        """Packs matrix and bias as they are now; call after every change of them."""
+        self._packed = ops.create_onednn_mm(self._apart(self.wqkv.weight).t(), _NUM_SHAPES)
+        self._packed_bias = None if self.wqkv.bias is None else self._apart(self.wqkv.bias)
+
+    def _apart(self, fused: torch.Tensor) -> torch.Tensor:
+        """A copy of fused rows (groups x (query heads of a group, key, value) x head_dim, ...), query rows first."""
+        groups = fused.unflatten(0, (-1, self.r_dim, self.head_dim))
+        parts = groups.split([self.heads_per_kv, 1, 1], dim=1)
+        return torch.cat([part.flatten(0, 2) for part in parts])
+
+    def flat(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value, each (tokens, heads x head_dim), of an input (tokens, dim)."""
+        if self._packed is None:
+            query, key, value = super().forward(input[None])
+            return query[0].flatten(1), key[0].flatten(1), value[0].flatten(1)
+        return ops.onednn_mm(self._packed, input, self._packed_bias).split(self._sizes, dim=-1)  # type: ignore[return-value]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """torchtitan's interface: (1, tokens, heads, head_dim) each."""
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim))[None] for part in self.flat(x[0]))
+        return query, key, value
+
+
+class KernelAttention(GQAttention):
+    """Grouped-query attention whose heads stay flat, (tokens, heads x head_dim), from the first product to the last.
+    Its parts are a `SplitQKVLinear`, a kernel's rotation and `PagedAttention`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):
+        pass
+
+    def forward(self, x_BLD, attention_masks, positions):
+        query, key, value = self.qkv_linear.flat(x_BLD[0])
+        if self.q_norm is not None:
+            query = self.q_norm(query.reshape(-1, self.head_dim)).view(query.shape)
+            key = self.k_norm(key.reshape(-1, self.head_dim)).view(key.shape)
+        query, key = self.rope.rotate(query, key, positions[0], self.head_dim)
+        return self.wo(self.inner_attention.attention(query, key, value))[None]  # `PagedAttention`'s, from vLLM
+
+
+_NUM_SHAPES = 32  # how many numbers of rows the product keeps a plan for; vLLM's own linear layers keep as many
+
+_KERNELS: dict[type[Module.Config], type[Module.Config]] = {
+    RMSNorm.Config: KernelNorm.Config,
+    CosSinRoPE.Config: KernelHalfRotation.Config,
+    AmplifiedCosSinRoPE.Config: KernelHalfRotation.Config,
+    ComplexRoPE.Config: KernelPairRotation.Config,
+    Linear.Config: PackedLinear.Config,
+    FusedQKVLinear.Config: SplitQKVLinear.Config,
+}
+
+
+def with_kernels(config: Any) -> Any:
+    """A copy of a config in which every module of a class that has kernels is the kernels' subclass. Subclasses with a
+    forward of their own stay, with their parts replaced."""
+    if isinstance(config, list | tuple):
+        return type(config)(with_kernels(part) for part in config)
+    if not isinstance(config, Module.Config):
+        return config
+    parts = {f.name: with_kernels(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
+    kernels = _KERNELS.get(type(config), type(config))
+    if type(config) is GQAttention.Config and _stays_flat(parts):
+        kernels = KernelAttention.Config
+    return changed(config, kernels, **parts)
+
+
+def _stays_flat(parts: dict[str, Any]) -> bool:
+    """Whether the parts of grouped-query attention are those that `KernelAttention` calls."""
+    rotates = isinstance(parts["rope"], KernelHalfRotation.Config | KernelPairRotation.Config)
+    return rotates and isinstance(parts["qkv_linear"], SplitQKVLinear.Config)
+
+
+def changed(config: Module.Config, config_class: type[Module.Config], **changes: Any) -> Module.Config:
+    """A copy of a config, of its class or of a subclass without required fields of its own."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+    return config_class(**fields | changes)
+
+
+def pack_matrices(model: torch.nn.Module) -> None:
+    """Packs the matrices of a model whose parameters have changed, where the platform packs."""
+    if platform.packs_matrices():
+        for module in model.modules():
+            if isinstance(module, PackedLinear | SplitQKVLinear):
+                module.pack()
