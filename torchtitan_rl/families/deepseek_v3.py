@@ -11,13 +11,13 @@ from torchtitan_rl.families.hf_keys import HfKeys, check_keys, required
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-__all__ = ["DeepseekV3Shape"]
+__all__ = ["DeepseekV3Shape", "HF_KEYS"]
 
 _READ = (
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size"),
     *("num_experts_per_tok", "n_shared_experts", "first_k_dense_replace", "routed_scaling_factor"),
 )
-_KEYS = HfKeys(
+HF_KEYS = HfKeys(
     title="a DeepSeek-V3",
     read=(*_READ, "q_lora_rank", "qk_head_dim", "n_routed_experts", "num_local_experts", "load_balance_coeff"),
     one_value={
@@ -170,7 +170,7 @@ class DeepseekV3Shape(DecoderShape):
 
     @classmethod
     def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
-        check_keys(hf, _KEYS, where)
+        check_keys(hf, HF_KEYS, where)
         number = "n_routed_experts" if "n_routed_experts" in hf else "num_local_experts"
         # transformers has values for what a config.json lacks: those of the model with 671B parameters.
         required(hf, (*_READ, number, "n_group", "topk_group", "rms_norm_eps"), where)

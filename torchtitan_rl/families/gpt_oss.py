@@ -12,9 +12,9 @@ from torchtitan_rl.families.rope import YarnScaling
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-__all__ = ["GptOssShape"]
+__all__ = ["GptOssShape", "HF_KEYS"]
 
-_KEYS = HfKeys(
+HF_KEYS = HfKeys(
     title="a gpt-oss",
     read=(
         *("num_local_experts", "num_experts", "num_experts_per_tok", "load_balance_coeff"),
@@ -99,7 +99,7 @@ class GptOssShape(DecoderShape):
                 # In the original format save_pretrained of transformers 5.19 leaves the experts out.
                 ".save_pretrained(NEW_DIR, save_original_format=False), and copy the tokenizer's files"
             )
-        check_keys(hf, _KEYS, where)
+        check_keys(hf, HF_KEYS, where)
         number = "num_local_experts" if "num_local_experts" in hf else "num_experts"
         rope = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
         # transformers has values for what a config.json lacks, and some differ from those of other families.

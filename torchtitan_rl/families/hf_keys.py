@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["HfKeys", "check_keys", "rope_of", "required"]
+__all__ = ["HfKeys", "KeyRule", "check_keys", "rope_of", "required"]
+
+KeyRule = Literal["read", "one value", "changes nothing", "unknown"]
 
 _READ_BY_ALL = frozenset(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
@@ -43,6 +45,7 @@ _ONE_VALUE: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "shared_expert_intermediate_size": (0,),
     "n_shared_experts": (0,),
+    "layer_types": (["full_attention"],),  # of any number of layers
 }
 """Key -> the values, beside null, with which a key changes nothing in any family that does not read it."""
 
@@ -83,6 +86,26 @@ class HfKeys:
     rope: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Kind of rotary embedding that the family has -> the names in the key's value that are read."""
 
+    def rule(self, key: str) -> KeyRule:
+        """What the family does with a key: reads it, wants one of `values(key)`, ignores it because it changes nothing,
+        or does not know it and refuses the model. `docs/config_keys.md` is written from this method."""
+        if key in _CHANGES_NOTHING or key in self.changes_nothing or key.startswith("_"):
+            return "changes nothing"
+        if key in _READ_BY_ALL or key in self.read:
+            return "read"
+        return "one value" if key in self.one_value or key in _ONE_VALUE else "unknown"
+
+    def values(self, key: str) -> tuple[Any, ...]:
+        """The values of a "one value" key, beside null, with which the model is the one that is built; none: the key
+        must be absent."""
+        return self.one_value[key] if key in self.one_value else _ONE_VALUE[key]
+
+    def known(self) -> list[str]:
+        """Every key on a list, this family's or that of all families, in alphabetical order."""
+        return sorted(
+            {*_READ_BY_ALL, *_ONE_VALUE, *_CHANGES_NOTHING, *self.read, *self.one_value, *self.changes_nothing}
+        )
+
 
 def check_keys(hf: Mapping[str, Any], keys: HfKeys, where: str) -> None:
     """Refuses the content of a `config.json` that asks for another computation than the family's, by a key with another
@@ -90,22 +113,19 @@ def check_keys(hf: Mapping[str, Any], keys: HfKeys, where: str) -> None:
 
     `where` begins the messages of ValueErrors.
     """
-    one_value = _ONE_VALUE | dict(keys.one_value)
-    irrelevant = _CHANGES_NOTHING | frozenset(keys.changes_nothing)
     for key, value in hf.items():
-        if value is None or key in irrelevant or key.startswith("_"):
+        rule = keys.rule(key)
+        if value is None or rule == "changes nothing":
             continue
         if key in ("rope_scaling", "rope_parameters"):
             _check_rope(key, value, keys, where)
-        elif key in _READ_BY_ALL or key in keys.read:
-            continue
-        elif key in one_value:
-            if not any(value == same for same in one_value[key]):
-                _refuse(where, key, value, keys.title, *one_value[key])
-        elif key == "layer_types":
-            if any(kind != "full_attention" for kind in value):
-                _refuse(where, key, sorted(set(map(str, value))), keys.title, ["full_attention"])
-        else:
+        elif rule == "one value":
+            if key == "layer_types":
+                if any(kind != "full_attention" for kind in value):
+                    _refuse(where, key, sorted(set(map(str, value))), keys.title, ["full_attention"])
+            elif not any(value == same for same in keys.values(key)):
+                _refuse(where, key, value, keys.title, *keys.values(key))
+        elif rule == "unknown":
             raise ValueError(
                 f"{where}: its config.json says {key}={str(value)[:80]}, which no {_bare(keys.title)} of this package "
                 "reads; use another model, or delete the key where it does not change what the model computes"

@@ -12,9 +12,9 @@ from torchtitan_rl.families.rope import Llama3Scaling
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-__all__ = ["Llama3Shape"]
+__all__ = ["Llama3Shape", "HF_KEYS"]
 
-_KEYS = HfKeys(
+HF_KEYS = HfKeys(
     title="a Llama 3",
     # A Mistral's window is used whenever there is one. `is_llama_config` is SmolLM2's.
     one_value={"sliding_window": ()},
@@ -77,7 +77,7 @@ class Llama3Shape(DecoderShape):
 
     @classmethod
     def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
-        check_keys(hf, _KEYS, where)
+        check_keys(hf, HF_KEYS, where)
         _, scaling = rope_of(hf, where)
         return sizes_of_hf(hf, where) | {"rope_scaling": Llama3Scaling.from_hf(scaling, where) if scaling else None}
 

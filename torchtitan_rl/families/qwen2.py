@@ -12,9 +12,9 @@ from torchtitan_rl.families.rope import YarnScaling
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-__all__ = ["Qwen2Shape"]
+__all__ = ["Qwen2Shape", "HF_KEYS"]
 
-_KEYS = HfKeys(
+HF_KEYS = HfKeys(
     title="a Qwen2",
     one_value={"attention_bias": (True,)},
     # Windows are used with use_sliding_window alone.
@@ -74,7 +74,7 @@ class Qwen2Shape(DecoderShape):
 
     @classmethod
     def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
-        check_keys(hf, _KEYS, where)
+        check_keys(hf, HF_KEYS, where)
         _, scaling = rope_of(hf, where)
         sizes = sizes_of_hf(hf, where, heads=("num_key_value_heads",))
         return sizes | {"rope_scaling": YarnScaling.from_hf(scaling, where) if scaling else None}

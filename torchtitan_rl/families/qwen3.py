@@ -13,16 +13,16 @@ from torchtitan_rl.families.rope import YarnScaling
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-__all__ = ["Qwen3Shape"]
+__all__ = ["Qwen3Shape", "HF_KEYS", "HF_KEYS_OF_MIXTURE"]
 
-_KEYS = HfKeys(
+HF_KEYS = HfKeys(
     title="a Qwen3",
     one_value={"use_qk_norm": (True,)},
     # Windows are used with use_sliding_window alone. A dense model has no experts to describe.
     changes_nothing=("sliding_window", "max_window_layers", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"),
     rope={"yarn": YarnScaling.hf_names},
 )
-_KEYS_OF_MIXTURE = HfKeys(
+HF_KEYS_OF_MIXTURE = HfKeys(
     title="a Qwen3",
     read=("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok", "load_balance_coeff"),
     one_value={
@@ -89,14 +89,14 @@ class Qwen3Shape(DecoderShape):
         experts, inner, heads = None, "intermediate_size", ["num_key_value_heads"]
         if hf["model_type"] == "qwen3_moe":
             # To transformers a mixture without norm_topk_prob has False.
-            check_keys(hf | {"norm_topk_prob": bool(hf.get("norm_topk_prob"))}, _KEYS_OF_MIXTURE, where)
+            check_keys(hf | {"norm_topk_prob": bool(hf.get("norm_topk_prob"))}, HF_KEYS_OF_MIXTURE, where)
             number, inner = "num_local_experts" if "num_local_experts" in hf else "num_experts", "moe_intermediate_size"
             required(hf, (number, "num_experts_per_tok"), where)
             experts = ExpertsShape(
                 num_experts=hf[number], top_k=hf["num_experts_per_tok"], load_balance_coeff=hf.get("load_balance_coeff")
             )
         else:
-            check_keys(hf, _KEYS, where)
+            check_keys(hf, HF_KEYS, where)
             heads.append("head_dim")  # transformers takes 128, but for a mixture
         _, scaling = rope_of(hf, where)
         return sizes_of_hf(hf, where, inner=inner, heads=heads) | {

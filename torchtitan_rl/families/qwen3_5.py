@@ -15,9 +15,9 @@ from torchtitan_rl.families.hf_keys import HfKeys, check_keys, required
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
-__all__ = ["Qwen35Shape"]
+__all__ = ["Qwen35Shape", "HF_KEYS"]
 
-_KEYS = HfKeys(
+HF_KEYS = HfKeys(
     title="a Qwen3.5",
     read=(
         "layer_types",
@@ -200,7 +200,7 @@ class Qwen35Shape(DecoderShape):
     def _fields_of_hf(cls, hf: dict[str, Any], where: str) -> dict[str, Any]:
         if hf["model_type"] == _WHOLE:
             hf = _text_part(hf, where)
-        check_keys(hf, _KEYS, where)
+        check_keys(hf, HF_KEYS, where)
         names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
         required(hf, (*names, "head_dim"), where)
         return sizes_of_hf(hf, where) | {
@@ -248,7 +248,7 @@ def _text_part(hf: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}: its config.json says tie_word_embeddings={tied!r}, and {inner!r} in text_config; "
             "keep the right one"
         )
-    check_keys(outer, _KEYS, where)
+    check_keys(outer, HF_KEYS, where)
     return text
 
 

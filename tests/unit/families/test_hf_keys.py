@@ -1,12 +1,15 @@
 """Every key of a Hugging Face config.json is read, has the one value that is supported, or changes nothing."""
 
 import json
+import re
 
 import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
+from tests import config_keys
 from tests.unit.config.test_load import refusal
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
+from torchtitan_rl.families.hf_keys import check_keys
 from torchtitan_rl.families.rope import YarnScaling
 from torchtitan_rl.model.shape import resolve_shape
 
@@ -128,3 +131,23 @@ def test_sliding_windows_as_transformers_reads_them(tmp_path):
     assert "sliding_attention" in AutoConfig.from_pretrained(str(tmp_path)).layer_types
     message = refusal(resolve_shape, ModelConfig(assets=str(tmp_path)))
     assert "says use_sliding_window=True; only a Qwen3 with use_sliding_window=False is supported" in message
+
+
+def test_the_page_of_keys_is_that_of_the_families():
+    assert config_keys.PAGE.read_text() == config_keys.page(), "run `python -m tests.config_keys`"
+
+
+@pytest.mark.parametrize("keys", config_keys.FAMILIES.values(), ids=config_keys.FAMILIES)
+def test_a_key_of_every_rule_is_treated_as_the_page_says(keys):
+    """Alone in a `config.json`, a value that the page does not allow is refused, and the others are not."""
+    for key in keys.known():
+        if key in ("rope_scaling", "rope_parameters"):
+            continue
+        content = {key: "a value of no model"}
+        if keys.rule(key) == "one value":
+            with pytest.raises(ValueError, match=re.escape(key)):
+                check_keys(content, keys, "here")
+            content = {key: keys.values(key)[0] if keys.values(key) else None}
+        check_keys(content, keys, "here")
+    with pytest.raises(ValueError, match="of_no_list"):
+        check_keys({"of_no_list": 1}, keys, "here")
