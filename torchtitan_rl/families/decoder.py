@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torchtitan_rl.families.hf_keys import required, rope_of
 
@@ -84,6 +84,11 @@ class DecoderShape(ABC):
         """A model of the family with what makes it special, which two cores check in seconds. `sizes` are those that
         every family has; a family adds its own."""
         return cls(**sizes)
+
+    def own_model_fault(self, device: Literal["cpu", "cuda"]) -> str:
+        """Why vLLM's own model of the family is not the model of these sizes on a device, in words that stand alone;
+        "" where no fault is known."""
+        return ""
 
     # What a model of these sizes has and needs.
 

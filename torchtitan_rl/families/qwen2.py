@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torchtitan_rl.families.decoder import DecoderShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, rope_of
@@ -42,7 +42,15 @@ class Qwen2Shape(DecoderShape):
 
     @classmethod
     def debug(cls, **sizes: Any) -> Self:
-        return cls(**sizes | {"dim": sizes["n_heads"] * sizes["head_dim"]})  # vLLM's own Qwen2 reads no head_dim
+        return cls(**sizes | {"dim": sizes["n_heads"] * sizes["head_dim"]})  # else `own_model_fault`
+
+    def own_model_fault(self, device: Literal["cpu", "cuda"]) -> str:
+        if self.head_dim == (size := self.dim // self.n_heads):
+            return ""
+        return (
+            f"vLLM's own Qwen2 makes every head of size dim / n_heads = {size}, not of "
+            f"model.shape.head_dim={self.head_dim}"
+        )
 
     def model_spec(self) -> ModelSpec:
         """The layers are torchtitan's Qwen3 without head norms and with biases: torchtitan has no Qwen2."""
