@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from annotated_types import Gt
 
 from torchtitan_rl.families.decoder import DecoderShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, rope_of
@@ -28,7 +30,7 @@ class Qwen2Shape(DecoderShape):
     """The sizes of a Qwen2.5. Example: `Qwen2Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2,
     head_dim=32, hidden_dim=384)` has 0.8M parameters."""
 
-    rope_theta: float = 1e6
+    rope_theta: Annotated[float, Gt(0)] = 1e6
     """Base of the rotary embedding's frequencies."""
     rope_scaling: YarnScaling | None = None
     """For contexts beyond that of the original training; None: no scaling."""

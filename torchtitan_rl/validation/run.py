@@ -44,6 +44,7 @@ def validate(config: RunConfig) -> None:
     for task in (config.task, config.supervised.task, *(eval_set.task for eval_set in eval_sets)):
         _check_again(task)
     shape = resolve_shape(config.model)
+    check_fields(shape, "model.shape.")  # which may be that of a directory
     _check_tokenizer(config.model, shape)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     for role, (trainer, model) in config.trainers().items():
