@@ -20,6 +20,7 @@ FORMER_NAMES = {
     "actors.config": "config.meshes",
     "algorithm.config": "config.algorithm",
     "config.actors": "config.meshes",
+    "config.constraints": "constraints",
     "config.recording": "config.record",
     "hosts.attach": "launch.attach",
     "hosts.inventory": "launch.inventory",

@@ -67,8 +67,8 @@ async def _sample(args: argparse.Namespace) -> int:
 
 def _check_flags(altered: AlteredSampling) -> None:
     """Raises ValueError for a value out of range, under the name of its flag."""
-    from torchtitan_rl.config.constraints import complaint
     from torchtitan_rl.config.values import field_types
+    from torchtitan_rl.constraints import complaint
 
     for name, kind in field_types(type(altered), constraints=True).items():
         if problem := complaint(value := getattr(altered, name), kind):

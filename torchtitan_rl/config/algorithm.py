@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from torchtitan_rl.config.constraints import Hint
+from torchtitan_rl.constraints import Hint
 
 __all__ = ["AlgorithmConfig", "DistillConfig", "FilterConfig", "ScheduleConfig", "SupervisedConfig"]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 
-from torchtitan_rl.config.constraints import Check, Hint
+from torchtitan_rl.constraints import Check, Hint
 
 __all__ = [
     "LORA_TARGETS",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from torchtitan_rl.config.constraints import Check, Hint
+from torchtitan_rl.constraints import Check, Hint
 
 __all__ = ["ProfileConfig", "RecordConfig", "WandbConfig", "steps_of"]
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from torchtitan_rl.config.algorithm import AlgorithmConfig, SupervisedConfig
-from torchtitan_rl.config.constraints import Check, Hint
 from torchtitan_rl.config.meshes import GeneratorConfig, TrainerConfig, WeightSyncConfig
 from torchtitan_rl.config.model import ModelConfig
 from torchtitan_rl.config.record import RecordConfig
 from torchtitan_rl.config.sampling import AlteredSampling
 from torchtitan_rl.config.stopping import StopConfig
+from torchtitan_rl.constraints import Check, Hint
 
 __all__ = [
     "RunConfig",

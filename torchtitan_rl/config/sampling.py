@@ -8,7 +8,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Interval
 
-from torchtitan_rl.config.constraints import Hint
+from torchtitan_rl.constraints import Hint
 
 __all__ = ["AlteredSampling", "changes"]
 

@@ -12,8 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
+from annotated_types import Ge, Gt
+
+from torchtitan_rl.constraints import Hint
 from torchtitan_rl.families.hf_keys import required, rope_of
 
 if TYPE_CHECKING:
@@ -26,11 +29,11 @@ __all__ = ["DecoderShape", "ExpertsShape", "sizes_of_hf", "read_config_json"]
 class ExpertsShape:
     """A mixture of experts in the place of every feed-forward. Example: `ExpertsShape(num_experts=8, top_k=2)`."""
 
-    num_experts: int
+    num_experts: Annotated[int, Ge(1)]
     """Experts in each layer."""
-    top_k: int
+    top_k: Annotated[int, Ge(1)]
     """Experts that see a token."""
-    load_balance_coeff: float | None = None
+    load_balance_coeff: Annotated[float | None, Gt(0), Hint("use None for no bias")] = None
     """How far torchtitan's load-balancing bias moves towards experts with few tokens at every optimizer step; None: no
     bias. Hugging Face's Qwen3 has no such bias: with one, an export is complete for this package only."""
 
@@ -40,26 +43,26 @@ class DecoderShape(ABC):
     """The sizes of a causal decoder with grouped-query attention and a gated feed-forward. Each family is a subclass,
     and so is a family of your own (docs/families.md)."""
 
-    vocab_size: int
+    vocab_size: Annotated[int, Ge(1)]
     """Rows of the embedding; at least one for every token id of the tokenizer."""
-    dim: int
+    dim: Annotated[int, Ge(1)]
     """Hidden size."""
-    n_layers: int
-    n_heads: int
+    n_layers: Annotated[int, Ge(1)]
+    n_heads: Annotated[int, Ge(1)]
     """Query heads of a layer."""
-    n_kv_heads: int
+    n_kv_heads: Annotated[int, Ge(1)]
     """Key and value heads of a layer."""
-    head_dim: int
+    head_dim: Annotated[int, Ge(1)]
     """Size of one head."""
-    hidden_dim: int
+    hidden_dim: Annotated[int, Ge(1)]
     """Inner size of the gated feed-forward; in a mixture of experts, of each expert."""
-    rope_theta: float = 1e4
+    rope_theta: Annotated[float, Gt(0)] = 1e4
     """Base of the rotary embedding's frequencies."""
-    max_seq_len: int = 4096
+    max_seq_len: Annotated[int, Ge(1)] = 4096
     """Positions that the rotary embedding covers, in tokens."""
     tie_embeddings: bool = True
     """Whether the head shares the embedding's weights."""
-    norm_eps: float = 1e-6
+    norm_eps: Annotated[float, Ge(0)] = 1e-6
     """Added to the mean square in every RMS norm."""
 
     name: ClassVar[str]
@@ -84,6 +87,11 @@ class DecoderShape(ABC):
         """A model of the family with what makes it special, which two cores check in seconds. `sizes` are those that
         every family has; a family adds its own."""
         return cls(**sizes)
+
+    def own_model_fault(self, device: Literal["cpu", "cuda"]) -> str:
+        """Why vLLM's own model of the family is not the model of these sizes on a device, in words that stand alone;
+        "" where no fault is known."""
+        return ""
 
     # What a model of these sizes has and needs.
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
+from annotated_types import Ge, Gt
+
+from torchtitan_rl.constraints import Hint
 from torchtitan_rl.families.decoder import DecoderShape, ExpertsShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, required
 
@@ -45,23 +48,23 @@ class DeepseekV3Shape(DecoderShape):
 
     experts: ExpertsShape = field()
     """Without `load_balance_coeff` the router's bias is that of the checkpoint, and stays."""
-    kv_lora_rank: int
+    kv_lora_rank: Annotated[int, Ge(1)]
     """Size of the latent from which keys and values come."""
-    q_lora_rank: int | None = None
+    q_lora_rank: Annotated[int | None, Ge(1), Hint("use None for queries from the hidden states")] = None
     """Size of the latent from which queries come; None: queries come from the hidden states."""
-    rotated_dim: int
+    rotated_dim: Annotated[int, Ge(1)]
     """Dimensions of a query and of a key that the rotary embedding turns; heads share that part of the key."""
-    value_dim: int
+    value_dim: Annotated[int, Ge(1)]
     """Size of one head's value."""
-    dense_hidden_dim: int
+    dense_hidden_dim: Annotated[int, Ge(1)]
     """Inner size of the feed-forward in the first layers."""
-    n_dense_layers: int = 1
+    n_dense_layers: Annotated[int, Ge(0)] = 1
     """Layers, from the first one, with a feed-forward instead of experts."""
-    num_shared_experts: int = 1
+    num_shared_experts: Annotated[int, Ge(0)] = 1
     """Experts that see every token."""
-    route_scale: float = 1.0
+    route_scale: Annotated[float, Gt(0)] = 1.0
     """Factor of the experts' weights."""
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Ge(0)] = 1e-5
     """Added to the mean square in every RMS norm but those of latents."""
     tie_embeddings: bool = False
     """Whether the head shares the embedding's weights."""
@@ -93,6 +96,15 @@ class DeepseekV3Shape(DecoderShape):
         latents = dict(kv_lora_rank=48, rotated_dim=half, value_dim=sizes["head_dim"], dense_hidden_dim=192)
         experts = ExpertsShape(num_experts=8, top_k=2)
         return cls(**sizes | {"n_kv_heads": sizes["n_heads"]}, **latents, experts=experts, num_shared_experts=2)
+
+    def own_model_fault(self, device: Literal["cpu", "cuda"]) -> str:
+        # vLLM 0.32 does so; a test in tests/unit/families/test_deepseek_v3.py fails with a vLLM that does not.
+        if device != "cpu":
+            return ""
+        return (
+            "on a CPU vLLM's own DeepSeek-V3 rotates most query heads by wrong positions or not at all, because its "
+            "kernel takes heads for tokens"
+        )
 
     @property
     def layer_extras(self) -> int:

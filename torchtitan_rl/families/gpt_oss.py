@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from annotated_types import Ge, Gt
 
 from torchtitan_rl.families.decoder import DecoderShape, ExpertsShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, required, rope_of
@@ -33,15 +35,15 @@ class GptOssShape(DecoderShape):
     head_dim=32, hidden_dim=128, experts=ExpertsShape(num_experts=4, top_k=2))` has 1.0M parameters."""
 
     experts: ExpertsShape = field()
-    sliding_window: int = 128
+    sliding_window: Annotated[int, Ge(1)] = 128
     """Positions that a query of layers 0, 2, 4, ... attends to, its own included."""
-    swiglu_limit: float = 7.0
+    swiglu_limit: Annotated[float, Gt(0)] = 7.0
     """Bound of an expert's gate from above, and of the other factor from both sides."""
-    rope_theta: float = 1.5e5
+    rope_theta: Annotated[float, Gt(0)] = 1.5e5
     """Base of the rotary embedding's frequencies."""
     rope_scaling: YarnScaling | None = None
     """For contexts beyond that of the original training; None: no scaling."""
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Ge(0)] = 1e-5
     """Added to the mean square in every RMS norm."""
     tie_embeddings: bool = False
     """Whether the head shares the embedding's weights."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from annotated_types import Ge, Gt
 
 from torchtitan_rl.families.decoder import DecoderShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, rope_of
@@ -28,9 +30,9 @@ class Llama3Shape(DecoderShape):
     """The sizes of a Llama 3. Example: `Llama3Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2,
     head_dim=32, hidden_dim=384)` has 0.8M parameters."""
 
-    rope_theta: float = 5e5
+    rope_theta: Annotated[float, Gt(0)] = 5e5
     """Base of the rotary embedding's frequencies."""
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, Ge(0)] = 1e-5
     """Added to the mean square in every RMS norm."""
     rope_scaling: Llama3Scaling | None = None
     """Llama 3.1's longer context; None: no scaling."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from annotated_types import Gt
 
 from torchtitan_rl.families.decoder import DecoderShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, rope_of
@@ -28,7 +30,7 @@ class Qwen2Shape(DecoderShape):
     """The sizes of a Qwen2.5. Example: `Qwen2Shape(vocab_size=64, dim=128, n_layers=4, n_heads=4, n_kv_heads=2,
     head_dim=32, hidden_dim=384)` has 0.8M parameters."""
 
-    rope_theta: float = 1e6
+    rope_theta: Annotated[float, Gt(0)] = 1e6
     """Base of the rotary embedding's frequencies."""
     rope_scaling: YarnScaling | None = None
     """For contexts beyond that of the original training; None: no scaling."""
@@ -42,7 +44,15 @@ class Qwen2Shape(DecoderShape):
 
     @classmethod
     def debug(cls, **sizes: Any) -> Self:
-        return cls(**sizes | {"dim": sizes["n_heads"] * sizes["head_dim"]})  # vLLM's own Qwen2 reads no head_dim
+        return cls(**sizes | {"dim": sizes["n_heads"] * sizes["head_dim"]})  # else `own_model_fault`
+
+    def own_model_fault(self, device: Literal["cpu", "cuda"]) -> str:
+        if self.head_dim == (size := self.dim // self.n_heads):
+            return ""
+        return (
+            f"vLLM's own Qwen2 makes every head of size dim / n_heads = {size}, not of "
+            f"model.shape.head_dim={self.head_dim}"
+        )
 
     def model_spec(self) -> ModelSpec:
         """The layers are torchtitan's Qwen3 without head norms and with biases: torchtitan has no Qwen2."""

@@ -7,7 +7,9 @@ import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from annotated_types import Ge, Gt, Interval
 
 from torchtitan_rl.families.decoder import DecoderShape, sizes_of_hf
 from torchtitan_rl.families.hf_keys import HfKeys, check_keys, required
@@ -50,19 +52,19 @@ class Qwen35Shape(DecoderShape):
     n_kv_heads=2, head_dim=32, hidden_dim=384, n_key_heads=4, n_value_heads=4, key_head_dim=32, value_head_dim=32)` has
     0.9M parameters."""
 
-    rope_theta: float = 1e7
+    rope_theta: Annotated[float, Gt(0)] = 1e7
     """Base of the rotary embedding's frequencies."""
-    rotary_factor: float = 0.25
+    rotary_factor: Annotated[float, Interval(gt=0, le=1)] = 0.25
     """The part of a head that the rotary embedding turns."""
-    full_attention_interval: int = 4
+    full_attention_interval: Annotated[int, Ge(1)] = 4
     """Every so many layers have attention, the last of each; the others a gated delta net."""
-    n_key_heads: int
+    n_key_heads: Annotated[int, Ge(1)]
     """Query and key heads of a gated delta net."""
-    n_value_heads: int
+    n_value_heads: Annotated[int, Ge(1)]
     """Value heads of a gated delta net, a multiple of `n_key_heads`."""
-    key_head_dim: int
-    value_head_dim: int
-    conv_size: int = 4
+    key_head_dim: Annotated[int, Ge(1)]
+    value_head_dim: Annotated[int, Ge(1)]
+    conv_size: Annotated[int, Ge(1)] = 4
     """Taps of the convolution before a gated delta net."""
 
     name: ClassVar[str] = "qwen3_5"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from annotated_types import Ge, Gt
 
 from torchtitan_rl.families.hf_keys import required
 
@@ -17,17 +19,17 @@ class YarnScaling:
     """YaRN (Peng et al. 2023, arXiv 2309.00071): slow frequencies are divided by `factor`, fast ones stay, and queries
     and keys grow with the context. Example: `YarnScaling(factor=4.0, original_max_seq_len=32768)`."""
 
-    factor: float
+    factor: Annotated[float, Gt(0)]
     """By how much the context is longer than the original one."""
-    original_max_seq_len: int
+    original_max_seq_len: Annotated[int, Ge(1)]
     """Positions of the original training, in tokens."""
-    beta_fast: float = 32.0
+    beta_fast: Annotated[float, Gt(0)] = 32.0
     """Rotations over the original context from which on a frequency stays."""
-    beta_slow: float = 1.0
+    beta_slow: Annotated[float, Gt(0)] = 1.0
     """Rotations over the original context below which a frequency is divided by the whole factor."""
     truncate: bool = True
     """Whether the bounds between them are whole dimensions."""
-    attention_factor: float | None = None
+    attention_factor: Annotated[float | None, Gt(0)] = None
     """Factor of rotated queries and keys; None: 0.1 ln(factor) + 1, as in the paper."""
 
     hf_names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor")
@@ -71,12 +73,12 @@ class Llama3Scaling:
     """Llama 3.1's rule (Meta, 2024): frequencies with long wavelengths are divided by `factor`, short ones stay, and
     those between are interpolated. Example: `Llama3Scaling(factor=32.0, original_max_seq_len=8192)`."""
 
-    factor: float
-    original_max_seq_len: int
+    factor: Annotated[float, Gt(0)]
+    original_max_seq_len: Annotated[int, Ge(1)]
     """Positions of the original training, in tokens."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: Annotated[float, Gt(0)] = 1.0
     """Wavelengths above `original_max_seq_len` / this are divided by the whole factor."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: Annotated[float, Gt(0)] = 4.0
     """Wavelengths below `original_max_seq_len` / this stay."""
 
     hf_names = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")

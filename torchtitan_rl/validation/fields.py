@@ -10,8 +10,8 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from torchtitan_rl.config.constraints import complaint
 from torchtitan_rl.config.values import field_types
+from torchtitan_rl.constraints import complaint
 
 __all__ = ["check_fields"]
 

@@ -10,7 +10,17 @@ from torchtitan_rl.families import DecoderShape
 from torchtitan_rl.model.shape import kv_bytes_per_token
 from torchtitan_rl.validation.trainer import check_experts_kernel
 
-__all__ = ["check_engine", "check_generator_of_experts"]
+__all__ = ["check_engine", "check_generator_of_experts", "check_own_model"]
+
+
+def check_own_model(generator: GeneratorConfig, shape: DecoderShape) -> None:
+    """Raises ValueError for vLLM's own model of a family where it is another model, and for experts."""
+    if generator.model_impl != "vllm":
+        return
+    if fault := shape.own_model_fault(platform.device_type()):
+        raise ValueError(f"generator.model_impl='vllm': {fault}; use 'torchtitan'")
+    if shape.experts is not None:
+        raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
 
 
 def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
@@ -41,8 +51,6 @@ def check_engine(generator: GeneratorConfig, shape: DecoderShape) -> None:
 
 def check_generator_of_experts(config: RunConfig, shape: DecoderShape) -> None:
     """Raises ValueError for generators or adapters that do not work with a mixture of experts."""
-    if config.generator.model_impl == "vllm":
-        raise ValueError("generator.model_impl='vllm': is for dense models only; use 'torchtitan'")
     check_experts_kernel("generator.dtype", config.generator.dtype, config.generator.tensor_parallel_degree, shape)
     if not config.generator.enforce_eager and platform.experts_ask_the_host(config.generator.dtype):
         raise ValueError(

@@ -21,7 +21,7 @@ from torchtitan_rl.validation.batches import check_batches
 from torchtitan_rl.validation.controller import check_checkpoints, check_evaluations, check_stop
 from torchtitan_rl.validation.distillation import check_distill, check_snapshot
 from torchtitan_rl.validation.fields import check_fields
-from torchtitan_rl.validation.generator import check_engine, check_generator_of_experts
+from torchtitan_rl.validation.generator import check_engine, check_generator_of_experts, check_own_model
 from torchtitan_rl.validation.lag import check_lag_settings
 from torchtitan_rl.validation.record import check_profile, check_sinks
 from torchtitan_rl.validation.roles import check_roles
@@ -44,10 +44,12 @@ def validate(config: RunConfig) -> None:
     for task in (config.task, config.supervised.task, *(eval_set.task for eval_set in eval_sets)):
         _check_again(task)
     shape = resolve_shape(config.model)
+    check_fields(shape, "model.shape.")  # which may be that of a directory
     _check_tokenizer(config.model, shape)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     for role, (trainer, model) in config.trainers().items():
         check_trainer("trainer" if role == "policy" else f"roles.{role}.trainer", trainer, model, longest)
+    check_own_model(config.generator, shape)
     if shape.experts is not None:
         check_generator_of_experts(config, shape)
     check_limits(config)

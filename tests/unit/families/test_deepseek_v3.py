@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from tests.unit.config.test_load import refusal
 from tests.unit.families.shapes import SHAPES
 from tests.unit.families.test_families import LENGTH, View, logprobs, perturbed
+from torchtitan_rl import adapters
 from torchtitan_rl.config.meshes import LoRAConfig, TrainerConfig
 from torchtitan_rl.config.model import DeepseekV3Shape, ExpertsShape, ModelConfig
 from torchtitan_rl.families import shape_of_hf
@@ -161,3 +162,38 @@ def test_sizes_and_settings_that_do_not_fit_are_refused():
     config.training.seq_len = 64
     message = refusal(check_trainer, "trainer", config, ModelConfig(shape=SMALL), 8)
     assert message.startswith("trainer.lora.target_modules='o_proj': is no layer of a deepseek-v3")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's build for a GPU has no kernels for a CPU")
+def test_vllms_kernel_on_a_cpu_takes_query_heads_for_tokens():
+    """The reason of `own_model_fault`: vLLM's own DeepSeek-V3 passes queries of three dimensions, its Qwen2 of two. When
+    this test fails, vLLM is mended: remove the fault of `DeepseekV3Shape`, and the test."""
+    adapters.prepare_vllm(eager=True)
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    tokens, heads, size = 8, 4, 16
+    with set_current_vllm_config(VllmConfig()):
+        parameters = {"rope_type": "default", "rope_theta": 1e4}
+        rope = get_rope(size, max_position=64, rope_parameters=parameters, is_neox_style=False, dtype=torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    queries_TNH, keys_TNH = (torch.randn(tokens, n, size, generator=draw) for n in (heads, 1))
+    positions = torch.arange(tokens)
+
+    def on_cpu(queries):
+        rotated, _ = rope.forward_cpu(positions, queries.clone(), keys_TNH.clone())  # writes into its arguments
+        return rotated.view(tokens, heads, size)
+
+    right, _ = rope.forward_native(positions, queries_TNH, keys_TNH)
+    torch.testing.assert_close(on_cpu(queries_TNH.flatten(1)), right)
+    wrong = on_cpu(queries_TNH)
+    assert (wrong - right).abs().max() > 1
+    # As many heads are rotated as there are tokens, each by the position that is its place among all heads.
+    first, _ = rope.forward_native(positions, queries_TNH.flatten(0, 1)[:tokens], keys_TNH)
+    torch.testing.assert_close(wrong.flatten(0, 1)[:tokens], first)
+    assert torch.equal(wrong.flatten(0, 1)[tokens:], queries_TNH.flatten(0, 1)[tokens:])
+
+
+def test_the_fault_of_vllms_own_model_is_that_of_a_cpu():
+    assert SMALL.own_model_fault("cpu").startswith("on a CPU vLLM's own DeepSeek-V3 rotates most query heads")
+    assert SMALL.own_model_fault("cuda") == ""

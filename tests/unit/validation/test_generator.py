@@ -3,7 +3,8 @@
 import torch
 
 from tests.unit.config.test_load import refusal, run_config
-from torchtitan_rl.families import Qwen35Shape
+from tests.unit.families.shapes import LATENT, SIZES
+from torchtitan_rl.families import DeepseekV3Shape, Qwen2Shape, Qwen35Shape
 from torchtitan_rl.validation.run import validate
 
 
@@ -54,3 +55,23 @@ def test_a_family_that_generators_cannot_run_is_refused():
         "model.shape=qwen3_5: keeps a state for each sequence, which the generators of this package do not hold yet; "
         "use a model of another family"
     )
+
+
+def test_vllms_own_model_is_refused_where_it_computes_another(monkeypatch):
+    config = run_config()
+    config.generator.model_impl = "vllm"
+    config.model.shape = Qwen2Shape(**SIZES | {"vocab_size": 64})
+    assert refusal(validate, config) == (
+        "generator.model_impl='vllm': vLLM's own Qwen2 makes every head of size dim / n_heads = 16, not of "
+        "model.shape.head_dim=32; use 'torchtitan'"
+    )
+    config.model.shape = Qwen2Shape(**SIZES | {"vocab_size": 64, "dim": 128})
+    validate(config)
+    config.model.shape = DeepseekV3Shape(**LATENT | {"vocab_size": 64})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal(validate, config) == (
+        "generator.model_impl='vllm': on a CPU vLLM's own DeepSeek-V3 rotates most query heads by wrong positions or "
+        "not at all, because its kernel takes heads for tokens; use 'torchtitan'"
+    )
+    config.generator.model_impl = "torchtitan"
+    validate(config)

@@ -126,7 +126,11 @@ class Certification:
 
     async def adapters(self) -> AsyncIterator[Check]:
         """LoRA, on a device that trainer and engine share."""
-        async with self.stack(lora=lora_checks.adapters_of(self.subject.shape), colocation="all") as stack:
+        lora = lora_checks.adapters_of(self.subject.shape)
+        if not lora.target_modules:
+            yield Check(name="LoRA", difference=None, note=f"no layer of a {self.subject.shape.name} has adapters")
+            return
+        async with self.stack(lora=lora, colocation="all") as stack:
             async for check in lora_checks.check_adapters(self.subject, stack, self.scratch / "merged"):
                 yield check
             yield await sync_checks.check_cache(

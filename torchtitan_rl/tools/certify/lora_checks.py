@@ -21,9 +21,10 @@ _MOVED = 1e-2
 
 
 def adapters_of(shape: DecoderShape) -> LoRAConfig:
-    """Adapters on every layer that can have one: experts have none."""
-    dense = ["gate_proj", "up_proj", "down_proj"] if shape.experts is None else []
-    return LoRAConfig(rank=4, alpha=8.0, target_modules=["qkv_proj", "o_proj", *dense])
+    """Adapters on every layer that can have one: experts have none. No targets: the family has no adapters."""
+    without = () if shape.experts is None else ("gate_proj", "up_proj", "down_proj")
+    targets = [target for target in shape.lora_targets if target not in without]
+    return LoRAConfig(rank=4, alpha=8.0, target_modules=targets)
 
 
 async def check_adapters(subject: Subject, stack: Stack, directory: Path) -> AsyncIterator[Check]:

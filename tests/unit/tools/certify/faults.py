@@ -220,7 +220,7 @@ OF_TRAINER = {
     "scaling ignored": ("llama3", altered(Llama3Shape, layers(unscaled)), ROPE),
     "q and k permutation forgotten": ("llama3", altered(Llama3Shape, ordered_as_hugging_face), ROPE),
     "norm scale ignored": ("llama3", altered(Llama3Shape, no_norm_scale), "norm"),
-    "yarn's amplitude ignored": ("qwen2-yarn", altered(Qwen2Shape, layers(same_amplitude)), ROPE),
+    "yarn's amplitude ignored": ("qwen2+yarn", altered(Qwen2Shape, layers(same_amplitude)), ROPE),
     "bias dropped": ("qwen2", altered(Qwen2Shape, layers(no_bias)), "model.layers.0.self_attn.k_proj.bias"),
     "bias does not learn": ("qwen2", altered(Qwen2Shape, layers(frozen_bias)), "layers.0.attention.qkv_linear.wk.bias"),
     "epsilon 1e-5 for 1e-6": ("qwen2", altered(Qwen2Shape, layers(wrong_eps)), "layers.0.attention_norm"),
@@ -233,7 +233,7 @@ OF_TRAINER = {
     ),
     "epsilon of heads": ("qwen3", altered(Qwen3Shape, layers(wrong_eps_of_heads)), "layers.0.attention.q_norm"),
     "gate and up swapped": ("qwen3", altered(Qwen3Shape, gate_is_up), "layers.0.feed_forward"),
-    "no renormalisation": ("qwen3-moe", altered(Qwen3Shape, layers(no_renormalisation)), "layers.0.moe"),
+    "no renormalisation": ("qwen3+moe", altered(Qwen3Shape, layers(no_renormalisation)), "layers.0.moe"),
 }
 """Name -> (model, family with the fault, what the broken line names). The trainer of one rank shows them."""
 HalfRotation = altered(Llama3Shape, layers(half_rotation))

@@ -10,6 +10,7 @@ from torchtitan_rl.families import shape_of_hf
 from torchtitan_rl.tools.certify.certification import Certification, certify
 from torchtitan_rl.tools.certify.small_config import debug_config, small_config
 from torchtitan_rl.tools.certify.subject import Subject
+from torchtitan_rl.tools.certify.token_checks import GreedyTokens
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
 EXPERTS = dict(
@@ -24,7 +25,7 @@ EXPERTS = dict(
 
 def config_of(name):
     """The content of a small config.json."""
-    family, _, kind = name.partition("-")
+    family, _, kind = name.partition("+")
     changes = {"yarn": {"rope_parameters": YARN}, "moe": EXPERTS, "": {}}[kind]
     return small_config(debug_config(family) | changes)
 
@@ -47,12 +48,13 @@ def of_trainer(shape, hf, directory):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "llama3", "qwen2", "qwen2-yarn"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3+moe", "llama3", "qwen2", "qwen2+yarn", "gpt-oss", "deepseek-v3"])
 def test_a_healthy_family_breaks_no_line_and_every_parameter_has_a_gradient(name, tmp_path):
     hf = config_of(name)
     certification, checks = of_trainer(shape_of_hf(hf, "m"), hf, tmp_path)
     assert len(checks) == 7 and first_broken(checks) is None
-    assert all(gradient.abs().max() > 1e-3 for gradient in certification.one_rank.values())
+    small = {name for name, gradient in certification.one_rank.items() if not gradient.abs().max() > 1e-3}
+    assert {name for name in small if not name.endswith("expert_bias_E")} == set()  # a buffer has no gradient
 
 
 @pytest.mark.whole
@@ -87,6 +89,24 @@ def test_key_and_value_heads_of_the_wrong_queries_break_the_line_of_the_layout(t
     print(broken and broken.line)
     assert broken.name == "gradients: FSDP 1, TP 2 = one rank" and "attention" in broken.part
     assert math.isfinite(broken.difference)
+
+
+@pytest.mark.whole
+def test_vllms_own_model_is_not_run_where_it_has_a_fault(tmp_path):
+    hf = config_of("qwen2") | {"hidden_size": 96}
+    subject = Subject.of(shape_of_hf(hf, "m"), hf, tmp_path)
+    certification = Certification(subject=subject, scratch=tmp_path, greedy=GreedyTokens.of(subject))
+    alone, in_runs = checks_of(certification.vllm)
+    fault = "vLLM's own Qwen2 makes every head of size dim / n_heads = 12, not of model.shape.head_dim="
+    assert alone.difference is None and alone.note.startswith(fault)
+    assert in_runs.difference is None and in_runs.note.startswith(f"generator.model_impl='vllm': {fault}")
+
+
+def test_a_family_without_adapters_has_a_line_that_says_so(tmp_path):
+    hf = config_of("deepseek-v3")
+    subject = Subject.of(shape_of_hf(hf, "m"), hf, tmp_path)
+    (line,) = checks_of(Certification(subject=subject, scratch=tmp_path).adapters)
+    assert line.line == "LoRA: no layer of a deepseek-v3 has adapters" and line.difference is None
 
 
 @pytest.mark.whole

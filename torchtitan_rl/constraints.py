@@ -1,4 +1,4 @@
-"""What a config's field may hold: constraints beside the field, and the words in which another value is refused.
+"""What a field of a config or of a family may hold: constraints beside it, and the words that refuse another value.
 
 A field states its bounds with the classes of `annotated_types`, and what to do about another value with `Hint`:
 

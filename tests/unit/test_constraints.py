@@ -1,6 +1,7 @@
 """Constraints beside fields: what is refused, in which words, and that every number of a config has bounds."""
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, get_args, get_origin
@@ -11,9 +12,12 @@ from annotated_types import Ge, Gt, Interval, Le
 
 import torchtitan_rl.config as rl
 from tests.unit.config.test_load import refusal, run_config
-from torchtitan_rl.config.constraints import Check, Hint, complaint
 from torchtitan_rl.config.record import ProfileConfig
 from torchtitan_rl.config.values import field_types
+from torchtitan_rl.constraints import Check, Hint, complaint
+from torchtitan_rl.families import BUILT_IN, ExpertsShape
+from torchtitan_rl.families.rope import Llama3Scaling, YarnScaling
+from torchtitan_rl.model.files import assets_dir, write_model_dir
 from torchtitan_rl.validation.fields import check_fields
 from torchtitan_rl.validation.run import validate
 
@@ -107,10 +111,31 @@ def test_a_task_of_ones_own_may_have_constraints():
             {"max_policy_lag": -1},
             "max_policy_lag=-1: must not be negative; use 0 for none, 1 to overlap generation and training",
         ),
+        (ExpertsShape, {"num_experts": 0, "top_k": 1}, "num_experts=0: must be at least 1"),
+        (
+            ExpertsShape,
+            {"num_experts": 4, "top_k": 1, "load_balance_coeff": 0.0},
+            "load_balance_coeff=0.0: must be positive; use None for no bias",
+        ),
+        (YarnScaling, {"factor": 0.0, "original_max_seq_len": 32}, "factor=0.0: must be positive"),
     ],
 )
 def test_a_section_by_itself(section, settings, message):
     assert refusal(check_fields, section(**settings)) == message
+
+
+def test_the_sizes_of_a_model_have_constraints_in_a_config_and_in_a_directory(tmp_path):
+    config = run_config()
+    shape = config.model.shape
+    write_model_dir(tmp_path, shape, assets_dir(config.model), eos=1, pad=0)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 0}))
+    for model in (
+        dataclasses.replace(config.model, shape=dataclasses.replace(shape, n_layers=0)),
+        rl.ModelConfig(assets=str(tmp_path)),
+    ):
+        config.model = model
+        assert refusal(validate, config) == "model.shape.n_layers=0: must be at least 1"
 
 
 CLASSES = [
@@ -118,6 +143,7 @@ CLASSES = [
     *(rl.AlgorithmConfig, rl.FilterConfig, rl.ScheduleConfig, rl.SupervisedConfig, rl.ControllerConfig),
     *(rl.StopConfig, rl.SamplingConfig, rl.AdamWConfig, rl.TrainerConfig, rl.GeneratorConfig, rl.WandbConfig),
     *(rl.RecordConfig, ProfileConfig),
+    *(*BUILT_IN, ExpertsShape, YarnScaling, Llama3Scaling),
 ]
 BY_OTHER_FIELDS = {
     (rl.GeneratorConfig, "max_num_batched_tokens"),
@@ -143,4 +169,4 @@ def test_every_section_is_among_the_classes_above():
                 yield from sections(part)
 
     ours = {section for section in sections(run_config()) if section.__module__.startswith("torchtitan_rl.config.")}
-    assert ours - {rl.ModelConfig, rl.Qwen3Shape, rl.AlteredSampling, rl.WeightSyncConfig} <= set(CLASSES)
+    assert ours - {rl.ModelConfig, rl.AlteredSampling, rl.WeightSyncConfig} <= set(CLASSES)
