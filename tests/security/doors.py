@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 import torchtitan_rl
 from tests.integration.conftest import ROOT
 from tests.integration.tinker_server import tinker_server
-from tests.made_runs import made_run
+from tests.kit.runs import made_run
 
 BYTES = Path(torchtitan_rl.__file__).parent / "assets" / "bytes"
 DOORS = ("gateway", "serve", "serve-tinker", "view")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from tests.processes import ended
+from tests.kit.processes import ended
 from torchtitan_rl.tasks.judging import judge
 from torchtitan_rl.tasks.reward_process import cpu_bound
 from torchtitan_rl.types import Task

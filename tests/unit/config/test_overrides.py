@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.config.test_load import overridden, refusal, run_config
+from tests.kit.refusal import refusal
+from tests.kit.run_config import run_config
+from tests.unit.config.test_load import overridden
 from torchtitan_rl.algorithm import advantages, losses, reductions
 from torchtitan_rl.cli.show import show
 from torchtitan_rl.config.derive import open_fields, settled

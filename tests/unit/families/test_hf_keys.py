@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
-from tests.unit.config.test_load import refusal
+from tests.kit.refusal import refusal
 from torchtitan_rl.config.model import ExpertsShape, ModelConfig, Qwen3Shape
 from torchtitan_rl.families.rope import YarnScaling
 from torchtitan_rl.model.shape import resolve_shape

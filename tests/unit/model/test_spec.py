@@ -1,12 +1,10 @@
 """Specs made from one shared spec, the standard flavours, and the model they build against transformers' Qwen3."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torchtitan.config import ParallelismConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.kit.view import VIEW
 from torchtitan_rl.config.model import ModelConfig, Qwen3Shape
 from torchtitan_rl.model.attention import PackedSDPA
 from torchtitan_rl.model.logprob_head import LogprobHead
@@ -14,7 +12,6 @@ from torchtitan_rl.model.spec import build_spec, training_spec, with_positions
 from torchtitan_rl.model.train_step import head_outputs
 from torchtitan_rl.types import Microbatch
 
-VIEW = SimpleNamespace(parallelism=ParallelismConfig(spmd_backend="partial_dtensor"))
 CPU = torch.device("cpu")
 
 

@@ -10,18 +10,12 @@ from datetime import datetime
 import pytest
 from rich.console import Console
 
+from tests.kit.clock import Clock
 from torchtitan_rl.record.console.display import Display
 from torchtitan_rl.record.console.json_progress import JsonProgress
 from torchtitan_rl.record.console.progress import Bar, Progress, _times
 from torchtitan_rl.record.console.step_numbers import LiveTable
 from torchtitan_rl.record.recorder import Metrics, Note, Recorder
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 class Terminal(io.StringIO):

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.kit.clock import Clock
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.faults import Fault, server, user
 from torchtitan_rl.serve.tinker.futures import Answer, Futures, Shelf
@@ -233,18 +234,18 @@ async def test_what_waits_for_a_model_that_is_unloaded_is_told_so():
 
 
 async def test_answers_expire_and_what_was_fetched_expires_sooner():
-    now = [0.0]
+    clock = Clock()
 
     async def run():
-        futures = Futures(kept_s=100, kept_fetched_s=10, clock=lambda: now[0])
+        futures = Futures(kept_s=100, kept_fetched_s=10, clock=clock)
         for name in ("fetched", "left"):
             futures.start(name, _answer(name))
         assert await content(futures, "fetched") == "fetched"
-        now[0] = 11.0
+        clock.now = 11.0
         with pytest.raises(Fault, match="'fetched': is not known: its answer has expired"):
             await futures.fetch("fetched", 1)
         assert await content(futures, "left") == "left"
-        now[0] = 300.0
+        clock.now = 300.0
         with pytest.raises(Fault):
             await futures.fetch("left", 1)
         return len(futures)

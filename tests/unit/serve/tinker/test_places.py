@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from torchtitan_rl.config.meshes import LoRAConfig
+from tests.kit.tinker import served
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.bodies import CreateModelBody, LoraBody, SessionBody
-from torchtitan_rl.serve.tinker.service import Limits, Served, Server
+from torchtitan_rl.serve.tinker.service import Limits, Server
 
 
 class Trainer:
@@ -34,19 +34,8 @@ def done():
 
 
 def a_server(directory, *, max_models=2, silent_s=0.4, wait_s=5.0):
-    served = Served(
-        base_model="base",
-        base_dir=directory,
-        family="qwen3",
-        vocab_size=64,
-        context_tokens=64,
-        trained_tokens=64,
-        lora=LoRAConfig(rank=8, alpha=32.0),
-        end_tokens={"eos": 1, "pad": 0},
-        write_form=lambda checkpoint, source, target: None,
-    )
     limits = Limits(max_models=max_models, silent_s=silent_s, place_wait_s=wait_s)
-    return Server(served, Trainer(), None, None, directory, limits)
+    return Server(served(directory), Trainer(), None, None, directory, limits)
 
 
 def create(service, session_id, number=0):
