@@ -74,25 +74,11 @@ async def test_tokens_as_observations_are_taken_as_they_are():
 
 
 async def test_what_was_sampled_is_what_is_trained():
-    def group_policy():
-        return policy("[12*34]", "408<eos>", "[1*3]", "3<eos>")
-
-    async def run():
-        family = Calculator.Config().build()
-        one = group_policy()
-        group = await run_group(
-            workflow_of(family.environment, LIMITS),
-            TASK,
-            one,
-            1,
-            group_id="0/0",
-            seed=0,
-            reward=family,
-            reward_timeout_s=5,
-        )
-        return group, one.sampler
-
-    group, sampler = await run()
+    family, one = Calculator.Config().build(), policy("[12*34]", "408<eos>", "[1*3]", "3<eos>")
+    group = await run_group(
+        workflow_of(family.environment, LIMITS), TASK, one, 1, group_id="0/0", seed=0, reward=family, reward_timeout_s=5
+    )
+    sampler = one.sampler
     assert group.rewards == [1.0]
     data = to_datums([group], AlgorithmConfig())
     whole = torch.cat([data[-1].tokens, data[-1].target_tokens[-1:]]).tolist()
