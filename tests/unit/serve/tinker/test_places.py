@@ -1,36 +1,14 @@
 """Who gets a place in the trainer, and when: the places of clients that have gone, and those who wait."""
 
-import asyncio
 import dataclasses
 import time
 
 import pytest
 
-from tests.kit.tinker import served
+from tests.kit.tinker import Trainer, served
 from torchtitan_rl.serve.errors import Refused
 from torchtitan_rl.serve.tinker.bodies import CreateModelBody, LoraBody, SessionBody
 from torchtitan_rl.serve.tinker.service import Limits, Server
-
-
-class Trainer:
-    """Takes models in and out at once."""
-
-    def __init__(self):
-        self.models = []
-
-    def add_adapter(self, name, **_):
-        self.models.append(name)
-        return done()
-
-    def drop_adapter(self, name):
-        self.models.remove(name)
-        return done()
-
-
-def done():
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(None)
-    return future
 
 
 def a_server(directory, *, max_models=2, silent_s=0.4, wait_s=5.0):

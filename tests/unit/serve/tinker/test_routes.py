@@ -8,34 +8,12 @@ import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
-from tests.kit.tinker import served
+from tests.kit.tinker import Trainer, served
 from torchtitan_rl.serve.tinker.app import make_app
 from torchtitan_rl.serve.tinker.owners import EVERYBODY, OneKey
 from torchtitan_rl.serve.tinker.service import Limits, Server
-from torchtitan_rl.types import OptimStepOutput
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
-
-
-class Trainer:
-    """Of `TrainingClient`, what adding a model and a step ask for; counts steps."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def add_adapter(self, name, **_):
-        return asyncio.ensure_future(asyncio.sleep(0))
-
-    use_adapter = drop_adapter = add_adapter
-
-    def optim_step(self, params):
-        self.steps += 1
-
-        async def answer():
-            norm = float("nan") if self.steps == 1 else 1.0
-            return OptimStepOutput(grad_norm=norm, lr=params.lr, policy_version=1, skipped=False)
-
-        return asyncio.ensure_future(answer())
 
 
 class Client:
